@@ -1,0 +1,104 @@
+"""The errors this package raises for trouble in the world.
+
+::
+
+    LightningStreamError
+    +-- FormatError            bytes that are not what their format says (index, shard, compressed file)
+    |   +-- DigestError        a file whose size or hash differs from its index
+    +-- StoreError             a store (remote) could not do what was asked
+    |   +-- NotFoundError      no such object, bucket or folder
+    |   +-- AccessError        credentials missing, wrong, or without the right
+    |   +-- UnavailableError   still failing after the retries: throttled, reset, stalled, timed out
+    +-- CacheError             the local cache could not take or give a shard
+    |   +-- CacheFullError     disk or `cache_limit` too small; says how much is needed
+    |   +-- LockTimeoutError   another process held a shard's lock beyond the deadline
+    +-- StateError             a saved position that this run must not continue from
+    |   +-- VersionMismatch    written by a newer version
+    |   +-- SnapshotMismatch   the data changed since
+    |   +-- SettingsMismatch   the order settings changed since
+    +-- LedgerError            samples trained on differ from the samples planned
+    MissingExtraError(ImportError)   an optional dependency is not installed; names the extra
+
+A wrong argument is a ``ValueError`` (wrong value) or ``TypeError`` (wrong type). Every message says the rule,
+what was found, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class LightningStreamError(Exception):
+    """Base of all errors of this package that are not plain wrong arguments."""
+
+
+class FormatError(LightningStreamError):
+    """Bytes are not what their format says: index, shard or compressed file."""
+
+
+class DigestError(FormatError):
+    """A file's size or hash differs from what its index promises."""
+
+
+class StoreError(LightningStreamError):
+    """A store could not do what was asked."""
+
+
+class NotFoundError(StoreError):
+    """No such object, bucket or folder in the store."""
+
+
+class AccessError(StoreError):
+    """Credentials are missing, wrong, or lack the right that was needed."""
+
+
+class UnavailableError(StoreError):
+    """The store still failed after all retries: throttled, reset, stalled or timed out."""
+
+
+class CacheError(LightningStreamError):
+    """The local cache could not take or give a shard."""
+
+
+class CacheFullError(CacheError):
+    """The disk or `cache_limit` is too small for what must be held at once."""
+
+
+class LockTimeoutError(CacheError):
+    """Another process held a shard's lock beyond the deadline."""
+
+
+class StateError(LightningStreamError):
+    """A saved position cannot be continued by this run."""
+
+
+class VersionMismatch(StateError):
+    """The state was written by a version that this one does not know."""
+
+
+class SnapshotMismatch(StateError):
+    """The dataset is not the one the state was written over."""
+
+
+class SettingsMismatch(StateError):
+    """An order setting differs from the one the state was written under."""
+
+
+class LedgerError(LightningStreamError):
+    """The samples trained on are not the samples planned."""
+
+
+class MissingExtraError(ImportError):
+    """An optional dependency is not installed."""
+
+
+def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
+    """Make the error for an optional dependency that is absent.
+
+    Args:
+        package: The distribution that could not be imported, e.g. ``"boto3"``.
+        extra: Our extra that installs it, e.g. ``"s3"``.
+        purpose: What the user was doing, e.g. ``"reading s3:// URLs"``.
+    """
+    return MissingExtraError(
+        f"{purpose} needs the package {package!r}, which is not installed. "
+        f"Install it with:  pip install 'lightning-stream[{extra}]'"
+    )
