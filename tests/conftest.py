@@ -1,0 +1,34 @@
+"""What every test may ask for: the shared golden data and photos, where this machine has them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci")
+
+_CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def _shared(folder: str) -> Path:
+    root = Path(os.environ.get("LIGHTNING_STREAM_SHARED", _CHECKOUT.parent / "shared"))
+    path = root / folder
+    if not path.is_dir():
+        pytest.skip(f"no {path}: set LIGHTNING_STREAM_SHARED to the folder that holds {folder}/")
+    return path
+
+
+@pytest.fixture(scope="session")
+def shared_golden() -> Path:
+    """Data and orders made by mosaicml-streaming."""
+    return _shared("golden")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real photos, text and a table."""
+    return _shared("data")
