@@ -1,0 +1,226 @@
+"""All settings of a run's order, resolved once at its first start, kept in its state and never recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from lightning_stream.errors import StateError
+from lightning_stream.order.permutation import MAX_NUMBER
+
+ORDER_VERSION = 1
+"""Raised whenever the native order gives other ids for the same settings."""
+
+MOSAIC_ALGORITHMS = ("py1e", "py1br", "py1s", "py2s", "naive")
+ALGORITHMS = ("window", *MOSAIC_ALGORITHMS)
+BATCHING_METHODS = ("random", "stratified", "per_stream", "device_per_stream")
+SAMPLING_METHODS = ("balanced", "fixed")
+PARTITIONS = ("orig", "relaxed")
+
+DEFAULT_SEED = 9176
+_MOST_NODES = 16
+_ACTIVE_PARTS = 128
+
+
+@dataclass(frozen=True)
+class MosaicConfig:
+    """What only the orders compatible with mosaicml-streaming need.
+
+    Args:
+        partition: ``"orig"`` or ``"relaxed"``.
+        shuffle_block_size: Samples; None means that library's default.
+        initial_physical_nodes: Nodes of the run's first start, for ``"relaxed"``.
+        world: (nodes, ranks per node, workers per rank, batch size per device) of the run's first start.
+    """
+
+    partition: str = "relaxed"
+    shuffle_block_size: int | None = None
+    initial_physical_nodes: int | None = None
+    world: tuple[int, int, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class OrderConfig:
+    """The order settings of a run.
+
+    Args:
+        shuffle: Whether samples are shuffled at all; else index order.
+        seed: Key of every permutation, in [0, 2**63).
+        algorithm: ``"window"``, or one of mosaicml-streaming's.
+        canonical_nodes: C. Samples are dealt to this many canonical nodes, at most one more in some than in others.
+        window: w, parts of shards active at once in a canonical node.
+        batching_method: ``"random"``, ``"stratified"``, ``"per_stream"`` or ``"device_per_stream"``.
+        block: m of ``device_per_stream``: consecutive samples from one stream; else None.
+        batch_size: B where the order depends on it (``per_stream``); else None.
+        sampling_method: ``"balanced"`` draws anew each epoch, ``"fixed"`` the same samples always.
+        sampling_granularity: Samples taken from a shard at a time where a stream is only partly drawn.
+        epoch_size: Samples of an epoch over all streams, or None for what the weights say.
+        mosaic: Settings of the orders compatible with mosaicml-streaming; None for the native order.
+
+    Make one with :meth:`resolve`, which chooses what the user left open.
+    """
+
+    shuffle: bool
+    seed: int
+    algorithm: str
+    canonical_nodes: int
+    window: int
+    batching_method: str = "random"
+    block: int | None = None
+    batch_size: int | None = None
+    sampling_method: str = "balanced"
+    sampling_granularity: int = 1
+    epoch_size: int | None = None
+    mosaic: MosaicConfig | None = None
+
+    def __post_init__(self) -> None:
+        problems = _problems(self)
+        if problems:
+            raise ValueError("The order settings must be valid. " + " ".join(problems))
+
+    @classmethod
+    def resolve(
+        cls,
+        *,
+        batch_size: int | None,
+        shuffle: bool = False,
+        seed: int = DEFAULT_SEED,
+        algorithm: str | None = None,
+        canonical_nodes: int | None = None,
+        window: int | None = None,
+        batching_method: str = "random",
+        device_batch_size: int | None = None,
+        sampling_method: str = "balanced",
+        sampling_granularity: int = 1,
+        epoch_size: int | None = None,
+        mosaic: MosaicConfig | None = None,
+        resumed: OrderConfig | None = None,
+    ) -> OrderConfig:
+        """Choose what was left open, from the first run's B (``batch_size``) alone, never from hardware.
+
+        Args:
+            batch_size: B, the samples of one optimizer step over all replicas; None only where there is none to know.
+            algorithm: None means ``"window"``.
+            canonical_nodes: None means the largest divisor of B that is at most 16.
+            window: None means ``ceil(128 / canonical_nodes)``.
+            device_batch_size: The first run's samples per device and micro-batch: m of ``device_per_stream``.
+            resumed: The settings of the state to continue from: what is None (nodes, window, m) is taken from there.
+            (The others as in the class.)
+
+        Raises:
+            ValueError: Settings that are wrong or missing; every problem is named.
+        """
+        algorithm = "window" if algorithm is None else algorithm
+        if resumed is not None:
+            canonical_nodes = resumed.canonical_nodes if canonical_nodes is None else canonical_nodes
+            window = resumed.window if window is None else window
+            device_batch_size = resumed.block or device_batch_size
+        nodes = _default_nodes(batch_size) if canonical_nodes is None else canonical_nodes
+        width = -(-_ACTIVE_PARTS // max(nodes, 1)) if window is None else window
+        if algorithm in MOSAIC_ALGORITHMS and mosaic is None:
+            mosaic = MosaicConfig()
+        return cls(
+            shuffle=shuffle,
+            seed=seed,
+            algorithm=algorithm,
+            canonical_nodes=nodes,
+            window=width,
+            batching_method=batching_method,
+            block=device_batch_size if batching_method == "device_per_stream" else None,
+            batch_size=batch_size if batching_method == "per_stream" else None,
+            sampling_method=sampling_method,
+            sampling_granularity=sampling_granularity,
+            epoch_size=epoch_size,
+            mosaic=mosaic,
+        )
+
+    def to_state(self) -> dict[str, Any]:
+        """The settings as a dict of plain values."""
+        state = asdict(self)
+        if self.mosaic is not None and self.mosaic.world is not None:
+            state["mosaic"]["world"] = list(self.mosaic.world)
+        return state
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> OrderConfig:
+        """Read what :meth:`to_state` gave.
+
+        Raises:
+            StateError: Something else was given.
+        """
+        try:
+            values = _known(cls, state)
+            if values.get("mosaic") is not None:
+                mosaic = _known(MosaicConfig, values["mosaic"])
+                world = mosaic.get("world")
+                values["mosaic"] = MosaicConfig(**mosaic | {"world": None if world is None else tuple(world)})
+            return cls(**values)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise StateError(
+                f"The order settings of a state must be those this package wrote, but: {error} "
+                "The state is damaged or not ours; load another checkpoint."
+            ) from error
+
+
+def _default_nodes(batch_size: int | None) -> int:
+    if batch_size is None:
+        return _MOST_NODES
+    return max((d for d in range(1, _MOST_NODES + 1) if batch_size % d == 0), default=1)
+
+
+def _known(kind: type[OrderConfig | MosaicConfig], values: object) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        raise TypeError(f"expected a mapping of settings, found {type(values).__name__}.")
+    names = {field.name for field in fields(kind)}
+    unknown = [str(name) for name in values if name not in names]
+    if unknown:
+        raise ValueError(f"unknown settings {sorted(unknown)}.")
+    return dict(values)
+
+
+def _problems(config: OrderConfig) -> list[str]:
+    allowed = {
+        "algorithm": ALGORITHMS,
+        "batching_method": BATCHING_METHODS,
+        "sampling_method": SAMPLING_METHODS,
+        "shuffle": (True, False),
+    }
+    problems = [
+        f"{name} must be one of {', '.join(map(str, values))}, not {getattr(config, name)!r}."
+        for name, values in allowed.items()
+        if getattr(config, name) not in values
+    ]
+    problems += _count_problems(config, ("canonical_nodes", "window", "sampling_granularity"), optional=False)
+    problems += _count_problems(config, ("block", "batch_size", "epoch_size"), optional=True)
+    if not is_count(config.seed, 0):
+        problems.append(f"seed must be an integer in [0, 2**63), not {config.seed!r}.")
+    if config.batching_method == "per_stream" and config.batch_size is None:
+        problems.append("per_stream makes every global batch from one stream: it needs a batch size from the start.")
+    if config.batching_method == "device_per_stream" and config.block is None:
+        problems.append("device_per_stream needs the batch size per device from the start.")
+    return problems + ([] if config.mosaic is None else _mosaic_problems(config.mosaic))
+
+
+def _mosaic_problems(mosaic: MosaicConfig) -> list[str]:
+    problems = _count_problems(mosaic, ("shuffle_block_size", "initial_physical_nodes"), optional=True)
+    if mosaic.partition not in PARTITIONS:
+        problems.append(f"partition must be one of {', '.join(PARTITIONS)}, not {mosaic.partition!r}.")
+    world = mosaic.world
+    if world is not None and not (len(world) == 4 and all(is_count(number, 1) for number in world)):
+        problems.append(f"world must be None or four integers of at least 1, not {world!r}.")
+    return problems
+
+
+def _count_problems(config: OrderConfig | MosaicConfig, names: tuple[str, ...], *, optional: bool) -> list[str]:
+    values = {name: getattr(config, name) for name in names}
+    return [
+        f"{name} must be {'None or ' if optional else ''}an integer of at least 1, not {value!r}."
+        for name, value in values.items()
+        if not (is_count(value, 1) or (optional and value is None))
+    ]
+
+
+def is_count(value: object, least: int) -> bool:
+    """Whether this is an integer (no bool) of at least ``least`` that fits a key."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < MAX_NUMBER

@@ -1,0 +1,231 @@
+"""The draw: what an epoch takes from each shard, and how often. A pure function of (snapshot, weights, seed, epoch)."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.order.permutation import Purpose, permutation
+from lightning_stream.order.snapshot import Snapshot
+
+_FIXED = 2**63 - 1  # stands for the epoch where every epoch draws the same samples
+
+
+@dataclass(frozen=True)
+class StreamWeights:
+    """How much one stream gives to an epoch: at most one of the three, and one kind over all streams of a mixture.
+
+    Args:
+        proportion: Relative: this stream's part of the epoch, over the sum of all streams' proportions.
+        repeat: Absolute: how often each of its samples comes (0.5: half of them, 2: each twice).
+        choose: Absolute: how many samples.
+    """
+
+    proportion: float | None = None
+    repeat: float | None = None
+    choose: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """Drawn samples as runs, each of one shard: all of it once (a pass), or a subset.
+
+    Args:
+        shard: int64[U], the shard of each unit.
+        count: int64[U], samples drawn by it, at least 1; fewer than the shard has means a subset.
+    """
+
+    shard: NDArray[np.int64]
+    count: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The draw of every epoch of a run.
+
+    Args:
+        snapshot: The data.
+        chosen: Samples of each stream in an epoch, see :func:`choose_per_stream`.
+        seed: The run's seed.
+        balanced: Draw anew each epoch; else the same samples in every epoch.
+        granularity: Samples taken from a shard at a time where only some are drawn: large values touch fewer shards.
+    """
+
+    snapshot: Snapshot
+    chosen: tuple[int, ...]
+    seed: int
+    balanced: bool
+    granularity: int
+
+    @property
+    def constant(self) -> bool:
+        """Whether every epoch draws the same samples."""
+        samples = self.snapshot.stream_samples.tolist()
+        return not self.balanced or all(
+            have == 0 or take % have == 0 for take, have in zip(self.chosen, samples, strict=True)
+        )
+
+    def units(self, epoch: int, streams: Sequence[int]) -> Units:
+        """The units of these streams in index order: shard by shard, its passes first, then its subset."""
+        shards, counts = [], []
+        for stream in streams:
+            shard, count = self._stream_units(epoch, stream)
+            shards.append(shard)
+            counts.append(count)
+        return (
+            Units(np.concatenate(shards), np.concatenate(counts)) if len(shards) != 1 else Units(shards[0], counts[0])
+        )
+
+    def ids(self, epoch: int, shard: int, count: int, begin: int, end: int) -> NDArray[np.int64]:
+        """Sample ids of the drawn samples [begin, end) of one unit, ascending."""
+        first = int(self.snapshot.shard_offsets[shard])
+        size = int(self.snapshot.sizes[shard])
+        if count == size:
+            return np.arange(first + begin, first + end, dtype=np.int64)
+        picks = permutation(Purpose.DRAW_SAMPLES, self.seed, self._key(epoch), shard, size=size)[:count]
+        picks.sort()
+        return picks[begin:end] + first
+
+    def _key(self, epoch: int) -> int:
+        return epoch if self.balanced else _FIXED
+
+    def _stream_units(self, epoch: int, stream: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        sizes = self.snapshot.shard_sizes[stream]
+        first = int(self.snapshot.stream_offsets[stream])
+        num_samples = int(self.snapshot.stream_samples[stream])
+        shard = np.arange(first, first + len(sizes), dtype=np.int64)
+        if num_samples == 0 or self.chosen[stream] == 0:
+            return shard[:0], sizes[:0]
+        passes, rest = divmod(self.chosen[stream], num_samples)
+        if rest == 0 and passes == 1:
+            return (shard, sizes) if sizes.all() else (shard[sizes > 0], sizes[sizes > 0])
+        order = permutation(Purpose.DRAW_SHARDS, self.seed, self._key(epoch), stream, size=len(sizes))
+        subset = np.zeros_like(sizes)
+        subset[order] = _spread(sizes[order], rest, self.granularity)
+        counts = np.empty((len(sizes), passes + 1), dtype=np.int64)
+        counts[:, :passes] = sizes[:, None]
+        counts[:, passes] = subset
+        shard, flat = np.repeat(shard, passes + 1), counts.reshape(-1)
+        return shard[flat > 0], flat[flat > 0]
+
+
+def choose_per_stream(
+    snapshot: Snapshot, weights: Sequence[StreamWeights], epoch_size: int | None, seed: int
+) -> tuple[int, ...]:
+    """How many samples an epoch draws from each stream.
+
+    Relative weights share ``epoch_size`` (default: all samples); the few lost to rounding down are dealt by the seed.
+    No weights and an ``epoch_size`` are shared by the streams' sizes. Absolute weights say the number themselves.
+
+    Raises:
+        ValueError: Weights that contradict each other or cannot be met; every problem is named.
+    """
+    samples = snapshot.stream_samples.tolist()
+    problems = _weight_problems(snapshot, weights, epoch_size)
+    if problems:
+        raise ValueError("The weights of the streams cannot be met. " + " ".join(problems))
+    proportions = [one.proportion for one in weights]
+    total = sum(samples) if epoch_size is None else epoch_size
+    if any(one is not None for one in proportions):
+        chosen = _shared([float(one or 0.0) for one in proportions], total, seed)
+    elif epoch_size is not None:
+        chosen = _shared([float(one) for one in samples], total, seed)
+    else:
+        chosen = [_absolute(one, have) for one, have in zip(weights, samples, strict=True)]
+    empty = [
+        f"Stream {name!r} has no samples, but {take} were asked of it: leave it out or give it shards."
+        for name, take, have in zip(snapshot.stream_names, chosen, samples, strict=True)
+        if take and not have
+    ]
+    if empty:
+        raise ValueError("The weights of the streams cannot be met. " + " ".join(empty))
+    return tuple(chosen)
+
+
+def weights_digest(weights: Sequence[StreamWeights]) -> str:
+    """Tells these weights from any others."""
+    words = ";".join(f"{one.proportion!r},{one.repeat!r},{one.choose!r}" for one in weights)
+    return hashlib.sha256(words.encode()).hexdigest()[:16]
+
+
+def _absolute(weight: StreamWeights, have: int) -> int:
+    if weight.repeat is not None:
+        return int(weight.repeat * have)
+    return have if weight.choose is None else weight.choose
+
+
+def _shared(parts: list[float], total: int, seed: int) -> list[int]:
+    """Split ``total`` by ``parts``, rounded down; what is lost goes to distinct streams picked by the seed."""
+    whole = sum(parts)
+    chosen = [int(total * part / whole) for part in parts]
+    takers = [i for i in permutation(Purpose.SHORTFALL, seed, size=len(parts)).tolist() if parts[i] > 0]
+    for i in range(total - sum(chosen)):
+        chosen[takers[i % len(takers)]] += 1
+    return chosen
+
+
+def _weight_problems(snapshot: Snapshot, weights: Sequence[StreamWeights], epoch_size: int | None) -> list[str]:
+    names = snapshot.stream_names
+    if len(weights) != len(names):
+        return [f"Every stream needs weights of its own: {len(names)} streams, {len(weights)} weights."]
+    problems = []
+    for name, one in zip(names, weights, strict=True):
+        given = [(kind, value) for kind, value in vars(one).items() if value is not None]
+        if len(given) > 1:
+            problems.append(f"Stream {name!r} has {' and '.join(kind for kind, _ in given)}: give one of them.")
+        bad = [f"{kind}={value}" for kind, value in given if not (math.isfinite(value) and value >= 0)]
+        problems += [f"Stream {name!r} has {one}, which must be a number of at least 0." for one in bad]
+    relative = [name for name, one in zip(names, weights, strict=True) if one.proportion is not None]
+    absolute = [
+        name for name, one in zip(names, weights, strict=True) if one.repeat is not None or one.choose is not None
+    ]
+    if relative and len(relative) < len(names):
+        others = [name for name in names if name not in relative]
+        problems.append(f"A proportion for one stream means one for all: {others} have none.")
+    if relative and not problems and not any(one.proportion for one in weights):
+        problems.append("At least one proportion must be above 0; all are 0.")
+    if absolute and epoch_size is not None:
+        problems.append(
+            f"epoch_size={epoch_size} shares an epoch among relative weights, but {absolute} have repeat or choose, "
+            "which say the number themselves: drop epoch_size or use proportion."
+        )
+    if epoch_size is not None and epoch_size < 1:
+        problems.append(f"epoch_size must be at least 1, not {epoch_size}.")
+    if epoch_size is not None and not relative and not absolute and snapshot.num_samples == 0:
+        problems.append(f"epoch_size={epoch_size} was asked, but no stream has any samples.")
+    return problems
+
+
+def _spread(sizes: NDArray[np.int64], total: int, granularity: int) -> NDArray[np.int64]:
+    """Take ``total`` (at most all) samples from shards evenly, in picks of ``granularity`` (a shard's last is smaller).
+
+    Each shard gives the floor or ceil of its even share of picks; O(shards).
+    """
+    picks = -(-sizes // granularity)
+    ends = np.cumsum(picks)
+    num_picks, num_samples = int(ends[-1]), int(sizes.sum())
+    wanted = total * num_picks // num_samples
+    while True:
+        taken = np.minimum(np.diff(_scaled(ends, wanted, num_picks), prepend=0) * granularity, sizes)
+        short = total - int(taken.sum())
+        if short <= 0 or wanted >= num_picks:
+            break
+        wanted = min(num_picks, wanted + max(1, short * num_picks // num_samples))
+    before = np.cumsum(taken) - taken
+    trimmed: NDArray[np.int64] = np.clip(total - before, 0, taken)
+    return trimmed
+
+
+def _scaled(ends: NDArray[np.int64], part: int, whole: int) -> NDArray[np.int64]:
+    """``ends * part / whole`` rounded down, exact in 64 bits: rises by at most its argument, reaches ``part``."""
+    factor = np.uint64(-(-part * 2**32 // whole))
+    unsigned = ends.astype(np.uint64)
+    high, low = unsigned >> np.uint64(32), unsigned & np.uint64(2**32 - 1)
+    product = high * factor + ((low * factor) >> np.uint64(32))
+    scaled: NDArray[np.int64] = np.minimum(product, np.uint64(part)).astype(np.int64)
+    return scaled

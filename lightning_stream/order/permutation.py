@@ -1,0 +1,56 @@
+"""Permutations that stay the same under every version of numpy.
+
+numpy promises the streams of its bit generators for ever, but not what `Generator.permutation` or `shuffle` make of
+them. So a permutation here is the stable argsort of raw 64-bit output, keyed by plain numbers.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_NUMBER = 2**63  # seeds and epochs stay below: two 32-bit words each, and an int64 in every other tool
+
+
+class Purpose(IntEnum):
+    """What a key's random numbers are for: the first word of every key, so that no two uses share a stream."""
+
+    SHARDS = 1
+    PARTS = 2
+    SAMPLES = 3
+    BLOCK = 4
+    DRAW_SHARDS = 5
+    DRAW_SAMPLES = 6
+    JITTER = 7
+    SUBSTITUTE = 8
+    SHORTFALL = 9
+
+
+def raw(purpose: Purpose, *numbers: int, size: int) -> NDArray[np.uint64]:
+    """``size`` raw 64-bit numbers of the stream with this key (each number in [0, 2**63))."""
+    words = np.array((purpose, *numbers), dtype="<u8").view("<u4")
+    return np.random.PCG64(np.random.SeedSequence(words)).random_raw(size)
+
+
+def permutation(purpose: Purpose, *numbers: int, size: int) -> NDArray[np.int64]:
+    """The permutation of ``range(size)`` with this key: the stable argsort of :func:`raw`."""
+    return stable_argsort(raw(purpose, *numbers, size=size))
+
+
+def stable_argsort(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Stable argsort, several times faster than numpy's where no two keys are equal (then every sort agrees)."""
+    order = keys.argsort()
+    ordered = keys[order]
+    if (ordered[1:] == ordered[:-1]).any():
+        order = keys.argsort(kind="stable")
+    return order
+
+
+def mix64(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scatter 64-bit numbers (the finaliser of splitmix64, a bijection)."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    scattered: NDArray[np.uint64] = numbers ^ (numbers >> np.uint64(31))
+    return scattered

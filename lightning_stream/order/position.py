@@ -1,0 +1,272 @@
+"""Where a run is: one frozen value, the same on every rank, a few hundred bytes as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, cast
+
+from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError, VersionMismatch
+from lightning_stream.order import ledger as ledgers
+from lightning_stream.order.config import ORDER_VERSION, OrderConfig
+from lightning_stream.order.draw import weights_digest
+from lightning_stream.order.permutation import MAX_NUMBER
+from lightning_stream.order.plan import BatchPlan, RunOrder
+from lightning_stream.order.rank_split import TAILS, Tail
+from lightning_stream.order.world import World
+
+STATE_VERSION = 1
+"""Raised whenever the layout of a state changes."""
+
+
+@dataclass(frozen=True)
+class SnapshotMark:
+    """What a state remembers of its data: enough to tell other data, and to say how it differs."""
+
+    digest: str
+    num_samples: int
+    num_shards: int
+
+
+@dataclass(frozen=True)
+class Position:
+    """A run's place in its order: everything before it was trained on, nothing after it.
+
+    Args:
+        epoch: Counts from 0.
+        position: Samples of this epoch consumed by the optimizer over all replicas, filler excluded.
+        batch_size: B in force.
+        tail: What the run does with an epoch's rest.
+        order: The run's order settings.
+        weights: Digest of the streams' weights.
+        snapshot: The data.
+        ledger: Sum of the ledger hashes of positions [0, position) of this epoch, modulo 2**64.
+        batch_changes: ``(position, B from there on)``, beginning with position 0, if B changed in this epoch; else ().
+    """
+
+    epoch: int
+    position: int
+    batch_size: int
+    tail: Tail
+    order: OrderConfig
+    weights: str
+    snapshot: SnapshotMark
+    ledger: int = 0
+    batch_changes: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def start(cls, run: RunOrder, *, batch_size: int, tail: Tail, epoch: int = 0) -> Position:
+        """The beginning of an epoch of a run."""
+        mark = SnapshotMark(run.snapshot.digest, run.snapshot.num_samples, run.snapshot.num_shards)
+        return cls(epoch, 0, batch_size, tail, run.config, weights_digest(run.weights), mark)
+
+    def advanced(self, run: RunOrder, position: int) -> Position:
+        """After training up to ``position`` of the same epoch. O(samples advanced), for the ledger."""
+        if position < self.position:
+            raise ValueError(
+                f"A position only moves forward within an epoch: at {self.position}, {position} was asked."
+            )
+        grown = ledgers.expected(run.epoch(self.epoch), self.position, position)
+        return replace(self, position=position, ledger=(self.ledger + grown) % ledgers.MODULUS)
+
+    def next_epoch(self) -> Position:
+        """The beginning of the next epoch."""
+        return replace(self, epoch=self.epoch + 1, position=0, ledger=0, batch_changes=())
+
+    def normalised(self, run: RunOrder, *, batch_size: int, tail: Tail, world: World | None = None) -> Position:
+        """As the loading run sees it: its B and tail, and the next epoch if no further batch can come in this one."""
+        if self.position >= run.epoch(self.epoch).num_samples:
+            ended = True
+        else:
+            plan = BatchPlan(run.epoch(self.epoch), batch_size=batch_size, world=world, tail=tail, start=self.position)
+            ended = self.position > 0 and plan.num_batches == 0
+        here = self.next_epoch() if ended else self
+        changes = here.batch_changes
+        if batch_size != here.batch_size and here.position:
+            changes = (*(changes or ((0, here.batch_size),)), (here.position, batch_size))
+        return replace(here, batch_size=batch_size, tail=tail, batch_changes=changes, order=run.config)
+
+    def check(self, run: RunOrder, *, on_mismatch: Literal["error", "warn"] = "error") -> list[str]:
+        """Compare with the run that wants to continue: data first, then settings.
+
+        Args:
+            run: The loading run; resolve its config with ``resumed=position.order``, so that what the user left open
+                is taken from the state.
+            on_mismatch: ``"error"`` refuses any difference; ``"warn"`` returns the sentences instead.
+
+        Raises:
+            SnapshotMismatch: The data changed.
+            SettingsMismatch: An order setting changed; all that did are named.
+        """
+        if on_mismatch not in ("error", "warn"):
+            raise ValueError(f"on_mismatch must be 'error' or 'warn', not {on_mismatch!r}.")
+        data, settings = self._data_differences(run), self._setting_differences(run)
+        if on_mismatch == "warn":
+            return data + settings
+        if data:
+            raise SnapshotMismatch(" ".join(data + settings))
+        if settings:
+            raise SettingsMismatch(" ".join(settings))
+        return []
+
+    def _data_differences(self, run: RunOrder) -> list[str]:
+        old, new = self.snapshot, run.snapshot
+        if old.digest == new.digest:
+            return []
+        sentence = (
+            "A run must continue over the data it began with, but the state was written over "
+            f"{old.num_samples} samples in {old.num_shards} shards (digest {old.digest}) and this dataset has "
+            f"{new.num_samples} samples in {new.num_shards} shards (digest {new.digest}). Point the dataset to the "
+            "former index, or accept another order from here on with on_mismatch='warn'."
+        )
+        return [sentence]
+
+    def _setting_differences(self, run: RunOrder) -> list[str]:
+        found = []
+        for field in fields(OrderConfig):
+            old, new = getattr(self.order, field.name), getattr(run.config, field.name)
+            if old != new:
+                found.append(f"{field.name} was {old!r} and is {new!r} now.")
+        old_weights, new_weights = self.weights, weights_digest(run.weights)
+        if old_weights != new_weights:
+            found.append(f"The streams' weights had digest {old_weights} and have {new_weights} now.")
+        if not found:
+            return []
+        return [
+            "A run must continue under the order settings it began with, but: "
+            + " ".join(found)
+            + " Pass the former values, or accept another order from here on with on_mismatch='warn'."
+        ]
+
+    def to_state(self) -> dict[str, Any]:
+        """Plain ints, strings, lists, dicts and None: JSON-able, and loadable with ``weights_only=True``."""
+        return {
+            "version": STATE_VERSION,
+            "order_version": ORDER_VERSION,
+            "epoch": self.epoch,
+            "position": self.position,
+            "batch_size": self.batch_size,
+            "batch_changes": [list(change) for change in self.batch_changes],
+            "tail": self.tail,
+            "order": self.order.to_state(),
+            "weights": self.weights,
+            "snapshot": {
+                "digest": self.snapshot.digest,
+                "samples": self.snapshot.num_samples,
+                "shards": self.snapshot.num_shards,
+            },
+            "ledger": f"{self.ledger:016x}",
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Position:
+        """Read what :meth:`to_state` gave.
+
+        Raises:
+            VersionMismatch: A newer version wrote it.
+            StateError: It is not a state of ours, or damaged; everything wrong is named.
+        """
+        if not isinstance(state, Mapping):
+            raise StateError(f"A state must be a dict that state_dict() gave, not {type(state).__name__}.")
+        _check_versions(state)
+        problems = [sentence for name, rule in _RULES.items() for sentence in rule(name, state.get(name))]
+        if problems:
+            raise _damaged(problems)
+        changes = tuple((int(at), int(size)) for at, size in state["batch_changes"])
+        if [at for at, _ in changes] != sorted({at for at, _ in changes}):
+            raise _damaged(["batch_changes must rise."])
+        mark = state["snapshot"]
+        return cls(
+            epoch=state["epoch"],
+            position=state["position"],
+            batch_size=state["batch_size"],
+            tail=cast(Tail, state["tail"]),
+            order=OrderConfig.from_state(state["order"]),
+            weights=state["weights"],
+            snapshot=SnapshotMark(mark["digest"], mark["samples"], mark["shards"]),
+            ledger=int(state["ledger"], 16),
+            batch_changes=changes,
+        )
+
+
+def _check_versions(state: Mapping[str, Any]) -> None:
+    version, order_version = state.get("version"), state.get("order_version")
+    bad = [*_count("version", version, 1), *_count("order_version", order_version, 1)]
+    if bad:
+        raise _damaged(bad)
+    if version != STATE_VERSION:
+        raise VersionMismatch(
+            f"This version reads states of version {STATE_VERSION}, but the state has version {version}: it was "
+            "written by a newer lightning-stream. Install that one to continue the run."
+        )
+    if order_version != ORDER_VERSION:
+        raise VersionMismatch(
+            f"This version makes order {ORDER_VERSION}, but the state was written under order {order_version}, which "
+            "gives other samples. Install the version that wrote it to continue the run."
+        )
+
+
+def _damaged(problems: list[str]) -> StateError:
+    return StateError(
+        "A state must be one that state_dict() gave, but: " + " ".join(problems) + " It is damaged or not ours; load "
+        "another checkpoint."
+    )
+
+
+def _count(name: str, value: object, least: int = 0) -> list[str]:
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value < MAX_NUMBER:
+        return []
+    return [f"{name} must be an integer of at least {least}, not {_short(value)}."]
+
+
+def _text(name: str, value: object) -> list[str]:
+    return [] if isinstance(value, str) else [f"{name} must be a string, not {_short(value)}."]
+
+
+def _tail(name: str, value: object) -> list[str]:
+    return [] if value in TAILS else [f"{name} must be one of {', '.join(TAILS)}, not {_short(value)}."]
+
+
+def _changes(name: str, value: object) -> list[str]:
+    good = isinstance(value, list | tuple) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and not _count("", pair[0]) and not _count("", pair[1], 1)
+        for pair in value
+    )
+    return [] if good else [f"{name} must be a list of [position, batch size] pairs, not {_short(value)}."]
+
+
+def _mark(name: str, value: object) -> list[str]:
+    if not isinstance(value, Mapping):
+        return [f"{name} must be a dict of digest, samples and shards, not {_short(value)}."]
+    return [
+        *_text(f"{name} digest", value.get("digest")),
+        *_count(f"{name} samples", value.get("samples")),
+        *_count(f"{name} shards", value.get("shards")),
+    ]
+
+
+def _sum(name: str, value: object) -> list[str]:
+    good = isinstance(value, str) and len(value) == 16 and all(letter in "0123456789abcdef" for letter in value)
+    return [] if good else [f"{name} must be 16 hexadecimal digits, not {_short(value)}."]
+
+
+def _settings(name: str, value: object) -> list[str]:
+    return [] if isinstance(value, Mapping) else [f"{name} must be a dict of order settings, not {_short(value)}."]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+_RULES = {
+    "epoch": _count,
+    "position": _count,
+    "batch_size": lambda name, value: _count(name, value, 1),
+    "batch_changes": _changes,
+    "tail": _tail,
+    "order": _settings,
+    "weights": _text,
+    "snapshot": _mark,
+    "ledger": _sum,
+}

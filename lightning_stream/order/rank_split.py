@@ -1,0 +1,124 @@
+"""Which rank gets which samples of a global batch, and how a rank's share is cut into micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tail = Literal["pad", "drop", "exact"]
+TAILS: tuple[Tail, ...] = ("pad", "drop", "exact")
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """One replica's part of one global batch, or of a micro-batch of it.
+
+    Args:
+        ids: int64[n], sample ids.
+        positions: int64[n], the position of each in the epoch.
+        filler: bool[n], True where the sample only fills the batch up: a repeat, part of no count, metric or ledger.
+        block: Samples that must stay together in a micro-batch (1 unless ``device_per_stream``).
+    """
+
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    filler: NDArray[np.bool_]
+    block: int = 1
+
+    def __len__(self) -> int:
+        """Samples, filler included."""
+        return len(self.ids)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples, filler excluded."""
+        return len(self.ids) - int(self.filler.sum())
+
+    def micro_batches(self, count: int) -> list[Share]:
+        """Cut evenly into ``count`` pieces, see :func:`num_micro_batches`; sizes differ by at most one block."""
+        blocks = ceil_div(len(self.ids), self.block)
+        ends = [min(blocks * i // count * self.block, len(self.ids)) for i in range(count + 1)]
+        return [Share(self.ids[a:b], self.positions[a:b], self.filler[a:b], self.block) for a, b in pairwise(ends)]
+
+
+def num_micro_batches(num_samples: int, batch_size: int, num_replicas: int, tail: Tail) -> int:
+    """Into how many micro-batches every rank cuts its share of a global batch: the same number on all of them.
+
+    Args:
+        num_samples: Samples of the global batch, filler excluded.
+        batch_size: Per device.
+        num_replicas: Shares.
+        tail: With ``"exact"`` shares differ by one sample, and that one makes no micro-batch of its own.
+    """
+    longest = num_samples // num_replicas if tail == "exact" else ceil_div(num_samples, num_replicas)
+    return max(1, ceil_div(longest, batch_size))
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    """``number / divisor`` rounded up."""
+    return (number + divisor - 1) // divisor
+
+
+def split(
+    canonical: NDArray[np.int64], num_replicas: int, replica: int, *, equal: bool
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """One replica's part of a global batch: offsets into the batch, and which of them are filler.
+
+    The batch is stably grouped by canonical node and cut evenly. With ``equal`` all replicas get the same number:
+    where the cut gave one sample less, filler repeats one of the same batch, near by where there is one. Without,
+    only a replica left empty gets one filler.
+
+    Args:
+        canonical: int64[n], the canonical node of each sample of the batch, n >= 1.
+        num_replicas: How many shares.
+        replica: Which one.
+        equal: Whether all shares must have the same number of samples.
+    """
+    num_samples = len(canonical)
+    grouped = np.argsort(canonical, kind="stable")
+    begin, end = num_samples * replica // num_replicas, num_samples * (replica + 1) // num_replicas
+    length = ceil_div(num_samples, num_replicas) if equal else max(1, end - begin)
+    offsets = grouped[begin:end]
+    filler = np.zeros(length, dtype=np.bool_)
+    if length > end - begin:
+        repeated = grouped[min(begin, num_samples - 1)]
+        filler[end - begin :] = True
+        offsets = np.concatenate([offsets, np.full(length - (end - begin), repeated)])
+    return offsets, filler
+
+
+def split_blocks(
+    canonical: NDArray[np.int64],
+    streams: NDArray[np.int64],
+    block: int,
+    num_replicas: int,
+    replica: int,
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """As :func:`split` with ``equal``, but dealing blocks of one stream each.
+
+    Within each stream the batch is stably grouped by canonical node and cut into blocks; a short last block is filled
+    up. Blocks are ordered by the middle of the stretch of canonical nodes they hold, so that neighbours share shards.
+    """
+    table, filler, rank = [], [], []
+    for stream in np.unique(streams).tolist():
+        mine = np.flatnonzero(streams == stream)
+        mine = mine[np.argsort(canonical[mine], kind="stable")]
+        count = ceil_div(len(mine), block)
+        fill = count * block - len(mine)
+        table.append(np.concatenate([mine, np.full(fill, mine[-1])]).reshape(count, block))
+        filler.append((np.arange(count * block) >= len(mine)).reshape(count, block))
+        rank.append((np.arange(count) + 0.5) / count)
+    order = np.argsort(np.concatenate(rank), kind="stable")
+    blocks, fillers = np.concatenate(table)[order], np.concatenate(filler)[order]
+    begin, end = len(blocks) * replica // num_replicas, len(blocks) * (replica + 1) // num_replicas
+    length = ceil_div(len(blocks), num_replicas)
+    if length == end - begin:
+        return blocks[begin:end].reshape(-1), fillers[begin:end].reshape(-1)
+    spare = min(begin, len(blocks) - 1)
+    mine = np.concatenate([blocks[begin:end], blocks[spare : spare + 1]])
+    flags = np.concatenate([fillers[begin:end], np.ones((1, block), dtype=np.bool_)])
+    return mine.reshape(-1), flags.reshape(-1)

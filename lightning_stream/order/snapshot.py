@@ -1,0 +1,101 @@
+"""What the data is: the shards of every stream, and a digest that tells one dataset from another."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The shards of all streams, one stream after another: sample ids and shard numbers count through them.
+
+    Args:
+        stream_names: One name per stream, for messages only.
+        shard_sizes: Samples of each shard, one int64 array per stream.
+        digest: Tells this data from any other: of shard names, counts, sizes and hashes.
+    """
+
+    stream_names: tuple[str, ...]
+    shard_sizes: tuple[NDArray[np.int64], ...]
+    digest: str
+
+    def __post_init__(self) -> None:
+        if len(self.stream_names) != len(self.shard_sizes) or not self.shard_sizes:
+            raise ValueError(
+                f"A snapshot needs at least one stream and one name for each, but found {len(self.stream_names)} names "
+                f"for {len(self.shard_sizes)} streams."
+            )
+        for name, sizes in zip(self.stream_names, self.shard_sizes, strict=True):
+            if sizes.ndim != 1 or sizes.dtype != np.int64 or (sizes < 0).any():
+                raise ValueError(f"Shard sizes must be a 1-d int64 array of counts >= 0; stream {name!r} has others.")
+
+    @classmethod
+    def of(
+        cls,
+        shard_sizes: Sequence[ArrayLike],
+        names: Sequence[str] | None = None,
+        stream_digests: Sequence[str] | None = None,
+    ) -> Snapshot:
+        """Make a snapshot from sizes; the digest covers them and, where given, each stream's own digest."""
+        sizes = tuple(np.ascontiguousarray(one, dtype=np.int64) for one in shard_sizes)
+        names = [f"stream {i}" for i in range(len(sizes))] if names is None else names
+        digests = [""] * len(sizes) if stream_digests is None else stream_digests
+        total = hashlib.sha256(b"lightning-stream snapshot 1")
+        for one, digest in zip(sizes, digests, strict=True):
+            total.update(len(one).to_bytes(8, "little") + one.astype("<i8").tobytes() + digest.encode() + b"\0")
+        return cls(tuple(names), sizes, total.hexdigest()[:32])
+
+    @property
+    def num_streams(self) -> int:
+        """How many streams are mixed."""
+        return len(self.shard_sizes)
+
+    @cached_property
+    def stream_offsets(self) -> NDArray[np.int64]:
+        """int64[num_streams + 1]: the first shard of each stream, and the end."""
+        return _offsets(np.array([len(sizes) for sizes in self.shard_sizes], dtype=np.int64))
+
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """int64[num_shards]: samples of every shard."""
+        return self.shard_sizes[0] if self.num_streams == 1 else np.concatenate(self.shard_sizes)
+
+    @cached_property
+    def shard_offsets(self) -> NDArray[np.int64]:
+        """int64[num_shards + 1]: the first sample id of each shard, and the end."""
+        return _offsets(self.sizes)
+
+    @cached_property
+    def stream_samples(self) -> NDArray[np.int64]:
+        """int64[num_streams]: samples of each stream."""
+        return np.array([sizes.sum() for sizes in self.shard_sizes], dtype=np.int64)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in all shards: the valid ids are [0, num_samples)."""
+        return int(self.shard_offsets[-1])
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of all streams."""
+        return int(self.stream_offsets[-1])
+
+    def shards_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The shard that holds each sample id."""
+        return np.searchsorted(self.shard_offsets, ids, side="right") - 1
+
+    def streams_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The stream that holds each sample id."""
+        return np.searchsorted(self.stream_offsets, self.shards_of(ids), side="right") - 1
+
+
+def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets

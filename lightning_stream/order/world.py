@@ -1,0 +1,74 @@
+"""The processes that train together, as one frozen value; the torch floor detects it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class World:
+    """Where one training process stands among all of them.
+
+    Args:
+        rank: This process, counted over all nodes, 0-based.
+        num_ranks: All training processes.
+        ranks_per_node: Training processes on one machine; divides ``num_ranks``.
+        replication: Groups of this many consecutive ranks get the same samples (tensor or sequence parallelism).
+
+    Raises:
+        ValueError: Some number contradicts another; every contradiction is named.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    ranks_per_node: int = 1
+    replication: int = 1
+
+    def __post_init__(self) -> None:
+        problems = list(_problems(self.rank, self.num_ranks, self.ranks_per_node, self.replication))
+        if problems:
+            raise ValueError(
+                "A world must be consistent. " + " ".join(problems) + f" Found {self!r}; correct the arguments or the "
+                "launcher's environment."
+            )
+
+    @property
+    def replica(self) -> int:
+        """The data replica this rank belongs to: ranks of one replica read the same samples."""
+        return self.rank // self.replication
+
+    @property
+    def num_replicas(self) -> int:
+        """How many different shares a global batch is cut into."""
+        return self.num_ranks // self.replication
+
+    @property
+    def num_physical_nodes(self) -> int:
+        """Machines."""
+        return self.num_ranks // self.ranks_per_node
+
+    @property
+    def num_nodes(self) -> int:
+        """Places data is downloaded to: machines, or groups of ranks where one group spans several machines."""
+        return min(self.num_physical_nodes, self.num_replicas)
+
+    @property
+    def node(self) -> int:
+        """The data node of this rank, below :attr:`num_nodes`."""
+        if self.replication > self.ranks_per_node:
+            return self.replica
+        return self.rank // self.ranks_per_node
+
+
+def _problems(rank: int, num_ranks: int, ranks_per_node: int, replication: int) -> list[str]:
+    """Sentences on what contradicts what; empty if nothing does."""
+    if num_ranks < 1 or ranks_per_node < 1 or replication < 1:
+        return ["num_ranks, ranks_per_node and replication must each be at least 1."]
+    problems = []
+    if not 0 <= rank < num_ranks:
+        problems.append(f"rank must be in [0, num_ranks), but rank {rank} is not in [0, {num_ranks}).")
+    if num_ranks % ranks_per_node:
+        problems.append(f"ranks_per_node must divide num_ranks, but {ranks_per_node} does not divide {num_ranks}.")
+    if num_ranks % replication:
+        problems.append(f"replication must divide num_ranks, but {replication} does not divide {num_ranks}.")
+    return problems
