@@ -1,0 +1,44 @@
+"""How a cache behaves, as one frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_stream.formats.hashing import check_hashes
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How a cache behaves.
+
+    Attributes:
+        limit_bytes: What one folder may hold, over all processes and jobs that use it; None: no limit.
+        validate_hash: ``"auto"``: by the fastest hash that the index has of a file; a hash's name: by that one, which
+            the index must have, and files that were here already are checked too, once per process; None: sizes only.
+        keep_zip: Keep compressed files after decompression.
+        shared: False: what is created is private to the user. True: it takes the folder's own permissions.
+        wait_s: Longest wait for another process's fetch of a shard.
+        room_wait_s: Longest wait for others to let go of shards, where the limit leaves no room.
+        refetches: How often a file with wrong bytes is fetched anew before its digests are reported.
+    """
+
+    limit_bytes: int | None = None
+    validate_hash: str | None = "auto"
+    keep_zip: bool = False
+    shared: bool = False
+    wait_s: float = 660.0
+    room_wait_s: float = 60.0
+    refetches: int = 1
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.limit_bytes is not None and self.limit_bytes <= 0:
+            problems.append(f"limit_bytes is a positive number of bytes, or None for no limit; got {self.limit_bytes}")
+        if min(self.wait_s, self.room_wait_s) <= 0:
+            problems.append(f"waits are positive seconds; got {self.wait_s} and {self.room_wait_s}")
+        if self.refetches < 0:
+            problems.append(f"refetches is 0 or more; got {self.refetches}")
+        if problems:
+            raise ValueError("; ".join(problems))
+        if self.validate_hash not in (None, "auto"):
+            check_hashes([str(self.validate_hash)])

@@ -1,0 +1,136 @@
+"""One file from its store to a verified draft: get, verify, decompress, verify."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_stream.errors import DigestError, FormatError, NotFoundError
+from lightning_stream.formats.compression import decompress_file
+from lightning_stream.formats.hashing import FASTEST_FIRST, digest_file
+from lightning_stream.formats.index import FileEntry
+from lightning_stream.storage.base import Store
+from lightning_stream.storage.files import FULL
+
+
+@dataclass(frozen=True)
+class Bringer:
+    """Brings the files of one shard into drafts.
+
+    Attributes:
+        store: Where they are.
+        compression: The name under which compressed files are packed; None: there are none.
+        validate_hash: As in :class:`CacheConfig`.
+        refetches: How often a file with wrong bytes is fetched anew.
+        kept: Folders in which a compressed file may lie already.
+    """
+
+    store: Store
+    compression: str | None
+    validate_hash: str | None
+    refetches: int
+    kept: tuple[Path, ...]
+
+    def bring(self, raw: FileEntry, compressed: FileEntry | None, draft: Path, packed: Path) -> None:
+        """Leave the raw file's bytes, verified, in `draft`; a compressed file that was fetched stays in `packed`.
+
+        Raises:
+            DigestError, FormatError: Wrong bytes, also after fetching anew.
+            StoreError: The store could not give it.
+        """
+        here = _kept(self.kept, compressed)
+        for _ in range(self.refetches):
+            try:
+                self._bring_once(raw, compressed, draft, packed, here)
+            except FormatError as error:  # noqa: PERF203 (the loop is over retries)
+                if is_full(error):
+                    raise
+                here = None
+            else:
+                return
+        self._bring_once(raw, compressed, draft, packed, here)
+
+    def _bring_once(
+        self, raw: FileEntry, compressed: FileEntry | None, draft: Path, packed: Path, here: Path | None
+    ) -> None:
+        where = f"{self.store.url}/{raw.basename}"
+        if compressed is None or self.compression is None:
+            self._get(raw, draft)
+        else:
+            if here is None:
+                self._get(compressed, packed)
+            source = here or packed
+            self._verify(source, compressed, f"{self.store.url}/{compressed.basename}")
+            decompress_file(self.compression, source, draft, raw.num_bytes)
+            where = f"{where} (from {compressed.basename})"
+        self._verify(draft, raw, where)
+
+    def _get(self, file: FileEntry, draft: Path) -> None:
+        draft.unlink(missing_ok=True)
+        try:
+            self.store.get(file.basename, draft)
+        except NotFoundError as error:
+            raise NotFoundError(f"{error} The index lists this file: the dataset there is not whole.") from error
+
+    def _verify(self, path: Path, file: FileEntry, where: str) -> None:
+        verify(path, file, self.validate_hash, where)
+
+
+def verify(path: Path, file: FileEntry, validate_hash: str | None, where: str) -> None:
+    """See that a file's size, and hash, are those its index promises.
+
+    Args:
+        path: The file.
+        file: What the index says.
+        validate_hash: ``"auto"``, the name of a hash, or None.
+        where: What to call it in the message.
+
+    Raises:
+        DigestError: They are not; the message has both.
+        ValueError: The index lacks the hash that was asked for.
+    """
+    size = size_of(path)
+    remedy = "Compare it with the dataset's source; upload that shard and its index anew if it is damaged there."
+    if size != file.num_bytes:
+        raise DigestError(f"{where}: the index promises {file.num_bytes:,} bytes; there are {size or 0:,}. {remedy}")
+    name = _hash_to_check(file, validate_hash)
+    if name is not None and (found := digest_file([name], path)[name]) != file.hashes[name]:
+        raise DigestError(f"{where}: the index promises {name} {file.hashes[name]}; the bytes have {found}. {remedy}")
+
+
+def _hash_to_check(file: FileEntry, validate_hash: str | None) -> str | None:
+    if validate_hash is None:
+        return None
+    if validate_hash == "auto":
+        return next((name for name in FASTEST_FIRST if name in file.hashes), None)
+    if validate_hash not in file.hashes:
+        has = ", ".join(sorted(file.hashes)) or "none"
+        raise ValueError(
+            f"validate_hash={validate_hash!r} asks for a hash that the index must have; for {file.basename} it has "
+            f"{has}. Choose one of these, 'auto', or None."
+        )
+    return validate_hash
+
+
+def size_of(path: Path) -> int | None:
+    """The file's bytes; None where there is no such file."""
+    try:
+        return path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _kept(folders: tuple[Path, ...], compressed: FileEntry | None) -> Path | None:
+    if compressed is None:
+        return None
+    paths = (folder / compressed.basename for folder in folders)
+    return next((path for path in paths if size_of(path) == compressed.num_bytes), None)
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether a full disk is what this error, or what caused it, is about."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in FULL:
+            return True
+        error = error.__cause__
+    return False

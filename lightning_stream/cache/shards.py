@@ -1,0 +1,304 @@
+"""A stream's shards: in place, or in a cache folder that all processes of a machine share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lightning_stream.errors import DigestError, NotFoundError
+from lightning_stream.formats.index import FileEntry, ShardEntry
+from lightning_stream.storage.base import Store
+from lightning_stream.storage.files import FULL, HELD, publish, publish_once, same_file, try_flock
+from lightning_stream.storage.folders import CacheFolder, default_folder
+from lightning_stream.storage.ledger import Holding
+from lightning_stream.storage.local import LocalStore
+
+from .config import CacheConfig
+from .fetch import Bringer, is_full, size_of, verify
+from .room import Room, disk_full
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T")
+
+
+class Lease:
+    """A shard that is here and stays: it cannot be evicted before `close`, or before this process ends."""
+
+    def __init__(self, folder: Path, fd: int | None) -> None:
+        self.folder = folder
+        self._fd = fd
+        self._pid = os.getpid()
+
+    def close(self) -> None:
+        """Let the shard go; again is no error."""
+        fd, self._fd = self._fd, None
+        if fd is not None and self._pid == os.getpid():
+            HELD.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class ShardCache:
+    """One stream's shards, from their store in a local folder.
+
+    Thread-safe, picklable, and safe under fork. Nothing is touched before the first call.
+
+    Args:
+        store: Where the shards are. None: `folder` holds the only copy.
+        folder: The cache. None: :func:`default_folder`. The store's own folder, or None with a local store: shards are
+            read in place and nothing there is ever changed; those stored only compressed are unpacked into
+            :func:`default_folder`.
+        config: How it behaves.
+    """
+
+    def __init__(
+        self, store: Store | None, folder: Path | str | None = None, config: CacheConfig | None = None
+    ) -> None:
+        if store is None and folder is None:
+            raise ValueError("a cache needs a store, or a folder that holds the shards, or both; got neither")
+        self.store: Store = store if store is not None else LocalStore(str(folder))
+        self.config = config or CacheConfig()
+        chosen = None if folder is None else Path(folder).expanduser().absolute()
+        own = self.store.folder if isinstance(self.store, LocalStore) else None
+        self.in_place = own is not None and (chosen is None or os.path.realpath(chosen) == os.path.realpath(own))
+        self._source = own if self.in_place else None
+        self.folder = default_folder(self.store.identity) if chosen is None or self.in_place else chosen
+        self._place = CacheFolder(self.folder, self.config.shared)
+        self._room = Room(self._place)
+        self._next_use: Callable[[str], float | None] | None = None
+        self._checked: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"store": self.store, "folder": self._source or self.folder, "config": self.config}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def index(self, name: str = "index.json") -> bytes:
+        """The index's bytes, fetched once per folder."""
+        if self.in_place:
+            return self.store.read(name)
+        path = self.folder / name
+
+        def here() -> bytes | None:
+            return path.read_bytes() if path.is_file() else None
+
+        def fetch() -> bytes:
+            draft = self._place.draft(name, "raw")
+            with self._tidy([draft], name, 0):
+                self.store.get(name, draft)
+                self._publish(draft, name)
+            return path.read_bytes()
+
+        return here() or self._once(name, here, fetch)
+
+    def present(self, entry: ShardEntry) -> bool:
+        """Whether every raw file of the shard is here, whole."""
+        return self._home(entry) is not None
+
+    def ensure(self, entry: ShardEntry) -> Path:
+        """The folder in which every raw file of the shard is, fetched now where it was not.
+
+        With a limit, another fetch may evict the shard again at once: then hold a `lease` while reading.
+        """
+        with self.lease(entry) as lease:
+            return lease.folder
+
+    def lease(self, entry: ShardEntry) -> Lease:
+        """The same, and the shard stays until the lease is closed.
+
+        Raises:
+            NotFoundError, AccessError, UnavailableError: The store could not give it.
+            DigestError, FormatError: Its bytes are not what the index says, also when fetched again.
+            CacheFullError: No room on the disk, or under the limit.
+            LockTimeoutError: Another process was still fetching at the deadline.
+        """
+        if self._source is not None and (lease := self._in_place(entry)):
+            return lease
+        name = entry.raw.basename
+        return self._pin(entry) or self._once(name, lambda: self._pin(entry), lambda: self._fetch(entry))
+
+    def prefetch(self, entries: Iterable[ShardEntry], *, workers: int = 4) -> Iterator[tuple[ShardEntry, Path]]:
+        """Fetch shards, several at once; yields them in the given order, and raises the first failure in that order."""
+        waiting: deque[tuple[ShardEntry, Future[Path]]] = deque()
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="lightning_stream-fetch")
+        try:
+            for entry in entries:
+                waiting.append((entry, pool.submit(self.ensure, entry)))
+                if len(waiting) >= 2 * workers:
+                    first, folder = waiting.popleft()
+                    yield first, folder.result()
+            while waiting:
+                first, folder = waiting.popleft()
+                yield first, folder.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def plan(self, next_use: Callable[[str], float | None] | None) -> None:
+        """Say what this process will need: a raw basename to when (smaller is sooner), None for not again.
+
+        Evictions by this process then begin with what is not needed again, and end with what is needed next.
+        """
+        self._next_use = next_use
+
+    def expect(self, entries: Iterable[ShardEntry]) -> None:
+        """Say that these are needed soon: no other job on this folder evicts them before what is not."""
+        for entry in entries:
+            self._touch(self.folder / entry.raw.basename)
+
+    def evict(self, entry: ShardEntry) -> bool:
+        """Delete the shard's files; False where it is in use, not here, or not ours to delete."""
+        name = entry.raw.basename
+        if self.in_place or not self.present(entry):
+            return False
+        self._place.prepare()
+        holding = Holding(tuple(file.basename for pair in entry.files for file in pair if file), 0)
+        gone = self._room.ledger.knows(name) and self._room.remove(holding)
+        if gone:
+            self._room.ledger.forget(name)
+        return gone
+
+    # -- what is here
+
+    def _home(self, entry: ShardEntry) -> Path | None:
+        for folder in (self._source, self.folder):
+            if folder is not None and all(size_of(folder / raw.basename) == raw.num_bytes for raw, _ in entry.files):
+                return folder
+        return None
+
+    def _in_place(self, entry: ShardEntry) -> Lease | None:
+        """A lease on the only copy; None where it is there only compressed."""
+        assert self._source is not None
+        for raw, compressed in entry.files:
+            path = self._source / raw.basename
+            size = size_of(path)
+            if size is None and compressed is not None:
+                return None
+            if size is None:
+                raise NotFoundError(f"no such file: {path}, which {self._source}/index.json lists. Check the folder.")
+            self._check_once(path, raw)
+        return Lease(self._source, None)
+
+    def _pin(self, entry: ShardEntry) -> Lease | None:
+        """A lease on a shard that is here; None where it is not, or is just being evicted."""
+        home = self._home(entry)
+        if home is None:
+            return None
+        path = home / entry.raw.basename
+        try:
+            fd = HELD.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            if try_flock(fd, path, shared=True) and same_file(fd, path) and self._trusted(home, entry):
+                self._touch(path)
+                return Lease(home, fd)
+        except BaseException:
+            HELD.close(fd)
+            raise
+        HELD.close(fd)
+        return None
+
+    def _trusted(self, home: Path, entry: ShardEntry) -> bool:
+        """Whether what is here may be read: a file that another put here is checked where the user named a hash."""
+        if self.config.validate_hash in (None, "auto") or self._room.ledger.knows(entry.raw.basename):
+            return True
+        try:
+            for raw, _ in entry.files:
+                self._check_once(home / raw.basename, raw)
+        except DigestError:
+            return False
+        return True
+
+    def _check_once(self, path: Path, file: FileEntry) -> None:
+        if str(path) not in self._checked:
+            named = self.config.validate_hash not in (None, "auto")
+            verify(path, file, self.config.validate_hash if named else None, str(path))
+            self._checked.add(str(path))
+
+    def _touch(self, path: Path) -> None:
+        try:
+            os.utime(path)
+        except OSError:
+            # Gone meanwhile, or another user's: its time says only what goes first.
+            return
+
+    # -- fetching
+
+    def _once(self, name: str, done: Callable[[], T | None], work: Callable[[], T]) -> T:
+        try:
+            self._place.prepare()
+            return publish_once(done, work, self._place.lock(name), self.config.wait_s)
+        except PermissionError as error:
+            raise self._place.refused(error) from error
+        except OSError as error:
+            if error.errno in FULL:
+                raise disk_full(self.folder, 1) from error
+            raise
+
+    def _fetch(self, entry: ShardEntry) -> Lease:
+        """Bring, check and publish every file of a shard; under its lock."""
+        name = entry.raw.basename
+        drafts = [self._place.draft(name, f"{i}.{kind}") for i in range(len(entry.files)) for kind in ("raw", "zip")]
+        kept = (self.folder,) if self._source is None else (self.folder, self._source)
+        bringer = Bringer(self.store, entry.compression, self.config.validate_hash, self.config.refetches, kept)
+        reserved = _holding(entry, with_zip=True)
+        with self._tidy(drafts, name, reserved.num_bytes):
+            self._room.reserve(reserved, self.config.limit_bytes, self.config.room_wait_s, self._next_use)
+            for i, (raw, compressed) in enumerate(entry.files):
+                bringer.bring(raw, compressed, drafts[2 * i], drafts[2 * i + 1])
+                if not self.config.keep_zip:
+                    drafts[2 * i + 1].unlink(missing_ok=True)
+            lease = self._publish_all(entry, drafts)
+            self._room.ledger.settle(_holding(entry, with_zip=self.config.keep_zip))
+        return lease
+
+    def _publish_all(self, entry: ShardEntry, drafts: list[Path]) -> Lease:
+        """Give the drafts their names, the shard's first file last, and held from before anyone can evict it."""
+        fd = HELD.open(drafts[0], os.O_RDONLY)
+        try:
+            try_flock(fd, drafts[0], shared=True)
+            for i, (raw, compressed) in reversed(list(enumerate(entry.files))):
+                if compressed is not None and drafts[2 * i + 1].exists():
+                    self._publish(drafts[2 * i + 1], compressed.basename)
+                self._publish(drafts[2 * i], raw.basename)
+        except BaseException:
+            HELD.close(fd)
+            raise
+        return Lease(self.folder, fd)
+
+    def _publish(self, draft: Path, name: str) -> None:
+        final = self.folder / name
+        self._place.make_parent(final)
+        draft.chmod(self._place.modes.file)
+        publish(draft, final)
+
+    @contextlib.contextmanager
+    def _tidy(self, drafts: list[Path], name: str, need_bytes: int) -> Iterator[None]:
+        """Whatever goes wrong in here leaves no drafts, and the books as if it had not been tried."""
+        try:
+            yield
+        except BaseException as error:
+            for draft in drafts:
+                draft.unlink(missing_ok=True)
+            if need_bytes:
+                self._room.ledger.forget(name)
+            if is_full(error):
+                raise disk_full(self.folder, need_bytes) from error
+            raise
+
+
+def _holding(entry: ShardEntry, *, with_zip: bool) -> Holding:
+    files = [file for raw, compressed in entry.files for file in (raw, compressed if with_zip else None) if file]
+    return Holding(tuple(file.basename for file in files), sum(file.num_bytes for file in files))

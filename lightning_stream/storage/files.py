@@ -1,0 +1,339 @@
+"""Files that are whole or absent, and locks that die with their owner: all that processes of a machine share."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import random
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from lightning_stream import errors
+from lightning_stream.errors import CacheError, LightningStreamError, LockTimeoutError
+
+from .base import reason_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T")
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_LOCKLESS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP)
+_LONGEST_PAUSE_S = 0.05
+_NO_WAIT = object()
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The permissions of what we create: private unless asked otherwise."""
+
+    file: int = 0o600
+    folder: int = 0o700
+
+
+PRIVATE = Modes()
+
+
+def publish(draft: Path, final: Path) -> None:
+    """Give a finished draft its final name: its bytes are on the disk first, and the name appears at once."""
+    _sync(draft)
+    draft.replace(final)
+    _sync(final.parent)
+
+
+def publish_bytes(content: bytes, final: Path, modes: Modes = PRIVATE) -> None:
+    """Write a small file, whole or not at all."""
+    draft = final.with_name(f".{final.name}.{secrets.token_hex(8)}")
+    try:
+        with draft.open("wb") as file:
+            os.fchmod(file.fileno(), modes.file)
+            file.write(content)
+        publish(draft, final)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_folder(folder: Path, modes: Modes = PRIVATE) -> None:
+    """Create a folder with these modes; parents that are missing too get the same."""
+    if folder.is_dir():
+        return
+    if not folder.parent.is_dir():
+        make_folder(folder.parent, modes)
+    try:
+        folder.mkdir()
+        folder.chmod(modes.folder)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+
+
+def pauses(wait_s: float) -> Iterator[None]:
+    """Yield at once, then after short, growing, jittered pauses, until the deadline: the one place that waits."""
+    deadline = time.monotonic() + wait_s
+    pause_s = 0.001
+    yield
+    while (left_s := deadline - time.monotonic()) > 0:
+        time.sleep(min(left_s, pause_s * random.uniform(0.5, 1.0)))
+        pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+        yield
+
+
+class HeldFiles:
+    """Descriptors that carry a kernel lock of this process.
+
+    A forked child inherits copies, which would keep a lock alive after its owner is killed: the child closes them.
+    """
+
+    def __init__(self) -> None:
+        self._fds: set[int] = set()
+        self._guard = threading.Lock()
+        os.register_at_fork(
+            before=self._guard.acquire, after_in_parent=self._guard.release, after_in_child=self._drop_inherited
+        )
+
+    def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
+        """Open a file that will be locked."""
+        with self._guard:
+            fd = os.open(path, flags | os.O_CLOEXEC, mode)
+            self._fds.add(fd)
+        return fd
+
+    def close(self, fd: int) -> None:
+        """Close it, which gives its lock back."""
+        with self._guard:
+            self._fds.discard(fd)
+            os.close(fd)
+
+    def _drop_inherited(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+        self._guard.release()
+
+
+HELD = HeldFiles()
+
+
+def try_flock(fd: int, path: Path, *, shared: bool = False) -> bool:
+    """Take the kernel's lock on an open file, without waiting; False where another holds it.
+
+    Raises:
+        CacheError: The file system has no locks.
+    """
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _LOCKLESS:
+            raise no_locks(path) from error
+        raise
+    return True
+
+
+def no_locks(path: Path) -> CacheError:
+    """The error for a file system on which processes cannot exclude each other."""
+    return CacheError(
+        f"the file system of {path.parent} has no working file locks ({file_system(path)}), and processes that share a "
+        "cache need them. Put `local` on a disk of this machine (or set LIGHTNING_STREAM_CACHE to one); "
+        "for NFS or Lustre, mount with locks (`local_lock=flock`, `-o flock`)."
+    )
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that holds a path, as the kernel names it; "unknown" where it does not say."""
+    best, kind = "", "unknown"
+    try:
+        mounts = Path("/proc/mounts").read_text(errors="replace").splitlines()
+    except OSError:
+        return kind
+    real = os.path.realpath(path)
+    for line in mounts:
+        point, name = [*line.split(" "), "", "", ""][1:3]
+        point = point.replace("\\040", " ")
+        if len(point) >= len(best) and (real + "/").startswith(point.rstrip("/") + "/"):
+            best, kind = point, name
+    return kind
+
+
+class FileLock:
+    """An exclusive lock between processes, and between threads, that the kernel ends with its owner.
+
+    The lock's file exists only while it is held. Use as a context manager, or by `try_acquire` and `release`.
+
+    Args:
+        path: The lock's file.
+        wait_s: How long to wait in ``with`` before :class:`LockTimeoutError`.
+        modes: Permissions of the file, and of its folder if that is made.
+    """
+
+    def __init__(self, path: Path, wait_s: float = 60.0, modes: Modes = PRIVATE) -> None:
+        self.path = path
+        self._wait_s = wait_s
+        self.modes = modes
+        self._fd: int | None = None
+        self._pid = 0
+
+    def try_acquire(self) -> bool:
+        """Take the lock if nobody holds it."""
+        while True:
+            fd = self._open()
+            try:
+                taken = try_flock(fd, self.path)
+                current = taken and self._is_current(fd)
+            except BaseException:
+                HELD.close(fd)
+                raise
+            if current:
+                self._fd, self._pid = fd, os.getpid()
+                os.pwrite(fd, f"{self._pid} {socket.gethostname()}\n".encode(), 0)
+                return True
+            HELD.close(fd)
+            if not taken:
+                return False
+
+    def release(self) -> None:
+        """Give it back. In a forked child, that never held it, this does nothing."""
+        fd, self._fd = self._fd, None
+        if fd is not None and self._pid == os.getpid():
+            self.path.unlink(missing_ok=True)
+            HELD.close(fd)
+
+    def holder(self) -> str:
+        """Who holds it, for messages."""
+        try:
+            pid, host = self.path.read_text().split()
+        except (OSError, ValueError):
+            return "another process"
+        return f"process {pid} on {host}"
+
+    def _open(self) -> int:
+        try:
+            return HELD.open(self.path, os.O_RDWR | os.O_CREAT, self.modes.file)
+        except FileNotFoundError:
+            make_folder(self.path.parent, self.modes)
+            return HELD.open(self.path, os.O_RDWR | os.O_CREAT, self.modes.file)
+
+    def _is_current(self, fd: int) -> bool:
+        # The owner before us removed the file as it let go: a lock on that inode excludes nobody.
+        return same_file(fd, self.path)
+
+    def __enter__(self) -> Self:
+        for _ in pauses(self._wait_s):
+            if self.try_acquire():
+                return self
+        raise self.timeout(self._wait_s)
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def timeout(self, wait_s: float) -> LockTimeoutError:
+        """The error for a wait that came to its deadline."""
+        return LockTimeoutError(
+            f"waited {wait_s:g} s for the lock {self.path}, held by {self.holder()}. See whether that process still "
+            "makes progress (end it if not: its lock ends with it), or allow a longer wait."
+        )
+
+
+def same_file(fd: int, path: Path) -> bool:
+    """Whether the open file is still the one of that name."""
+    try:
+        named = path.stat()
+    except FileNotFoundError:
+        return False
+    held = os.fstat(fd)
+    return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
+
+
+def publish_once(done: Callable[[], T | None], work: Callable[[], T], lock: FileLock, wait_s: float) -> T:
+    """Have one of all processes and threads do the work, the others wait for what comes of it.
+
+    An owner that fails leaves its reason beside the lock before it lets go, and everyone who waited raises that at
+    once; who comes later clears it and tries anew. An owner that is killed leaves nothing: the next in line takes over.
+
+    Args:
+        done: What the work gives, where it has been done already (a stat, cheap); else None.
+        work: Does it, and publishes files so that `done` sees them.
+        lock: The lock that stands for this work.
+        wait_s: How long to wait for another's work.
+
+    Raises:
+        LockTimeoutError: Another process was still at it at the deadline.
+        LightningStreamError: What the work raised, here or in the process that this one waited for.
+    """
+    if (value := done()) is not None:
+        return value
+    reason = lock.path.with_suffix(".failed")
+    before = _read_reason(reason).get("token")
+    waited = False
+    for _ in pauses(wait_s):
+        if lock.try_acquire():
+            return _own(done, work, lock, reason, before if waited else _NO_WAIT)
+        waited = True
+        if (value := done()) is not None:
+            return value
+        _raise_new(reason, before)
+    raise lock.timeout(wait_s)
+
+
+def _own(done: Callable[[], T | None], work: Callable[[], T], lock: FileLock, reason: Path, before: object) -> T:
+    """Do the work under the lock; `before` is the failure known as the wait began, or that there was no wait."""
+    try:
+        if (value := done()) is not None:
+            return value
+        if before is not _NO_WAIT:
+            _raise_new(reason, before)
+        reason.unlink(missing_ok=True)
+        try:
+            return work()
+        except Exception as error:
+            _leave_reason(reason, error, lock.modes)
+            raise
+    finally:
+        lock.release()
+
+
+def _leave_reason(reason: Path, error: Exception, modes: Modes) -> None:
+    known = isinstance(error, LightningStreamError)
+    said = {
+        "token": secrets.token_hex(8),
+        "kind": type(error).__name__ if known else "CacheError",
+        "message": str(error) if known else reason_of(error),
+        "pid": os.getpid(),
+    }
+    try:
+        publish_bytes(json.dumps(said).encode(), reason, modes)
+    except OSError:
+        # A full disk: whoever waits gets the lock instead, and meets the same trouble itself.
+        return
+
+
+def _read_reason(reason: Path) -> dict[str, object]:
+    try:
+        said = json.loads(reason.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _raise_new(reason: Path, before: object) -> None:
+    said = _read_reason(reason)
+    if said and said.get("token") != before:
+        kind = getattr(errors, str(said.get("kind")), CacheError)
+        raise kind(f"{said.get('message')} (raised in process {said.get('pid')}, which did this for all that wait)")

@@ -1,0 +1,114 @@
+"""A folder of this machine (or a mounted one) as a store."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError
+
+from .base import CHUNK_BYTES, Body, BodyStore, ObjectEntry, attempt, check_name, explained_chunks, source_file
+from .files import publish
+
+_DRAFT = ".draft-"
+
+
+class LocalStore(BodyStore):
+    """Objects as the files below a folder; ``put`` publishes by rename.
+
+    Args:
+        folder: The folder; it need not exist before the first ``put``.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser().absolute()
+
+    @property
+    def url(self) -> str:
+        """The folder's path."""
+        return str(self.folder)
+
+    def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
+        """The bytes ``[begin, end)`` of a file, streamed."""
+        path = self._path(name)
+        file = attempt(lambda: path.open("rb", buffering=0), lambda error: self._explain(path, error))
+        whole = os.fstat(file.fileno()).st_size
+        begin = min(begin, whole)
+        stop = whole if end is None else min(end, whole)
+        file.seek(begin)
+        chunks = explained_chunks(_chunks(file, stop - begin), lambda error: self._explain(path, error))
+        return Body(chunks, stop - begin, close=file.close, where=str(path))
+
+    def put(self, name: str, source: Path | bytes) -> None:
+        """Copy beside the final place, then rename."""
+        path = self._path(name)
+        attempt(lambda: self._put(path, source), lambda error: self._explain(path, error))
+
+    def _put(self, path: Path, source: Path | bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"{_DRAFT}{uuid.uuid4().hex}")
+        try:
+            with source_file(source) as given, draft.open("wb") as file:
+                while chunk := given.read(CHUNK_BYTES):
+                    file.write(chunk)
+            publish(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
+        """All files below the folder whose names begin with `prefix`, sorted by name."""
+        for name in sorted(_walk(self.folder, "", prefix)):
+            with contextlib.suppress(FileNotFoundError):
+                yield ObjectEntry(name, (self.folder / name).stat().st_size)
+
+    def delete(self, name: str) -> None:
+        """Remove a file; one that is absent already is no error."""
+        path = self._path(name)
+        attempt(lambda: path.unlink(missing_ok=True), lambda error: self._explain(path, error))
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file."""
+        return self._path(name).is_file()
+
+    def _path(self, name: str) -> Path:
+        return self.folder / check_name(name)
+
+    def _explain(self, path: Path, error: Exception) -> Exception | None:
+        if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
+            lacking = "" if self.folder.is_dir() else f" (nor the folder {self.folder})"
+            return NotFoundError(f"no such file: {path}{lacking}. Check the path.")
+        if isinstance(error, PermissionError):
+            return AccessError(
+                f"no right to use {path} as user {os.getuid()}. Check the owner and mode of its folders."
+            )
+        if isinstance(error, OSError):
+            kind = UnavailableError if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT) else StoreError
+            return kind(f"{path}: {error.strerror}. Check the disk or mount it is on.")
+        return None
+
+
+def _chunks(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
+    while num_bytes > 0 and (chunk := file.read(min(CHUNK_BYTES, num_bytes))):
+        num_bytes -= len(chunk)
+        yield chunk
+
+
+def _walk(folder: Path, above: str, prefix: str) -> Iterator[str]:
+    """Names of all files, without entering folders that the prefix rules out, nor our control folders and drafts."""
+    try:
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        name = above + entry.name
+        if entry.is_dir():
+            branch = f"{name}/"
+            if (branch.startswith(prefix) or prefix.startswith(branch)) and entry.name != ".lightning_stream":
+                yield from _walk(Path(entry.path), branch, prefix)
+        elif name.startswith(prefix) and not entry.name.startswith(_DRAFT):
+            yield name

@@ -1,0 +1,326 @@
+"""The laws of one cache in one process: whole or absent, verified before it has a name, never the only copy."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers.shards import make_dataset, shard_content
+
+from lightning_stream.cache import CacheConfig, ShardCache
+from lightning_stream.errors import CacheError, CacheFullError, DigestError, FormatError, NotFoundError
+from lightning_stream.storage import LocalStore
+from lightning_stream.storage.base import Body
+
+
+class Counting(LocalStore):
+    """A folder that is not told apart from a remote one, and counts what is fetched."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.opened: list[str] = []
+
+    def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
+        self.opened.append(name)
+        return super().open(name, begin, end)
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Path:
+    return tmp_path / "remote"
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    return tmp_path / "local"
+
+
+def files(folder: Path) -> set[str]:
+    """All files with final names."""
+    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {str(path) for path in found if path.parts[0] != ".lightning_stream"}
+
+
+def drafts(folder: Path) -> list[Path]:
+    return list((folder / ".lightning_stream" / "drafts").iterdir())
+
+
+def test_a_shard_is_fetched_once_and_equals_its_source(remote: Path, local: Path) -> None:
+    index = make_dataset(remote)
+    store = Counting(remote)
+    cache = ShardCache(store, local)
+    assert cache.index() == cache.index() == (remote / "index.json").read_bytes()
+    for _ in range(3):
+        assert cache.ensure(index.entry(2)) == local
+    assert (local / "shard.00002.mds").read_bytes() == shard_content(2, 10_000)
+    assert store.opened == ["index.json", "shard.00002.mds"]
+    assert not cache.present(index.entry(1))
+    assert drafts(local) == [] == list((local / ".lightning_stream" / "locks").iterdir())
+
+
+def test_threads_that_want_one_shard_cause_one_fetch(remote: Path, local: Path) -> None:
+    index = make_dataset(remote)
+    store = Counting(remote)
+    cache = ShardCache(store, local)
+    threads = [threading.Thread(target=cache.ensure, args=(index.entry(0),)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.opened == ["shard.00000.mds"]
+
+
+@pytest.mark.parametrize("keep_zip", [False, True])
+@pytest.mark.parametrize("compression", ["zstd", "gz", "br:1"])
+def test_a_compressed_file_is_dropped_after_decompression_unless_kept(
+    remote: Path, local: Path, compression: str, keep_zip: bool
+) -> None:
+    index = make_dataset(remote, compression=compression)
+    cache = ShardCache(LocalStore(remote), local, CacheConfig(keep_zip=keep_zip))
+    cache.ensure(index.entry(0))
+    assert (local / "shard.00000.mds").read_bytes() == shard_content(0, 10_000)
+    assert len(files(local)) == 1 + keep_zip
+    assert files(remote) == files(remote) | {"index.json"}
+    assert len(files(remote)) == 5
+
+
+def test_a_compressed_file_that_is_here_is_not_fetched_again(remote: Path, local: Path) -> None:
+    index = make_dataset(remote, compression="zstd")
+    cache = ShardCache(store := Counting(remote), local, CacheConfig(keep_zip=True))
+    cache.ensure(index.entry(0))
+    (local / "shard.00000.mds").unlink()
+    cache.ensure(index.entry(0))
+    assert store.opened == ["shard.00000.mds.zstd"]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("compression", [None, "zstd", "gz"])
+@pytest.mark.parametrize("hashes", [("sha1", "xxh3_64"), ("md5",)])
+def test_wrong_bytes_are_fetched_again_then_reported_with_both_digests(
+    remote: Path, local: Path, compression: str | None, hashes: tuple[str, ...]
+) -> None:
+    index = make_dataset(remote, compression=compression, hashes=hashes)
+    (victim,) = remote.glob("shard.00001.mds*")
+    flip(victim)
+    cache = ShardCache(store := Counting(remote), local)
+    for _ in range(2):  # a second attempt does not find the bad bytes under their final name
+        with pytest.raises(DigestError, match=r"promises (xxh3_64|md5) [0-9a-f]+; the bytes have [0-9a-f]+"):
+            cache.ensure(index.entry(1))
+        assert files(local) == set()
+        assert drafts(local) == []
+    assert store.opened == [victim.name] * 4
+
+
+def test_a_truncated_object_is_never_published(remote: Path, local: Path) -> None:
+    index = make_dataset(remote, hashes=())
+    (remote / "shard.00000.mds").write_bytes(b"short")
+    with pytest.raises(DigestError, match="promises 10,000 bytes; there are 5"):
+        ShardCache(LocalStore(remote), local).ensure(index.entry(0))
+    assert files(local) == set()
+
+
+def test_damage_that_passes_in_transit_is_healed_by_one_refetch(remote: Path, local: Path) -> None:
+    index = make_dataset(remote)
+
+    class Flaky(Counting):
+        def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
+            body = super().open(name, begin, end)
+            if len(self.opened) > 1:
+                return body
+            return Body((bytes([chunk[0] ^ 1]) + chunk[1:] for chunk in body), body.num_bytes, close=body.close)
+
+    ShardCache(Flaky(remote), local).ensure(index.entry(3))
+    assert (local / "shard.00003.mds").read_bytes() == shard_content(3, 10_000)
+
+
+def test_sizes_alone_are_checked_when_asked(remote: Path, local: Path) -> None:
+    index = make_dataset(remote)
+    flip(remote / "shard.00001.mds")
+    ShardCache(LocalStore(remote), local, CacheConfig(validate_hash=None)).ensure(index.entry(1))
+
+
+def test_a_hash_that_the_index_lacks_is_a_wrong_setting(remote: Path, local: Path) -> None:
+    index = make_dataset(remote)
+    with pytest.raises(ValueError, match="it has xxh3_64"):
+        ShardCache(LocalStore(remote), local, CacheConfig(validate_hash="sha256")).ensure(index.entry(1))
+
+
+def test_a_named_hash_also_checks_what_was_here_before(remote: Path, local: Path) -> None:
+    index = make_dataset(remote)
+    local.mkdir()
+    (local / "shard.00001.mds").write_bytes(bytes(10_000))
+    ShardCache(LocalStore(remote), local, CacheConfig(validate_hash="xxh3_64")).ensure(index.entry(1))
+    assert (local / "shard.00001.mds").read_bytes() == shard_content(1, 10_000)
+
+
+def test_a_missing_shard_says_that_the_dataset_is_not_whole(remote: Path, local: Path) -> None:
+    index = make_dataset(remote)
+    (remote / "shard.00001.mds").unlink()
+    with pytest.raises(NotFoundError, match=r"shard\.00001\.mds.*not whole"):
+        ShardCache(LocalStore(remote), local).ensure(index.entry(1))
+
+
+@pytest.mark.parametrize("how", ["same", "none", "storeless", "link"])
+def test_a_local_dataset_is_read_in_place_and_never_changed(remote: Path, tmp_path: Path, how: str) -> None:
+    index = make_dataset(remote)
+    before = files(remote)
+    (tmp_path / "link").symlink_to(remote)
+    folder = {"same": remote, "none": None, "storeless": remote, "link": tmp_path / "link"}[how]
+    cache = ShardCache(None if how == "storeless" else LocalStore(remote), folder, CacheConfig(limit_bytes=20_000))
+    for shard in range(4):
+        assert cache.ensure(index.entry(shard)) == remote
+        assert not cache.evict(index.entry(shard))
+    assert files(remote) == before
+    assert not (remote / ".lightning_stream").exists()
+
+
+def test_a_compressed_local_dataset_is_unpacked_into_the_private_default(
+    remote: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_STREAM_CACHE", str(tmp_path / "private"))
+    index = make_dataset(remote, compression="zstd")
+    before = files(remote)
+    cache = ShardCache(None, remote)
+    folder = cache.ensure(index.entry(0))
+    assert folder.is_relative_to(tmp_path / "private")
+    assert (folder / "shard.00000.mds").read_bytes() == shard_content(0, 10_000)
+    assert files(remote) == before
+    assert oct(folder.stat().st_mode & 0o777) == "0o700"
+
+
+def test_damage_in_the_only_copy_is_an_error_and_nothing_is_touched(remote: Path) -> None:
+    index = make_dataset(remote)
+    (remote / "shard.00000.mds").write_bytes(b"short")
+    with pytest.raises(DigestError, match="there are 5"):
+        ShardCache(None, remote).ensure(index.entry(0))
+    (remote / "shard.00000.mds").unlink()
+    with pytest.raises(NotFoundError):
+        ShardCache(None, remote).ensure(index.entry(0))
+
+
+def test_the_limit_holds_and_the_least_recently_used_goes_first(remote: Path, local: Path) -> None:
+    index = make_dataset(remote, num_shards=6)
+    cache = ShardCache(LocalStore(remote), local, CacheConfig(limit_bytes=30_000))
+    for shard in range(3):
+        cache.ensure(index.entry(shard))
+        os.utime(local / f"shard.{shard:05}.mds", (shard + 1, shard + 1))
+    cache.expect([index.entry(0)])
+    cache.ensure(index.entry(3))
+    assert files(local) == {"shard.00000.mds", "shard.00002.mds", "shard.00003.mds"}
+
+
+def test_a_plan_evicts_what_is_needed_latest(remote: Path, local: Path) -> None:
+    index = make_dataset(remote, num_shards=6)
+    cache = ShardCache(LocalStore(remote), local, CacheConfig(limit_bytes=30_000))
+    cache.plan({"shard.00000.mds": 5.0, "shard.00001.mds": 9.0, "shard.00002.mds": 7.0}.get)
+    for shard in range(3):
+        cache.ensure(index.entry(shard))
+    cache.ensure(index.entry(3))
+    assert files(local) == {"shard.00000.mds", "shard.00002.mds", "shard.00003.mds"}
+
+
+def test_a_leased_shard_is_never_evicted(remote: Path, local: Path) -> None:
+    index = make_dataset(remote, num_shards=6)
+    cache = ShardCache(LocalStore(remote), local, CacheConfig(limit_bytes=20_000, room_wait_s=0.05))
+    with cache.lease(index.entry(0)), cache.lease(index.entry(1)) as second:
+        assert not cache.evict(index.entry(0))
+        with pytest.raises(CacheFullError, match=r"20,000 bytes, 20,000 of them are in use .* 10,000 more"):
+            cache.ensure(index.entry(2))
+        second.close()
+        cache.ensure(index.entry(2))
+    assert files(local) == {"shard.00000.mds", "shard.00002.mds"}
+
+
+def test_a_limit_below_one_shard_is_refused(remote: Path, local: Path) -> None:
+    index = make_dataset(remote)
+    with pytest.raises(CacheFullError, match="alone needs 10,000"):
+        ShardCache(LocalStore(remote), local, CacheConfig(limit_bytes=9_999)).ensure(index.entry(0))
+
+
+def test_files_that_the_cache_did_not_fetch_are_never_evicted(remote: Path, local: Path) -> None:
+    index = make_dataset(remote, num_shards=6)
+    local.mkdir()
+    (local / "mine.txt").write_text("mine")
+    (local / "shard.00000.mds").write_bytes(shard_content(0, 10_000))
+    cache = ShardCache(LocalStore(remote), local, CacheConfig(limit_bytes=10_000))
+    for shard in range(6):
+        cache.ensure(index.entry(shard))
+    assert not cache.evict(index.entry(0))
+    assert files(local) == {"mine.txt", "shard.00000.mds", "shard.00005.mds"}
+
+
+def test_the_books_survive_files_removed_by_hand_and_torn_lines(remote: Path, local: Path) -> None:
+    index = make_dataset(remote, num_shards=6)
+    cache = ShardCache(LocalStore(remote), local, CacheConfig(limit_bytes=30_000, room_wait_s=0.05))
+    for shard in range(3):
+        cache.ensure(index.entry(shard))
+        (local / f"shard.{shard:05}.mds").unlink()
+    with (local / ".lightning_stream" / "ledger").open("ab") as ledger:
+        ledger.write(b'["+", 99')
+    fresh = pickle.loads(pickle.dumps(cache))
+    for shard in range(3, 6):
+        fresh.ensure(index.entry(shard))
+    assert files(local) == {f"shard.{shard:05}.mds" for shard in (3, 4, 5)}
+
+
+def test_prefetch_gives_shards_in_the_order_asked_and_raises_the_first_failure(remote: Path, local: Path) -> None:
+    index = make_dataset(remote, num_shards=9)
+    (remote / "shard.00007.mds").unlink()
+    cache = ShardCache(LocalStore(remote), local)
+    got: list[str] = []
+    with pytest.raises(NotFoundError):
+        got.extend(entry.raw.basename for entry, _ in cache.prefetch(map(index.entry, range(9)), workers=3))
+    entries = [index.entry(shard) for shard in (3, 1, 5)]
+    assert [entry for entry, _ in cache.prefetch(entries)] == entries
+
+
+def test_a_cache_folder_of_another_user_is_an_error_that_says_what_to_do(remote: Path, local: Path) -> None:
+    index = make_dataset(remote)
+    ShardCache(LocalStore(remote), local).ensure(index.entry(0))
+    assert local.stat().st_mode & 0o777 == 0o700
+    assert (local / "shard.00000.mds").stat().st_mode & 0o777 == 0o600
+    if os.getuid() != 0:
+        local.chmod(0o500)
+        with pytest.raises(CacheError, match="choose another `local`"):
+            ShardCache(LocalStore(remote), local).ensure(index.entry(1))
+
+
+def test_a_shared_cache_takes_the_folders_own_permissions(remote: Path, local: Path) -> None:
+    index = make_dataset(remote)
+    local.mkdir()
+    local.chmod(0o2775)
+    ShardCache(LocalStore(remote), local, CacheConfig(shared=True)).ensure(index.entry(0))
+    assert (local / "shard.00000.mds").stat().st_mode & 0o777 == 0o664
+    assert (local / ".lightning_stream").stat().st_mode & 0o7777 == 0o2775
+
+
+def test_settings_that_cannot_be_are_reported_together() -> None:
+    with pytest.raises(ValueError, match=r"limit_bytes .*; refetches"):
+        CacheConfig(limit_bytes=0, refetches=-1)
+
+
+def test_a_cache_is_pickled_by_recipe(remote: Path, local: Path) -> None:
+    index = make_dataset(remote)
+    cache = ShardCache(LocalStore(remote), local)
+    cache.ensure(index.entry(0))
+    copy: Any = pickle.loads(pickle.dumps(cache))
+    assert copy.ensure(index.entry(0)) == local
+    assert pickle.loads(pickle.dumps(ShardCache(None, remote))).in_place
+
+
+def test_a_damaged_compressed_stream_names_its_object(remote: Path, local: Path) -> None:
+    index = make_dataset(remote, compression="zstd", hashes=())
+    packed = remote / "shard.00000.mds.zstd"
+    packed.write_bytes(packed.read_bytes()[:-4] + b"....")
+    with pytest.raises(FormatError):
+        ShardCache(LocalStore(remote), local).ensure(index.entry(0))
+    assert files(local) == set()
