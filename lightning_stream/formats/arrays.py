@@ -1,0 +1,157 @@
+"""Arrays: ``ndarray`` (any dtype and shape), ``ndarray:<dtype>`` and ``ndarray:<dtype>:<d0>,<d1>,...`` (fixed size)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.formats.encoding_base import Encoding, Layout, ViewEncoding, type_name
+
+_CODES = {
+    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32",
+    33: "int32", 34: "float32", 64: "uint64", 65: "int64", 66: "float64",
+}  # fmt: skip
+_DTYPES = {code: np.dtype(name).newbyteorder("<") for code, name in _CODES.items()}
+_CODE_OF = {name: code for code, name in _CODES.items()}
+_MAX_DIMS = 32
+
+
+class AnyArray(ViewEncoding):
+    """An array whose shape, and unless given its dtype, are stored with every value."""
+
+    def __init__(self, name: str, dtype: np.dtype[Any] | None = None) -> None:
+        self.name = name
+        self.dtype = dtype
+
+    def encode(self, value: Any) -> bytes:
+        array = as_array(value, self.name)
+        if self.dtype is None:
+            code = _CODE_OF.get(array.dtype.name)
+            if code is None:
+                raise ValueError(f"{self.name} takes arrays of {', '.join(_CODE_OF)}; got dtype {array.dtype}.")
+            head = bytes((code,)) + _shape_head(array, self.name)
+        else:
+            check_dtype(array, self.dtype, self.name)
+            head = _shape_head(array, self.name)
+        return head + little_endian(array).tobytes()
+
+    def decode(self, data: bytes | memoryview) -> NDArray[Any]:
+        dtype, shape, at = self.read_head(data)
+        return np.frombuffer(data, dtype, offset=at).reshape(shape).copy() if at < len(data) else np.empty(shape, dtype)
+
+    def read_head(self, data: bytes | memoryview) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+        """Dtype, shape, and where the values begin.
+
+        Raises:
+            ValueError: An unknown dtype, or a shape that is not that of the bytes.
+        """
+        dtype, at = self.dtype, 0
+        if dtype is None:
+            dtype, at = _DTYPES.get(data[0]) if len(data) else None, 1
+            if dtype is None:
+                raise ValueError(f"unknown dtype code {bytes(data[:1])!r} of an array")
+        shape, at = _read_shape(data, at)
+        if math.prod(shape) * dtype.itemsize != len(data) - at:
+            raise ValueError(f"an array of shape {shape} and {dtype} cannot take {len(data) - at} bytes")
+        return dtype, shape, at
+
+
+class FixedArray(ViewEncoding):
+    """An array of one dtype and shape: only its values are stored, and samples lie at one stride."""
+
+    def __init__(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self.name = name
+        self.layout: Layout = Layout(dtype, shape)
+        self.size = math.prod(shape) * dtype.itemsize
+        self._native = dtype.newbyteorder("=")
+
+    def encode(self, value: Any) -> bytes:
+        if type(value) is not np.ndarray or value.dtype != self._native:
+            value = as_array(value, self.name)
+            check_dtype(value, self.layout.dtype, self.name)
+            value = little_endian(value)
+        if value.shape != self.layout.shape:
+            raise ValueError(f"{self.name} takes shape {self.layout.shape}; got shape {value.shape}.")
+        data: bytes = value.tobytes()
+        return data
+
+    def decode(self, data: bytes | memoryview) -> NDArray[Any]:
+        return np.frombuffer(data, self.layout.dtype).reshape(self.layout.shape).copy()
+
+
+def as_array(value: Any, name: str) -> NDArray[Any]:
+    """The value as a numpy array, if it is one or offers ``__array__`` (tensors do).
+
+    Raises:
+        TypeError: It is not, or does not.
+    """
+    if isinstance(value, np.ndarray):
+        return value
+    if not hasattr(value, "__array__"):
+        raise TypeError(f"{name} takes a numpy array, or what offers __array__; got {type_name(value)} {value!r:.60}.")
+    return np.asarray(value)
+
+
+def check_dtype(array: NDArray[Any], dtype: np.dtype[Any], name: str) -> None:
+    """Raise ValueError unless the array's numbers are of ``dtype``, in either byte order."""
+    if array.dtype.newbyteorder("<") != dtype:
+        raise ValueError(f"{name} takes dtype {dtype.name}; got dtype {array.dtype}. Convert it: value.astype({dtype.name!r}).")
+
+
+def little_endian(array: NDArray[Any]) -> NDArray[Any]:
+    """The same numbers in little-endian memory."""
+    order = array.dtype.newbyteorder("<")
+    return array if array.dtype == order else array.astype(order)
+
+
+def _shape_head(array: NDArray[Any], name: str) -> bytes:
+    shape = array.shape
+    if not shape or 0 in shape or len(shape) > _MAX_DIMS:
+        raise ValueError(
+            f"{name} takes arrays of 1 to {_MAX_DIMS} dimensions, each at least 1; got shape {shape}. "
+            "Store a number as a scalar encoding, and an absent or empty value as 'json' or 'bytes'."
+        )
+    largest = max(shape)
+    step = 0 if largest < 1 << 8 else 1 if largest < 1 << 16 else 2 if largest < 1 << 32 else 3
+    return bytes(((len(shape) << 2) | step,)) + np.array(shape, f"<u{1 << step}").tobytes()
+
+
+def _read_shape(data: bytes | memoryview, at: int) -> tuple[tuple[int, ...], int]:
+    if len(data) <= at:
+        raise ValueError("an array's shape is missing")
+    num_dims, width = data[at] >> 2, 1 << (data[at] & 3)
+    end = at + 1 + num_dims * width
+    if num_dims > _MAX_DIMS or len(data) < end:
+        raise ValueError(f"an array of {num_dims} dimensions does not fit its {len(data)} bytes")
+    shape = tuple(int.from_bytes(data[k : k + width], "little") for k in range(at + 1, end, width))
+    return shape, end
+
+
+def make_ndarray(name: str) -> Encoding:
+    """The encoding for ``ndarray``, ``ndarray:<dtype>`` or ``ndarray:<dtype>:<shape>``.
+
+    Raises:
+        ValueError: Another dtype, or a shape that is not positive numbers with commas.
+    """
+    _, *rest = name.split(":")
+    if not rest:
+        return AnyArray(name)
+    if rest[0] not in _CODE_OF or len(rest) > 2:
+        raise ValueError(f"ndarray takes ndarray:<dtype>:<d0>,<d1>,... with a dtype of {', '.join(_CODE_OF)}; got {name!r}.")
+    dtype = np.dtype(rest[0]).newbyteorder("<")
+    if len(rest) == 1:
+        return AnyArray(name, dtype)
+    dims = rest[1].split(",")
+    if not all(dim.isdecimal() and int(dim) >= 1 for dim in dims) or len(dims) > _MAX_DIMS:
+        raise ValueError(f"a fixed shape must be numbers of at least 1, with commas between; got {name!r}.")
+    shape = tuple(int(dim) for dim in dims)
+    if math.prod(shape) * dtype.itemsize >= 1 << 32:
+        raise ValueError(f"one sample must stay under 4 GiB; got {name!r}.")
+    return FixedArray(name, dtype, shape)
+
+
+FAMILIES: tuple[tuple[tuple[str, ...], Callable[[str], Encoding], bool], ...] = ((("ndarray",), make_ndarray, True),)

@@ -1,0 +1,202 @@
+"""A batch as columns: located by numpy as a whole, over any number of shards, without a loop over samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.errors import FormatError
+from lightning_stream.formats.arrays import AnyArray
+from lightning_stream.formats.memory import Stretch
+from lightning_stream.formats.row_plan import Column, RowPlan
+from lightning_stream.formats.shard_base import DECODE_ERRORS, Batch, Buffers, Mapped, Shard, damaged
+
+_Ints = NDArray[np.int64]
+
+
+def gather(shards: Sequence[Shard], which: _Ints, indices: _Ints, out: Buffers | None = None) -> Batch:
+    """One batch over many shards: row k is sample ``indices[k]`` of ``shards[which[k]]``.
+
+    Args:
+        shards: At least one; all with the same column names and encodings.
+        which: int64[n], 0 <= which < len(shards).
+        indices: int64[n], each within its shard.
+        out: As for `Shard.columns`.
+
+    Raises:
+        ValueError: Shards of different columns, no shards, or ``out`` that does not fit.
+        IndexError: An index out of range.
+        FormatError: Damaged bytes.
+    """
+    if not shards:
+        raise ValueError("gather needs at least one shard.")
+    which, indices = np.asarray(which, np.int64), np.asarray(indices, np.int64)
+    if len(which) != len(indices) or which.ndim != 1 or indices.ndim != 1:
+        raise ValueError(f"which and indices must be of one length; got {which.shape} and {indices.shape}.")
+    mapped = [shard.mapped for shard in shards]
+    first = mapped[0]
+    if first is None:
+        return _gather_apart(shards, which, indices, out)
+    found = [one for one in mapped if one is not None and one.plan is first.plan]
+    if len(found) != len(shards):
+        raise ValueError("gather needs shards of the same columns; group the samples by their shard's schema first.")
+    return gather_mapped(found, which, indices, out)
+
+
+def gather_mapped(files: Sequence[Mapped], which: _Ints | None, indices: _Ints, out: Buffers | None) -> Batch:
+    """As `gather`, over mapped files of one plan; ``which`` None means that there is one."""
+    plan = files[0].plan
+    about = np.array([(m.file.address, m.file.address + m.file.num_bytes, m.first, m.num_samples) for m in files])
+    begin, end = int(about[:, 0].min()), int(about[:, 1].max())
+    begins, firsts, counts = about[:, 0] - begin, about[:, 2], about[:, 3]
+    if which is not None:
+        _check_range(which, len(files), "shard")
+        begins, firsts, counts = begins[which], firsts[which], counts[which]
+    _check_range(indices, counts, "sample")
+    batch = _Located(plan, Stretch(begin, end), len(indices))
+    if plan.stride is None:
+        batch.locate_variable(begins, indices)
+    else:
+        batch.locate_fixed(begins + firsts + indices * plan.stride)
+    if batch.broken is not None:
+        k = batch.broken
+        where = files[0 if which is None else int(which[k])].file.where
+        raise FormatError(f"{where}, sample {indices[k]}: its columns do not fill it. Fetch the shard again.")
+    return _build(batch, files, which, indices, out or {})
+
+
+def _check_range(values: _Ints, limit: int | _Ints, what: str) -> None:
+    wrong = (values < 0) | (values >= limit)
+    if wrong.any():
+        k = int(np.flatnonzero(wrong)[0])
+        raise IndexError(f"{what} {values[k]} is out of range: there are {np.broadcast_to(limit, values.shape)[k]}.")
+
+
+class _Located:
+    """Where each value of a batch lies: per column, its positions in the stretch and its size or sizes."""
+
+    def __init__(self, plan: RowPlan, stretch: Stretch, num_rows: int) -> None:
+        self.plan = plan
+        self.stretch = stretch
+        self.num_rows = num_rows
+        self.spans: list[tuple[_Ints, int | _Ints]] = []
+        self.broken: int | None = None  # a row whose columns do not fill it
+
+    def locate_fixed(self, at: _Ints) -> None:
+        for column in self.plan.columns:
+            self.spans.append((at, column.size or 0))
+            at = at + (column.size or 0)
+
+    def locate_variable(self, begins: _Ints, indices: _Ints) -> None:
+        """From the table of offsets to each sample, and from its head to each column."""
+        if not self.num_rows:
+            self.spans = [(indices, indices) for _ in self.plan.columns]
+            return
+        offsets = self._numbers(begins + 4 + 4 * indices, 2)
+        at, stop = begins + offsets[:, 0], begins + offsets[:, 1]
+        short = stop - at < self.plan.min_bytes
+        if short.any():
+            self.broken = int(np.flatnonzero(short)[0])
+            return
+        sizes = iter(self._numbers(at, self.plan.num_variable).T)
+        at = at + self.plan.head.size
+        for column in self.plan.columns:
+            size = next(sizes) if column.size is None else column.size
+            self.spans.append((at, size))
+            at = at + size
+        if not np.array_equal(at, stop):
+            self.broken = int(np.flatnonzero(at != stop)[0])
+
+    def _numbers(self, at: _Ints, count: int) -> _Ints:
+        return self.stretch.take(at, 4 * count).view("<u4").astype(np.int64)
+
+
+def _build(
+    batch: _Located, files: Sequence[Mapped], which: _Ints | None, indices: _Ints, out: Buffers
+) -> Batch:
+    values: Batch = {}
+    for column, (at, size) in zip(batch.plan.columns, batch.spans, strict=True):
+        if column.gathered and isinstance(size, int):
+            values[column.name] = _numbers(batch.stretch, column, at, size, out.get(column.name))
+            continue
+        if column.name in out:
+            raise ValueError(f"out: column {column.name!r} has no fixed size, so its values cannot go to given memory.")
+        decoded = _equal_arrays(batch.stretch, column, at, size) or _decoded(batch.stretch, column, at, size)
+        if isinstance(decoded, _Failure):
+            k = decoded.row
+            where = files[0 if which is None else int(which[k])].file.where
+            raise damaged(where, int(indices[k]), column.name, decoded.error) from decoded.error
+        values[column.name] = decoded
+    if unknown := set(out) - set(values):
+        raise ValueError(f"out: no column {sorted(unknown)[0]!r}; there are {', '.join(values)}.")
+    return values
+
+
+def _numbers(stretch: Stretch, column: Column, at: _Ints, size: int, out: Any) -> NDArray[Any]:
+    layout = column.encoding.layout
+    assert layout is not None
+    shape = (len(at), *layout.shape)
+    if out is None:
+        return stretch.take(at, size).view(layout.dtype).reshape(shape) if len(at) else np.empty(shape, layout.dtype)
+    target = buffer_array(out, layout.dtype, shape, column.name)
+    if len(at):
+        stretch.take(at, size, target.reshape(-1).view(np.uint8).reshape(len(at), size))
+    return target
+
+
+def buffer_array(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> NDArray[Any]:
+    """A caller's memory as an array to be filled.
+
+    Raises:
+        ValueError: Read-only, not C-contiguous, or not of this dtype and shape. Raw memory needs only enough bytes.
+    """
+    if isinstance(out, np.ndarray):
+        array = out
+    else:
+        raw = np.frombuffer(out, np.uint8)
+        needed = int(np.prod(shape)) * dtype.itemsize
+        array = raw[:needed].view(dtype).reshape(shape) if len(raw) >= needed else raw
+    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous or not array.flags.writeable:
+        raise ValueError(
+            f"out: column {name!r} takes writable C-contiguous memory of {dtype} and shape {shape}; "
+            f"got {array.dtype} and shape {array.shape}."
+        )
+    return array
+
+
+class _Failure:
+    def __init__(self, row: int, error: Exception) -> None:
+        self.row, self.error = row, error
+
+
+def _decoded(stretch: Stretch, column: Column, at: _Ints, size: int | _Ints) -> list[Any] | _Failure:
+    view, decode = stretch.view, column.decode
+    values: list[Any] = []
+    try:
+        for begin, end in zip(at.tolist(), (at + size).tolist(), strict=True):
+            values.append(decode(view[begin:end]))  # noqa: PERF401 - how far it got tells which row is damaged
+    except DECODE_ERRORS as error:
+        return _Failure(len(values), error)
+    return values
+
+
+def _equal_arrays(stretch: Stretch, column: Column, at: _Ints, size: int | _Ints) -> list[Any] | None:
+    """Arrays that all have one shape, gathered in one go; None if they do not, or if it is no column of arrays."""
+    encoding = column.encoding
+    if not isinstance(encoding, AnyArray) or isinstance(size, int) or column.decode != encoding.decode or len(at) < 2:
+        return None
+    width = int(size[0])
+    if not (size == width).all():
+        return None
+    begin = int(at[0])
+    try:
+        dtype, shape, head = encoding.read_head(stretch.view[begin : begin + width])
+    except DECODE_ERRORS:
+        return None
+    heads = stretch.take(at, head)
+    if head == width or not (heads == heads[0]).all():
+        return None
+    return list(stretch.take(at + head, width - head).view(dtype).reshape(len(at), *shape))

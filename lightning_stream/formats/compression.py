@@ -1,0 +1,243 @@
+"""Whole-file compressions: 58 MDS names over five families, and ``lz4`` as an addition of ours.
+
+Reading is bounded: a caller says how many bytes must come out (the index does), and a stream that holds more or fewer
+is refused without first being expanded in memory.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import importlib
+import io
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
+
+from lightning_stream.errors import FormatError, MissingExtraError, missing_extra
+
+_CHUNK_BYTES = 1 << 20
+_T = TypeVar("_T")
+
+
+class _Reader(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
+class _Family(NamedTuple):
+    default: int | None  # level; None where the family has none
+    levels: range
+    compress: Callable[[bytes, int], bytes]
+    reader: Callable[[BinaryIO, int], _Reader]
+
+
+def _zstd_compress(data: bytes, level: int) -> bytes:
+    zstandard = importlib.import_module("zstandard")
+    packed: bytes = zstandard.ZstdCompressor(level=level).compress(data)
+    return packed
+
+
+def _zstd_reader(file: BinaryIO, num_bytes: int) -> _Reader:
+    zstandard = importlib.import_module("zstandard")
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    reader: _Reader = decompressor.stream_reader(file, read_across_frames=True, read_size=_CHUNK_BYTES)
+    return reader
+
+
+def _brotli_compress(data: bytes, level: int) -> bytes:
+    packed: bytes = importlib.import_module("brotli").compress(data, quality=level)
+    return packed
+
+
+class _BrotliReader:
+    """Reads a brotli stream in bounded pieces."""
+
+    def __init__(self, file: BinaryIO, num_bytes: int) -> None:
+        brotli = importlib.import_module("brotli")
+        self._file = file
+        self._state: Any = brotli.Decompressor()
+        # Before brotli 1.2 a call cannot bound its output: then the input goes in small sips, which bounds the usual case.
+        self._bounded = hasattr(self._state, "can_accept_more_data")
+
+    def read(self, size: int) -> bytes:
+        if self._bounded:
+            return self._read_bounded(size)
+        while sip := self._file.read(1 << 10):
+            if out := bytes(self._state.process(sip)):
+                return out
+        return self._end()
+
+    def _read_bounded(self, size: int) -> bytes:
+        while not self._state.is_finished():
+            ready = self._state.can_accept_more_data()
+            chunk = self._file.read(_CHUNK_BYTES) if ready else b""
+            out: bytes = self._state.process(chunk, output_buffer_limit=size)
+            if out:
+                return out
+            if ready and not chunk:
+                break
+        return self._end()
+
+    def _end(self) -> bytes:
+        if not self._state.is_finished():
+            raise EOFError("the brotli stream ends early")
+        if self._file.read(1):
+            raise ValueError("bytes after the end of the brotli stream")
+        return b""
+
+
+def _cramjam(codec: str) -> Any:
+    try:
+        return getattr(importlib.import_module("cramjam"), codec)
+    except ImportError as error:
+        raise missing_extra("cramjam", "codecs", f"{codec} compression") from error
+
+
+class _WholeReader:
+    """For codecs without a bounded stream: one call into a buffer of exactly the promised size."""
+
+    def __init__(self, file: BinaryIO, num_bytes: int, decompress_into: Callable[[bytes, bytearray], int]) -> None:
+        self._file: BinaryIO | None = file
+        self._num_bytes = num_bytes
+        self._decompress_into = decompress_into
+
+    def read(self, size: int) -> bytes:
+        if self._file is None:
+            return b""
+        data, self._file = self._file.read(), None
+        out = bytearray(self._num_bytes)
+        count = self._decompress_into(data, out)
+        return bytes(memoryview(out)[:count])
+
+
+def _snappy_reader(file: BinaryIO, num_bytes: int) -> _Reader:
+    snappy = _cramjam("snappy")
+
+    def into(data: bytes, out: bytearray) -> int:
+        promised = snappy.decompress_raw_len(data)
+        if promised != len(out):
+            raise ValueError(f"the snappy block holds {promised} bytes")
+        return int(snappy.decompress_raw_into(data, out))
+
+    return _WholeReader(file, num_bytes, into)
+
+
+def _lz4_reader(file: BinaryIO, num_bytes: int) -> _Reader:
+    lz4 = _cramjam("lz4")
+    return _WholeReader(file, num_bytes, lambda data, out: int(lz4.decompress_into(data, out)))
+
+
+_FAMILIES: Mapping[str, _Family] = {
+    "br": _Family(11, range(12), _brotli_compress, _BrotliReader),
+    "bz2": _Family(9, range(1, 10), bz2.compress, lambda file, _: bz2.BZ2File(file)),
+    "gz": _Family(
+        9,
+        range(10),
+        lambda data, level: gzip.compress(data, level, mtime=0),
+        lambda file, _: gzip.GzipFile(fileobj=file, mode="rb"),
+    ),
+    "snappy": _Family(None, range(0), lambda data, _: bytes(_cramjam("snappy").compress_raw(data)), _snappy_reader),
+    "zstd": _Family(3, range(1, 23), _zstd_compress, _zstd_reader),
+    "lz4": _Family(None, range(0), lambda data, _: bytes(_cramjam("lz4").compress(data)), _lz4_reader),
+}
+
+COMPRESSIONS: tuple[str, ...] = tuple(
+    sorted(
+        name
+        for family, about in _FAMILIES.items()
+        if family != "lz4"
+        for name in (family, *(f"{family}:{level}" for level in about.levels))
+    )
+)
+"""The 58 names of MDS, with and without a level. ``lz4`` is ours beyond these: mosaicml-streaming cannot read it."""
+
+
+def check_compression(name: str | None) -> str | None:
+    """``name`` itself, if it is None, one of `COMPRESSIONS`, or ``"lz4"``.
+
+    Raises:
+        ValueError: Another name, or a level out of range.
+    """
+    if name is not None:
+        _split(name)
+    return name
+
+
+def extension(name: str) -> str:
+    """What a compressed file's name ends with, without the dot: the family's name."""
+    return _split(name)[0]
+
+
+def compress(name: str, data: bytes | bytearray | memoryview) -> bytes:
+    """``data`` as one compressed file. Releases the GIL while it works."""
+    family, level = _split(name)
+    return _FAMILIES[family].compress(bytes(data) if family in ("snappy", "lz4") else data, level)  # type: ignore[arg-type]
+
+
+def decompress(name: str, data: bytes, num_bytes: int) -> bytes:
+    """The ``num_bytes`` bytes that the compressed file ``data`` holds.
+
+    Raises:
+        FormatError: Damaged, or it holds another number of bytes; at most ``num_bytes`` plus a chunk are ever expanded.
+    """
+    out = io.BytesIO()
+    _copy(name, io.BytesIO(data), out, num_bytes, "compressed bytes")
+    return out.getvalue()
+
+
+def decompress_file(name: str, source: Path, target: Path, num_bytes: int) -> None:
+    """Write to ``target`` the ``num_bytes`` bytes that ``source`` holds, in bounded memory.
+
+    Raises:
+        FormatError: Damaged, or it holds another number of bytes. ``target`` is then removed.
+    """
+    try:
+        with source.open("rb") as file, target.open("wb") as out:
+            _copy(name, file, out, num_bytes, str(source))
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
+
+
+def _split(name: str) -> tuple[str, int]:
+    family, colon, text = str(name).partition(":")
+    about = _FAMILIES.get(family)
+    if about is None:
+        raise ValueError(f"compression must be one of {', '.join(_FAMILIES)}, or with a level: got {name!r}.")
+    if not colon:
+        return family, about.default or 0
+    if not text.isdecimal() or int(text) not in about.levels or str(int(text)) != text:
+        known = f"{family}:{about.levels[0]} to {family}:{about.levels[-1]}" if about.levels else f"{family}, no level"
+        raise ValueError(f"compression level out of range: got {name!r}; known are {known}.")
+    return family, int(text)
+
+
+def _copy(name: str, source: BinaryIO, target: BinaryIO, num_bytes: int, where: str) -> None:
+    family, _ = _split(name)
+    reader = _read_errors(lambda: _FAMILIES[family].reader(source, num_bytes), family, where)
+    written = 0
+    while chunk := _read_errors(lambda: reader.read(min(_CHUNK_BYTES, num_bytes - written + 1)), family, where):
+        written += len(chunk)
+        if written > num_bytes:
+            break
+        target.write(chunk)
+    if written != num_bytes:
+        found = "more" if written > num_bytes else f"only {written}"
+        raise FormatError(f"{where}: must hold {num_bytes} bytes when decompressed, as its index says; it holds {found}.")
+
+
+def _read_errors(action: Callable[[], _T], family: str, where: str) -> _T:
+    """The action's result; trouble with the compressed bytes as a FormatError, trouble with the disk as it is."""
+    try:
+        return action()
+    except MissingExtraError:
+        raise
+    except Exception as error:
+        module = type(error).__module__.split(".")[0]
+        of_codec = module in ("zstandard", "brotli", "cramjam") or isinstance(error, (EOFError, ValueError, zlib.error))
+        if not of_codec and (not isinstance(error, OSError) or error.errno is not None):
+            raise
+        raise FormatError(
+            f"{where}: not a readable {family} file ({error}). Fetch it again, or write it anew."
+        ) from error

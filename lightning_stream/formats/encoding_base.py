@@ -1,0 +1,59 @@
+"""The promise of an encoding."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Layout(NamedTuple):
+    """Fixed-size bytes that are numbers in memory: little-endian ``dtype``, and ``shape`` per sample."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+class Encoding:
+    """One way to store one value. Subclass it, or give an object with the same four names.
+
+    Attributes:
+        size: Bytes of every encoded value, or None if that varies.
+        safe: False if decoding hostile bytes could run code.
+        layout: Set if the bytes are plain numbers in memory: such columns are gathered without decoding.
+        takes_view: True if `decode` copies whatever it keeps; then it is handed a view of mapped memory, else bytes.
+    """
+
+    size: int | None = None
+    safe: bool = True
+    layout: Layout | None = None
+    takes_view: bool = False
+
+    def encode(self, value: Any) -> bytes:
+        """The value's bytes.
+
+        Raises:
+            TypeError: Not a type that this encoding takes.
+            ValueError: The right type, but out of range, or of a wrong shape or dtype.
+        """
+        raise NotImplementedError
+
+    def decode(self, data: bytes | memoryview) -> Any:
+        """The value of these bytes.
+
+        Raises:
+            ValueError: Not bytes of this encoding.
+        """
+        raise NotImplementedError
+
+
+class ViewEncoding(Encoding):
+    """An encoding whose `decode` never keeps the memory it is handed."""
+
+    takes_view = True
+
+
+def type_name(value: object) -> str:
+    """A value's type as messages name it."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ in ("builtins", "numpy") else f"{kind.__module__}.{kind.__name__}"

@@ -1,0 +1,141 @@
+"""How one value becomes bytes and back: the `Encoding` promise, and the register of encodings by name.
+
+Names are those of MDS (28, with ``ndarray`` and ``list`` families), a few of ours, and whatever users register, in code
+or through packaging entry points of the group ``lightning_stream.encodings``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.metadata import entry_points
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lightning_stream.formats.encoding_base import Encoding, Layout
+
+__all__ = ["Encoding", "Layout", "encoding_names", "get_encoding", "register_encoding"]
+
+ENTRY_POINT_GROUP = "lightning_stream.encodings"
+
+
+class _Registered(NamedTuple):
+    make: Callable[[str], Encoding]  # full name -> encoding
+    prefix: bool  # also makes "name:anything"
+
+
+_REGISTER: dict[str, _Registered] = {}
+
+
+class _FunctionsEncoding(Encoding):
+    def __init__(
+        self, encode: Callable[[Any], bytes], decode: Callable[[bytes], Any], size: int | None, safe: bool
+    ) -> None:
+        self._encode, self._decode = encode, decode
+        self.size, self.safe = size, safe
+
+    def encode(self, value: Any) -> bytes:
+        return self._encode(value)
+
+    def decode(self, data: bytes | memoryview) -> Any:
+        return self._decode(bytes(data))
+
+
+def register_encoding(
+    name: str,
+    encoding: Encoding | None = None,
+    *,
+    encode: Callable[[Any], bytes] | None = None,
+    decode: Callable[[bytes], Any] | None = None,
+    size: int | None = None,
+    safe: bool = True,
+    replace: bool = False,
+) -> None:
+    """Make ``name`` an encoding, for writing and reading: an `Encoding` object, or a pair of functions.
+
+    Register before datasets are opened, in every process that reads (worker processes import the module anew unless
+    they are forked); an entry point of the group ``lightning_stream.encodings`` does that by itself.
+
+    Args:
+        name: What ``columns`` and the index will say. No ``:`` in it.
+        encoding: An object with ``encode``, ``decode``, ``size`` and ``safe``.
+        encode: In place of ``encoding``: value to bytes.
+        decode: In place of ``encoding``: bytes to value.
+        size: Bytes of every encoded value, if that is one number. Such columns are read faster.
+        safe: False if decoding could run code that hostile data chose, as pickle does.
+        replace: Allow a name that exists.
+
+    Raises:
+        ValueError: The name is taken, or holds ``:``.
+        TypeError: Neither an encoding nor both functions.
+    """
+    if encoding is None:
+        if encode is None or decode is None:
+            raise TypeError(f"encoding {name!r}: give an Encoding object, or both encode= and decode=.")
+        encoding = _FunctionsEncoding(encode, decode, size, safe)
+    missing = [part for part in ("encode", "decode", "size", "safe") if not hasattr(encoding, part)]
+    if missing:
+        raise TypeError(f"encoding {name!r}: an Encoding must have {', '.join(missing)}. Subclass Encoding to get them.")
+    if ":" in name or not name:
+        raise ValueError(f"encoding names must be non-empty and hold no ':'; got {name!r}.")
+    if not replace and name in encoding_names():
+        raise ValueError(f"encoding {name!r} exists. Choose another name, or pass replace=True.")
+    made = encoding
+    _REGISTER[name] = _Registered(lambda _: made, prefix=False)
+    get_encoding.cache_clear()
+
+
+def register_family(names: tuple[str, ...], make: Callable[[str], Encoding], *, prefix: bool = False) -> None:
+    """Make ``names`` encodings that ``make`` builds from their full name; with ``prefix``, ``name:anything`` too."""
+    for name in names:
+        _REGISTER[name] = _Registered(make, prefix)
+
+
+@lru_cache(maxsize=1024)
+def get_encoding(name: str) -> Encoding:
+    """The encoding of that name.
+
+    Raises:
+        ValueError: No such encoding; the message lists those there are.
+    """
+    _load_own()
+    base, colon, _ = name.partition(":")
+    found = _REGISTER.get(base) or _from_entry_point(base)
+    if found is None or (colon and not found.prefix):
+        raise ValueError(
+            f"no encoding {name!r}. There are: {', '.join(encoding_names())}. "
+            f"Register your own with register_encoding(), before the data is opened."
+        )
+    return found.make(name)
+
+
+def encoding_names() -> list[str]:
+    """All names that `get_encoding` knows, sorted; families such as ``ndarray:<dtype>:<shape>`` by their first word."""
+    _load_own()
+    return sorted({*_REGISTER, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def is_fixed_number(name: str) -> bool:
+    """Whether the encoding's batches are plain numpy arrays of numbers, one per sample."""
+    layout = get_encoding(name).layout
+    return layout is not None and layout.shape == () and np.issubdtype(layout.dtype, np.number)
+
+
+def _from_entry_point(name: str) -> _Registered | None:
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        if point.name == name:
+            loaded = point.load()
+            encoding: Encoding = loaded() if isinstance(loaded, type) else loaded
+            _REGISTER[name] = _Registered(lambda _: encoding, prefix=False)
+            return _REGISTER[name]
+    return None
+
+
+@lru_cache(maxsize=1)
+def _load_own() -> None:
+    from lightning_stream.formats import arrays, images, scalars, text
+
+    for names, make, prefix in (*scalars.FAMILIES, *text.FAMILIES, *arrays.FAMILIES, *images.FAMILIES):
+        for name in names:
+            _REGISTER.setdefault(name, _Registered(make, prefix))

@@ -1,0 +1,146 @@
+"""Images: ``pil`` (raw pixels), ``jpeg``, ``png``, and lists of them. Pillow is imported on first use."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_stream.errors import missing_extra
+from lightning_stream.formats.encoding_base import Encoding, ViewEncoding, type_name
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_MAX_MODE_BYTES = 16
+_MAX_PIXELS_PER_BYTE = 8  # mode "1"
+
+
+class Pil(ViewEncoding):
+    """Width, height, mode and raw pixels."""
+
+    def encode(self, value: Any) -> bytes:
+        image = require_image(value, "pil")
+        mode = image.mode.encode()
+        return struct.pack("<III", *image.size, len(mode)) + mode + image.tobytes()
+
+    def decode(self, data: bytes | memoryview) -> Image.Image:
+        if len(data) < 12:
+            raise ValueError("an image's head is missing")
+        width, height, num_mode = struct.unpack_from("<III", data)
+        pixels = bytes(data[12 + num_mode :])
+        if num_mode > _MAX_MODE_BYTES or width * height > len(pixels) * _MAX_PIXELS_PER_BYTE:
+            raise ValueError(f"an image of {width} x {height} pixels does not fit its {len(pixels)} bytes")
+        mode = str(data[12 : 12 + num_mode], "ascii")
+        return pillow().frombytes(mode, (width, height), pixels)
+
+
+class ImageFile(ViewEncoding):
+    """An image file's bytes. Given an image that was opened from a file of this kind, that file's own bytes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def encode(self, value: Any) -> bytes:
+        image = require_image(value, self.name)
+        if self.name == "jpeg" and image.format == "JPEG" and (original := _original_bytes(image)) is not None:
+            return original
+        out = BytesIO()
+        try:
+            image.save(out, format=self.name.upper())
+        except OSError as error:
+            raise ValueError(f"{self.name} cannot store an image of mode {image.mode!r} ({error}). Convert it first.") from error
+        return out.getvalue()
+
+    def decode(self, data: bytes | memoryview) -> Image.Image:
+        return pillow().open(BytesIO(data))
+
+
+class ImageList(ViewEncoding):
+    """Several images in one value. ``jpeg_array`` has no reserved word in front, and takes JPEG bytes."""
+
+    def __init__(self, name: str, element: Encoding, reserved: bytes) -> None:
+        self.name = name
+        self._element = element
+        self._reserved = reserved
+
+    def encode(self, value: Any) -> bytes:
+        if isinstance(value, (str, bytearray)) or not isinstance(value, Sequence):
+            raise TypeError(f"{self.name} takes a sequence of images; got {type_name(value)} {value!r:.60}.")
+        parts = [one if isinstance(one, bytes) else self._element.encode(one) for one in value]
+        sizes = struct.pack(f"<{len(parts) + 1}I", len(parts), *map(len, parts))
+        return b"".join((self._reserved, sizes, *parts))
+
+    def decode(self, data: bytes | memoryview) -> list[Image.Image]:
+        at = len(self._reserved)
+        if len(data) < at + 4 or bytes(data[:at]) != self._reserved:
+            raise ValueError("a list's head is missing, or not of this version")
+        (count,) = struct.unpack_from("<I", data, at)
+        if 4 * count > len(data) - at - 4:
+            raise ValueError(f"a list of {count} images does not fit its {len(data)} bytes")
+        sizes = struct.unpack_from(f"<{count}I", data, at + 4)
+        at += 4 + 4 * count
+        if sum(sizes) != len(data) - at:
+            raise ValueError(f"a list whose images take {sum(sizes)} bytes has {len(data) - at}")
+        images = []
+        for size in sizes:
+            images.append(self._element.decode(data[at : at + size]))
+            at += size
+        return images
+
+
+def pillow() -> Any:
+    """The module ``PIL.Image``.
+
+    Raises:
+        MissingExtraError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise missing_extra("pillow", "images", "decoding and encoding images") from error
+    return Image
+
+
+def require_image(value: Any, name: str) -> Image.Image:
+    """The value, if it is a PIL image; TypeError otherwise."""
+    if not isinstance(value, pillow().Image):
+        raise TypeError(f"{name} takes a PIL image, or the encoded bytes; got {type_name(value)} {value!r:.60}.")
+    image: Image.Image = value
+    return image
+
+
+def _original_bytes(image: Image.Image) -> bytes | None:
+    """The bytes of the file an unchanged image was opened from, or None if they are gone or no longer fit it."""
+    file, name = getattr(image, "fp", None), getattr(image, "filename", "")
+    try:
+        if file is not None:
+            at = file.tell()
+            file.seek(0)
+            data: bytes = file.read()
+            file.seek(at)
+        elif name:
+            data = Path(name).read_bytes()
+        else:
+            return None
+        original = pillow().open(BytesIO(data))
+    except (OSError, ValueError):
+        return None
+    # thumbnail() and draft() change an opened image in place
+    same = original.format == "JPEG" and original.size == image.size and original.mode == image.mode
+    return data if same else None
+
+
+def _make_list(name: str) -> Encoding:
+    inner = name.removeprefix("list[").removesuffix("]")
+    return ImageList(name, Pil() if inner == "pil" else ImageFile(inner), bytes(4))
+
+
+FAMILIES: tuple[tuple[tuple[str, ...], Callable[[str], Encoding], bool], ...] = (
+    (("pil",), lambda _: Pil(), False),
+    (("jpeg", "png"), ImageFile, False),
+    (("jpeg_array", "jpegarray"), lambda name: ImageList(name, ImageFile("jpeg"), b""), False),
+    (("list[pil]", "list[jpeg]", "list[png]"), _make_list, False),
+)

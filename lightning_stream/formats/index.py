@@ -1,0 +1,120 @@
+"""index.json, parsed into arrays: no Python object per shard is held, entries are made on demand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.errors import FormatError
+from lightning_stream.formats.index_scan import IndexScan, parse_entry
+from lightning_stream.formats.schema import FileEntry, Schema, ShardEntry
+
+__all__ = ["INDEX_NAME", "FileEntry", "Index", "Schema", "ShardEntry"]
+
+INDEX_NAME = "index.json"
+
+
+class Index:
+    """All shards of a dataset, in order.
+
+    Attributes:
+        data: The text of index.json, ASCII.
+        where: What to call this index in messages: its path or URL.
+        schemas: The distinct schemas of the shards.
+        shard_sizes: int64[num_shards], number of samples.
+        raw_bytes: int64[num_shards], bytes of the shard's files when uncompressed.
+        stored_bytes: int64[num_shards], bytes of the shard's files as they are stored.
+        num_samples: Over all shards.
+        digest: Hex; over the raw files' names, sizes and hashes, the counts, and the columns. The same samples
+            stored under another compression have the same digest.
+    """
+
+    def __init__(self, scan: IndexScan, where: str) -> None:
+        self.data: bytes = scan.data
+        self.where = where
+        self.schemas: tuple[Schema, ...] = tuple(scan.schemas)
+        self._spans: NDArray[np.int64] = scan.array(0, 2)
+        self.shard_sizes: NDArray[np.int64] = scan.array(2, 3)[:, 0].copy()
+        self.raw_bytes: NDArray[np.int64] = scan.array(3, 4)[:, 0].copy()
+        self.stored_bytes: NDArray[np.int64] = scan.array(4, 5)[:, 0].copy()
+        self._schema_ids = scan.array(5, 6)[:, 0].astype(np.int32)
+        self.num_samples = int(self.shard_sizes.sum())
+        self.digest: str = scan.digest
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Index:
+        """Parse the text of an index.json.
+
+        Raises:
+            FormatError: Not version 2, a field missing or of the wrong kind, or a file name that leaves the folder.
+        """
+        return cls(IndexScan(data, where), where)
+
+    @classmethod
+    def from_file(cls, path: Path) -> Index:
+        """Parse the index.json at ``path``."""
+        return cls.from_bytes(path.read_bytes(), str(path))
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards."""
+        return len(self.shard_sizes)
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Encoding by column name, of the first shard."""
+        return self.schemas[0].columns if self.schemas else {}
+
+    def schema(self, shard: int) -> Schema:
+        """The schema of one shard, without parsing its entry."""
+        return self.schemas[self._schema_ids[self._checked(shard)]]
+
+    def entry(self, shard: int) -> ShardEntry:
+        """One shard's entry, parsed anew at each call.
+
+        Raises:
+            IndexError: Not 0 <= shard < num_shards.
+        """
+        begin, end = self._spans[self._checked(shard)]
+        raw = json.loads(self.data[begin:end])
+        return parse_entry(raw, f"{self.where}, shard {shard}", self.schema(shard))
+
+    def text(self, shard: int) -> bytes:
+        """The JSON text of one shard's entry, as it stands in the index."""
+        begin, end = self._spans[self._checked(shard)]
+        return self.data[begin:end]
+
+    def to_bytes(self) -> bytes:
+        """The text of the index.json it was parsed from (escaped to ASCII)."""
+        return self.data
+
+    def _checked(self, shard: int) -> int:
+        if not 0 <= shard < self.num_shards:
+            raise IndexError(f"shard {shard} of an index with {self.num_shards} shards")
+        return shard
+
+    def __len__(self) -> int:
+        return self.num_shards
+
+    def __repr__(self) -> str:
+        return f"Index({self.where!r}: {self.num_samples} samples in {self.num_shards} shards)"
+
+
+def index_bytes(entries: Iterable[object]) -> bytes:
+    """The text of an index.json over shard entries given as JSON objects."""
+    return json.dumps({"shards": list(entries), "version": 2}, sort_keys=True).encode()
+
+
+def require_samples(index: Index) -> Index:
+    """The index itself, if it holds any sample.
+
+    Raises:
+        FormatError: It has none, so nothing can be trained on.
+    """
+    if index.num_samples == 0:
+        raise FormatError(f"{index.where}: the dataset holds no samples.")
+    return index

@@ -1,0 +1,113 @@
+"""MDS shards: mapped, their offsets checked once."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.errors import FormatError
+from lightning_stream.formats.columns import gather_mapped
+from lightning_stream.formats.memory import MappedFile
+from lightning_stream.formats.row_plan import RowPlan, plan_rows
+from lightning_stream.formats.schema import ShardEntry
+from lightning_stream.formats.shard_base import DECODE_ERRORS, Batch, Buffers, Mapped, closed, damaged
+
+_OFFSETS = struct.Struct("<II")
+
+
+class MdsShard:
+    """One open MDS shard. Holds one mapping (and, before Python 3.13, one file descriptor) until it is closed.
+
+    Args:
+        entry: The shard, as the index describes it.
+        folder: The dataset's local root.
+        allow_unsafe_types: Read columns whose decoding can run code (``pkl``).
+        decoders: By column name, functions that replace the column's own decoding; they get its bytes.
+
+    Raises:
+        FormatError: The file is not what the index says, or its offsets are not increasing and within the file.
+        ValueError: An encoding that is unknown, or unsafe and not allowed.
+    """
+
+    def __init__(
+        self,
+        entry: ShardEntry,
+        folder: Path,
+        *,
+        allow_unsafe_types: bool = False,
+        decoders: Mapping[str, Callable[[bytes], Any]] | None = None,
+    ) -> None:
+        self.schema = entry.schema
+        self.num_samples = entry.num_samples
+        self.nbytes = entry.raw.num_bytes
+        self._plan = plan_rows(entry.schema, allow_unsafe_types, decoders)
+        self._path = folder / entry.raw.basename
+        file = MappedFile(self._path, self.nbytes)
+        first = _check_offsets(file, self.num_samples, self._plan)
+        self._mapped: Mapped | None = Mapped(self._plan, file, self.num_samples, first)
+
+    @property
+    def mapped(self) -> Mapped:
+        """Where the samples are."""
+        if self._mapped is None:
+            raise closed(str(self._path))
+        return self._mapped
+
+    def sample(self, index: int) -> dict[str, Any]:
+        """The sample at ``index`` as values by column name."""
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} is out of range: {self._path} has {self.num_samples}.")
+        view = self.mapped.file.view
+        begin, end = _OFFSETS.unpack_from(view, 4 + 4 * index)
+        sizes = iter(self._plan.head.unpack_from(view, begin))
+        at = begin + self._plan.head.size
+        values: dict[str, Any] = {}
+        name = ""
+        try:
+            for name, decode, size in self._plan.steps:
+                stop = at + (next(sizes) if size is None else size)
+                values[name] = decode(view[at:stop])
+                at = stop
+        except DECODE_ERRORS as error:
+            raise damaged(str(self._path), index, name, error) from error
+        if at != end:
+            raise FormatError(f"{self._path}, sample {index}: its columns do not fill it. Fetch the shard again.")
+        return values
+
+    def columns(self, indices: NDArray[np.int64], out: Buffers | None = None) -> Batch:
+        """Samples as columns; see `Shard.columns`."""
+        return gather_mapped([self.mapped], None, np.asarray(indices, np.int64), out)
+
+    def close(self) -> None:
+        """Let go of the file; it is unmapped as soon as no read is under way."""
+        self._mapped = None
+
+    def __repr__(self) -> str:
+        return f"MdsShard({str(self._path)!r}: {self.num_samples} samples, {self.nbytes} bytes)"
+
+
+def _check_offsets(file: MappedFile, num_samples: int, plan: RowPlan) -> int:
+    """Where the first sample begins.
+
+    Raises:
+        FormatError: Another number of samples than the index says, or offsets that are not those of samples in order.
+    """
+    table_end = 8 + 4 * num_samples
+    found = int.from_bytes(file.view[:4], "little")
+    if file.num_bytes < table_end or found != num_samples:
+        raise FormatError(f"{file.where}: must hold {num_samples} samples, as its index says; it says {found}.")
+    offsets = file.array[4:table_end].view("<u4")
+    first = int(offsets[0])
+    steps = offsets[1:] - offsets[:-1]
+    if plan.stride is not None:
+        in_order = bool((steps == plan.stride).all())
+    else:
+        in_order = bool((offsets[1:] >= offsets[:-1]).all() and (steps >= plan.min_bytes).all())
+    if not in_order or first < table_end or int(offsets[-1]) != file.num_bytes:
+        raise FormatError(f"{file.where}: its offsets are not those of {num_samples} samples in order. Fetch it again.")
+    return first

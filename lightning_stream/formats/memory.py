@@ -1,0 +1,93 @@
+"""Mapped files, and one gather over many of them.
+
+A batch takes a few samples from each of many shards. Going shard by shard costs some microseconds each, which is more
+than the copying. So a batch's mapped shards are seen as ONE stretch of memory, from the lowest mapped address to the
+highest, and numpy gathers the whole batch from it in one call. Nothing outside the given addresses is touched; whoever
+calls has checked that they lie in a mapped file, and keeps the files mapped meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.errors import FormatError
+
+_ANY_ADDRESS = ctypes.c_ubyte * (1 << 56)
+_MAP_OPTIONS: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # no descriptor is kept then
+_CHUNK_BYTES = 1 << 18  # what is gathered aside before it goes to the caller's memory: stays in the L2 cache
+_WIDE_BYTES = 1 << 15  # from here on a Python loop costs nothing beside the copying
+
+
+class MappedFile:
+    """A whole file in memory, read-only. It is unmapped when nothing refers to it any more.
+
+    Attributes:
+        where: The file's path, for messages.
+        num_bytes: Its length.
+        view: Its bytes.
+        address: Where they begin.
+    """
+
+    __slots__ = ("address", "array", "num_bytes", "view", "where")
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self.where = str(path)
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != num_bytes:
+                raise FormatError(f"{path}: must have {num_bytes} bytes, as its index says; it has {found}. Fetch it again.")
+            mapped: Any = b""
+            if found:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **_MAP_OPTIONS)
+        self.num_bytes = num_bytes
+        self.view = memoryview(mapped)
+        self.array: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
+        self.address: int = self.array.__array_interface__["data"][0]
+
+
+class Stretch:
+    """Memory from address ``begin`` to ``end``, of which only parts may be mapped. Positions count from ``begin``."""
+
+    __slots__ = ("_window", "begin", "num_bytes", "view")
+
+    def __init__(self, begin: int, end: int) -> None:
+        self.begin = begin
+        self.num_bytes = end - begin
+        self._window = _ANY_ADDRESS.from_address(begin)
+        self.view = memoryview(self._window).cast("B")
+
+    def take(self, at: NDArray[np.int64], width: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+        """The ``width`` bytes at each of the positions ``at``: uint8[n, width], in ``out`` if given (C-contiguous)."""
+        if width >= _WIDE_BYTES:
+            return self._take_wide(at, width, out)
+        cells: NDArray[Any] = np.ndarray(
+            (self.num_bytes - width + 1,), _void(width), self._window, 0, (1,)  # type: ignore[arg-type]
+        )
+        if out is None:
+            return cells[at].view(np.uint8).reshape(len(at), width)
+        target = out.view(_void(width)).reshape(len(at))
+        step = max(1, _CHUNK_BYTES // width)
+        for k in range(0, len(at), step):
+            target[k : k + step] = cells[at[k : k + step]]
+        return out
+
+    def _take_wide(self, at: NDArray[np.int64], width: int, out: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
+        target = np.empty((len(at), width), np.uint8) if out is None else out
+        flat = memoryview(target.reshape(-1))
+        for k, begin in enumerate(at.tolist()):
+            flat[k * width : (k + 1) * width] = self.view[begin : begin + width]
+        return target
+
+
+@lru_cache(maxsize=4096)
+def _void(width: int) -> np.dtype[Any]:
+    return np.dtype((np.void, width))

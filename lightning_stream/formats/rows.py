@@ -1,0 +1,139 @@
+"""Row shards: JSON lines, and values with separators (CSV, TSV, XSV), each with a meta file of offsets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.errors import FormatError
+from lightning_stream.formats.columns import buffer_array
+from lightning_stream.formats.memory import MappedFile
+from lightning_stream.formats.schema import Schema, ShardEntry
+from lightning_stream.formats.shard_base import DECODE_ERRORS, Batch, Buffers, closed, damaged
+
+TYPES: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
+_DTYPES = {"int": np.dtype("<i8"), "float": np.dtype("<f8")}
+
+
+class RowShard:
+    """One open shard of a row format: its data mapped, its offsets in memory."""
+
+    mapped = None
+
+    def __init__(self, entry: ShardEntry, folder: Path) -> None:
+        if entry.raw_meta is None:
+            raise FormatError(f"{entry.raw.basename}: an entry of format {entry.format} must have 'raw_meta'.")
+        self.schema = entry.schema
+        self.num_samples = entry.num_samples
+        self.nbytes = entry.raw.num_bytes + entry.raw_meta.num_bytes
+        self._path = folder / entry.raw.basename
+        self._parse = _json_parser(self.schema) if entry.format == "json" else _values_parser(self.schema)
+        self._newline = (self.schema.newline or "\n").encode()
+        file = MappedFile(self._path, entry.raw.num_bytes)
+        self._offsets = _read_meta(folder / entry.raw_meta.basename, entry.raw_meta.num_bytes, self.num_samples, file)
+        self._file: MappedFile | None = file
+
+    def sample(self, index: int) -> dict[str, Any]:
+        """The sample at ``index`` as values by column name."""
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} is out of range: {self._path} has {self.num_samples}.")
+        if self._file is None:
+            raise closed(str(self._path))
+        begin, end = self._offsets[index], self._offsets[index + 1]
+        row = bytes(self._file.view[begin:end])
+        try:
+            return self._parse(str(row.removesuffix(self._newline), "utf-8"))
+        except (*DECODE_ERRORS, RecursionError) as error:
+            raise damaged(str(self._path), index, "(the row)", error) from error
+
+    def columns(self, indices: NDArray[np.int64], out: Buffers | None = None) -> Batch:
+        """Samples as columns: int64 and float64 arrays, and lists of str; see `Shard.columns`."""
+        samples = [self.sample(index) for index in np.asarray(indices, np.int64).tolist()]
+        return rows_to_columns(samples, self.schema, out or {}, str(self._path))
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._file = None
+
+
+def rows_to_columns(samples: list[dict[str, Any]], schema: Schema, out: Buffers, where: str) -> Batch:
+    """Samples of a row format as columns.
+
+    Raises:
+        FormatError: A column is missing in a sample, or a number does not fit 64 bits.
+        ValueError: ``out`` does not fit.
+    """
+    batch: Batch = {}
+    for name, kind in schema.columns.items():
+        try:
+            values = [sample[name] for sample in samples]
+            dtype = _DTYPES.get(kind)
+            batch[name] = values if dtype is None else np.array(values, dtype)
+        except (KeyError, OverflowError, ValueError, TypeError) as error:
+            raise FormatError(
+                f"{where}: column {name!r} must be {kind} in every sample ({type(error).__name__}: {error}). "
+                "Read it sample by sample."
+            ) from error
+    for name, memory in out.items():
+        column = batch.get(name)
+        if not isinstance(column, np.ndarray):
+            raise ValueError(f"out: no column {name!r} of numbers; there are {', '.join(schema.names)}.")
+        target = buffer_array(memory, column.dtype, column.shape, name)
+        target[...] = column
+        batch[name] = target
+    return batch
+
+
+def _json_parser(schema: Schema) -> Callable[[str], dict[str, Any]]:
+    decode = json.JSONDecoder().decode
+    names = schema.names
+
+    def parse(text: str) -> dict[str, Any]:
+        value = decode(text)
+        if not isinstance(value, dict):
+            raise TypeError("a row must be a JSON object")
+        for name in names:
+            value[name]
+        return value
+
+    return parse
+
+
+def _values_parser(schema: Schema) -> Callable[[str], dict[str, Any]]:
+    separator = schema.separator or ","
+    names = schema.names
+    try:
+        casts = [TYPES[kind] for kind in schema.encodings]
+    except KeyError as error:
+        raise FormatError(f"columns of row formats must be {', '.join(TYPES)}; found {error}.") from error
+
+    def parse(text: str) -> dict[str, Any]:
+        parts = text.split(separator)
+        if len(parts) != len(names):
+            raise ValueError(f"{len(names)} columns, but {len(parts)} values")
+        return {name: cast(part) for name, cast, part in zip(names, casts, parts, strict=True)}
+
+    return parse
+
+
+def _read_meta(path: Path, num_bytes: int, num_samples: int, file: MappedFile) -> list[int]:
+    """The offsets of the samples in the data file, and its end.
+
+    Raises:
+        FormatError: Not the number of samples the index says, or offsets that are not in order within the data file.
+    """
+    meta = MappedFile(path, num_bytes)
+    table_end = 8 + 4 * num_samples
+    found = int.from_bytes(meta.view[:4], "little")
+    if num_bytes < table_end or found != num_samples:
+        raise FormatError(f"{path}: must hold {num_samples} samples, as its index says; it says {found}.")
+    offsets = meta.array[4:table_end].view("<u4")
+    if not (offsets[1:] >= offsets[:-1]).all() or int(offsets[-1]) != file.num_bytes:
+        raise FormatError(f"{path}: its offsets are not those of {num_samples} rows in order. Fetch it again.")
+    numbers: list[int] = offsets.tolist()
+    return numbers

@@ -1,0 +1,88 @@
+"""Numbers of fixed size: ``int``, and the eleven numpy scalars."""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lightning_stream.formats.encoding_base import Encoding, Layout, ViewEncoding, type_name
+
+_CODES = {
+    "uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q",
+    "int8": "b", "int16": "h", "int32": "i", "int64": "q",
+    "float16": "e", "float32": "f", "float64": "d",
+}  # fmt: skip
+
+
+class _Number(ViewEncoding):
+    """A number of a numpy dtype. Gives a numpy scalar back."""
+
+    def __init__(self, name: str, dtype: str | None = None) -> None:
+        dtype = dtype or name
+        self.name = name
+        self.layout = Layout(np.dtype(dtype).newbyteorder("<"), ())
+        self.size = self.layout.dtype.itemsize
+        packer = struct.Struct("<" + _CODES[dtype])
+        self._pack, self._unpack = packer.pack, packer.unpack
+        self._is_float = dtype.startswith("float")
+        self._type: Callable[[Any], Any] = np.dtype(dtype).type
+
+    def encode(self, value: Any) -> bytes:
+        try:
+            return self._pack(value)
+        except OverflowError as error:
+            raise ValueError(f"{value!r} is out of range for {self.name}.") from error
+        except (struct.error, TypeError):
+            return self._encode_other(value)
+
+    def _encode_other(self, value: Any) -> bytes:
+        number = _as_number(value, self._is_float)
+        if number is None:
+            kind = "a number" if self._is_float else "a whole number"
+            raise TypeError(f"{self.name} takes {kind}; got {type_name(value)} {value!r:.60}.")
+        try:
+            return self._pack(number)
+        except (struct.error, OverflowError) as error:
+            raise ValueError(f"{number!r} is out of range for {self.name}.") from error
+
+    def decode(self, data: bytes | memoryview) -> Any:
+        if self._is_float:
+            # through memory, so that a NaN keeps its bits
+            return np.frombuffer(data, self.layout.dtype)[0]  # type: ignore[union-attr]
+        return self._type(self._unpack(data)[0])
+
+
+class _Int(_Number):
+    """``int``: int64 on the wire, a Python int in the hand."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, "int64")
+
+    def decode(self, data: bytes | memoryview) -> int:
+        number: int = self._unpack(data)[0]
+        return number
+
+
+def _as_number(value: Any, is_float: bool) -> int | float | None:
+    """A plain number out of numpy and tensor-like scalars, and whole floats for integer types; None if it is none."""
+    if isinstance(value, (str, bytes, bytearray, complex)):
+        return None
+    try:
+        return float(value) if is_float else operator.index(value)
+    except (TypeError, ValueError):
+        pass
+    array = np.asarray(value) if hasattr(value, "__array__") or isinstance(value, float) else None
+    if array is None or array.shape != () or array.dtype.kind not in "fiub":
+        return None
+    number = array.item()
+    return number if is_float else int(number) if number == number // 1 else None
+
+
+FAMILIES: tuple[tuple[tuple[str, ...], Callable[[str], Encoding], bool], ...] = (
+    (("int",), _Int, False),
+    (tuple(_CODES), _Number, False),
+)

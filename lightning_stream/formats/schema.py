@@ -1,0 +1,97 @@
+"""What an index says of one shard, as frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_stream.errors import FormatError
+
+FORMATS = ("mds", "json", "csv", "tsv", "xsv")
+SEPARATORS = {"csv": ",", "tsv": "\t"}
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What the shards of one writer share: format, columns, and how their files are packed.
+
+    Attributes:
+        format: ``"mds"``, ``"json"``, ``"csv"``, ``"tsv"`` or ``"xsv"``.
+        names: Column names, in the order of the bytes.
+        encodings: One name per column; for row formats ``str``, ``int`` or ``float``.
+        sizes: Fixed size in bytes per column, or None. All None for row formats.
+        compression: Name such as ``"zstd:7"``, or None.
+        hashes: Names of the hashes in the index.
+        size_limit: What the writer was told; None for one shard.
+        newline: End of a row, for row formats.
+        separator: Between values, for ``csv``, ``tsv`` and ``xsv``.
+    """
+
+    format: str
+    names: tuple[str, ...]
+    encodings: tuple[str, ...]
+    sizes: tuple[int | None, ...]
+    compression: str | None = None
+    hashes: tuple[str, ...] = ()
+    size_limit: int | None = None
+    newline: str | None = None
+    separator: str | None = None
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Encoding by column name."""
+        return dict(zip(self.names, self.encodings, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of a shard: its name below the dataset's root, its size, and its digests."""
+
+    basename: str
+    num_bytes: int
+    hashes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEntry:
+    """One shard as its index describes it. Row formats have a meta file beside the data file."""
+
+    schema: Schema
+    num_samples: int
+    raw: FileEntry
+    compressed: FileEntry | None = None
+    raw_meta: FileEntry | None = None
+    compressed_meta: FileEntry | None = None
+
+    @property
+    def format(self) -> str:
+        """The format's name."""
+        return self.schema.format
+
+    @property
+    def compression(self) -> str | None:
+        """The compression's name, or None."""
+        return self.schema.compression
+
+    @property
+    def files(self) -> tuple[tuple[FileEntry, FileEntry | None], ...]:
+        """All files of the shard: (what must be present to read it, what is stored in its place)."""
+        data = (self.raw, self.compressed)
+        return (data,) if self.raw_meta is None else (data, (self.raw_meta, self.compressed_meta))
+
+
+def check_basename(name: object, where: str) -> str:
+    """A file's name that stays below the dataset's root: relative, ``/`` between folders, nothing special.
+
+    Raises:
+        FormatError: Absolute, with ``..``, ``.`` or empty parts, a backslash, a drive, a NUL or another control character.
+    """
+    if isinstance(name, str) and name.isprintable() and "\\" not in name and len(name) < 1024 and name[1:2] != ":":
+        # a bare name, as nearly all are, needs no splitting
+        parts = name.split("/") if "/" in name else (name,)
+        if not any(part in ("", ".", "..") for part in parts):
+            return name
+    raise FormatError(
+        f"{where}: names of files must be relative and stay below the dataset's folder; found {name!r}. "
+        "Do not use an index from a source you do not trust."
+    )

@@ -1,0 +1,74 @@
+"""What every open shard offers, whatever its format."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.errors import FormatError
+from lightning_stream.formats.memory import MappedFile
+from lightning_stream.formats.row_plan import RowPlan
+from lightning_stream.formats.schema import Schema
+
+Batch: TypeAlias = "dict[str, NDArray[Any] | list[Any]]"
+Buffers: TypeAlias = "Mapping[str, Any]"
+
+DECODE_ERRORS = (ValueError, TypeError, KeyError, IndexError, OverflowError, OSError, MemoryError, struct.error)
+"""What decoding damaged bytes may raise; readers make a `FormatError` of it that says where."""
+
+
+class Mapped(NamedTuple):
+    """Samples in a mapped file: where `columns.gather` finds them."""
+
+    plan: RowPlan
+    file: MappedFile
+    num_samples: int
+    first: int  # where the first sample begins in the file
+
+
+class Shard(Protocol):
+    """An open shard. Reading is thread-safe; what it gives never refers to the file."""
+
+    schema: Schema
+    num_samples: int
+    nbytes: int
+
+    @property
+    def mapped(self) -> Mapped | None:
+        """Where the samples are mapped, for formats that can be gathered in one go; None for the others."""
+
+    def sample(self, index: int) -> dict[str, Any]:
+        """The sample at ``index``, 0 <= index < num_samples.
+
+        Raises:
+            IndexError: Out of range.
+            FormatError: Its bytes are damaged; says which column.
+        """
+
+    def columns(self, indices: NDArray[np.int64], out: Buffers | None = None) -> Batch:
+        """Samples as columns: an array (n, *shape) for fixed-size columns, a list of n values for the others.
+
+        Args:
+            indices: int64[n], each 0 <= index < num_samples, in any order, repeats allowed.
+            out: For fixed-size columns, writable C-contiguous memory of n values, to be filled and given back.
+        """
+
+    def close(self) -> None:
+        """Let go of the file. Idempotent; later reads raise ValueError."""
+
+
+def damaged(where: str, index: int, column: str, error: BaseException) -> FormatError:
+    """The error for one value that cannot be decoded."""
+    return FormatError(
+        f"{where}, sample {index}, column {column!r}: cannot be decoded ({type(error).__name__}: {error}). "
+        "Fetch the shard again; if it stays so, it was written wrong."
+    )
+
+
+def closed(where: str) -> ValueError:
+    """The error for reading a shard after `Shard.close`."""
+    return ValueError(f"{where}: the shard is closed.")

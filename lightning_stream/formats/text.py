@@ -1,0 +1,126 @@
+"""Bytes, text, numbers as text, JSON and pickle."""
+
+from __future__ import annotations
+
+import json
+import operator
+import pickle
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+import numpy as np
+
+from lightning_stream.formats.encoding_base import Encoding, ViewEncoding, type_name
+
+
+class _Bytes(ViewEncoding):
+    """Bytes as they are."""
+
+    def encode(self, value: Any) -> bytes:
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            return bytes(value)
+        raise TypeError(f"bytes takes bytes; got {type_name(value)} {value!r:.60}.")
+
+    def decode(self, data: bytes | memoryview) -> bytes:
+        return bytes(data)
+
+
+class _Str(ViewEncoding):
+    """UTF-8."""
+
+    def encode(self, value: Any) -> bytes:
+        if isinstance(value, str):
+            return value.encode()
+        raise TypeError(f"str takes str; got {type_name(value)} {value!r:.60}.")
+
+    def decode(self, data: bytes | memoryview) -> str:
+        return str(data, "utf-8")
+
+
+class _StrInt(ViewEncoding):
+    """A whole number of any size, as decimal text."""
+
+    def encode(self, value: Any) -> bytes:
+        try:
+            return b"%d" % operator.index(value)
+        except TypeError as error:
+            raise TypeError(f"str_int takes a whole number; got {type_name(value)} {value!r:.60}.") from error
+
+    def decode(self, data: bytes | memoryview) -> int:
+        return int(bytes(data))
+
+
+class _StrFloat(ViewEncoding):
+    """A float as the shortest text that gives it back."""
+
+    def encode(self, value: Any) -> bytes:
+        if isinstance(value, (str, bytes, bytearray)) or not hasattr(value, "__float__"):
+            raise TypeError(f"str_float takes a number; got {type_name(value)} {value!r:.60}.")
+        # whole numbers and numpy floats keep their own text, as mosaicml-streaming writes them
+        return str(value if isinstance(value, (int, float, np.number)) else float(value)).encode()
+
+    def decode(self, data: bytes | memoryview) -> float:
+        return float(bytes(data))
+
+
+class _StrDecimal(ViewEncoding):
+    """A decimal number, exactly."""
+
+    def encode(self, value: Any) -> bytes:
+        if not isinstance(value, Decimal):
+            raise TypeError(f"str_decimal takes decimal.Decimal; got {type_name(value)} {value!r:.60}.")
+        return str(value).encode()
+
+    def decode(self, data: bytes | memoryview) -> Decimal:
+        try:
+            return Decimal(str(data, "utf-8"))
+        except InvalidOperation as error:
+            raise ValueError(f"not a decimal number: {bytes(data)[:40]!r}") from error
+
+
+class _Json(ViewEncoding):
+    """Any JSON value; numpy arrays and numbers inside become lists and numbers."""
+
+    def encode(self, value: Any) -> bytes:
+        try:
+            return json.dumps(value, default=_json_default).encode()
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"json takes a JSON value; got {type_name(value)}: {error}") from error
+
+    def decode(self, data: bytes | memoryview) -> Any:
+        try:
+            return json.loads(bytes(data))
+        except RecursionError as error:
+            raise ValueError("JSON nested too deep") from error
+
+
+def _json_default(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type_name(value)} is not a JSON value")
+
+
+class _Pickle(ViewEncoding):
+    """Any Python object. Reading runs whatever the bytes say: refused unless asked for."""
+
+    safe = False
+
+    def encode(self, value: Any) -> bytes:
+        return pickle.dumps(value, protocol=4)
+
+    def decode(self, data: bytes | memoryview) -> Any:
+        return pickle.loads(data)  # noqa: S301 - only reached after allow_unsafe_types=True
+
+
+FAMILIES: tuple[tuple[tuple[str, ...], Callable[[str], Encoding], bool], ...] = (
+    (("bytes",), lambda _: _Bytes(), False),
+    (("str",), lambda _: _Str(), False),
+    (("str_int",), lambda _: _StrInt(), False),
+    (("str_float",), lambda _: _StrFloat(), False),
+    (("str_decimal",), lambda _: _StrDecimal(), False),
+    (("json",), lambda _: _Json(), False),
+    (("pkl",), lambda _: _Pickle(), False),
+)

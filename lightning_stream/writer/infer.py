@@ -1,0 +1,51 @@
+"""Columns for a writer that was given none: from the first sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+
+
+def infer_columns(sample: Mapping[str, Any]) -> dict[str, str]:
+    """Encoding by column name for samples like this one.
+
+    Whole numbers become ``int``, floats ``float64``, truth values ``uint8``, numpy numbers their own dtype, arrays and
+    tensors ``ndarray:<dtype>`` (any shape), text ``str``, bytes ``bytes``, decimals ``str_decimal``, images ``jpeg`` or ``png`` if they
+    were opened from such files, else ``pil``; lists, dicts and None ``json``.
+
+    Raises:
+        TypeError: A value that none of these fits; names the column.
+    """
+    return {name: infer_encoding(name, value) for name, value in sample.items()}
+
+
+def infer_encoding(name: str, value: Any) -> str:
+    """The encoding for one column, from one value."""
+    if isinstance(value, (bool, np.bool_)):
+        return "uint8"
+    if type(value) is float:
+        return "float64"
+    for kind, encoding in _BY_TYPE:
+        if isinstance(value, kind):
+            return encoding
+    if isinstance(value, np.generic) or hasattr(value, "__array__"):
+        array = np.asarray(value)
+        if array.dtype.kind in "iuf" and array.dtype.itemsize <= 8:
+            return f"ndarray:{array.dtype.name}" if array.ndim else array.dtype.name
+    if type(value).__module__.startswith("PIL."):
+        return {"JPEG": "jpeg", "PNG": "png"}.get(value.format, "pil")
+    raise TypeError(
+        f"column {name!r}: no encoding can be inferred for {type(value).__name__}. Pass columns= with an encoding for it."
+    )
+
+
+_BY_TYPE: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    ((bytes, bytearray, memoryview), "bytes"),
+    (str, "str"),
+    (int, "int"),
+    (Decimal, "str_decimal"),
+    ((list, tuple, dict, type(None)), "json"),
+)
