@@ -6,4 +6,69 @@ trainer, nor Spark, nor a cloud client.
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_stream.errors import LightningStreamError, missing_extra
+
+if TYPE_CHECKING:
+    from lightning_stream.dataset import StreamingDataset
+    from lightning_stream.loader import StreamingDataLoader
+    from lightning_stream.order import Position, World
+    from lightning_stream.reader import Stream
+    from lightning_stream.trainers.lightning import StreamingDataModule
+    from lightning_stream.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter, merge_index
+
 __version__ = "0.1.0"
+
+# Public name -> the module that has it.
+_HOME = {
+    "CSVWriter": "writer",
+    "JSONWriter": "writer",
+    "MDSWriter": "writer",
+    "TSVWriter": "writer",
+    "XSVWriter": "writer",
+    "merge_index": "writer",
+    "Stream": "reader",
+    "StreamingDataset": "dataset",
+    "StreamingDataLoader": "loader",
+    "StreamingDataModule": "trainers.lightning",
+    "Position": "order",
+    "World": "order",
+}
+# What an absent package means: the extra of ours that brings it.
+_EXTRA_OF = {"torch": "torch", "lightning": "lightning"}
+
+__all__ = [
+    "CSVWriter",
+    "JSONWriter",
+    "LightningStreamError",
+    "MDSWriter",
+    "Position",
+    "Stream",
+    "StreamingDataLoader",
+    "StreamingDataModule",
+    "StreamingDataset",
+    "TSVWriter",
+    "World",
+    "XSVWriter",
+    "merge_index",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'lightning_stream' has no attribute {name!r}")
+    try:
+        value = getattr(import_module(f"lightning_stream.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if package not in _EXTRA_OF:
+            raise
+        raise missing_extra(package, _EXTRA_OF[package], f"lightning_stream.{name}") from error
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -17,13 +17,37 @@ FLOORS = {
     "order": 1, "formats": 1, "storage": 1,
     "cache": 2, "writer": 2,
     "reader": 3,
+    "batches": 4, "batch_source": 4, "collate": 4, "sample_random": 4, "shared_position": 4,
     "runtime": 4, "dataset": 4, "loader": 4,
     "trainers": 5, "spark": 5,
     "recipes": 6, "cli": 6,
 }  # fmt: skip
 TORCH_FROM_FLOOR = 4
-OPTIONAL = {"boto3", "botocore", "google", "azure", "databricks", "fsspec", "cramjam", "pyspark", "composer", "pyarrow", "pandas"}
-HEAVY_ON_IMPORT = {"torch", "lightning", "pytorch_lightning", "composer", "pyspark", "pyarrow", "boto3", "google.cloud", "azure", "PIL"}
+OPTIONAL = {
+    "boto3",
+    "botocore",
+    "google",
+    "azure",
+    "databricks",
+    "fsspec",
+    "cramjam",
+    "pyspark",
+    "composer",
+    "pyarrow",
+    "pandas",
+}
+HEAVY_ON_IMPORT = {
+    "torch",
+    "lightning",
+    "pytorch_lightning",
+    "composer",
+    "pyspark",
+    "pyarrow",
+    "boto3",
+    "google.cloud",
+    "azure",
+    "PIL",
+}
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_NESTING = 400, 60, 4
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 
@@ -62,7 +86,9 @@ def test_a_module_imports_only_from_lower_floors_or_its_own_room(path: Path) -> 
             other = parts[1]
             same_or_lower = other == room or other == "__init__" or FLOORS[other] < FLOORS[room]
             torch_floor = FLOORS[room] == FLOORS.get(other) == TORCH_FROM_FLOOR
-            assert same_or_lower or torch_floor, f"{room} (floor {FLOORS[room]}) imports {module} (floor {FLOORS[other]})"
+            assert same_or_lower or torch_floor, (
+                f"{room} (floor {FLOORS[room]}) imports {module} (floor {FLOORS[other]})"
+            )
         if parts[0] == "torch":
             assert FLOORS[room] >= TORCH_FROM_FLOOR, f"torch below its floor, in {room}"
 
@@ -74,7 +100,7 @@ def test_an_optional_client_library_is_imported_in_one_file_of_a_room() -> None:
             name = module.split(".")[0]
             if name in OPTIONAL and _room(path) == "storage":
                 users.setdefault((name, _room(path)), set()).add(path.name)
-    assert {key: files for key, files in users.items() if len(files) > 1 and key[0] not in ("botocore",)} == {}
+    assert {key: files for key, files in users.items() if len(files) > 1 and key[0] != "botocore"} == {}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -99,19 +125,26 @@ def _depth(node: ast.AST) -> int:
 
 def test_importing_the_package_pulls_in_nothing_heavy() -> None:
     code = "import sys, lightning_stream, lightning_stream.errors; print(*sys.modules)"
-    loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    loaded = set(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
     assert not loaded & HEAVY_ON_IMPORT
 
 
 def test_the_writer_and_the_order_need_no_torch() -> None:
     code = "import sys, lightning_stream.order, lightning_stream.writer, lightning_stream.reader; print(*sys.modules)"
-    loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    loaded = set(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
     assert not loaded & HEAVY_ON_IMPORT
 
 
 def test_no_import_cycles() -> None:
     graph: dict[str, set[str]] = {}
-    names = {".".join(["lightning_stream", *p.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__"): p for p in FILES}
+    names = {
+        ".".join(["lightning_stream", *p.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__"): p
+        for p in FILES
+    }
     for name, path in names.items():
         graph[name] = {module for module, top in _imports(path) if top and module in names and module != name}
     done: set[str] = set()

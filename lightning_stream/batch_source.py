@@ -1,0 +1,93 @@
+"""What runs in a loader's worker: from the micro-batches it must deliver to collated batches, reading ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from lightning_stream.batches import BatchInfo, micro_batches
+from lightning_stream.order import BatchPlan, OrderConfig, Tail, World
+from lightning_stream.shared_position import SharedPosition, Start
+
+if TYPE_CHECKING:
+    from lightning_stream.dataset import StreamingDataset
+
+_READ_AHEAD_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """What a run's batches are, besides the data and the place in it.
+
+    Attributes:
+        world: This process among all that train.
+        device_batch_size: Samples of a micro-batch on one device.
+        global_batch_size: B, samples of one optimizer step over all replicas.
+        tail: What happens to an epoch's rest.
+        order: The order settings.
+    """
+
+    world: World
+    device_batch_size: int
+    global_batch_size: int
+    tail: Tail
+    order: OrderConfig
+
+    def plan(self, dataset: StreamingDataset, start: Start) -> BatchPlan:
+        """The global batches from a start to the end of its epoch."""
+        return BatchPlan(
+            dataset.order(self.order).epoch(start.epoch),
+            batch_size=self.global_batch_size,
+            world=self.world,
+            tail=self.tail,
+            start=start.position,
+        )
+
+
+class BatchSource(IterableDataset[tuple[Any, BatchInfo]]):
+    """Delivers one worker's batches, each with what it is made of.
+
+    Args:
+        dataset: What is read.
+        settings: What the batches are.
+        start: Where an iteration starts; a shared position where the workers outlive an iteration.
+        collate: From samples to a batch; None for the dataset's own.
+    """
+
+    def __init__(
+        self,
+        dataset: StreamingDataset,
+        settings: BatchSettings,
+        start: Start | SharedPosition,
+        collate: Callable[[list[Any]], Any] | None,
+    ) -> None:
+        self.dataset = dataset
+        self.settings = settings
+        self.start = start
+        self.collate = collate
+
+    def __iter__(self) -> Iterator[tuple[Any, BatchInfo]]:
+        start = self.start.upcoming if isinstance(self.start, SharedPosition) else self.start
+        worker = get_worker_info()
+        index, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        plan = self.settings.plan(self.dataset, start)
+        own = micro_batches(plan, self.settings.device_batch_size, index, count)
+        for info in read_ahead(self.dataset, own, self.settings.device_batch_size):
+            yield self.dataset.deliver(info, self.collate), info
+
+
+def read_ahead(dataset: StreamingDataset, infos: Iterator[BatchInfo], device_batch_size: int) -> Iterator[BatchInfo]:
+    """Pass micro-batches on, having begun to fetch the shards of those that follow."""
+    ahead = dataset.predownload
+    depth = _READ_AHEAD_BATCHES if ahead is None else -(-ahead // device_batch_size)
+    waiting: deque[BatchInfo] = deque()
+    for info in infos:
+        dataset.reader.read_ahead(info.ids)
+        waiting.append(info)
+        if len(waiting) > depth:
+            yield waiting.popleft()
+    yield from waiting

@@ -1,0 +1,83 @@
+"""The micro-batches that one worker of one rank must deliver: a pure walk over a `BatchPlan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.order import BatchPlan, Share, num_micro_batches
+
+
+@dataclass(frozen=True)
+class BatchInfo:
+    """What a micro-batch is made of, and where it stands in the epoch.
+
+    Attributes:
+        epoch: The epoch it belongs to.
+        begin: First position of its global batch, i.e. of its optimizer step.
+        end: One past the last position of its global batch.
+        completes_step: Whether it is the last micro-batch of its global batch on this rank.
+        ends_epoch: Whether it is the last micro-batch of the epoch on this rank.
+        ids: Sample ids, int64[n].
+        positions: Their positions in the epoch, int64[n].
+        filler: bool[n]; True where a sample only fills the batch up and must not count.
+    """
+
+    epoch: int
+    begin: int
+    end: int
+    completes_step: bool
+    ends_epoch: bool
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    filler: NDArray[np.bool_]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that count: filler excluded."""
+        return int(self.filler.size - np.count_nonzero(self.filler))
+
+
+def micro_batches(
+    plan: BatchPlan, device_batch_size: int, worker: int = 0, num_workers: int = 1
+) -> Iterator[BatchInfo]:
+    """Yield the micro-batches of one worker: the rank's j-th goes to worker j mod num_workers, as torch asks."""
+    upcoming = 0
+    for k in range(plan.num_batches):
+        count = pieces_of(plan, k, device_batch_size)
+        first = (worker - upcoming) % num_workers
+        upcoming += count
+        if first < count:
+            pieces = plan.share(k).micro_batches(count)
+            for piece in range(first, count, num_workers):
+                yield _info(plan, k, pieces[piece], is_last_piece=piece == count - 1)
+
+
+def pieces_of(plan: BatchPlan, k: int, device_batch_size: int) -> int:
+    """Into how many micro-batches each rank's share of global batch k is cut."""
+    begin, end = plan.bounds(k)
+    return num_micro_batches(end - begin, device_batch_size, plan.world.num_replicas, plan.tail)
+
+
+def count_micro_batches(plan: BatchPlan, device_batch_size: int) -> int:
+    """Micro-batches of each rank over the whole plan."""
+    whole = plan.num_whole_batches
+    full = pieces_of(plan, 0, device_batch_size) if whole else 0
+    return whole * full + sum(pieces_of(plan, k, device_batch_size) for k in range(whole, plan.num_batches))
+
+
+def _info(plan: BatchPlan, k: int, share: Share, is_last_piece: bool) -> BatchInfo:
+    begin, end = plan.bounds(k)
+    return BatchInfo(
+        epoch=plan.order.epoch,
+        begin=begin,
+        end=end,
+        completes_step=is_last_piece,
+        ends_epoch=is_last_piece and k == plan.num_batches - 1,
+        ids=share.ids,
+        positions=share.positions,
+        filler=share.filler,
+    )

@@ -1,0 +1,300 @@
+"""`StreamingDataset`: streams, an order over their samples, random access; the name and arguments MDS users know."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset, get_worker_info
+
+from lightning_stream.batch_source import BatchSettings, read_ahead
+from lightning_stream.batches import BatchInfo, micro_batches
+from lightning_stream.cache import CacheConfig
+from lightning_stream.collate import collate_columns, collate_samples
+from lightning_stream.formats.sizes import parse_bytes, parse_count
+from lightning_stream.order import MosaicConfig, OrderConfig, Position, RunOrder, Snapshot, World
+from lightning_stream.order.config import MOSAIC_ALGORITHMS
+from lightning_stream.reader import CacheDefaults, ReaderConfig, SampleReader, Stream
+from lightning_stream.runtime import WorldLike, detect_world
+from lightning_stream.sample_random import seed_sample, undisturbed_generators
+from lightning_stream.shared_position import SharedPosition, Start
+
+Transform = Callable[[dict[str, Any]], Any]
+
+
+class StreamingDataset(IterableDataset[Any]):
+    """Samples streamed from one or several datasets in an order that is elastic, deterministic and resumable.
+
+    Iterated through a `StreamingDataLoader` (or a trainer's wrapper of one), every global batch is the same on any
+    number of nodes, ranks and workers. ``dataset[i]`` reads any sample. Nothing is read before the first use.
+
+    Args:
+        streams: Several streams to mix; else `remote`, `local` and `split` describe one.
+        remote, local, split: See `Stream`.
+        download_retry: How often a failed request is tried again.
+        download_timeout: Longest silence on a connection, in seconds.
+        validate_hash: Name of the hash to check fetched files with; None checks whatever the index has.
+        keep_zip: Whether compressed files stay in the cache after decompression.
+        epoch_size: Samples per epoch (``"100k"`` is understood); None for what the streams' weights say.
+        predownload: Samples each worker fetches ahead of what it delivers; None for eight batches.
+        cache_limit: Bytes (``"10gb"``) each cache folder may hold; None for no limit.
+        sampling_method: ``"balanced"`` draws anew each epoch, ``"fixed"`` the same samples always.
+        sampling_granularity: Samples taken from a shard at a time where a stream is only partly drawn.
+        partition_algo: For mosaicml-streaming's orders: ``"relaxed"`` or ``"orig"``.
+        num_canonical_nodes: Parts of the data that stay on one node each; None derives it from the global batch size.
+        batch_size: Samples per device; needed by a plain `torch.utils.data.DataLoader` with workers.
+        shuffle: Whether to shuffle.
+        shuffle_algo: None or ``"window"`` for the native order; or ``py1e py1br py1s py2s naive`` of mosaicml-streaming.
+        shuffle_seed: Key of every permutation.
+        shuffle_block_size: For mosaicml-streaming's block-based orders, in samples.
+        batching_method: ``random``, ``stratified``, ``per_stream`` or ``device_per_stream``.
+        allow_unsafe_types: Whether to decode the ``pkl`` encoding, which runs code that the data names.
+        replication: Groups of this many consecutive ranks get the same samples.
+        transform: Called with each sample (a dict) in the worker; its result is what is collated. It may draw from
+            the global generators of random, numpy and torch: they are seeded for each sample by its place in the run.
+        window: Shards active at once in each canonical node; None for about 128 over all of them.
+        world: Which processes train together; None to detect it when needed.
+        shared_cache: Whether other users of the machine may share the cache folder.
+        stream_name: Accepted for compatibility.
+
+    Raises:
+        ValueError: Settings that contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        streams: Sequence[Stream] | None = None,
+        remote: str | os.PathLike[str] | None = None,
+        local: str | os.PathLike[str] | None = None,
+        split: str | None = None,
+        download_retry: int = 2,
+        download_timeout: float = 60,
+        validate_hash: str | None = None,
+        keep_zip: bool = False,
+        epoch_size: int | str | None = None,
+        predownload: int | None = None,
+        cache_limit: int | str | None = None,
+        sampling_method: str = "balanced",
+        sampling_granularity: int = 1,
+        partition_algo: str = "relaxed",
+        num_canonical_nodes: int | None = None,
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        shuffle_algo: str | None = None,
+        shuffle_seed: int = 9176,
+        shuffle_block_size: int | None = None,
+        batching_method: str = "random",
+        allow_unsafe_types: bool = False,
+        replication: int | None = None,
+        stream_name: str = "train",  # noqa: ARG002 - mosaicml-streaming's argument, of no use here
+        transform: Transform | None = None,
+        window: int | None = None,
+        world: WorldLike = None,
+        shared_cache: bool = False,
+    ) -> None:
+        if streams is not None and (remote is not None or local is not None or split is not None):
+            raise ValueError("pass either streams=, or remote=/local=/split= of a single one, not both")
+        self.streams = tuple(streams) if streams is not None else (Stream(remote=remote, local=local, split=split),)
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.shuffle_seed = shuffle_seed
+        self.replication = replication
+        self.predownload = predownload
+        self.transform = transform
+        self.world = world
+        self._shuffle_algo = shuffle_algo
+        self._order_arguments: dict[str, Any] = {
+            "shuffle": shuffle,
+            "seed": shuffle_seed,
+            "algorithm": shuffle_algo,
+            "canonical_nodes": num_canonical_nodes,
+            "window": window,
+            "batching_method": batching_method,
+            "sampling_method": sampling_method,
+            "sampling_granularity": sampling_granularity,
+            "epoch_size": None if epoch_size is None else parse_count(epoch_size),
+            "mosaic": MosaicConfig(partition_algo, shuffle_block_size) if shuffle_algo in MOSAIC_ALGORITHMS else None,
+        }
+        config = CacheConfig(
+            limit_bytes=None if cache_limit is None else parse_bytes(cache_limit),
+            validate_hash=validate_hash or "auto",
+            keep_zip=keep_zip,
+            shared=shared_cache,
+        )
+        defaults = CacheDefaults(config, retries=download_retry, timeout_s=download_timeout)
+        self.reader = SampleReader(self.streams, defaults, ReaderConfig(allow_unsafe_types=allow_unsafe_types))
+        self._shared = SharedPosition()
+        self._loaded: Position | None = None
+        self._run_order: RunOrder | None = None
+
+    # What the data is
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The shards of all streams, with a digest; reads the indexes on first use."""
+        return self.reader.snapshot
+
+    @property
+    def size(self) -> int:
+        """Samples in all shards: the valid indices of ``dataset[i]``."""
+        return self.snapshot.num_samples
+
+    @property
+    def num_samples(self) -> int:
+        """Samples drawn per epoch, over all replicas."""
+        return self.order(self.order_config(None)).epoch(0).num_samples
+
+    def __len__(self) -> int:
+        """Samples of one replica in a full epoch."""
+        return math.ceil(self.num_samples / self.detect_world().num_replicas)
+
+    def detect_world(self) -> World:
+        """The world this process is in, as given or as detected now."""
+        return detect_world(self.world, self.replication or 1)
+
+    # Its order
+
+    def order_config(
+        self,
+        global_batch_size: int | None,
+        device_batch_size: int | None = None,
+        resumed: OrderConfig | None = None,
+    ) -> OrderConfig:
+        """The order settings of a run with this many samples per optimizer step.
+
+        Args:
+            global_batch_size: B, samples of one optimizer step over all replicas.
+            device_batch_size: Samples of a micro-batch on one device.
+            resumed: The settings of the state that the run continues from: they fill in what the user left open.
+        """
+        return OrderConfig.resolve(
+            batch_size=global_batch_size,
+            device_batch_size=device_batch_size,
+            resumed=resumed,
+            **self._order_arguments,
+        )
+
+    def order(self, config: OrderConfig) -> RunOrder:
+        """The order of a run with these settings over this data; the latest is kept."""
+        if self._run_order is None or self._run_order.config != config:
+            self._run_order = RunOrder(self.snapshot, tuple(stream.weights for stream in self.streams), config)
+        return self._run_order
+
+    # Random access
+
+    def __getitem__(self, index: Any) -> Any:
+        """Read by index: one sample for an int (negative ones from the end), a list for a slice, list or array."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self.size))]
+        if isinstance(index, (list, tuple, np.ndarray, torch.Tensor)):
+            return [self[i] for i in np.asarray(index).reshape(-1).tolist()]
+        number = int(index)
+        if not -self.size <= number < self.size:
+            raise IndexError(
+                f"the dataset has {self.size} samples: index {number} is not in [-{self.size}, {self.size})"
+            )
+        return self.reader.sample(number % self.size)
+
+    def read_batch(
+        self, ids: Iterable[int] | NDArray[np.int64], out: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Gather samples as columns: arrays for numbers and arrays of fixed shape, lists for the rest.
+
+        Args:
+            ids: Sample ids, each in [0, size).
+            out: Writable buffers for fixed-size columns, by column name.
+        """
+        array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64)
+        if array.size and not (array.min() >= 0 and array.max() < self.size):
+            raise IndexError(f"sample ids must be in [0, {self.size}); found {array.min()} to {array.max()}")
+        return self.reader.batch(array, out)
+
+    def deliver(self, info: BatchInfo, collate: Callable[[list[Any]], Any] | None = None) -> Any:
+        """Read, transform and collate one micro-batch.
+
+        Gathered as columns where nothing asks for single samples: no transform, no collate function of the user's,
+        no `__getitem__` of a subclass.
+        """
+        if self.transform is None and collate is None and not self._reads_by_item:
+            return collate_columns(self.reader.batch(info.ids))
+        return (collate or collate_samples)(self._samples(info))
+
+    @property
+    def _reads_by_item(self) -> bool:
+        return type(self).__getitem__ is not StreamingDataset.__getitem__
+
+    def _samples(self, info: BatchInfo) -> list[Any]:
+        read = self.__getitem__ if self._reads_by_item else self.reader.sample
+        if self.transform is None and not self._reads_by_item:
+            return [read(sample_id) for sample_id in info.ids.tolist()]
+        samples = []
+        with undisturbed_generators():
+            for sample_id, position in zip(info.ids.tolist(), info.positions.tolist(), strict=True):
+                seed_sample(self.shuffle_seed, info.epoch, position)
+                sample = read(sample_id)
+                samples.append(sample if self.transform is None else self.transform(sample))
+        return samples
+
+    # Iteration without a loader of ours, and its position
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's samples; in a worker of a plain DataLoader, the samples of that worker's batches."""
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1 and self.batch_size is None:
+            raise ValueError(
+                f"{worker.num_workers} DataLoader workers deal batches among them, so the dataset must know the batch "
+                "size: pass batch_size= to StreamingDataset, the same as to the DataLoader, or use StreamingDataLoader"
+            )
+        index, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        key = worker.seed - worker.id if worker is not None else os.getpid()
+        settings = self._own_settings()
+        start = self._shared.begin(key or 1, index)
+        own = micro_batches(settings.plan(self, start), settings.device_batch_size, index, count)
+        for info in read_ahead(self, own, settings.device_batch_size):
+            yield from self._samples(info)
+
+    def _own_settings(self) -> BatchSettings:
+        """What this rank's batches are where no loader of ours says it."""
+        world = self.detect_world()
+        size = self.batch_size or 1
+        global_size = size * world.num_replicas
+        resumed = None if self._loaded is None else self._loaded.order
+        return BatchSettings(world, size, global_size, "pad", self.order_config(global_size, size, resumed))
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        """The position after so many samples, in the form that `load_state_dict` reads.
+
+        Args:
+            num_samples: Samples trained on over all replicas, filler excluded.
+            from_beginning: Whether they count from the beginning of the epoch, or from where this iteration started.
+        """
+        settings = self._own_settings()
+        run = self.order(settings.order)
+        began = self._shared.current
+        start = began or self._shared.upcoming
+        position = Position.start(run, batch_size=settings.global_batch_size, tail=settings.tail, epoch=start.epoch)
+        if began is not None and num_samples == 0 and from_beginning:
+            return position.next_epoch().to_state()  # asked between epochs: the one that was iterated is over
+        reached = num_samples if from_beginning else start.position + num_samples
+        return position.advanced(run, min(reached, run.num_samples)).to_state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state: the next iteration starts there.
+
+        Raises:
+            StateError: It cannot be continued over this data under these settings; says what differs.
+        """
+        self._loaded = Position.from_state(state)
+        settings = self._own_settings()
+        run = self.order(settings.order)
+        self._loaded.check(run)
+        here = self._loaded.normalised(
+            run, batch_size=settings.global_batch_size, tail=settings.tail, world=settings.world
+        )
+        self._shared.upcoming = Start(here.epoch, here.position)

@@ -1,0 +1,316 @@
+"""`StreamingDataLoader`: batches in the run's order, and the position of what was handed out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_stream.batch_source import BatchSettings, BatchSource
+from lightning_stream.batches import BatchInfo, count_micro_batches
+from lightning_stream.dataset import StreamingDataset
+from lightning_stream.order import Position, RunOrder, Tail, World, ledger
+from lightning_stream.runtime import WorldLike, detect_world
+from lightning_stream.shared_position import SharedPosition, Start
+
+
+class StreamingDataLoader(DataLoader[Any]):
+    """Loads a `StreamingDataset` in batches, and owns the position in it.
+
+    Global batch k of an epoch holds the same samples on any number of nodes, ranks and workers. `state_dict` right
+    after a batch was handed out resumes at the next one, in this world or any other.
+
+    Args:
+        dataset: What to load.
+        batch_size: Samples per device and micro-batch. Defaults to the dataset's.
+        global_batch_size: Samples of one optimizer step over all replicas, instead of `batch_size`.
+        accumulate: Micro-batches of one optimizer step on each device.
+        num_workers: Worker processes; 0 reads in this one.
+        collate_fn: From a list of samples to a batch. The default makes dicts of tensors and lists.
+        tail: What happens to an epoch's rest: ``"pad"`` fills it up with flagged repeats (training), ``"exact"``
+            repeats nothing and lets the last batches differ by a sample (evaluation), ``"drop"`` leaves it out.
+        drop_last: True for ``tail="drop"``, False for ``"pad"``.
+        evaluation: Always read epoch 0 from its beginning, with ``tail="exact"`` by default.
+        world: Which processes train together; None takes the dataset's, or detects it when first needed.
+        pin_memory, timeout, worker_init_fn, prefetch_factor, persistent_workers, multiprocessing_context: As in
+            `torch.utils.data.DataLoader`.
+        on_mismatch: What `load_state_dict` does where data or settings differ: ``"error"`` or ``"warn"``.
+
+    Raises:
+        ValueError: Settings that contradict each other.
+    """
+
+    def __init__(
+        self,
+        dataset: StreamingDataset,
+        batch_size: int | None = None,
+        *,
+        global_batch_size: int | None = None,
+        accumulate: int = 1,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        tail: Tail | None = None,
+        drop_last: bool | None = None,
+        evaluation: bool = False,
+        world: WorldLike = None,
+        pin_memory: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        multiprocessing_context: Any = None,
+        on_mismatch: Literal["error", "warn"] = "error",
+    ) -> None:
+        _check_arguments(dataset, batch_size, global_batch_size, accumulate, tail, drop_last)
+        self._device_batch_size = batch_size
+        self.global_batch_size = global_batch_size
+        self.accumulate = accumulate
+        self.evaluation = evaluation
+        self.tail: Tail = tail or ("drop" if drop_last else "exact" if evaluation else "pad")
+        self.world = world
+        self.on_mismatch = on_mismatch
+        self._collate = collate_fn
+        self._position: Position | None = None
+        self._handed_out = (
+            False  # whether any batch of the position's epoch was handed out since it began or was loaded
+        )
+        self._persistent: tuple[BatchSettings, SharedPosition, DataLoader[Any]] | None = None
+        self._persistent_in_use = False
+        self._summed = (0, 0, 0)  # the ledger's expected sum: of this epoch, up to this position, so much
+        self.last_batch: BatchInfo | None = None
+        super().__init__(
+            dataset,
+            batch_size=batch_size or dataset.batch_size or 1,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            timeout=timeout,
+            worker_init_fn=worker_init_fn,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            multiprocessing_context=multiprocessing_context,
+        )
+
+    # What the batches are
+
+    @property
+    def batch_size(self) -> int | None:  # type: ignore[override]  # torch sets an attribute; ours depends on the world
+        """Samples per device and micro-batch."""
+        if self.global_batch_size is None:
+            return self._device_batch_size or self._streaming.batch_size
+        replicas = self.detect_world().num_replicas
+        if self.global_batch_size % (replicas * self.accumulate):
+            raise ValueError(
+                f"a global batch divides over replicas and accumulation: {self.global_batch_size} samples do not divide "
+                f"by {replicas} replicas x {self.accumulate} accumulated micro-batches. Choose a global_batch_size that "
+                f"is a multiple of {replicas * self.accumulate}, or another number of devices"
+            )
+        return self.global_batch_size // (replicas * self.accumulate)
+
+    @batch_size.setter
+    def batch_size(self, value: int | None) -> None:
+        """Torch's constructor assigns what we derive: nothing to keep."""
+
+    @property
+    def _streaming(self) -> StreamingDataset:
+        dataset = self.dataset
+        assert isinstance(dataset, StreamingDataset)
+        return dataset
+
+    def detect_world(self) -> World:
+        """The world as given to the loader or its dataset, or as detected now."""
+        if self.world is not None:
+            return detect_world(self.world, self._streaming.replication or 1)
+        return self._streaming.detect_world()
+
+    def settings(self) -> BatchSettings:
+        """What the batches are in this world."""
+        world, size = self.detect_world(), self.batch_size
+        assert size is not None
+        total = size * world.num_replicas * self.accumulate
+        resumed = None if self._position is None else self._position.order
+        order = self._streaming.order_config(total, size, resumed)
+        return BatchSettings(world, size, total, self.tail, order)
+
+    def _run(self, settings: BatchSettings) -> RunOrder:
+        return self._streaming.order(settings.order)
+
+    def __len__(self) -> int:
+        """Micro-batches of this rank in a full epoch, whatever was consumed of it already."""
+        settings = self.settings()
+        return count_micro_batches(settings.plan(self._streaming, Start()), settings.device_batch_size)
+
+    def batches_before(self, position: Position) -> int:
+        """Micro-batches of this rank that count as done at a position: what a full epoch has less what is to come."""
+        settings = self.settings()
+        plan = settings.plan(self._streaming, Start(position.epoch, position.position))
+        return len(self) - count_micro_batches(plan, settings.device_batch_size)
+
+    # Iterating
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches from the loaded state, or of the next epoch that was not begun yet."""
+        settings = self.settings()
+        position = self._begin(settings)
+        inner, release = self._batches(settings, Start(position.epoch, position.position))
+        try:
+            for batch, info in inner:
+                if not self.evaluation:
+                    position = self._after(position, info)
+                    self._position, self._handed_out = position, not info.ends_epoch
+                self.last_batch = info
+                yield batch
+        finally:
+            release()
+
+    def _begin(self, settings: BatchSettings) -> Position:
+        run = self._run(settings)
+        size, tail = settings.global_batch_size, settings.tail
+        if self._position is None or self.evaluation:
+            position = Position.start(run, batch_size=size, tail=tail)
+        else:
+            position = self._position.next_epoch() if self._handed_out else self._position
+            position = position.normalised(run, batch_size=size, tail=tail, world=settings.world)
+        if not self.evaluation:
+            self._position, self._handed_out = position, False
+        return position
+
+    @staticmethod
+    def _after(position: Position, info: BatchInfo) -> Position:
+        """The position once this micro-batch is trained on.
+
+        Set before it is handed out: trainers never ask past the last batch, so nothing behind its `yield` would run.
+        """
+        if info.ends_epoch:
+            return position.next_epoch()
+        return replace(position, position=info.end) if info.completes_step else position
+
+    def _batches(self, settings: BatchSettings, start: Start) -> tuple[Any, Callable[[], None]]:
+        """An iterable over (batch, info), and what to call when it is no longer needed."""
+        if not (self.persistent_workers and self.num_workers) or self._persistent_in_use:
+            return self._inner(settings, start, persistent=False), lambda: None
+        if self._persistent is None or self._persistent[0] != settings:
+            shared = SharedPosition(start)
+            self._persistent = (settings, shared, self._inner(settings, shared, persistent=True))
+        _, shared, inner = self._persistent
+        shared.upcoming = start
+        self._persistent_in_use = True
+        return inner, self._release_persistent
+
+    def _release_persistent(self) -> None:
+        self._persistent_in_use = False
+
+    def _inner(self, settings: BatchSettings, start: Start | SharedPosition, *, persistent: bool) -> DataLoader[Any]:
+        """Torch's own loader over whole batches. It draws from a generator of its own, not the training's."""
+        return DataLoader(
+            BatchSource(self._streaming, settings, start, self._collate),
+            batch_size=None,
+            num_workers=self.num_workers,
+            collate_fn=_as_it_is,
+            pin_memory=self.pin_memory,
+            timeout=self.timeout,
+            worker_init_fn=self.worker_init_fn,
+            prefetch_factor=self.prefetch_factor,
+            persistent_workers=persistent,
+            multiprocessing_context=self.multiprocessing_context,
+            generator=torch.Generator().manual_seed(self._streaming.shuffle_seed),
+        )
+
+    # The position
+
+    @property
+    def position(self) -> Position:
+        """Where the run is, by the batches handed out; mid-accumulation: at the last whole optimizer step."""
+        if self._position is None:
+            settings = self.settings()
+            return Position.start(self._run(settings), batch_size=settings.global_batch_size, tail=settings.tail)
+        return self._position
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start the next iteration at the beginning of this epoch; a state loaded in the middle of it is kept."""
+        position = self.position
+        if position.epoch == epoch and not self._handed_out:
+            return
+        run = self._run(self.settings())
+        self._position = Position.start(run, batch_size=position.batch_size, tail=position.tail, epoch=epoch)
+        self._handed_out = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position as plain values: JSON-able, the same on every rank, loadable with ``weights_only=True``."""
+        return self.proven(self.position).to_state()
+
+    def proven(self, position: Position) -> Position:
+        """A position with the ledger's expected sum up to it. Costs the samples since it was last asked."""
+        epoch = self._run(self.settings()).epoch(position.epoch)
+        summed_epoch, begin, total = self._summed
+        if summed_epoch != position.epoch or begin > position.position:
+            begin, total = 0, 0
+        total = (total + ledger.expected(epoch, begin, position.position)) % ledger.MODULUS
+        self._summed = (position.epoch, position.position, total)
+        return replace(position, ledger=total)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state: the next iteration starts there.
+
+        Raises:
+            StateError: It cannot be continued over this data under these settings; says what differs.
+        """
+        loaded = Position.from_state(state)
+        before, self._position = self._position, loaded
+        try:
+            settings = self.settings()
+            run = self._run(settings)
+            for sentence in loaded.check(run, on_mismatch=self.on_mismatch):
+                warnings.warn(sentence, stacklevel=2)
+        except Exception:
+            self._position = before
+            raise
+        self._position = loaded.normalised(
+            run, batch_size=settings.global_batch_size, tail=settings.tail, world=settings.world
+        )
+        self._handed_out = False
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _check_arguments(
+    dataset: Any,
+    batch_size: int | None,
+    global_batch_size: int | None,
+    accumulate: int,
+    tail: str | None,
+    drop_last: bool | None,
+) -> None:
+    if not isinstance(dataset, StreamingDataset):
+        raise TypeError(
+            f"StreamingDataLoader loads a StreamingDataset; found {type(dataset).__name__}. "
+            f"Use torch.utils.data.DataLoader for other datasets"
+        )
+    problems = []
+    if tail is not None and drop_last is not None:
+        problems.append(f"pass tail= or drop_last=, not both: found tail={tail!r}, drop_last={drop_last!r}.")
+    if tail not in (None, "pad", "drop", "exact"):
+        problems.append(f"tail is 'pad', 'drop' or 'exact'; found {tail!r}.")
+    if batch_size is not None and global_batch_size is not None:
+        problems.append("pass batch_size= (per device) or global_batch_size= (of an optimizer step), not both.")
+    if batch_size is None and global_batch_size is None and dataset.batch_size is None:
+        problems.append("pass batch_size= (per device) or global_batch_size= (of an optimizer step).")
+    if batch_size is not None and dataset.batch_size not in (None, batch_size):
+        problems.append(
+            f"batch_size is {batch_size} for the loader and {dataset.batch_size} for its dataset: make them one."
+        )
+    for name, value in (
+        ("batch_size", batch_size),
+        ("global_batch_size", global_batch_size),
+        ("accumulate", accumulate),
+    ):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            problems.append(f"{name} is a whole number of at least 1; found {value!r}.")
+    if problems:
+        raise ValueError(" ".join(problems))

@@ -1,0 +1,271 @@
+"""From sample ids to samples and columns: streams, their shards, and reading ahead.
+
+A `Stream` is one dataset (one index.json) in a mix. A `SampleReader` joins streams into one space of sample ids
+(streams one after another, shards in index order), keeps a bounded number of shards mapped, and fetches those that
+are needed soon in threads of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.cache import CacheConfig, Lease, ShardCache
+from lightning_stream.formats.columns import gather
+from lightning_stream.formats.index import Index, ShardEntry
+from lightning_stream.formats.shard import Shard, open_shard
+from lightning_stream.order import Snapshot, StreamWeights
+from lightning_stream.storage import Store, open_store
+
+
+class Stream:
+    """One dataset in a mix, under the arguments MDS users know.
+
+    Args:
+        remote: Folder or URL that holds the dataset; None where `local` is the only copy.
+        local: The cache folder; None for a private one chosen from the URL, or for reading a local `remote` in place.
+        split: Sub-folder of both, e.g. ``"train"``.
+        proportion: Share of the epoch that comes from this stream, relative to the other streams' proportions.
+        repeat: How often its samples are drawn per epoch (2.5: each twice, half of them a third time).
+        choose: How many samples are drawn from it per epoch.
+        download_retry: How often a failed request is tried again; None takes the dataset's.
+        download_timeout: Longest silence on a connection, in seconds; None takes the dataset's.
+        validate_hash: Name of the hash to check fetched files with, None to check what the index has.
+        keep_zip: Whether compressed files stay in the cache after decompression; None takes the dataset's.
+        options: Further options of the store, e.g. ``{"endpoint_url": ...}``.
+
+    Raises:
+        ValueError: Neither `remote` nor `local`, or more than one of proportion, repeat and choose.
+    """
+
+    def __init__(
+        self,
+        *,
+        remote: str | os.PathLike[str] | None = None,
+        local: str | os.PathLike[str] | None = None,
+        split: str | None = None,
+        proportion: float | None = None,
+        repeat: float | None = None,
+        choose: int | None = None,
+        download_retry: int | None = None,
+        download_timeout: float | None = None,
+        validate_hash: str | None = None,
+        keep_zip: bool | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if remote is None and local is None:
+            raise ValueError(
+                "a stream reads from somewhere: pass remote= (a folder or URL), or local= (a folder), or both"
+            )
+        self.remote = None if remote is None else os.fspath(remote)
+        self.local = None if local is None else Path(local)
+        self.split = split or ""
+        self.weights = StreamWeights(proportion=proportion, repeat=repeat, choose=choose)
+        self.download_retry = download_retry
+        self.download_timeout = download_timeout
+        self.validate_hash = validate_hash
+        self.keep_zip = keep_zip
+        self.options = dict(options or {})
+
+    def __repr__(self) -> str:
+        return f"Stream({self.name!r})"
+
+    @property
+    def name(self) -> str:
+        """Where it comes from, for messages; without secrets."""
+        where = self._store().url if self.remote is not None else str(self.local)
+        return f"{where}/{self.split}" if self.split and self.remote is None else where
+
+    def cache(self, defaults: CacheDefaults) -> ShardCache:
+        """The cache its shards are read through, with the dataset's settings where it has none of its own."""
+        folder = None if self.local is None else self.local / self.split
+        config = replace(
+            defaults.config,
+            keep_zip=defaults.config.keep_zip if self.keep_zip is None else self.keep_zip,
+            validate_hash=self.validate_hash or defaults.config.validate_hash,
+        )
+        return ShardCache(self._store(defaults) if self.remote is not None else None, folder, config)
+
+    def _store(self, defaults: CacheDefaults | None = None) -> Store:
+        assert self.remote is not None
+        retries = self.download_retry if self.download_retry is not None else defaults and defaults.retries
+        timeout = self.download_timeout if self.download_timeout is not None else defaults and defaults.timeout_s
+        common = {"retries": retries, "timeout_s": timeout}
+        url = f"{self.remote.rstrip('/')}/{self.split}" if self.split else self.remote
+        return open_store(url, {**{k: v for k, v in common.items() if v is not None}, **self.options})
+
+
+@dataclass(frozen=True)
+class CacheDefaults:
+    """What a dataset sets for all its streams."""
+
+    config: CacheConfig = field(default_factory=CacheConfig)
+    retries: int = 2
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class ReaderConfig:
+    """Bounds of what a reader holds at once, per process.
+
+    Attributes:
+        max_open_shards: Shards mapped at the same time.
+        fetch_threads: Shards fetched at the same time.
+        allow_unsafe_types: Whether the ``pkl`` encoding may be decoded: it runs code that the data names.
+    """
+
+    max_open_shards: int = 512
+    fetch_threads: int = 4
+    allow_unsafe_types: bool = False
+
+
+@dataclass
+class _OpenShard:
+    shard: Shard
+    lease: Lease
+
+    def close(self) -> None:
+        self.shard.close()
+        self.lease.close()
+
+
+class _Process:
+    """What a reader holds in one process: mapped shards, and threads that fetch the next ones."""
+
+    def __init__(self, fetch_threads: int) -> None:
+        self.pid = os.getpid()
+        self.lock = threading.RLock()
+        self.open: OrderedDict[int, _OpenShard] = OrderedDict()
+        self.fetches: dict[int, Future[Any]] = {}
+        self.pool = ThreadPoolExecutor(fetch_threads, thread_name_prefix="fetch")
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        while self.open:
+            self.open.popitem()[1].close()
+
+
+class SampleReader:
+    """Reads samples of several streams by sample id. Picklable; safe under fork and threads.
+
+    Nothing is read or fetched before the first use.
+    """
+
+    def __init__(self, streams: Sequence[Stream], defaults: CacheDefaults, config: ReaderConfig) -> None:
+        self.streams = tuple(streams)
+        self.defaults = defaults
+        self.config = config
+        self._process: _Process | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_process": None}
+
+    @cached_property
+    def caches(self) -> tuple[ShardCache, ...]:
+        """One cache per stream."""
+        return tuple(stream.cache(self.defaults) for stream in self.streams)
+
+    @cached_property
+    def indexes(self) -> tuple[Index, ...]:
+        """One parsed index per stream; fetched on first use."""
+        return tuple(
+            Index.from_bytes(cache.index(), where=stream.name)
+            for stream, cache in zip(self.streams, self.caches, strict=True)
+        )
+
+    @cached_property
+    def snapshot(self) -> Snapshot:
+        """What the data is, as the order needs to know it."""
+        return Snapshot.of(
+            [index.shard_sizes for index in self.indexes],
+            names=[stream.name for stream in self.streams],
+            stream_digests=[index.digest for index in self.indexes],
+        )
+
+    def entry(self, shard: int) -> tuple[ShardCache, ShardEntry]:
+        """Cache and index entry of a shard number."""
+        stream = int(np.searchsorted(self.snapshot.stream_offsets, shard, side="right")) - 1
+        return self.caches[stream], self.indexes[stream].entry(shard - int(self.snapshot.stream_offsets[stream]))
+
+    def sample(self, sample_id: int) -> dict[str, Any]:
+        """Read one sample: column name to value."""
+        offsets = self.snapshot.shard_offsets
+        number = int(offsets.searchsorted(sample_id, side="right")) - 1
+        process = self._mine()
+        with process.lock:
+            sample = self._shard(process, number).sample(sample_id - int(offsets[number]))
+            self._trim(process)
+            return sample
+
+    def batch(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Gather samples as columns, in the order of `ids`.
+
+        Args:
+            ids: Sample ids, int64[n].
+            out: Writable buffers (arrays, pinned or shared memory) that fixed-size columns are gathered into.
+
+        Returns:
+            Column name to an array of n rows (numbers and arrays of fixed shape) or a list of n values.
+
+        Raises:
+            ValueError: The samples' streams have different columns.
+        """
+        numbers, which = np.unique(self.snapshot.shards_of(ids), return_inverse=True)
+        within = ids - self.snapshot.shard_offsets[numbers][which]
+        process = self._mine()
+        with process.lock:
+            shards = [self._shard(process, number) for number in numbers.tolist()]
+            columns = gather(shards, which, within, out)
+            self._trim(process)
+            return columns
+
+    def read_ahead(self, ids: NDArray[np.int64]) -> None:
+        """Begin to fetch the shards of `ids` that are not here, in the order of their first use."""
+        numbers = self.snapshot.shards_of(ids)
+        _, first_use = np.unique(numbers, return_index=True)
+        process = self._mine()
+        with process.lock:
+            for number in numbers[np.sort(first_use)].tolist():
+                if number not in process.open and number not in process.fetches:
+                    cache, entry = self.entry(number)
+                    process.fetches[number] = process.pool.submit(cache.lease, entry)
+
+    def close(self) -> None:
+        """Let go of every mapped shard."""
+        if self._process is not None and self._process.pid == os.getpid():
+            self._process.close()
+        self._process = None
+
+    def _mine(self) -> _Process:
+        """This process's handles: those of the process that forked us stay its own."""
+        if self._process is None or self._process.pid != os.getpid():
+            self._process = _Process(self.config.fetch_threads)
+        return self._process
+
+    def _shard(self, process: _Process, number: int) -> Shard:
+        """A mapped shard, fetched where it is not here. The caller holds the process's lock."""
+        held = process.open.get(number)
+        if held is not None:
+            process.open.move_to_end(number)
+            return held.shard
+        cache, entry = self.entry(number)
+        fetch = process.fetches.pop(number, None)
+        lease = cache.lease(entry) if fetch is None else fetch.result()
+        shard = open_shard(entry, lease.folder, allow_unsafe_types=self.config.allow_unsafe_types)
+        process.open[number] = _OpenShard(shard, lease)
+        return shard
+
+    def _trim(self, process: _Process) -> None:
+        """Close the shards used longest ago; never in the middle of a batch, which may span more than the bound."""
+        while len(process.open) > self.config.max_open_shards:
+            process.open.popitem(last=False)[1].close()
