@@ -28,6 +28,7 @@ class AnyArray(ViewEncoding):
         self.dtype = dtype
 
     def encode(self, value: Any) -> bytes:
+        """Head and values."""
         array = as_array(value, self.name)
         if self.dtype is None:
             code = _CODE_OF.get(array.dtype.name)
@@ -40,6 +41,7 @@ class AnyArray(ViewEncoding):
         return head + little_endian(array).tobytes()
 
     def decode(self, data: bytes | memoryview) -> NDArray[Any]:
+        """A new array."""
         dtype, shape, at = self.read_head(data)
         return np.frombuffer(data, dtype, offset=at).reshape(shape).copy() if at < len(data) else np.empty(shape, dtype)
 
@@ -60,7 +62,7 @@ class AnyArray(ViewEncoding):
         return dtype, shape, at
 
 
-class FixedArray(ViewEncoding):
+class _FixedArray(ViewEncoding):
     """An array of one dtype and shape: only its values are stored, and samples lie at one stride."""
 
     def __init__(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
@@ -80,7 +82,8 @@ class FixedArray(ViewEncoding):
         return data
 
     def decode(self, data: bytes | memoryview) -> NDArray[Any]:
-        return np.frombuffer(data, self.layout.dtype).reshape(self.layout.shape).copy()
+        values: NDArray[Any] = np.frombuffer(data, self.layout.dtype).reshape(self.layout.shape).copy()
+        return values
 
 
 def as_array(value: Any, name: str) -> NDArray[Any]:
@@ -99,7 +102,9 @@ def as_array(value: Any, name: str) -> NDArray[Any]:
 def check_dtype(array: NDArray[Any], dtype: np.dtype[Any], name: str) -> None:
     """Raise ValueError unless the array's numbers are of ``dtype``, in either byte order."""
     if array.dtype.newbyteorder("<") != dtype:
-        raise ValueError(f"{name} takes dtype {dtype.name}; got dtype {array.dtype}. Convert it: value.astype({dtype.name!r}).")
+        raise ValueError(
+            f"{name} takes dtype {dtype.name}; got dtype {array.dtype}. Convert it: value.astype({dtype.name!r})."
+        )
 
 
 def little_endian(array: NDArray[Any]) -> NDArray[Any]:
@@ -141,7 +146,9 @@ def make_ndarray(name: str) -> Encoding:
     if not rest:
         return AnyArray(name)
     if rest[0] not in _CODE_OF or len(rest) > 2:
-        raise ValueError(f"ndarray takes ndarray:<dtype>:<d0>,<d1>,... with a dtype of {', '.join(_CODE_OF)}; got {name!r}.")
+        raise ValueError(
+            f"ndarray takes ndarray:<dtype>:<d0>,<d1>,... with a dtype of {', '.join(_CODE_OF)}; got {name!r}."
+        )
     dtype = np.dtype(rest[0]).newbyteorder("<")
     if len(rest) == 1:
         return AnyArray(name, dtype)
@@ -151,7 +158,7 @@ def make_ndarray(name: str) -> Encoding:
     shape = tuple(int(dim) for dim in dims)
     if math.prod(shape) * dtype.itemsize >= 1 << 32:
         raise ValueError(f"one sample must stay under 4 GiB; got {name!r}.")
-    return FixedArray(name, dtype, shape)
+    return _FixedArray(name, dtype, shape)
 
 
 FAMILIES: tuple[tuple[tuple[str, ...], Callable[[str], Encoding], bool], ...] = ((("ndarray",), make_ndarray, True),)

@@ -114,9 +114,7 @@ class _Located:
         return self.stretch.take(at, 4 * count).view("<u4").astype(np.int64)
 
 
-def _build(
-    batch: _Located, files: Sequence[Mapped], which: _Ints | None, indices: _Ints, out: Buffers
-) -> Batch:
+def _build(batch: _Located, files: Sequence[Mapped], which: _Ints | None, indices: _Ints, out: Buffers) -> Batch:
     values: Batch = {}
     for column, (at, size) in zip(batch.plan.columns, batch.spans, strict=True):
         if column.gathered and isinstance(size, int):
@@ -131,7 +129,7 @@ def _build(
             raise damaged(where, int(indices[k]), column.name, decoded.error) from decoded.error
         values[column.name] = decoded
     if unknown := set(out) - set(values):
-        raise ValueError(f"out: no column {sorted(unknown)[0]!r}; there are {', '.join(values)}.")
+        raise ValueError(f"out: no column {min(unknown)!r}; there are {', '.join(values)}.")
     return values
 
 
@@ -177,7 +175,7 @@ def _decoded(stretch: Stretch, column: Column, at: _Ints, size: int | _Ints) -> 
     values: list[Any] = []
     try:
         for begin, end in zip(at.tolist(), (at + size).tolist(), strict=True):
-            values.append(decode(view[begin:end]))  # noqa: PERF401 - how far it got tells which row is damaged
+            values.append(decode(view[begin:end]))
     except DECODE_ERRORS as error:
         return _Failure(len(values), error)
     return values
@@ -200,3 +198,32 @@ def _equal_arrays(stretch: Stretch, column: Column, at: _Ints, size: int | _Ints
     if head == width or not (heads == heads[0]).all():
         return None
     return list(stretch.take(at + head, width - head).view(dtype).reshape(len(at), *shape))
+
+
+def _gather_apart(shards: Sequence[Shard], which: _Ints, indices: _Ints, out: Buffers | None) -> Batch:
+    """For formats that are not mapped as samples: each shard its part, then put in the batch's order."""
+    parts: list[tuple[_Ints, Batch]] = []
+    for number in np.unique(which).tolist():
+        rows = np.flatnonzero(which == number)
+        parts.append((rows, shards[number].columns(indices[rows])))
+    names = list(parts[0][1]) if parts else []
+    if any(list(part) != names for _, part in parts):
+        raise ValueError("gather needs shards of the same columns; group the samples by their shard's schema first.")
+    return {
+        name: _in_order(name, [(rows, part[name]) for rows, part in parts], len(which), out or {}) for name in names
+    }
+
+
+def _in_order(name: str, parts: list[tuple[_Ints, Any]], num_rows: int, out: Buffers) -> NDArray[Any] | list[Any]:
+    first = parts[0][1]
+    if isinstance(first, np.ndarray):
+        shape = (num_rows, *first.shape[1:])
+        target = buffer_array(out[name], first.dtype, shape, name) if name in out else np.empty(shape, first.dtype)
+        for rows, values in parts:
+            target[rows] = values
+        return target
+    merged: list[Any] = [None] * num_rows
+    for rows, values in parts:
+        for row, value in zip(rows.tolist(), values, strict=True):
+            merged[row] = value
+    return merged

@@ -12,6 +12,7 @@ import importlib
 import io
 import zlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
@@ -38,7 +39,7 @@ def _zstd_compress(data: bytes, level: int) -> bytes:
     return packed
 
 
-def _zstd_reader(file: BinaryIO, num_bytes: int) -> _Reader:
+def _zstd_reader(file: BinaryIO, _: int) -> _Reader:
     zstandard = importlib.import_module("zstandard")
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     reader: _Reader = decompressor.stream_reader(file, read_across_frames=True, read_size=_CHUNK_BYTES)
@@ -53,11 +54,11 @@ def _brotli_compress(data: bytes, level: int) -> bytes:
 class _BrotliReader:
     """Reads a brotli stream in bounded pieces."""
 
-    def __init__(self, file: BinaryIO, num_bytes: int) -> None:
+    def __init__(self, file: BinaryIO, _: int) -> None:
         brotli = importlib.import_module("brotli")
         self._file = file
         self._state: Any = brotli.Decompressor()
-        # Before brotli 1.2 a call cannot bound its output: then the input goes in small sips, which bounds the usual case.
+        # Before brotli 1.2 a call cannot bound its output: then the input goes in small sips.
         self._bounded = hasattr(self._state, "can_accept_more_data")
 
     def read(self, size: int) -> bytes:
@@ -102,7 +103,7 @@ class _WholeReader:
         self._num_bytes = num_bytes
         self._decompress_into = decompress_into
 
-    def read(self, size: int) -> bytes:
+    def read(self, _: int) -> bytes:
         if self._file is None:
             return b""
         data, self._file = self._file.read(), None
@@ -217,14 +218,16 @@ def _copy(name: str, source: BinaryIO, target: BinaryIO, num_bytes: int, where: 
     family, _ = _split(name)
     reader = _read_errors(lambda: _FAMILIES[family].reader(source, num_bytes), family, where)
     written = 0
-    while chunk := _read_errors(lambda: reader.read(min(_CHUNK_BYTES, num_bytes - written + 1)), family, where):
+    while chunk := _read_errors(partial(reader.read, min(_CHUNK_BYTES, num_bytes - written + 1)), family, where):
         written += len(chunk)
         if written > num_bytes:
             break
         target.write(chunk)
     if written != num_bytes:
         found = "more" if written > num_bytes else f"only {written}"
-        raise FormatError(f"{where}: must hold {num_bytes} bytes when decompressed, as its index says; it holds {found}.")
+        raise FormatError(
+            f"{where}: must hold {num_bytes} bytes when decompressed, as its index says; it holds {found}."
+        )
 
 
 def _read_errors(action: Callable[[], _T], family: str, where: str) -> _T:

@@ -76,13 +76,12 @@ def register_encoding(
         encoding = _FunctionsEncoding(encode, decode, size, safe)
     missing = [part for part in ("encode", "decode", "size", "safe") if not hasattr(encoding, part)]
     if missing:
-        raise TypeError(f"encoding {name!r}: an Encoding must have {', '.join(missing)}. Subclass Encoding to get them.")
+        raise TypeError(f"encoding {name!r}: it must have {', '.join(missing)}. Subclass Encoding to get them.")
     if ":" in name or not name:
         raise ValueError(f"encoding names must be non-empty and hold no ':'; got {name!r}.")
     if not replace and name in encoding_names():
         raise ValueError(f"encoding {name!r} exists. Choose another name, or pass replace=True.")
-    made = encoding
-    _REGISTER[name] = _Registered(lambda _: made, prefix=False)
+    _REGISTER[name] = _always(encoding)
     get_encoding.cache_clear()
 
 
@@ -122,13 +121,15 @@ def is_fixed_number(name: str) -> bool:
     return layout is not None and layout.shape == () and np.issubdtype(layout.dtype, np.number)
 
 
+def _always(encoding: Encoding) -> _Registered:
+    return _Registered(lambda _: encoding, prefix=False)
+
+
 def _from_entry_point(name: str) -> _Registered | None:
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == name:
             loaded = point.load()
-            encoding: Encoding = loaded() if isinstance(loaded, type) else loaded
-            _REGISTER[name] = _Registered(lambda _: encoding, prefix=False)
-            return _REGISTER[name]
+            return _REGISTER.setdefault(name, _always(loaded() if isinstance(loaded, type) else loaded))
     return None
 
 

@@ -18,7 +18,7 @@ _MAX_MODE_BYTES = 16
 _MAX_PIXELS_PER_BYTE = 8  # mode "1"
 
 
-class Pil(ViewEncoding):
+class _Pil(ViewEncoding):
     """Width, height, mode and raw pixels."""
 
     def encode(self, value: Any) -> bytes:
@@ -34,10 +34,11 @@ class Pil(ViewEncoding):
         if num_mode > _MAX_MODE_BYTES or width * height > len(pixels) * _MAX_PIXELS_PER_BYTE:
             raise ValueError(f"an image of {width} x {height} pixels does not fit its {len(pixels)} bytes")
         mode = str(data[12 : 12 + num_mode], "ascii")
-        return pillow().frombytes(mode, (width, height), pixels)
+        image: Image.Image = pillow().frombytes(mode, (width, height), pixels)
+        return image
 
 
-class ImageFile(ViewEncoding):
+class _ImageFile(ViewEncoding):
     """An image file's bytes. Given an image that was opened from a file of this kind, that file's own bytes."""
 
     def __init__(self, name: str) -> None:
@@ -51,14 +52,15 @@ class ImageFile(ViewEncoding):
         try:
             image.save(out, format=self.name.upper())
         except OSError as error:
-            raise ValueError(f"{self.name} cannot store an image of mode {image.mode!r} ({error}). Convert it first.") from error
+            raise ValueError(f"{self.name} cannot store mode {image.mode!r} ({error}). Convert the image.") from error
         return out.getvalue()
 
     def decode(self, data: bytes | memoryview) -> Image.Image:
-        return pillow().open(BytesIO(data))
+        image: Image.Image = pillow().open(BytesIO(data))
+        return image
 
 
-class ImageList(ViewEncoding):
+class _ImageList(ViewEncoding):
     """Several images in one value. ``jpeg_array`` has no reserved word in front, and takes JPEG bytes."""
 
     def __init__(self, name: str, element: Encoding, reserved: bytes) -> None:
@@ -135,12 +137,12 @@ def _original_bytes(image: Image.Image) -> bytes | None:
 
 def _make_list(name: str) -> Encoding:
     inner = name.removeprefix("list[").removesuffix("]")
-    return ImageList(name, Pil() if inner == "pil" else ImageFile(inner), bytes(4))
+    return _ImageList(name, _Pil() if inner == "pil" else _ImageFile(inner), bytes(4))
 
 
 FAMILIES: tuple[tuple[tuple[str, ...], Callable[[str], Encoding], bool], ...] = (
-    (("pil",), lambda _: Pil(), False),
-    (("jpeg", "png"), ImageFile, False),
-    (("jpeg_array", "jpegarray"), lambda name: ImageList(name, ImageFile("jpeg"), b""), False),
+    (("pil",), lambda _: _Pil(), False),
+    (("jpeg", "png"), _ImageFile, False),
+    (("jpeg_array", "jpegarray"), lambda name: _ImageList(name, _ImageFile("jpeg"), b""), False),
     (("list[pil]", "list[jpeg]", "list[png]"), _make_list, False),
 )

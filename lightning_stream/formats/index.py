@@ -71,7 +71,7 @@ class Index:
 
     def schema(self, shard: int) -> Schema:
         """The schema of one shard, without parsing its entry."""
-        return self.schemas[self._schema_ids[self._checked(shard)]]
+        return self.schemas[int(self._schema_ids[self._checked(shard)])]
 
     def entry(self, shard: int) -> ShardEntry:
         """One shard's entry, parsed anew at each call.

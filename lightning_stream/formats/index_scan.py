@@ -1,4 +1,4 @@
-"""One pass over the text of an index: shard by shard, so that memory stays that of the text and five numbers a shard."""
+"""One pass over the text of an index, shard by shard: memory stays that of the text and a few numbers a shard."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class IndexScan:
 
     def array(self, begin: int, end: int) -> NDArray[np.int64]:
         """Fields begin to end of every shard: int64[num_shards, end - begin]."""
-        return np.frombuffer(self._numbers, np.int64).reshape(-1, _FIELDS)[:, begin:end].copy()
+        numbers: NDArray[np.int64] = np.frombuffer(self._numbers, np.int64).reshape(-1, _FIELDS)[:, begin:end].copy()
+        return numbers
 
     def _escaped(self, data: bytes) -> bytes:
         try:
@@ -61,7 +62,8 @@ class IndexScan:
                 self._expect(",")
         if version != 2 or isinstance(version, bool) or not has_shards:
             raise FormatError(
-                f"{self.where}: an index must have the keys 'shards' and 'version', and version 2; found version {version!r}."
+                f"{self.where}: an index must have the keys 'shards' and 'version', and be of version 2; "
+                f"found version {version!r}."
             )
 
     def _shards(self) -> None:
@@ -89,7 +91,7 @@ class IndexScan:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise _bad_entry(self.where, number, error) from error
         if type(samples) is not int or not 0 <= samples < _MAX_SAMPLES:
-            raise FormatError(f"{self.where}, shard {number}: 'samples' must be a number of samples; found {samples!r}.")
+            raise FormatError(f"{self.where}, shard {number}: 'samples' must be a count; found {samples!r}.")
         self._digest.update(f"{schema_id} {samples} {named}\n".encode())
         self._numbers.extend((begin, self._at, samples, raw, stored, schema_id))
 
@@ -133,7 +135,8 @@ class IndexScan:
         found = self._peek()
         if found != character:
             raise FormatError(
-                f"{self.where}: an index must be a JSON object; at byte {self._at} found {found!r} in place of {character!r}."
+                f"{self.where}: an index must be a JSON object; at byte {self._at} found {found!r} "
+                f"in place of {character!r}."
             )
         self._at += 1
 

@@ -44,7 +44,9 @@ class MappedFile:
         with path.open("rb") as file:
             found = os.fstat(file.fileno()).st_size
             if found != num_bytes:
-                raise FormatError(f"{path}: must have {num_bytes} bytes, as its index says; it has {found}. Fetch it again.")
+                raise FormatError(
+                    f"{path}: must have {num_bytes} bytes, as its index says; it has {found}. Fetch it again."
+                )
             mapped: Any = b""
             if found:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **_MAP_OPTIONS)
@@ -62,16 +64,15 @@ class Stretch:
     def __init__(self, begin: int, end: int) -> None:
         self.begin = begin
         self.num_bytes = end - begin
-        self._window = _ANY_ADDRESS.from_address(begin)
+        self._window: Any = _ANY_ADDRESS.from_address(begin)
         self.view = memoryview(self._window).cast("B")
 
     def take(self, at: NDArray[np.int64], width: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         """The ``width`` bytes at each of the positions ``at``: uint8[n, width], in ``out`` if given (C-contiguous)."""
         if width >= _WIDE_BYTES:
             return self._take_wide(at, width, out)
-        cells: NDArray[Any] = np.ndarray(
-            (self.num_bytes - width + 1,), _void(width), self._window, 0, (1,)  # type: ignore[arg-type]
-        )
+        shape = (self.num_bytes - width + 1,)
+        cells: NDArray[Any] = np.ndarray(shape, _void(width), self._window, 0, (1,))
         if out is None:
             return cells[at].view(np.uint8).reshape(len(at), width)
         target = out.view(_void(width)).reshape(len(at))
@@ -82,7 +83,7 @@ class Stretch:
 
     def _take_wide(self, at: NDArray[np.int64], width: int, out: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
         target = np.empty((len(at), width), np.uint8) if out is None else out
-        flat = memoryview(target.reshape(-1))
+        flat: memoryview = target.reshape(-1).data
         for k, begin in enumerate(at.tolist()):
             flat[k * width : (k + 1) * width] = self.view[begin : begin + width]
         return target

@@ -119,11 +119,13 @@ class RowEncoder:
         return parts
 
 
-def _column_error(name: str, encoding: str, sample: Mapping[str, Any], error: Exception) -> Exception:
+def _column_error(name: str, encoding: str, sample: Any, error: Exception) -> Exception:
     if not isinstance(sample, Mapping):
         return TypeError(f"a sample must be a mapping of column names to values; got {type(sample).__name__}.")
     if name not in sample:
-        return ValueError(f"column {name!r} ({encoding}) is missing in the sample, which has {', '.join(map(str, sample))}.")
+        return ValueError(
+            f"column {name!r} ({encoding}) is missing in a sample that has {', '.join(map(str, sample))}."
+        )
     if isinstance(error, (TypeError, ValueError)):
         kind = TypeError if isinstance(error, TypeError) else ValueError
         return kind(f"column {name!r}: {error}")

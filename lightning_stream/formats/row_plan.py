@@ -69,13 +69,14 @@ def _plan_rows(
 ) -> RowPlan:
     decoders = dict(chosen)
     if absent := set(decoders) - set(names):
-        raise ValueError(f"decoders: no column {sorted(absent)[0]!r}; there are {', '.join(names)}.")
+        raise ValueError(f"decoders: no column {min(absent)!r}; there are {', '.join(names)}.")
     columns = []
     for name, encoding_name, size in zip(names, encodings, sizes, strict=True):
         encoding = get_encoding(encoding_name)
         if encoding.size != size:
             raise FormatError(
-                f"column {name!r}: the index says {size} bytes, but {encoding_name!r} takes {encoding.size} (None: it varies)."
+                f"column {name!r}: the index says {size} bytes, but {encoding_name!r} takes {encoding.size} "
+                "(None: it varies). Fetch the index again."
             )
         if not encoding.safe and not allow_unsafe_types and name not in decoders:
             raise ValueError(

@@ -69,16 +69,17 @@ def rows_to_columns(samples: list[dict[str, Any]], schema: Schema, out: Buffers,
         ValueError: ``out`` does not fit.
     """
     batch: Batch = {}
-    for name, kind in schema.columns.items():
-        try:
+    name = kind = ""
+    try:
+        for name, kind in schema.columns.items():
             values = [sample[name] for sample in samples]
             dtype = _DTYPES.get(kind)
             batch[name] = values if dtype is None else np.array(values, dtype)
-        except (KeyError, OverflowError, ValueError, TypeError) as error:
-            raise FormatError(
-                f"{where}: column {name!r} must be {kind} in every sample ({type(error).__name__}: {error}). "
-                "Read it sample by sample."
-            ) from error
+    except (KeyError, OverflowError, ValueError, TypeError) as error:
+        raise FormatError(
+            f"{where}: column {name!r} must be {kind} in every sample ({type(error).__name__}: {error}). "
+            "Read it sample by sample."
+        ) from error
     for name, memory in out.items():
         column = batch.get(name)
         if not isinstance(column, np.ndarray):

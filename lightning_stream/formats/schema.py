@@ -84,7 +84,7 @@ def check_basename(name: object, where: str) -> str:
     """A file's name that stays below the dataset's root: relative, ``/`` between folders, nothing special.
 
     Raises:
-        FormatError: Absolute, with ``..``, ``.`` or empty parts, a backslash, a drive, a NUL or another control character.
+        FormatError: Absolute, with ``..``, ``.`` or empty parts, a backslash, a drive, or a control character.
     """
     if isinstance(name, str) and name.isprintable() and "\\" not in name and len(name) < 1024 and name[1:2] != ":":
         # a bare name, as nearly all are, needs no splitting

@@ -1,4 +1,4 @@
-"""Samples to shards to a store, the index last: a dataset without index.json does not exist, one with it is complete."""
+"""Samples to shards to a store, the index last: without index.json there is no dataset, with it it is complete."""
 
 from lightning_stream.writer.mds import MDSWriter
 

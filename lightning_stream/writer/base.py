@@ -45,7 +45,7 @@ class WriterConfig:
         """
         limit = None if size_limit is None else parse_bytes(size_limit, "size_limit")
         if limit is not None and limit > MAX_FILE_BYTES:
-            raise ValueError(f"size_limit must stay under 4 GiB, since offsets in shards have 32 bits; got {size_limit!r}.")
+            raise ValueError(f"size_limit must stay under 4 GiB, since offsets have 32 bits; got {size_limit!r}.")
         return cls(check_compression(compression), check_hashes(hashes), limit, exist_ok)
 
 

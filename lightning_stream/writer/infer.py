@@ -13,8 +13,8 @@ def infer_columns(sample: Mapping[str, Any]) -> dict[str, str]:
     """Encoding by column name for samples like this one.
 
     Whole numbers become ``int``, floats ``float64``, truth values ``uint8``, numpy numbers their own dtype, arrays and
-    tensors ``ndarray:<dtype>`` (any shape), text ``str``, bytes ``bytes``, decimals ``str_decimal``, images ``jpeg`` or ``png`` if they
-    were opened from such files, else ``pil``; lists, dicts and None ``json``.
+    tensors ``ndarray:<dtype>`` (any shape), text ``str``, bytes ``bytes``, decimals ``str_decimal``, images ``jpeg``
+    or ``png`` if they were opened from such files, else ``pil``; lists, dicts and None ``json``.
 
     Raises:
         TypeError: A value that none of these fits; names the column.
@@ -38,7 +38,8 @@ def infer_encoding(name: str, value: Any) -> str:
     if type(value).__module__.startswith("PIL."):
         return {"JPEG": "jpeg", "PNG": "png"}.get(value.format, "pil")
     raise TypeError(
-        f"column {name!r}: no encoding can be inferred for {type(value).__name__}. Pass columns= with an encoding for it."
+        f"column {name!r}: no encoding can be inferred for {type(value).__name__}. "
+        "Pass columns= with an encoding for it."
     )
 
 

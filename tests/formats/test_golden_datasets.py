@@ -39,7 +39,11 @@ def same(one: object, other: object) -> bool:
 
 
 def datasets(golden: Path) -> list[Path]:
-    return [*(path.parent for name in FOLDERS for path in sorted(golden.glob(f"{name}/*/index.json"))), golden / "hashed", golden / "merged"]
+    return [
+        *(path.parent for name in FOLDERS for path in sorted(golden.glob(f"{name}/*/index.json"))),
+        golden / "hashed",
+        golden / "merged",
+    ]
 
 
 def open_all(folder: Path, scratch: Path) -> list[Shard]:
@@ -56,7 +60,10 @@ def test_samples_and_columns_of_every_golden_dataset_agree(shared_golden: Path, 
             assert len(samples) > 0
             for name, column in columns.items():
                 assert len(column) == len(samples)
-                assert all(same(sample[name], value) for sample, value in zip(samples, column, strict=True)), (folder, name)
+                assert all(same(sample[name], value) for sample, value in zip(samples, column, strict=True)), (
+                    folder,
+                    name,
+                )
 
 
 @pytest.mark.parametrize("form", ["json", "csv", "tsv", "xsv"])
@@ -68,13 +75,21 @@ def test_rows_of_the_golden_row_formats_are_the_rows_written(shared_golden: Path
 
 
 def test_writing_the_same_samples_gives_the_same_bytes_and_index(shared_golden: Path, tmp_path: Path) -> None:
-    folders = [path.parent for name in ("mds", "compress") for path in sorted(shared_golden.glob(f"{name}/*/index.json"))]
+    folders = [
+        path.parent for name in ("mds", "compress") for path in sorted(shared_golden.glob(f"{name}/*/index.json"))
+    ]
     for number, folder in enumerate([*folders, shared_golden / "hashed", shared_golden / "merged" / "part0"]):
         index = Index.from_file(folder / "index.json")
         schema, out = index.schemas[0], tmp_path / f"out{number}"
-        as_stored = {name: bytes for name, encoding in schema.columns.items() if any(i in encoding for i in IMAGE_COLUMNS)}
+        as_stored = {
+            name: bytes for name, encoding in schema.columns.items() if any(i in encoding for i in IMAGE_COLUMNS)
+        }
         with MDSWriter(
-            out=out, columns=schema.columns, compression=schema.compression, hashes=schema.hashes, size_limit=schema.size_limit
+            out=out,
+            columns=schema.columns,
+            compression=schema.compression,
+            hashes=schema.hashes,
+            size_limit=schema.size_limit,
         ) as writer:
             for k in range(len(index)):
                 entry = index.entry(k)
