@@ -1,0 +1,202 @@
+"""The five shuffles of mosaicml-streaming 0.13, bit for bit: `py1e py1br py1s py2s naive`.
+
+All of them draw from numpy's PCG64 `default_rng`. One generator, seeded by the seed alone, fixes which shards lie
+together in a canonical node for the whole run; another, seeded by seed + epoch, does what is new in an epoch. The
+order in which draws are made is part of the format: it may not be changed, merged or batched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.random import Generator, default_rng
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+
+DEFAULT_BLOCK_SIZE = 1 << 18
+_LEAST_BLOCK = {"py1e": 1, "py1br": 2}
+
+
+def shuffle(
+    algo: str,
+    shard_sizes: Sequence[int] | Ids,
+    num_canonical_nodes: int,
+    seed: int,
+    epoch: int,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+) -> Ids:
+    """Give the shuffled sample ids of an epoch: int64[sum of `shard_sizes`], a permutation.
+
+    Args:
+        algo: One of `SHUFFLES`.
+        shard_sizes: Samples of each shard, in the order of their ids.
+        num_canonical_nodes: Parts into which the epoch is cut; every sample stays inside its part (but for `naive`).
+        seed: The run's seed.
+        epoch: The epoch, counted from 0.
+        block_size: Samples among which `py1e` and `py1br` shuffle; the others do not look at it.
+
+    Raises:
+        ValueError: An unknown algorithm or a number out of range.
+    """
+    if algo not in _ALGORITHMS:
+        raise ValueError(f"shuffle_algo must be one of {', '.join(SHUFFLES)}; found {algo!r}")
+    sizes = np.asarray(shard_sizes, dtype=np.int64)
+    if sizes.ndim != 1 or (sizes < 0).any():
+        raise ValueError("shard_sizes must be a flat sequence of counts, none negative; check the index of each stream")
+    for name, value, least in (("num_canonical_nodes", num_canonical_nodes, 1), ("seed + epoch", seed + epoch, 0)):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}; found {value}")
+    if block_size < _LEAST_BLOCK.get(algo, block_size):
+        raise ValueError(f"shuffle_block_size must be at least {_LEAST_BLOCK[algo]} for {algo}; found {block_size}")
+    if algo == "py1e" and sizes.sum() < num_canonical_nodes:
+        raise ValueError(
+            f"py1e needs a sample for each canonical node; found {sizes.sum()} samples and {num_canonical_nodes} nodes; "
+            f"set a smaller num_canonical_nodes, or draw more samples"
+        )
+    return _ALGORITHMS[algo](sizes, num_canonical_nodes, seed, default_rng(seed + epoch), block_size)
+
+
+def _cut(spans: Ids, num_canonical_nodes: int) -> list[Ids]:
+    """Cut spans, int64[n, 2] of (begin, end), at the even borders of the canonical nodes: spans of each node.
+
+    Empty spans stay, with the node before them: they hold no samples, yet they take part in draws.
+    """
+    stops = np.concatenate([[0], np.cumsum(spans[:, 1] - spans[:, 0])])
+    total = int(stops[-1])
+    nodes, first, begin = [], 0, 0
+    for node in range(num_canonical_nodes):
+        end = total * (node + 1) // num_canonical_nodes
+        last = int(np.searchsorted(stops, end, side="right")) - 1
+        own = spans[first : last + (begin < end and stops[last] < end)].copy()
+        if begin < end:
+            own[0, 0] += begin - stops[first]
+            own[-1, 1] -= max(stops[first + len(own)] - end, 0)
+        nodes.append(own)
+        first, begin = last, end
+    return nodes
+
+
+def _node_spans(sizes: Ids, num_canonical_nodes: int, seed: int) -> list[Ids]:
+    """Deal all shards, in their run-constant order, to canonical nodes."""
+    ends = np.cumsum(sizes)
+    order = np.arange(len(sizes))
+    default_rng(seed).shuffle(order)
+    return _cut(np.stack([ends - sizes, ends], axis=1)[order], num_canonical_nodes)
+
+
+def _epoch_spans(sizes: Ids, num_canonical_nodes: int, seed: int, rng: Generator) -> list[Ids]:
+    """The same, with the spans of each node in this epoch's order."""
+    nodes = _node_spans(sizes, num_canonical_nodes, seed)
+    for node, spans in enumerate(nodes):
+        order = np.arange(len(spans))
+        rng.shuffle(order)
+        nodes[node] = spans[order]
+    return nodes
+
+
+def _ids_of(spans: Ids) -> Ids:
+    """Every id of the spans, one span after another."""
+    lengths = spans[:, 1] - spans[:, 0]
+    shifts = spans[:, 0] - (np.cumsum(lengths) - lengths)
+    return np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(shifts, lengths)
+
+
+def _shuffle_slices(ids: Ids, lengths: Ids, rng: Generator) -> None:
+    """Shuffle consecutive slices of `ids` in place, each by itself, in order."""
+    begin = 0
+    for length in lengths.tolist():
+        rng.shuffle(ids[begin : begin + length])
+        begin += length
+
+
+def _py1s(sizes: Ids, num_canonical_nodes: int, seed: int, rng: Generator, block_size: int) -> Ids:  # noqa: ARG001
+    spans = np.concatenate(_epoch_spans(sizes, num_canonical_nodes, seed, rng))
+    ids = _ids_of(spans)
+    _shuffle_slices(ids, spans[:, 1] - spans[:, 0], rng)
+    return ids
+
+
+def _py1br(sizes: Ids, num_canonical_nodes: int, seed: int, rng: Generator, block_size: int) -> Ids:
+    nodes = _epoch_spans(sizes, num_canonical_nodes, seed, rng)
+    staggers = rng.integers(0, int(0.75 * block_size), (num_canonical_nodes,)).tolist()
+    parts = []
+    for spans, stagger in zip(nodes, staggers, strict=True):
+        ids = _ids_of(spans)
+        for begin, end in _blocks(len(ids), stagger, block_size, rng):
+            rng.shuffle(ids[begin:end])
+        parts.append(ids)
+    return np.concatenate(parts)
+
+
+def _blocks(num_samples: int, stagger: int, block_size: int, rng: Generator) -> list[tuple[int, int]]:
+    """Cut a node into blocks of random size, moved back by `stagger`.
+
+    The count advances by what a block holds, so the second block overlaps the first (and is shuffled after it), and
+    the last `stagger` samples of a node may lie in no block at all: this is how the original behaves.
+    """
+    low, high = int(0.75 * block_size), int(1.25 * block_size)
+    blocks, reached = [], 0
+    while reached < num_samples:
+        size = int(rng.integers(low, high))
+        begin, end = max(reached - stagger, 0), min(reached + size - stagger, num_samples)
+        blocks.append((begin, end))
+        reached += end - begin
+    return blocks
+
+
+def _py1e(sizes: Ids, num_canonical_nodes: int, seed: int, rng: Generator, block_size: int) -> Ids:
+    parts = []
+    for spans in _epoch_spans(sizes, num_canonical_nodes, seed, rng):
+        ids = _ids_of(spans)
+        lengths = spans[:, 1] - spans[:, 0]
+        _shuffle_slices(ids, lengths, rng)
+        parts.append(ids[np.argsort(_jittered(lengths, block_size, rng))])
+    return np.concatenate(parts)
+
+
+def _jittered(lengths: Ids, block_size: int, rng: Generator) -> NDArray[np.float64]:
+    """Where each sample of a node would like to be: its place, moved by up to half a block less its span."""
+    low, high = int(0.75 * block_size), int(1.25 * block_size)
+    num_samples = int(lengths.sum())
+    places = np.arange(num_samples, dtype=np.float64)
+    begin = 0
+    for length in lengths.tolist():
+        end = begin + length
+        reach = max((int(rng.integers(low, high)) - length) / 2, 0)
+        places[begin:end] += rng.uniform(max(-reach, -begin), min(reach, num_samples - end), length)
+        begin = end
+    return places
+
+
+def _py2s(sizes: Ids, num_canonical_nodes: int, seed: int, rng: Generator, block_size: int) -> Ids:  # noqa: ARG001
+    fixed = default_rng(seed)
+    ends = np.cumsum(sizes)
+    order = np.arange(len(sizes))
+    fixed.shuffle(order)
+    ids = _ids_of(np.stack([ends - sizes, ends], axis=1)[order])
+    _shuffle_slices(ids, sizes[order], fixed)
+    shards = np.concatenate([[0], np.cumsum(sizes[order])]).astype(np.int64)
+    parts = []
+    for pieces in _cut(np.stack([shards[:-1], shards[1:]], axis=1), num_canonical_nodes):
+        turns = np.arange(len(pieces))
+        rng.shuffle(turns)
+        own = ids[_ids_of(pieces[turns])]
+        _shuffle_slices(own, (pieces[:, 1] - pieces[:, 0])[turns], rng)
+        parts.append(own)
+    return np.concatenate(parts)
+
+
+def _naive(sizes: Ids, num_canonical_nodes: int, seed: int, rng: Generator, block_size: int) -> Ids:  # noqa: ARG001
+    return rng.permutation(int(sizes.sum())).astype(np.int64, copy=False)
+
+
+_ALGORITHMS: dict[str, Callable[[Ids, int, int, Generator, int], Ids]] = {
+    "py1e": _py1e,
+    "py1br": _py1br,
+    "py1s": _py1s,
+    "py2s": _py2s,
+    "naive": _naive,
+}
+SHUFFLES = tuple(_ALGORITHMS)

@@ -1,0 +1,263 @@
+"""A whole epoch of mosaicml-streaming 0.13 as one array, for its four batching methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.random import default_rng
+from numpy.typing import NDArray
+
+from lightning_stream.order.mosaic.partition import PADDING, deal_global_batches, global_batches, partition
+from lightning_stream.order.mosaic.resample import Draws, Sampler
+from lightning_stream.order.mosaic.shuffle import shuffle as shuffled
+from lightning_stream.order.mosaic.weights import StreamDraws, Weight, stream_draws
+
+Ids = NDArray[np.int64]
+
+SAMPLING_METHODS = ("balanced", "fixed")
+
+
+@dataclass(frozen=True)
+class WorkPlan:
+    """All that an epoch's array depends on but the resume point.
+
+    Args:
+        draws: What each stream gives.
+        sampler: Draws the samples of an epoch.
+        shuffle: Whether to shuffle; if not, ids stay in order within a canonical node.
+        shuffle_algo: See `shuffle`.
+        shuffle_seed: The run's seed.
+        shuffle_block_size: See `shuffle`; split over streams by their proportions where batches keep them apart.
+        partition_algo: See `partition`.
+        num_canonical_nodes: See `partition`.
+        world: Nodes, ranks per node, workers per rank.
+        batch_size: Samples of a rank's batch.
+        initial_physical_nodes: Nodes that began the run, if known.
+    """
+
+    draws: StreamDraws
+    sampler: Sampler
+    shuffle: bool
+    shuffle_algo: str
+    shuffle_seed: int
+    shuffle_block_size: int
+    partition_algo: str
+    num_canonical_nodes: int
+    world: tuple[int, int, int]
+    batch_size: int
+    initial_physical_nodes: int | None
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all nodes."""
+        return self.world[0] * self.world[1]
+
+    @property
+    def global_batch(self) -> int:
+        """Samples that all ranks take in one step."""
+        return self.num_ranks * self.batch_size
+
+    @property
+    def epoch_seed_shift(self) -> bool:
+        """Whether the mix of streams over time is new in each epoch."""
+        return self.shuffle
+
+    def order(self, drawn: Draws, epoch: int, block_size: int) -> Ids:
+        """Give the sample id at each position of the drawn samples."""
+        if not self.shuffle:
+            return drawn.ids
+        nodes, seed = self.num_canonical_nodes, self.shuffle_seed
+        return drawn.ids[shuffled(self.shuffle_algo, drawn.sizes, nodes, seed, epoch, block_size)]
+
+    def stream_order(self, stream: int, epoch: int) -> Ids:
+        """Give the same for one stream alone, with its share of the block."""
+        share = int(self.shuffle_block_size * self.draws.proportion[stream])
+        return self.order(self.sampler.draw(epoch, [stream]), epoch, share)
+
+    def partition(self, num_samples: int, batch_size: int, drop_first: int = 0) -> Ids:
+        """Partition positions over this world."""
+        return partition(
+            self.partition_algo,
+            num_samples,
+            self.num_canonical_nodes,
+            *self.world,
+            batch_size,
+            drop_first,
+            self.initial_physical_nodes,
+        )
+
+    def node_turns(self, num_samples: int) -> Ids:
+        """Positions as the nodes come to them, one of each node in turn."""
+        nodes, initial = self.world[0], self.initial_physical_nodes
+        rows = partition(self.partition_algo, num_samples, self.num_canonical_nodes, nodes, 1, 1, 1, 0, initial)
+        return global_batches(rows).reshape(-1)
+
+    def deal(self, batches: Ids, sample_in_epoch: int) -> Ids:
+        """Skip the global batches that are used up and deal the rest to the world."""
+        rest = batches[sample_in_epoch // self.global_batch :]
+        return deal_global_batches(rest, (*self.world, self.batch_size))
+
+
+def _random(plan: WorkPlan, epoch: int, sample_in_epoch: int) -> Ids:
+    drawn = plan.sampler.draw(epoch, range(len(plan.draws.choose)))
+    positions = plan.partition(len(drawn.ids), plan.batch_size, sample_in_epoch)
+    return _take(plan.order(drawn, epoch, plan.shuffle_block_size), positions)
+
+
+def _stratified(plan: WorkPlan, epoch: int, sample_in_epoch: int) -> Ids:
+    portions = _portions(plan.draws.proportion, plan.global_batch)
+    columns = []
+    for stream, portion in enumerate(portions):
+        ids = plan.stream_order(stream, epoch)
+        columns.append((ids[plan.node_turns(len(ids))], portion))
+    steps = min(len(ids) // portion for ids, portion in columns)
+    batches = [ids[: steps * portion].reshape(steps, portion) for ids, portion in columns]
+    return plan.deal(np.concatenate(batches, axis=1), sample_in_epoch)
+
+
+def _per_stream(plan: WorkPlan, epoch: int, sample_in_epoch: int) -> Ids:
+    pools = []
+    for stream in range(len(plan.draws.choose)):
+        ids = plan.stream_order(stream, epoch)
+        batches = global_batches(plan.partition(len(ids), plan.batch_size))
+        whole = batches[(batches != PADDING).all(axis=1)]
+        _require_batches(stream, len(ids), len(whole), plan.global_batch)
+        pools.append(_take(ids, whole))
+    rng = default_rng(plan.shuffle_seed + epoch * plan.epoch_seed_shift)
+    return plan.deal(_mixed(pools, rng), sample_in_epoch)
+
+
+def _device_per_stream(plan: WorkPlan, epoch: int, sample_in_epoch: int) -> Ids:
+    nodes, ranks, _ = plan.world
+    canonical, size = plan.num_canonical_nodes, plan.batch_size
+    if canonical % nodes:
+        raise ValueError(
+            f"device_per_stream needs the nodes to divide num_canonical_nodes; found {nodes} and {canonical}; "
+            f"set num_canonical_nodes to a multiple of {nodes}"
+        )
+    pools = []
+    for stream in range(len(plan.draws.choose)):
+        ids = plan.stream_order(stream, epoch)
+        rows = partition(plan.partition_algo, len(ids), canonical, canonical, ranks, 1, 1)
+        own = global_batches(rows).reshape(-1, nodes, canonical // nodes * ranks).transpose(1, 0, 2).reshape(nodes, -1)
+        count = own.shape[1] // size
+        _require_batches(stream, len(ids), count, size)
+        pools.append(_take(ids, own[:, : count * size].reshape(nodes, count, size)))
+    rng = default_rng(plan.shuffle_seed + epoch * plan.epoch_seed_shift)
+    mixed = np.stack([_mixed([pool[node] for pool in pools], rng) for node in range(nodes)], axis=1)
+    padding = np.full((plan.num_ranks - len(mixed) % plan.num_ranks, nodes, size), PADDING, dtype=np.int64)
+    batches = np.concatenate([mixed, padding]).reshape(-1, plan.global_batch)
+    return plan.deal(batches, sample_in_epoch)
+
+
+def _take(ids: Ids, positions: Ids) -> Ids:
+    """Look up positions, leaving padding as it is."""
+    return np.where(positions == PADDING, PADDING, ids[positions])
+
+
+def _portions(proportions: Sequence[float], global_batch: int) -> list[int]:
+    """Split a global batch by proportions: rounded down, then the largest remainders up."""
+    exact = np.asarray(proportions) * global_batch
+    portions = np.floor(exact).astype(np.int64)
+    short = global_batch - int(portions.sum())
+    if short:
+        portions[np.argsort(exact - portions)[-short:]] += 1
+    for stream in np.flatnonzero(portions == 0).tolist():
+        raise ValueError(
+            f"stratified batches hold a sample of every stream; stream {stream} has no place in a global batch of "
+            f"{global_batch}; raise the batch size or its proportion"
+        )
+    result: list[int] = portions.tolist()
+    return result
+
+
+def _mixed(pools: Sequence[Ids], rng: np.random.Generator) -> Ids:
+    """Interleave the batches of streams in random order, each stream's own in their order."""
+    turns = np.repeat(np.arange(len(pools)), [len(pool) for pool in pools])
+    rng.shuffle(turns)
+    mixed = np.empty((len(turns), *pools[0].shape[1:]), dtype=np.int64)
+    for stream, pool in enumerate(pools):
+        mixed[turns == stream] = pool
+    return mixed
+
+
+def _require_batches(stream: int, num_samples: int, num_batches: int, batch_size: int) -> None:
+    if not num_batches:
+        raise ValueError(
+            f"each stream must fill at least one batch of its own; stream {stream} draws {num_samples} samples for "
+            f"batches of {batch_size}; lower the batch size, raise its weight, or leave it out"
+        )
+
+
+_METHODS: dict[str, Callable[[WorkPlan, int, int], Ids]] = {
+    "random": _random,
+    "stratified": _stratified,
+    "per_stream": _per_stream,
+    "device_per_stream": _device_per_stream,
+}
+BATCHING_METHODS = tuple(_METHODS)
+
+
+def epoch_work(
+    weights: Sequence[Weight] | None,
+    sampling_method: str,
+    sampling_granularity: int,
+    shuffle: bool,
+    shuffle_algo: str,
+    batching_method: str,
+    num_physical_nodes: int,
+    ranks_per_node: int,
+    workers_per_rank: int,
+    batch_size: int,
+    num_canonical_nodes: int | None,
+    epoch: int,
+    sample_in_epoch: int,
+    shuffle_seed: int,
+    shuffle_block_size: int | None,
+    partition_algo: str,
+    *,
+    shard_sizes: Sequence[Sequence[int] | Ids],
+    epoch_size: int | str | None = None,
+    initial_physical_nodes: int | None = None,
+) -> Ids:
+    """Give a whole epoch: int64[nodes, ranks per node, workers per rank, batches, batch size], -1 for padding.
+
+    Raises:
+        ValueError: A setting out of range, or streams that cannot fill what is asked.
+    """
+    for name, value, known in (
+        ("batching_method", batching_method, BATCHING_METHODS),
+        ("sampling_method", sampling_method, SAMPLING_METHODS),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}; found {value!r}")
+    draws = stream_draws(shard_sizes, weights, epoch_size, shuffle_seed)
+    sizes = [np.asarray(stream, dtype=np.int64) for stream in shard_sizes]
+    canonical = num_canonical_nodes or default_canonical_nodes(shuffle_algo, num_physical_nodes)
+    sampler = Sampler(sizes, draws.choose, sampling_method == "balanced", sampling_granularity, shuffle_seed, shuffle)
+    plan = WorkPlan(
+        draws,
+        sampler,
+        shuffle,
+        shuffle_algo,
+        shuffle_seed,
+        shuffle_block_size or default_block_size(canonical),
+        partition_algo,
+        canonical,
+        (num_physical_nodes, ranks_per_node, workers_per_rank),
+        batch_size,
+        initial_physical_nodes,
+    )
+    return _METHODS[batching_method](plan, epoch, sample_in_epoch)
+
+
+def default_canonical_nodes(shuffle_algo: str, num_physical_nodes: int) -> int:
+    """Canonical nodes where the user names none."""
+    return num_physical_nodes * (64 if shuffle_algo in ("py1s", "py2s") else 1)
+
+
+def default_block_size(num_canonical_nodes: int) -> int:
+    """Samples of a shuffle block where the user names none."""
+    return max(4_000_000 // num_canonical_nodes, 1 << 18)
