@@ -26,6 +26,7 @@ class Purpose(IntEnum):
     JITTER = 7
     SUBSTITUTE = 8
     SHORTFALL = 9
+    STRATA = 10
 
 
 def raw(purpose: Purpose, *numbers: int, size: int) -> NDArray[np.uint64]:
@@ -39,12 +40,12 @@ def permutation(purpose: Purpose, *numbers: int, size: int) -> NDArray[np.int64]
     return stable_argsort(raw(purpose, *numbers, size=size))
 
 
-def stable_argsort(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Stable argsort, several times faster than numpy's where no two keys are equal (then every sort agrees)."""
-    order = keys.argsort()
-    ordered = keys[order]
-    if (ordered[1:] == ordered[:-1]).any():
-        order = keys.argsort(kind="stable")
+def stable_argsort(keys: NDArray[np.uint64] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Stable argsort of each row, several times faster where no two keys are equal: then every sort agrees."""
+    order = keys.argsort(axis=-1)
+    ordered = np.take_along_axis(keys, order, axis=-1) if keys.ndim > 1 else keys[order]
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        order = keys.argsort(axis=-1, kind="stable")
     return order
 
 

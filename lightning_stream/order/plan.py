@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from lightning_stream.order.config import OrderConfig
 from lightning_stream.order.draw import Draw, StreamWeights, Units, choose_per_stream
 from lightning_stream.order.mix import EpochOrder, MixedOrder, RandomOrder
-from lightning_stream.order.permutation import Purpose, permutation
+from lightning_stream.order.permutation import stable_argsort
 from lightning_stream.order.rank_split import TAILS, Share, Tail, split, split_blocks
 from lightning_stream.order.snapshot import Snapshot
+from lightning_stream.order.spread import deal_shards
 from lightning_stream.order.window import SequentialSource, Source, WindowSource
 from lightning_stream.order.world import World
 
@@ -37,7 +38,7 @@ class RunOrder:
         chosen = choose_per_stream(snapshot, self.weights, config.epoch_size, config.seed)
         balanced = config.sampling_method == "balanced"
         self._draw = Draw(snapshot, chosen, config.seed, balanced, config.sampling_granularity)
-        self._shard_rank: NDArray[np.int64] | None = None
+        self._shard_places: NDArray[np.int64] | None = None
         self._constant_units: dict[tuple[int, ...], Units] = {}
         self._epochs: dict[int, EpochOrder] = {}
 
@@ -95,20 +96,18 @@ class RunOrder:
             return found
         units = self._draw.units(epoch, streams)
         if self.config.shuffle:
-            order = np.argsort(self._rank_of_shards()[units.shard], kind="stable")
+            order = stable_argsort(self._places()[units.shard])
             units = Units(units.shard[order], units.count[order])
         if self._draw.constant:
             self._constant_units[streams] = units
         return units
 
-    def _rank_of_shards(self) -> NDArray[np.int64]:
-        """Each shard's place in the run-constant permutation of all shards."""
-        if self._shard_rank is None:
-            order = permutation(Purpose.SHARDS, self.config.seed, size=self.snapshot.num_shards)
-            rank = np.empty_like(order)
-            rank[order] = np.arange(len(order))
-            self._shard_rank = rank
-        return self._shard_rank
+    def _places(self) -> NDArray[np.int64]:
+        """Each shard's place in the run-constant order that is cut into canonical nodes."""
+        if self._shard_places is None:
+            config = self.config
+            self._shard_places = deal_shards(config.seed, self.snapshot.num_shards, config.canonical_nodes)
+        return self._shard_places
 
 
 class BatchPlan:
@@ -144,6 +143,11 @@ class BatchPlan:
     def num_batches(self) -> int:
         """Global batches from ``start`` on."""
         return self._num_whole + len(self._tail_ends)
+
+    @property
+    def num_whole_batches(self) -> int:
+        """Global batches of exactly B samples that come before the tail's."""
+        return self._num_whole
 
     @property
     def end(self) -> int:

@@ -2,18 +2,22 @@
 
 The drawn samples are split evenly into canonical nodes; position p belongs to node p mod C. Within a node the parts
 (shards, or pieces of shards cut by a border) are permuted anew each epoch; each is permuted and cut into w pieces, and
-block t holds piece i of part t - i. So one part enters and one leaves per block.
+block t holds piece i of part t - i. So one part enters and one leaves per block. Both ends are softened: the window
+fills with half pieces, and the last block holds all that the last parts have left.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.draw import Draw, Units
 from lightning_stream.order.permutation import Purpose, permutation
+from lightning_stream.order.spread import spread_parts
+
+_Kept = TypeVar("_Kept")
 
 
 class Source(Protocol):
@@ -107,43 +111,73 @@ class WindowSource:
         end = begin + size + (node < longer)
         first = int(np.searchsorted(self._ends, begin, side="right"))
         last = int(np.searchsorted(self._ends, end, side="left")) + (end > begin)
-        count = self._units.count[first:last]
-        low, high = np.zeros_like(count), count.copy()
-        if len(count):
-            low[0] = begin - (self._ends[first] - count[0])
-            high[-1] = end - (self._ends[last - 1] - count[-1])
         key = (self._draw.seed, self._epoch, self._stream, node)
-        order = permutation(Purpose.PARTS, *key, size=len(count))
-        parts = Parts(self._units.shard[first:last][order], count[order], low[order], high[order])
+        order = spread_parts(key, last - first, len(self._ends) // self._num_nodes, self._num_nodes, self._window)
+        start = int(self._ends[first] - self._units.count[first]) if last > first else begin
+        parts = Parts(self._units, first, order, begin - start, int(self._ends[last - 1]) - end if last > first else 0)
         return NodeWindow(self._draw, key, parts, self._window)
 
 
 class Parts:
-    """The parts of one canonical node in this epoch's order: samples [low, high) of a unit of ``count`` of a shard."""
+    """The parts of one canonical node in this epoch's order: units first, first + 1, ..., the outer two perhaps cut.
 
-    def __init__(
-        self, shard: NDArray[np.int64], count: NDArray[np.int64], low: NDArray[np.int64], high: NDArray[np.int64]
-    ) -> None:
-        self.shard, self.count, self.low, self.high = shard, count, low, high
-        self.size = high - low
+    Args:
+        units: All units.
+        first: The node's first unit.
+        order: int64[K], the part (counted from ``first``) at each place of the epoch.
+        before: Samples of the first unit that belong to the node before.
+        behind: Samples of the last unit that belong to the next node.
+    """
+
+    def __init__(self, units: Units, first: int, order: NDArray[np.int64], before: int, behind: int) -> None:
+        self._units, self._first, self._order, self._before, self._behind = units, first, order, before, behind
+
+    def __len__(self) -> int:
+        """K."""
+        return len(self._order)
+
+    def sizes(self) -> NDArray[np.int64]:
+        """int64[K]: samples of each part, in the epoch's order."""
+        count = self._units.count[self._first : self._first + len(self._order)].copy()
+        if len(count):
+            count[0] -= self._before
+            count[-1] -= self._behind
+        permuted: NDArray[np.int64] = count[self._order]
+        return permuted
+
+    def read(self, place: int, draw: Draw, epoch: int) -> NDArray[np.int64]:
+        """Sample ids of the part at this place of the epoch, ascending."""
+        part = int(self._order[place])
+        unit = self._first + part
+        count = int(self._units.count[unit])
+        low = self._before if part == 0 else 0
+        high = count - (self._behind if part == len(self._order) - 1 else 0)
+        return draw.ids(epoch, int(self._units.shard[unit]), count, low, high)
 
 
 class NodeWindow:
-    """The rolling window of one canonical node."""
+    """The rolling window of one canonical node.
+
+    Args:
+        draw: The run's draw.
+        key: (seed, epoch, stream, node).
+        parts: The node's parts.
+        window: w.
+    """
 
     def __init__(self, draw: Draw, key: tuple[int, int, int, int], parts: Parts, window: int) -> None:
-        self._draw, self._key, self.parts, self._window = draw, key, parts, window
-        self.ends = block_ends(parts.size, window)
-        self._permuted: dict[int, NDArray[np.int64]] = {}
+        self._draw, self._key, self._parts, self._window = draw, key, parts, window
+        self._ends = block_ends(parts.sizes(), window)
+        self._permuted: dict[int, tuple[NDArray[np.int64], list[int]]] = {}
         self._blocks: dict[int, NDArray[np.int64]] = {}
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
         """Sample ids at this node's indices [begin, end)."""
-        block = int(np.searchsorted(self.ends, begin, side="right"))
+        block = int(np.searchsorted(self._ends, begin, side="right"))
         pieces = []
         at = begin
         while at < end:
-            ids, stop = self._block(block), int(self.ends[block])
+            ids, stop = self._block(block), int(self._ends[block])
             start = stop - len(ids)
             pieces.append(ids[at - start : min(end, stop) - start])
             at, block = min(end, stop), block + 1
@@ -157,51 +191,62 @@ class NodeWindow:
         return found
 
     def _make_block(self, block: int) -> NDArray[np.int64]:
-        first, last = max(0, block - self._window + 1), min(block, len(self.parts.size) - 1)
-        last_block = block == len(self.ends) - 1
+        is_last = block == len(self._parts) - 1
         pieces = []
-        for part in range(first, last + 1):
-            ids = self._part(part)
-            begin = _piece_begin(len(ids), block - part, self._window)
-            stop = len(ids) if last_block else _piece_begin(len(ids), block - part + 1, self._window)
-            pieces.append(ids[begin:stop])
+        for place in range(max(0, block - self._window + 1), block + 1):
+            ids, begins = self._part(place)
+            piece = block - place
+            pieces.append(ids[begins[piece] : len(ids) if is_last else begins[piece + 1]])
         ids = np.concatenate(pieces)
         return ids[permutation(Purpose.BLOCK, *self._key, block, size=len(ids))]
 
-    def _part(self, part: int) -> NDArray[np.int64]:
-        found = self._permuted.get(part)
+    def _part(self, place: int) -> tuple[NDArray[np.int64], list[int]]:
+        """The part's ids, permuted, and where its pieces begin."""
+        found = self._permuted.get(place)
         if found is None:
-            parts = self.parts
-            shard, count = int(parts.shard[part]), int(parts.count[part])
-            ids = self._draw.ids(self._key[1], shard, count, int(parts.low[part]), int(parts.high[part]))
-            found = ids[permutation(Purpose.SAMPLES, *self._key, part, size=len(ids))]
-            _remember(self._permuted, part, found, keep=self._window + 1)
+            ids = self._parts.read(place, self._draw, self._key[1])
+            ids = ids[permutation(Purpose.SAMPLES, *self._key, place, size=len(ids))]
+            found = ids, piece_begins(len(ids), place, self._window).tolist()
+            _remember(self._permuted, place, found, keep=self._window + 1)
         return found
 
 
 def block_ends(sizes: NDArray[np.int64], window: int) -> NDArray[np.int64]:
-    """int64[blocks]: where each block of a node ends, one cumulative sum over its parts.
-
-    There is one block per part, and a last one that holds what the last parts have left.
-    """
+    """int64[K]: where each block of a node ends, in O(K + w**2); the last block holds all that is left."""
     num_parts = len(sizes)
-    small, longer = sizes // window, sizes % window
-    rise = np.zeros(num_parts + window + 1, dtype=np.int64)
-    rise[:num_parts] += small + (longer > 0)
-    rise[window : window + num_parts] -= small
-    rise -= np.bincount(np.arange(num_parts) + longer, weights=longer > 0, minlength=len(rise)).astype(np.int64)
-    ends = np.cumsum(np.cumsum(rise))[: num_parts + 1]
+    head = min(window - 1, num_parts)
+    length = num_parts + window + 1
+    rise = np.zeros(length, dtype=np.int64)
+    steady = np.arange(head, num_parts)
+    small, longer = sizes[head:] // window, sizes[head:] % window
+    rise[head:num_parts] += small + (longer > 0)
+    rise[head + window : num_parts + window] -= small
+    rise -= np.bincount(steady + longer, weights=longer > 0, minlength=length).astype(np.int64)
+    blocks = np.cumsum(rise)
+    for place in range(head):
+        blocks[place : place + window] += np.diff(piece_begins(int(sizes[place]), place, window))
+    ends = np.cumsum(blocks)[:num_parts]
     if num_parts:
         ends[-1] = sizes.sum()
     return ends
 
 
-def _piece_begin(size: int, piece: int, window: int) -> int:
-    """Where a piece of a part begins: w pieces, the first ``size mod w`` of them one longer."""
-    return size // window * piece + min(piece, size % window)
+def piece_begins(size: int, place: int, window: int) -> NDArray[np.int64]:
+    """int64[w + 1]: where each piece of the part at ``place`` begins, and the end.
+
+    A part gives w pieces, the first ``size mod w`` of them one longer. While the window fills, the first w - 1 parts
+    give half pieces, and what they keep back in equal pieces once it is full: it fills twice as fast.
+    """
+    filling = max(0, window - 1 - place)
+    half = size // (2 * window)
+    even, longer = divmod(size - half * filling, window - filling)
+    piece = np.arange(window + 1, dtype=np.int64)
+    late = np.maximum(piece - filling, 0)
+    begins: NDArray[np.int64] = half * np.minimum(piece, filling) + even * late + np.minimum(late, longer)
+    return begins
 
 
-def _remember(cache: dict[int, NDArray[np.int64]], key: int, value: NDArray[np.int64], keep: int) -> None:
+def _remember(cache: dict[int, _Kept], key: int, value: _Kept, keep: int) -> None:
     """Keep the newest few; each step is atomic, so threads sharing a cache at worst compute a value twice."""
     cache[key] = value
     for old in list(cache)[:-keep]:
