@@ -72,7 +72,8 @@ def partition(
 def global_batches(work: Ids) -> Ids:
     """Give an epoch's array as int64[batches, ranks * batch size]: what all ranks together take, in order of time."""
     nodes, ranks, _, _, batch_size = work.shape
-    return work.transpose(3, 2, 0, 1, 4).reshape(-1, nodes * ranks * batch_size)
+    batches: Ids = work.transpose(3, 2, 0, 1, 4).reshape(-1, nodes * ranks * batch_size)
+    return batches
 
 
 def deal_global_batches(batches: Ids, world: Sequence[int]) -> Ids:

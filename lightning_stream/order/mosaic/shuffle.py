@@ -52,7 +52,7 @@ def shuffle(
         raise ValueError(f"shuffle_block_size must be at least {_LEAST_BLOCK[algo]} for {algo}; found {block_size}")
     if algo == "py1e" and sizes.sum() < num_canonical_nodes:
         raise ValueError(
-            f"py1e needs a sample for each canonical node; found {sizes.sum()} samples and {num_canonical_nodes} nodes; "
+            f"py1e needs a sample for each canonical node; found {sizes.sum()} and {num_canonical_nodes}; "
             f"set a smaller num_canonical_nodes, or draw more samples"
         )
     return _ALGORITHMS[algo](sizes, num_canonical_nodes, seed, default_rng(seed + epoch), block_size)
@@ -100,7 +100,8 @@ def _ids_of(spans: Ids) -> Ids:
     """Every id of the spans, one span after another."""
     lengths = spans[:, 1] - spans[:, 0]
     shifts = spans[:, 0] - (np.cumsum(lengths) - lengths)
-    return np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(shifts, lengths)
+    ids: Ids = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(shifts, lengths)
+    return ids
 
 
 def _shuffle_slices(ids: Ids, lengths: Ids, rng: Generator) -> None:

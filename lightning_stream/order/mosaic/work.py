@@ -59,10 +59,9 @@ class WorkPlan:
         """Samples that all ranks take in one step."""
         return self.num_ranks * self.batch_size
 
-    @property
-    def epoch_seed_shift(self) -> bool:
-        """Whether the mix of streams over time is new in each epoch."""
-        return self.shuffle
+    def mixing(self, epoch: int) -> np.random.Generator:
+        """Give the generator that mixes the batches of streams over time."""
+        return default_rng(self.shuffle_seed + epoch * (self.shuffle and self.sampler.balanced))
 
     def order(self, drawn: Draws, epoch: int, block_size: int) -> Ids:
         """Give the sample id at each position of the drawn samples."""
@@ -73,8 +72,11 @@ class WorkPlan:
 
     def stream_order(self, stream: int, epoch: int) -> Ids:
         """Give the same for one stream alone, with its share of the block."""
-        share = int(self.shuffle_block_size * self.draws.proportion[stream])
-        return self.order(self.sampler.draw(epoch, [stream]), epoch, share)
+        return self.order(self.sampler.draw(epoch, [stream]), epoch, self.block_share(stream))
+
+    def block_share(self, stream: int) -> int:
+        """Give the samples of a shuffle block of one stream alone."""
+        return int(self.shuffle_block_size * self.draws.proportion[stream])
 
     def partition(self, num_samples: int, batch_size: int, drop_first: int = 0) -> Ids:
         """Partition positions over this world."""
@@ -88,10 +90,10 @@ class WorkPlan:
             self.initial_physical_nodes,
         )
 
-    def node_turns(self, num_samples: int) -> Ids:
-        """Positions as the nodes come to them, one of each node in turn."""
-        nodes, initial = self.world[0], self.initial_physical_nodes
-        rows = partition(self.partition_algo, num_samples, self.num_canonical_nodes, nodes, 1, 1, 1, 0, initial)
+    def turns(self, num_samples: int) -> Ids:
+        """Positions as the canonical nodes give them, one of each in turn."""
+        ranks = self.world[1]
+        rows = partition(self.partition_algo, num_samples, self.num_canonical_nodes, 1, ranks, 1, 1)
         return global_batches(rows).reshape(-1)
 
     def deal(self, batches: Ids, sample_in_epoch: int) -> Ids:
@@ -111,7 +113,7 @@ def _stratified(plan: WorkPlan, epoch: int, sample_in_epoch: int) -> Ids:
     columns = []
     for stream, portion in enumerate(portions):
         ids = plan.stream_order(stream, epoch)
-        columns.append((ids[plan.node_turns(len(ids))], portion))
+        columns.append((ids[plan.turns(len(ids))], portion))
     steps = min(len(ids) // portion for ids, portion in columns)
     batches = [ids[: steps * portion].reshape(steps, portion) for ids, portion in columns]
     return plan.deal(np.concatenate(batches, axis=1), sample_in_epoch)
@@ -125,8 +127,7 @@ def _per_stream(plan: WorkPlan, epoch: int, sample_in_epoch: int) -> Ids:
         whole = batches[(batches != PADDING).all(axis=1)]
         _require_batches(stream, len(ids), len(whole), plan.global_batch)
         pools.append(_take(ids, whole))
-    rng = default_rng(plan.shuffle_seed + epoch * plan.epoch_seed_shift)
-    return plan.deal(_mixed(pools, rng), sample_in_epoch)
+    return plan.deal(_mixed(pools, plan.mixing(epoch)), sample_in_epoch)
 
 
 def _device_per_stream(plan: WorkPlan, epoch: int, sample_in_epoch: int) -> Ids:
@@ -138,6 +139,7 @@ def _device_per_stream(plan: WorkPlan, epoch: int, sample_in_epoch: int) -> Ids:
             f"set num_canonical_nodes to a multiple of {nodes}"
         )
     pools = []
+    _require_blocks(plan)
     for stream in range(len(plan.draws.choose)):
         ids = plan.stream_order(stream, epoch)
         rows = partition(plan.partition_algo, len(ids), canonical, canonical, ranks, 1, 1)
@@ -145,7 +147,7 @@ def _device_per_stream(plan: WorkPlan, epoch: int, sample_in_epoch: int) -> Ids:
         count = own.shape[1] // size
         _require_batches(stream, len(ids), count, size)
         pools.append(_take(ids, own[:, : count * size].reshape(nodes, count, size)))
-    rng = default_rng(plan.shuffle_seed + epoch * plan.epoch_seed_shift)
+    rng = plan.mixing(epoch)
     mixed = np.stack([_mixed([pool[node] for pool in pools], rng) for node in range(nodes)], axis=1)
     padding = np.full((plan.num_ranks - len(mixed) % plan.num_ranks, nodes, size), PADDING, dtype=np.int64)
     batches = np.concatenate([mixed, padding]).reshape(-1, plan.global_batch)
@@ -181,6 +183,15 @@ def _mixed(pools: Sequence[Ids], rng: np.random.Generator) -> Ids:
     for stream, pool in enumerate(pools):
         mixed[turns == stream] = pool
     return mixed
+
+
+def _require_blocks(plan: WorkPlan) -> None:
+    for stream in range(len(plan.draws.choose)):
+        if plan.shuffle and not plan.block_share(stream):
+            raise ValueError(
+                f"device_per_stream splits a shuffle block over streams by proportion; stream {stream} gets no sample of "
+                f"{plan.shuffle_block_size}; raise shuffle_block_size or the stream's proportion"
+            )
 
 
 def _require_batches(stream: int, num_samples: int, num_batches: int, batch_size: int) -> None:
