@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from lightning_stream.writer.batch import Pieces
+
 
 def infer_columns(sample: Mapping[str, Any]) -> dict[str, str]:
     """Encoding by column name for samples like this one.
@@ -20,6 +22,30 @@ def infer_columns(sample: Mapping[str, Any]) -> dict[str, str]:
         TypeError: A value that none of these fits; names the column.
     """
     return {name: infer_encoding(name, value) for name, value in sample.items()}
+
+
+def infer_batch_columns(columns: Mapping[str, Any]) -> dict[str, str]:
+    """As `infer_columns`, for a batch: one array of several dimensions has one shape for all rows, so it is fixed.
+
+    Raises:
+        TypeError: As for `infer_columns`, or a column whose values are of different types.
+    """
+    return {name: _infer_column(name, values) for name, values in columns.items()}
+
+
+def _infer_column(name: str, values: Any) -> str:
+    if isinstance(values, Pieces):
+        return values.encoding
+    if isinstance(values, np.ndarray) and values.dtype.kind in "iufb" and values.ndim:
+        if values.ndim > 1:
+            return f"ndarray:{values.dtype.name}:{','.join(map(str, values.shape[1:]))}"
+        return "uint8" if values.dtype.kind == "b" else values.dtype.name
+    found = {infer_encoding(name, value) for value in values}
+    if len(found) != 1:
+        raise TypeError(
+            f"column {name!r}: its values are of several types ({', '.join(sorted(found))}). Pass columns=."
+        )
+    return found.pop()
 
 
 def infer_encoding(name: str, value: Any) -> str:

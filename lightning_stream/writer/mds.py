@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from lightning_stream.formats.pack import MAX_FILE_BYTES, RowEncoder, config_bytes, mds_file, mds_schema
 from lightning_stream.formats.schema import Schema
 from lightning_stream.writer.base import CutShard, Out, ShardWriter, WriterConfig
-from lightning_stream.writer.infer import infer_columns
+from lightning_stream.writer.batch_encode import encode_batch
+from lightning_stream.writer.infer import infer_batch_columns, infer_columns
 
 
 class MDSWriter(ShardWriter):
@@ -81,6 +84,26 @@ class MDSWriter(ShardWriter):
         self._parts += parts
         self._sizes.append(num_bytes)
         self._file_bytes += num_bytes + 4
+
+    def _add_batch(self, columns: dict[str, Any], num_rows: int) -> None:
+        if self._layout is None:
+            self._layout = _MdsLayout(infer_batch_columns(columns), self._config)
+            self._clear()
+        batch = encode_batch(self._layout.schema, columns, num_rows)
+        limit = MAX_FILE_BYTES if self._config.size_limit is None else self._config.size_limit
+        ends = np.cumsum(batch.sizes + 4)
+        begin = 0
+        while begin < num_rows:
+            taken = int(ends[begin - 1]) if begin else 0
+            end = int(np.searchsorted(ends, limit - self._file_bytes + taken, side="right"))
+            if end <= begin:
+                # full, or a row that fits no shard but one of its own
+                self._make_room(int(batch.sizes[begin]))
+                end = max(begin + 1, int(np.searchsorted(ends, limit - self._file_bytes + taken, side="right")))
+            self._parts += batch.rows(begin, end)
+            self._sizes += batch.sizes[begin:end].tolist()
+            self._file_bytes += int(ends[end - 1]) - taken
+            begin = end
 
     def _make_room(self, num_bytes: int) -> None:
         """The gathered samples and the next one do not fit one shard: begin another."""

@@ -1,0 +1,119 @@
+"""A batch as columns, from what people have: a mapping of arrays, an Arrow table, or a pandas frame.
+
+Arrow and pandas are not imported: they are recognised by what they offer, and values are taken without copying where
+their memory allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from lightning_stream.formats.encoding_base import type_name
+
+
+def batch_columns(batch: Any) -> tuple[dict[str, Any], int]:
+    """The columns of a batch (arrays, or sequences of values), and its number of rows.
+
+    Raises:
+        TypeError: Not a mapping of columns, an Arrow record batch or table, or a pandas frame.
+        ValueError: Columns of different lengths.
+    """
+    columns = _columns(batch)
+    lengths = {name: len(values) for name, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"the columns of a batch must have one length; got {lengths}.")
+    return columns, next(iter(lengths.values()), 0)
+
+
+def _columns(batch: Any) -> dict[str, Any]:
+    module = type(batch).__module__.split(".")[0]
+    if module == "pyarrow" and hasattr(batch, "column_names"):
+        names = batch.column_names
+        return {name: arrow_values(batch.column(k), name) for k, name in enumerate(names)}
+    if module == "pandas" and hasattr(batch, "columns"):
+        return {str(name): batch[name].to_numpy() for name in batch.columns}
+    if isinstance(batch, Mapping):
+        return {name: _values(values, name) for name, values in batch.items()}
+    raise TypeError(
+        "a batch must be a mapping of column names to arrays or lists, an Arrow record batch or table, or a pandas "
+        f"frame; got {type_name(batch)}."
+    )
+
+
+def _values(values: Any, name: str) -> Any:
+    if type(values).__module__.split(".")[0] == "pyarrow":
+        return arrow_values(values, name)
+    if isinstance(values, (str, bytes)):
+        raise TypeError(f"column {name!r}: a batch holds one value per row; got a single {type_name(values)}.")
+    if isinstance(values, (np.ndarray, list, tuple)):
+        return values
+    if hasattr(values, "__array__"):
+        return np.asarray(values)
+    if isinstance(values, Sequence):
+        return values
+    raise TypeError(f"column {name!r}: a batch holds arrays or sequences of values; got {type_name(values)}.")
+
+
+def arrow_values(column: Any, name: str) -> Any:
+    """An Arrow column as an array, or as a list of bytes-like values, texts, arrays or plain objects."""
+    if hasattr(column, "combine_chunks"):
+        column = column.combine_chunks()
+        if hasattr(column, "chunks"):  # older Arrow keeps a chunked array of one chunk
+            column = column.chunk(0) if column.num_chunks == 1 else column
+    if hasattr(column, "storage"):
+        column = column.storage
+    kind = str(column.type)
+    if column.null_count:
+        if kind.startswith(("struct", "list", "large_list", "map")):
+            return column.to_pylist()
+        raise ValueError(f"column {name!r}: {column.null_count} values are null. Fill or drop them before writing.")
+    if kind in ("string", "large_string", "binary", "large_binary"):
+        pieces = _arrow_bytes(column, "large" in kind)
+        pieces.encoding = "str" if "string" in kind else "bytes"
+        return pieces
+    if kind.startswith("fixed_size_list") and column.flatten().null_count == 0:
+        flat = column.flatten().to_numpy(zero_copy_only=False)
+        return flat.reshape(len(column), column.type.list_size) if flat.dtype != object else column.to_pylist()
+    if (
+        kind.startswith(("list<", "large_list<"))
+        and str(column.type.value_type) in _NUMBERS
+        and not column.values.null_count
+    ):
+        return _arrow_lists(column)
+    if kind in _NUMBERS or kind == "bool":
+        return column.to_numpy(zero_copy_only=False)
+    return column.to_pylist()
+
+
+_NUMBERS = {
+    "int8": "i1", "int16": "i2", "int32": "i4", "int64": "i8", "uint8": "u1", "uint16": "u2", "uint32": "u4",
+    "uint64": "u8", "halffloat": "f2", "float": "f4", "double": "f8",
+}  # fmt: skip
+
+
+class Pieces(list[Any]):
+    """Values that are already bytes, as views of one buffer; ``encoding`` is what they are: ``str`` or ``bytes``."""
+
+    encoding = "bytes"
+
+
+def _arrow_bytes(column: Any, large: bool) -> Pieces:
+    """Text or binary values as views of Arrow's own memory: no object is copied."""
+    _, offsets, data = column.buffers()
+    if not len(column):
+        return Pieces()
+    table = np.frombuffer(offsets, np.int64 if large else np.int32)[column.offset : column.offset + len(column) + 1]
+    view = memoryview(data) if data is not None else memoryview(b"")
+    ends = table.tolist()
+    return Pieces(view[begin:end] for begin, end in pairwise(ends))
+
+
+def _arrow_lists(column: Any) -> list[Any]:
+    """Lists of numbers as arrays that share Arrow's memory."""
+    values = column.values.to_numpy(zero_copy_only=False)
+    ends = column.offsets.to_numpy().tolist()
+    return [values[begin:end] for begin, end in pairwise(ends)]

@@ -1,0 +1,209 @@
+"""A batch's columns to bytes, column by column, and then the rows' bytes in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.formats.arrays import AnyArray
+from lightning_stream.formats.encoding_base import Encoding, Layout
+from lightning_stream.formats.encodings import get_encoding
+from lightning_stream.formats.schema import Schema
+from lightning_stream.writer.batch import Pieces
+
+_Bytes = NDArray[np.uint8]
+
+
+class EncodedBatch(NamedTuple):
+    """The rows of a batch as bytes. Row k is parts[k * per_row : (k + 1) * per_row], of sizes[k] bytes."""
+
+    sizes: NDArray[np.int64]
+    parts: Sequence[Any] | _Bytes  # of one array, row k is its row k
+    per_row: int
+
+    def rows(self, begin: int, end: int) -> Sequence[Any]:
+        """The bytes of rows begin to end, in order."""
+        if isinstance(self.parts, np.ndarray):
+            return [self.parts[begin:end].reshape(-1).data]
+        return self.parts[begin * self.per_row : end * self.per_row]
+
+
+def encode_batch(schema: Schema, columns: dict[str, Any], num_rows: int) -> EncodedBatch:
+    """All rows of a batch, for one MDS schema.
+
+    Raises:
+        TypeError: A value of a type its column does not take; names the column.
+        ValueError: A column is missing, or a value is out of range, or of a wrong shape or dtype.
+    """
+    fixed: dict[int, _Bytes] = {}
+    varied: dict[int, Sequence[Any]] = {}
+    for k, (name, encoding_name, size) in enumerate(zip(schema.names, schema.encodings, schema.sizes, strict=True)):
+        if name not in columns:
+            raise ValueError(f"column {name!r} ({encoding_name}) is missing in a batch that has {', '.join(columns)}.")
+        encoding = get_encoding(encoding_name)
+        try:
+            block = _plain_block(encoding, columns[name])
+            if block is not None:
+                fixed[k] = block
+            else:
+                values = _encode_each(encoding, columns[name])
+                varied[k] = values
+                if size is not None:
+                    fixed[k] = _same_size(values, size, encoding_name)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"column {name!r}: {error}") from error
+    return _assemble(schema, fixed, varied, num_rows)
+
+
+def _assemble(
+    schema: Schema, fixed: dict[int, _Bytes], varied: dict[int, Sequence[Any]], num_rows: int
+) -> EncodedBatch:
+    """Runs of columns of one width become one block each; values that vary stand between."""
+    count = len(schema.names)
+    lengths = {k: np.fromiter(map(len, varied[k]), np.int64, num_rows) for k in range(count) if k not in fixed}
+    heads = [
+        lengths[k] if k in lengths else np.full(num_rows, fixed[k].shape[1], np.int64)
+        for k in range(count)
+        if schema.sizes[k] is None
+    ]
+    if any((sizes >= 1 << 32).any() for sizes in heads):
+        raise ValueError("a value must stay under 4 GiB.")
+    head = np.ascontiguousarray(np.array(heads, np.int64).T.astype("<u4")).view(np.uint8).reshape(num_rows, -1)
+    run: list[_Bytes] = [head] if heads else []
+    pieces: list[Sequence[Any] | _Bytes] = []
+    for k in range(count):
+        if k in fixed:
+            run.append(fixed[k])
+            continue
+        if run:
+            pieces.append(_joined(run))
+        pieces.append(varied[k])
+        run = []
+    if run:
+        pieces.append(_joined(run))
+    sizes = np.full(num_rows, sum(piece.shape[1] for piece in pieces if isinstance(piece, np.ndarray)), np.int64)
+    for length in lengths.values():
+        sizes += length
+    if len(pieces) == 1 and isinstance(pieces[0], np.ndarray):
+        return EncodedBatch(sizes, pieces[0], 1)
+    return EncodedBatch(sizes, _interleaved(pieces, num_rows), len(pieces))
+
+
+def _joined(run: list[_Bytes]) -> _Bytes:
+    """Always memory of our own: the caller may change its arrays before the shard is written."""
+    return np.concatenate(run, axis=1)
+
+
+def _interleaved(pieces: list[Sequence[Any] | _Bytes], num_rows: int) -> list[Any]:
+    parts: list[Any] = [b""] * (num_rows * len(pieces))
+    for k, piece in enumerate(pieces):
+        parts[k :: len(pieces)] = _rows(piece) if isinstance(piece, np.ndarray) else piece
+    return parts
+
+
+def _rows(block: _Bytes) -> list[memoryview]:
+    flat: memoryview = block.reshape(-1).data
+    width = block.shape[1]
+    return [flat[at : at + width] for at in range(0, len(flat), width)]
+
+
+def _same_size(values: Sequence[Any], size: int, encoding_name: str) -> _Bytes:
+    wrong = next((value for value in values if len(value) != size), None)
+    if wrong is not None:
+        raise ValueError(f"{encoding_name} takes {size} bytes; got {len(wrong)} bytes.")
+    return np.frombuffer(b"".join(values), np.uint8).reshape(len(values), size)
+
+
+def _encode_each(encoding: Encoding, values: Any) -> Sequence[Any]:
+    if isinstance(values, Pieces):
+        if values.encoding == "bytes" or encoding is get_encoding("str"):
+            return values
+        values = [str(value, "utf-8") for value in values]
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "USO":
+        values = values.tolist()
+    encode = encoding.encode
+    return [value if type(value) is bytes else encode(value) for value in values]
+
+
+def _plain_block(encoding: Encoding, values: Any) -> _Bytes | None:
+    """The column's bytes as uint8[rows, width], if its values are numbers in one array; else None."""
+    layout = getattr(encoding, "layout", None)
+    if isinstance(encoding, AnyArray):
+        return _array_block(encoding, values)
+    if layout is None or not isinstance(values, (np.ndarray, list, tuple)):
+        return None
+    array = values if isinstance(values, np.ndarray) else _stacked(values)
+    if array is None or array.dtype.kind not in "iufb":
+        return None
+    if layout.shape:
+        return _shaped_block(layout, array)
+    if array.ndim != 1:
+        raise ValueError(f"takes one number per row; got an array of shape {array.shape}.")
+    return _number_block(layout, array)
+
+
+def _stacked(values: Sequence[Any]) -> NDArray[Any] | None:
+    """A list of numbers, or of arrays of one shape, as one array; None if it is anything else."""
+    if not values or isinstance(values[0], (str, bytes)):
+        return None
+    if not isinstance(values[0], np.ndarray) and type(values[0]) not in (int, float):
+        return None
+    kind = type(values[0])
+    if any(type(value) is not kind for value in values):
+        return None
+    try:
+        return np.array(values)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _shaped_block(layout: Layout, array: NDArray[Any]) -> _Bytes:
+    if array.shape[1:] != layout.shape:
+        raise ValueError(f"takes shape {layout.shape} per row; got {array.shape[1:]}.")
+    if array.dtype.newbyteorder("<") != layout.dtype:
+        raise ValueError(f"takes dtype {layout.dtype.name}; got dtype {array.dtype}. Convert it with astype().")
+    return _as_bytes(array.astype(layout.dtype, copy=False))
+
+
+def _number_block(layout: Layout, array: NDArray[Any]) -> _Bytes:
+    """Numbers of one array as a scalar encoding stores them; refused where a single one would be."""
+    dtype = layout.dtype
+    if np.can_cast(array.dtype, dtype, "safe"):
+        return _as_bytes(array.astype(dtype))
+    cast = array
+    if dtype.kind == "f":
+        with np.errstate(over="ignore", invalid="ignore"):
+            cast = array.astype(dtype)
+        wrong = np.isinf(cast) & np.isfinite(array)
+    else:
+        limits = np.iinfo(dtype)
+        wrong = np.array([not limits.min <= value <= limits.max for value in _extremes(array)])
+        if array.dtype.kind == "f":
+            wrong = np.array([wrong.any() or bool((array != np.floor(array)).any())])
+    if wrong.any():
+        raise ValueError(f"values are out of range for {dtype.name}, or no whole numbers.")
+    return _as_bytes(cast.astype(dtype))
+
+
+def _extremes(array: NDArray[Any]) -> list[Any]:
+    return [array.min().item(), array.max().item()] if len(array) else []
+
+
+def _array_block(encoding: AnyArray, values: Any) -> _Bytes | None:
+    """Arrays of one shape, stored with their shape: the same head before every row."""
+    if not isinstance(values, np.ndarray) or values.ndim < 2 or not len(values) or values.dtype == object:
+        return None
+    first = np.frombuffer(encoding.encode(values[0]), np.uint8)
+    order = values.astype(values.dtype.newbyteorder("<"), copy=False)
+    body = _as_bytes(order)
+    head = first[: len(first) - body.shape[1]]
+    return np.concatenate([np.broadcast_to(head, (len(values), len(head))), body], axis=1)
+
+
+def _as_bytes(array: NDArray[Any]) -> _Bytes:
+    width = array.dtype.itemsize * int(np.prod(array.shape[1:]))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(len(array), width)
