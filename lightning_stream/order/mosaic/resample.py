@@ -9,7 +9,7 @@ import numpy as np
 from numpy.random import default_rng
 from numpy.typing import NDArray
 
-from lightning_stream.order.mosaic.sampling import sampling
+from lightning_stream.order.mosaic.samplings import sampling
 
 Ids = NDArray[np.int64]
 

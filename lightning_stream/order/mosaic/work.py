@@ -9,14 +9,12 @@ import numpy as np
 from numpy.random import default_rng
 from numpy.typing import NDArray
 
-from lightning_stream.order.mosaic.partition import PADDING, deal_global_batches, global_batches, partition
+from lightning_stream.order.mosaic.partitions import PADDING, deal_global_batches, global_batches, partition
 from lightning_stream.order.mosaic.resample import Draws, Sampler
-from lightning_stream.order.mosaic.shuffle import shuffle as shuffled
-from lightning_stream.order.mosaic.weights import StreamDraws, Weight, stream_draws
+from lightning_stream.order.mosaic.shuffles import shuffle as shuffled
+from lightning_stream.order.mosaic.stream_weights import StreamDraws
 
 Ids = NDArray[np.int64]
-
-SAMPLING_METHODS = ("balanced", "fixed")
 
 
 @dataclass(frozen=True)
@@ -189,7 +187,7 @@ def _require_blocks(plan: WorkPlan) -> None:
     for stream in range(len(plan.draws.choose)):
         if plan.shuffle and not plan.block_share(stream):
             raise ValueError(
-                f"device_per_stream splits a shuffle block over streams by proportion; stream {stream} gets no sample of "
+                f"device_per_stream splits a shuffle block over streams by proportion; stream {stream} gets none of "
                 f"{plan.shuffle_block_size}; raise shuffle_block_size or the stream's proportion"
             )
 
@@ -211,64 +209,16 @@ _METHODS: dict[str, Callable[[WorkPlan, int, int], Ids]] = {
 BATCHING_METHODS = tuple(_METHODS)
 
 
-def epoch_work(
-    weights: Sequence[Weight] | None,
-    sampling_method: str,
-    sampling_granularity: int,
-    shuffle: bool,
-    shuffle_algo: str,
-    batching_method: str,
-    num_physical_nodes: int,
-    ranks_per_node: int,
-    workers_per_rank: int,
-    batch_size: int,
-    num_canonical_nodes: int | None,
-    epoch: int,
-    sample_in_epoch: int,
-    shuffle_seed: int,
-    shuffle_block_size: int | None,
-    partition_algo: str,
-    *,
-    shard_sizes: Sequence[Sequence[int] | Ids],
-    epoch_size: int | str | None = None,
-    initial_physical_nodes: int | None = None,
-) -> Ids:
-    """Give a whole epoch: int64[nodes, ranks per node, workers per rank, batches, batch size], -1 for padding.
+def work_of(plan: WorkPlan, batching_method: str, epoch: int, sample_in_epoch: int) -> Ids:
+    """Give the rest of an epoch: int64[nodes, ranks per node, workers per rank, batches, batch size], -1 for padding.
+
+    Args:
+        plan: The run, in one world.
+        batching_method: One of `BATCHING_METHODS`.
+        epoch: The epoch, counted from 0.
+        sample_in_epoch: Samples of it that all ranks together have used up.
 
     Raises:
-        ValueError: A setting out of range, or streams that cannot fill what is asked.
+        ValueError: Streams or worlds that cannot fill what is asked.
     """
-    for name, value, known in (
-        ("batching_method", batching_method, BATCHING_METHODS),
-        ("sampling_method", sampling_method, SAMPLING_METHODS),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}; found {value!r}")
-    draws = stream_draws(shard_sizes, weights, epoch_size, shuffle_seed)
-    sizes = [np.asarray(stream, dtype=np.int64) for stream in shard_sizes]
-    canonical = num_canonical_nodes or default_canonical_nodes(shuffle_algo, num_physical_nodes)
-    sampler = Sampler(sizes, draws.choose, sampling_method == "balanced", sampling_granularity, shuffle_seed, shuffle)
-    plan = WorkPlan(
-        draws,
-        sampler,
-        shuffle,
-        shuffle_algo,
-        shuffle_seed,
-        shuffle_block_size or default_block_size(canonical),
-        partition_algo,
-        canonical,
-        (num_physical_nodes, ranks_per_node, workers_per_rank),
-        batch_size,
-        initial_physical_nodes,
-    )
     return _METHODS[batching_method](plan, epoch, sample_in_epoch)
-
-
-def default_canonical_nodes(shuffle_algo: str, num_physical_nodes: int) -> int:
-    """Canonical nodes where the user names none."""
-    return num_physical_nodes * (64 if shuffle_algo in ("py1s", "py2s") else 1)
-
-
-def default_block_size(num_canonical_nodes: int) -> int:
-    """Samples of a shuffle block where the user names none."""
-    return max(4_000_000 // num_canonical_nodes, 1 << 18)

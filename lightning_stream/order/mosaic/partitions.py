@@ -111,7 +111,8 @@ def _rank_rows(num_samples: int, canonical: int, nodes: int, ranks_per_node: int
     epoch = _canonical_rows(num_samples, canonical, nodes).T.reshape(-1)
     rows = _level(epoch[drop_first - drop_first % nodes :].reshape(-1, nodes).T, ranks_per_node)
     per_rank = rows.shape[1] // ranks_per_node
-    return rows.reshape(nodes, per_rank, ranks_per_node).transpose(0, 2, 1).reshape(nodes * ranks_per_node, per_rank)
+    ranks: Ids = rows.reshape(nodes, per_rank, ranks_per_node).transpose(0, 2, 1)
+    return ranks.reshape(nodes * ranks_per_node, per_rank)
 
 
 def _ceil(count: int, parts: int) -> int:
