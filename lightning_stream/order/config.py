@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from lightning_stream.errors import StateError
 from lightning_stream.order.permutation import MAX_NUMBER
+from lightning_stream.order.world import World
 
 ORDER_VERSION = 1
 """Raised whenever the native order gives other ids for the same settings."""
@@ -30,14 +31,16 @@ class MosaicConfig:
     Args:
         partition: ``"orig"`` or ``"relaxed"``.
         shuffle_block_size: Samples; None means that library's default.
-        initial_physical_nodes: Nodes of the run's first start, for ``"relaxed"``.
-        world: (nodes, ranks per node, workers per rank, batch size per device) of the run's first start.
+        initial_physical_nodes: Nodes of the run's first start.
+        ranks_per_node: Data ranks per node of the run's first start.
+        batch_size: Samples that all ranks take together in one of that library's batches, accumulation excluded.
     """
 
     partition: str = "relaxed"
     shuffle_block_size: int | None = None
     initial_physical_nodes: int | None = None
-    world: tuple[int, int, int, int] | None = None
+    ranks_per_node: int | None = None
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class OrderConfig:
         epoch_size: int | None = None,
         mosaic: MosaicConfig | None = None,
         resumed: OrderConfig | None = None,
+        world: World | None = None,
     ) -> OrderConfig:
         """Choose what was left open, from the first run's B (``batch_size``) alone, never from hardware.
 
@@ -106,26 +110,24 @@ class OrderConfig:
             window: None means ``ceil(128 / canonical_nodes)``.
             device_batch_size: The first run's samples per device and micro-batch: m of ``device_per_stream``.
             resumed: The settings of the state to continue from: what is None (nodes, window, m) is taken from there.
+            world: The first run's processes; only the orders compatible with mosaicml-streaming depend on them.
             (The others as in the class.)
 
         Raises:
             ValueError: Settings that are wrong or missing; every problem is named.
         """
-        algorithm = "window" if algorithm is None else algorithm
+        if mosaic is not None or algorithm in MOSAIC_ALGORITHMS:
+            mosaic = _resolve_mosaic(mosaic, resumed, world or World(), device_batch_size)
+            algorithm = MOSAIC_ALGORITHMS[0] if algorithm is None else algorithm
         if resumed is not None:
-            canonical_nodes = resumed.canonical_nodes if canonical_nodes is None else canonical_nodes
-            window = resumed.window if window is None else window
             device_batch_size = resumed.block or device_batch_size
-        nodes = _default_nodes(batch_size) if canonical_nodes is None else canonical_nodes
-        width = -(-_ACTIVE_PARTS // max(nodes, 1)) if window is None else window
-        if algorithm in MOSAIC_ALGORITHMS and mosaic is None:
-            mosaic = MosaicConfig()
+        nodes, window = _resolve_nodes(canonical_nodes, window, resumed, batch_size, _mosaic_nodes(algorithm, mosaic))
         return cls(
             shuffle=shuffle,
             seed=seed,
-            algorithm=algorithm,
+            algorithm=algorithm or "window",
             canonical_nodes=nodes,
-            window=width,
+            window=window,
             batching_method=batching_method,
             block=device_batch_size if batching_method == "device_per_stream" else None,
             batch_size=batch_size if batching_method == "per_stream" else None,
@@ -137,10 +139,7 @@ class OrderConfig:
 
     def to_state(self) -> dict[str, Any]:
         """The settings as a dict of plain values."""
-        state = asdict(self)
-        if self.mosaic is not None and self.mosaic.world is not None:
-            state["mosaic"]["world"] = list(self.mosaic.world)
-        return state
+        return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> OrderConfig:
@@ -152,9 +151,7 @@ class OrderConfig:
         try:
             values = _known(cls, state)
             if values.get("mosaic") is not None:
-                mosaic = _known(MosaicConfig, values["mosaic"])
-                world = mosaic.get("world")
-                values["mosaic"] = MosaicConfig(**mosaic | {"world": None if world is None else tuple(world)})
+                values["mosaic"] = MosaicConfig(**_known(MosaicConfig, values["mosaic"]))
             return cls(**values)
         except (TypeError, ValueError, AttributeError) as error:
             raise StateError(
@@ -163,10 +160,43 @@ class OrderConfig:
             ) from error
 
 
-def _default_nodes(batch_size: int | None) -> int:
-    if batch_size is None:
-        return _MOST_NODES
-    return max((d for d in range(1, _MOST_NODES + 1) if batch_size % d == 0), default=1)
+def _resolve_nodes(
+    nodes: int | None, window: int | None, resumed: OrderConfig | None, batch_size: int | None, mosaic: int | None
+) -> tuple[int, int]:
+    """C and w: as asked, else from the state, else from mosaicml-streaming's rule or B."""
+    if resumed is not None:
+        nodes, window = nodes or resumed.canonical_nodes, window or resumed.window
+    if nodes is None:
+        nodes = mosaic or (_MOST_NODES if batch_size is None else _largest_divisor(batch_size))
+    return nodes, -(-_ACTIVE_PARTS // max(nodes, 1)) if window is None else window
+
+
+def _largest_divisor(batch_size: int) -> int:
+    return max((divisor for divisor in range(1, _MOST_NODES + 1) if batch_size % divisor == 0), default=1)
+
+
+def _mosaic_nodes(algorithm: str | None, mosaic: MosaicConfig | None) -> int | None:
+    if mosaic is None:
+        return None
+    return (mosaic.initial_physical_nodes or 1) * (64 if algorithm in ("py1s", "py2s") else 1)
+
+
+def _resolve_mosaic(
+    asked: MosaicConfig | None, resumed: OrderConfig | None, world: World, device_batch_size: int | None
+) -> MosaicConfig:
+    """Fill in what was left open: from the state, else from the first run's world."""
+    asked = asked or MosaicConfig()
+    first = (resumed.mosaic if resumed is not None else None) or MosaicConfig()
+    nodes = asked.initial_physical_nodes or first.initial_physical_nodes or world.num_nodes
+    batch_size = asked.batch_size or first.batch_size
+    if batch_size is None and device_batch_size is not None:
+        batch_size = device_batch_size * world.num_replicas
+    return replace(
+        asked,
+        initial_physical_nodes=nodes,
+        ranks_per_node=asked.ranks_per_node or first.ranks_per_node or world.num_replicas // world.num_nodes,
+        batch_size=batch_size,
+    )
 
 
 def _known(kind: type[OrderConfig | MosaicConfig], values: object) -> dict[str, Any]:
@@ -203,12 +233,10 @@ def _problems(config: OrderConfig) -> list[str]:
 
 
 def _mosaic_problems(mosaic: MosaicConfig) -> list[str]:
-    problems = _count_problems(mosaic, ("shuffle_block_size", "initial_physical_nodes"), optional=True)
+    counts = ("shuffle_block_size", "initial_physical_nodes", "ranks_per_node", "batch_size")
+    problems = _count_problems(mosaic, counts, optional=True)
     if mosaic.partition not in PARTITIONS:
         problems.append(f"partition must be one of {', '.join(PARTITIONS)}, not {mosaic.partition!r}.")
-    world = mosaic.world
-    if world is not None and not (len(world) == 4 and all(is_count(number, 1) for number in world)):
-        problems.append(f"world must be None or four integers of at least 1, not {world!r}.")
     return problems
 
 

@@ -8,10 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.config import OrderConfig
+from lightning_stream.order.cut import NativeBatches, plan_problems
+from lightning_stream.order.dealt import DealtBatches, DealtEpoch
 from lightning_stream.order.draw import Draw, StreamWeights, Units, choose_per_stream
 from lightning_stream.order.mix import EpochOrder, MixedOrder, RandomOrder
 from lightning_stream.order.permutation import stable_argsort
-from lightning_stream.order.rank_split import TAILS, Share, Tail, split, split_blocks
+from lightning_stream.order.rank_split import Share, Tail
 from lightning_stream.order.snapshot import Snapshot
 from lightning_stream.order.spread import deal_shards
 from lightning_stream.order.window import SequentialSource, Source, WindowSource
@@ -69,6 +71,8 @@ class RunOrder:
         if epoch < 0:
             raise ValueError(f"Epochs count from 0; {epoch} was asked.")
         config = self.config
+        if config.mosaic is not None:
+            return DealtEpoch(self.snapshot, self.weights, config, epoch)
         streams = range(self.snapshot.num_streams)
         if config.batching_method == "random":
             return RandomOrder(epoch, self._source(epoch, tuple(streams), _ALL_STREAMS))
@@ -130,113 +134,45 @@ class BatchPlan:
     ) -> None:
         self.order, self.batch_size, self.tail, self.start = order, batch_size, tail, start
         self.world = World() if world is None else world
-        problems = _plan_problems(order, batch_size, self.world, tail, start)
+        problems = plan_problems(order, batch_size, self.world, tail, start)
         if problems:
             raise ValueError("The batches of an epoch cannot be planned. " + " ".join(problems))
-        self._num_whole = max(0, order.layout.whole - start) // batch_size
-        at = start + self._num_whole * batch_size
-        self._tail_ends = _tail_ends(order, batch_size, tail, at)
-        if tail == "exact" and order.layout.batch_size is None:
-            self._join_small_rest(at)
+        self._batches: NativeBatches | DealtBatches = (
+            order.deal(self.world, batch_size, tail, start)
+            if isinstance(order, DealtEpoch)
+            else NativeBatches(order, batch_size, self.world, tail, start)
+        )
 
     @property
     def num_batches(self) -> int:
         """Global batches from ``start`` on."""
-        return self._num_whole + len(self._tail_ends)
+        return self._batches.num_batches
 
     @property
     def num_whole_batches(self) -> int:
-        """Global batches of exactly B samples that come before the tail's."""
-        return self._num_whole
+        """How many batches, from the first on, have exactly B samples; those of the epoch's tail follow."""
+        return self._batches.num_whole
 
     @property
     def end(self) -> int:
         """The position behind the last batch: N, or less with ``tail="drop"``."""
-        return self._tail_ends[-1] if self._tail_ends else self.start + self._num_whole * self.batch_size
+        return self._batches.end
 
     def bounds(self, k: int) -> tuple[int, int]:
         """First position of global batch ``k`` (counted from ``start``), and the one behind its last."""
         if not 0 <= k < self.num_batches:
             raise ValueError(f"Global batches count from 0 to {self.num_batches - 1} here; {k} was asked.")
-        if k < self._num_whole:
-            return self.start + k * self.batch_size, self.start + (k + 1) * self.batch_size
-        first = self.start + self._num_whole * self.batch_size
-        tail = k - self._num_whole
-        return (self._tail_ends[tail - 1] if tail else first), self._tail_ends[tail]
+        return self._batches.bounds(k)
 
     def ids(self, k: int) -> NDArray[np.int64]:
         """Sample ids of global batch ``k`` in position order, filler excluded."""
-        return self.order.ids(*self.bounds(k))
+        begin, end = self.bounds(k)
+        return self._batches.ids(k) if isinstance(self._batches, DealtBatches) else self.order.ids(begin, end)
 
     def share(self, k: int) -> Share:
         """This world's replica's part of global batch ``k``."""
-        begin, end = self.bounds(k)
-        replicas, replica = self.world.num_replicas, self.world.replica
-        canonical = self.order.canonical(begin, end)
-        block = self.order.layout.block
-        streams = self.order.streams(begin, end)
-        if streams is None or (self.tail == "exact" and k >= self._num_whole):
-            block = 1
-            offsets, filler = split(canonical, replicas, replica, equal=self.tail != "exact")
-        else:
-            offsets, filler = split_blocks(canonical, streams, block, replicas, replica)
-        return Share(self.order.ids(begin, end)[offsets], begin + offsets, filler, block)
-
-    def _join_small_rest(self, at: int) -> None:
-        """Let a rest smaller than the replicas join the batch before it, where there is one."""
-        edges = (at, *self._tail_ends)
-        if len(edges) < 2 or edges[-1] - edges[-2] >= self.world.num_replicas:
-            return
-        if len(edges) > 2:
-            self._tail_ends = (*edges[1:-2], edges[-1])
-        elif self._num_whole:
-            self._num_whole -= 1
-
-
-def _tail_ends(order: EpochOrder, batch_size: int, tail: Tail, at: int) -> tuple[int, ...]:
-    """Ends of the batches behind position ``at``, from which on no whole batch follows."""
-    layout = order.layout
-    total = layout.num_samples
-    if tail == "drop" or at >= total:
-        return ()
-    if layout.batch_size is not None:
-        return tuple(end for end in layout.rests if end > at)
-    if layout.block > 1 and tail == "pad":
-        edges = [*range(at + layout.block, layout.whole + 1, layout.block), *layout.rests]
-        edges = [end for end in edges if end > at]
-        per_batch = batch_size // layout.block
-        return (*edges[per_batch - 1 :: per_batch], *edges[len(edges) // per_batch * per_batch :][-1:])
-    return (*range(at + batch_size, total, batch_size), total)
-
-
-def _plan_problems(order: EpochOrder, batch_size: int, world: World, tail: str, start: int) -> list[str]:
-    problems = []
-    layout = order.layout
-    if tail not in TAILS:
-        problems.append(f"tail must be one of {', '.join(TAILS)}, not {tail!r}.")
-    if not 0 <= start <= layout.num_samples:
-        problems.append(f"start must be within the epoch, [0, {layout.num_samples}], not {start}.")
-    if batch_size < 1:
-        return [*problems, f"batch_size (B) must be at least 1, not {batch_size}."]
-    replicas = world.num_replicas
-    if batch_size % replicas:
-        near = [b for b in (batch_size // replicas * replicas, -(-batch_size // replicas) * replicas) if b]
-        problems.append(
-            f"A global batch must divide evenly over the data replicas, but {batch_size} samples over {replicas} "
-            f"replicas leave {batch_size % replicas}: use {' or '.join(map(str, near))} samples, or a number of "
-            f"replicas that divides {batch_size}."
-        )
-    elif batch_size // replicas % layout.block:
-        problems.append(
-            f"device_per_stream deals blocks of {layout.block} samples, so a replica's part of a global batch must be "
-            f"a multiple of that, but {batch_size} samples over {replicas} replicas are {batch_size // replicas} each."
-        )
-    if layout.batch_size not in (None, batch_size):
-        problems.append(
-            f"per_stream fixes the global batch at the run's start: {layout.batch_size} samples then, {batch_size} "
-            "now. Keep it, or choose another batching_method."
-        )
-    return problems
+        self.bounds(k)
+        return self._batches.share(k)
 
 
 def prefetch_shards(plan: BatchPlan, snapshot: Snapshot, k_begin: int, k_end: int) -> NDArray[np.int64]:

@@ -22,12 +22,14 @@ class Share:
         positions: int64[n], the position of each in the epoch.
         filler: bool[n], True where the sample only fills the batch up: a repeat, part of no count, metric or ledger.
         block: Samples that must stay together in a micro-batch (1 unless ``device_per_stream``).
+        ends: Where the micro-batches end, if the order itself says so; else None.
     """
 
     ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     filler: NDArray[np.bool_]
     block: int = 1
+    ends: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         """Samples, filler included."""
@@ -42,6 +44,8 @@ class Share:
         """Cut evenly into ``count`` pieces, see :func:`num_micro_batches`; sizes differ by at most one block."""
         blocks = ceil_div(len(self.ids), self.block)
         ends = [min(blocks * i // count * self.block, len(self.ids)) for i in range(count + 1)]
+        if self.ends is not None and len(self.ends) == count:
+            ends = [0, *self.ends]
         return [Share(self.ids[a:b], self.positions[a:b], self.filler[a:b], self.block) for a, b in pairwise(ends)]
 
 
