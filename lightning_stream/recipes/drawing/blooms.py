@@ -17,11 +17,15 @@ Rng = np.random.Generator
 _GOLDEN_ANGLE = np.pi * (3 - np.sqrt(5))
 
 
-def _ring(pen: Pen, rng: Rng, petal: Petal, count: int, tint: Colour, *, loose: float = 0.06, start: float = 0.0) -> None:
+def _ring(
+    pen: Pen, rng: Rng, petal: Petal, count: int, tint: Colour, *, loose: float = 0.06, start: float = 0.0
+) -> None:
     """Petals around the heart, none quite like the next."""
     for index in rng.permutation(count):
         turn = start + 2 * np.pi * (index + rng.normal(0, loose)) / count
-        own = Petal(petal.length * rng.uniform(0.88, 1.05), petal.width * rng.uniform(0.85, 1.12), petal.belly, petal.point)
+        own = Petal(
+            petal.length * rng.uniform(0.88, 1.05), petal.width * rng.uniform(0.85, 1.12), petal.belly, petal.point
+        )
         bend = rng.normal(0, 0.06) * petal.length
         pen.at(0, 0, turn=turn).petal(own, shade(tint, rng.uniform(0.86, 1.08)), bend=bend)
 

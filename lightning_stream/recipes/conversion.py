@@ -1,0 +1,225 @@
+"""Labelled photos to MDS shards, once for each source: a train and a val set, and a description beside them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from io import BytesIO
+from pathlib import Path
+
+from PIL import Image
+
+from lightning_stream.errors import FormatError, NotFoundError
+from lightning_stream.recipes.photos import PhotoKey, PhotoSource
+from lightning_stream.storage import LocalStore, Store, open_store
+from lightning_stream.storage.files import FileLock, make_folder
+from lightning_stream.writer import MDSWriter
+
+DESCRIPTION = "photos.json"
+COLUMNS = {"image": "jpeg", "label": "int", "name": "str"}
+TRAIN, VAL = "train", "val"
+_VERSION = 1
+_WAIT_S = 6 * 3600.0
+
+
+@dataclass(frozen=True)
+class ConversionConfig:
+    """How shards are made, and how many photos are held out.
+
+    Attributes:
+        compression: E.g. ``"zstd"``; None for none.
+        hashes: Digests that the index holds for every file.
+        size_limit: Bytes of a shard, e.g. ``"512kb"``.
+        held_out: Share of each class that goes into the val set, in (0, 1).
+    """
+
+    compression: str | None = "zstd"
+    hashes: tuple[str, ...] = ("xxh3_64",)
+    size_limit: int | str = "512kb"
+    held_out: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"held_out is a share of the photos, in (0, 1); found {self.held_out}.")
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a converted set holds, as kept beside it."""
+
+    title: str
+    drawn: bool
+    classes: tuple[str, ...]
+    num_train: int
+    num_val: int
+    unreadable: tuple[str, ...] = ()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Description:
+        """Read it back."""
+        held = json.loads(data)
+        return cls(**{**held, "classes": tuple(held["classes"]), "unreadable": tuple(held["unreadable"])})
+
+    def to_bytes(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self), indent=1).encode()
+
+
+def is_held_out(key: PhotoKey, share: float) -> bool:
+    """Whether a photo belongs to the val set: by a hash of class and name alone, never by listing order."""
+    return _place(key, "held out") < share
+
+
+def writing_order(keys: Mapping[PhotoKey, object]) -> list[PhotoKey]:
+    """The photos in an order that mixes the classes and is the same wherever they come from."""
+    return sorted(keys, key=lambda key: (_place(key, "order"), key))
+
+
+def _place(key: PhotoKey, purpose: str) -> float:
+    label, name = key
+    digest = hashlib.sha256(f"{purpose}\0{label}\0{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One source under one config: where its shards belong, and how they come to be there.
+
+    The shards of each source and config lie in a folder of their own, named by a fingerprint of both: a changed source
+    is converted anew beside the old one, and no reader ever meets a mixture.
+
+    Attributes:
+        source: The photos.
+        config: How to convert.
+        place: Folder or URL of this very set.
+    """
+
+    source: PhotoSource
+    config: ConversionConfig
+    place: str
+
+    @classmethod
+    def plan(cls, source: PhotoSource, remote: str | os.PathLike[str], config: ConversionConfig) -> Conversion:
+        """The conversion of a source into a place of its own under `remote`. Reads the source for its fingerprint."""
+        return cls(source, config, f"{os.fspath(remote).rstrip('/')}/{_fingerprint(source, config)}")
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells this set from those of other sources and configs."""
+        return self.place.rpartition("/")[2]
+
+    @property
+    def store(self) -> Store:
+        """Where the set lies."""
+        return open_store(self.place)
+
+    def describe(self) -> Description | None:
+        """What the converted set holds; None where there is none yet."""
+        try:
+            return Description.from_bytes(self.store.read(DESCRIPTION))
+        except NotFoundError:
+            return None
+
+    def run(self) -> Description:
+        """Convert, unless it was done; one process of a machine does it while others wait.
+
+        Raises:
+            FormatError: There are no photos, or a class has none to hold out or to train on.
+        """
+        if (found := self.describe()) is not None:
+            return found
+        store = self.store
+        if not isinstance(store, LocalStore):
+            return self._convert(self.place)
+        final = store.folder
+        make_folder(final.parent)
+        with FileLock(final.with_name(f".{final.name}.lock"), _WAIT_S):
+            if (found := self.describe()) is not None:
+                return found
+            draft = final.with_name(f".{final.name}.draft")
+            shutil.rmtree(draft, ignore_errors=True)
+            try:
+                done = self._convert(str(draft))
+                shutil.rmtree(final, ignore_errors=True)  # without a description: the remains of nothing we know
+                draft.replace(final)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+            return done
+
+    def _convert(self, place: str) -> Description:
+        with self.source.open() as photos:
+            classes = tuple(sorted({label for label, _ in photos}))
+            counts, unreadable = self._write(photos, classes, place)
+        done = Description(self.source.title, self.source.drawn, classes, counts[TRAIN], counts[VAL], unreadable)
+        for split, count in counts.items():
+            if not count:
+                raise FormatError(
+                    f"a {split} set needs photos; {self.source.title} gives it none of {sum(counts.values())}."
+                )
+        open_store(place).put(DESCRIPTION, done.to_bytes())
+        return done
+
+    def _write(
+        self, photos: Mapping[PhotoKey, Callable[[], bytes]], classes: tuple[str, ...], place: str
+    ) -> tuple[dict[str, int], tuple[str, ...]]:
+        from tqdm import tqdm
+
+        counts, unreadable = {TRAIN: 0, VAL: 0}, []
+        with self._writer(f"{place}/{TRAIN}") as train, self._writer(f"{place}/{VAL}") as val:
+            for key in tqdm(writing_order(photos), desc="converting", unit="photo", file=sys.stderr):
+                label, name = key
+                jpeg = as_jpeg(photos[key]())
+                if jpeg is None:
+                    unreadable.append(f"{label}/{name}")
+                    continue
+                held_out = is_held_out(key, self.config.held_out)
+                (val if held_out else train).write(
+                    {"image": jpeg, "label": classes.index(label), "name": f"{label}/{name}"}
+                )
+                counts[VAL if held_out else TRAIN] += 1
+        return counts, tuple(unreadable)
+
+    def _writer(self, place: str) -> MDSWriter:
+        config = self.config
+        return MDSWriter(
+            out=place,
+            columns=COLUMNS,
+            compression=config.compression,
+            hashes=config.hashes,
+            size_limit=config.size_limit,
+            exist_ok=True,  # on a URL, an attempt that was cut short may have left shards, though no index
+        )
+
+
+def as_jpeg(data: bytes) -> bytes | None:
+    """A picture file as JPEG: its own bytes where it is one already; None where it cannot be decoded."""
+    try:
+        with Image.open(BytesIO(data)) as image:
+            if image.format == "JPEG":
+                image.draft("RGB", (32, 32))  # every byte is read, and few pixels are made
+                image.load()
+                return data
+            out = BytesIO()
+            image.convert("RGB").save(out, format="JPEG", quality=95)
+            return out.getvalue()
+    except (OSError, ValueError, SyntaxError):
+        return None
+
+
+def _fingerprint(source: PhotoSource, config: ConversionConfig) -> str:
+    settings = json.dumps([_VERSION, source.fingerprint(), asdict(config), COLUMNS], sort_keys=True)
+    return hashlib.sha256(settings.encode()).hexdigest()[:16]
+
+
+def summary_of(description: Description, folder: str | Path) -> str:
+    """One line about a converted set, for people."""
+    told = f"{description.num_train} to train on and {description.num_val} held out, {description.title}, as shards in {folder}"
+    if description.unreadable:
+        first = ", ".join(description.unreadable[:3])
+        told += f"; {len(description.unreadable)} files could not be decoded and were left out ({first} ...)"
+    return told

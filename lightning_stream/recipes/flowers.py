@@ -1,0 +1,118 @@
+"""The flowers, from any source, as streamed training and validation data for Lightning."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from lightning_stream.dataset import StreamingDataset
+from lightning_stream.recipes.conversion import TRAIN, VAL, Conversion, ConversionConfig, Description, summary_of
+from lightning_stream.recipes.images import AugmentedImage, PlainImage
+from lightning_stream.recipes.photos import photo_source
+from lightning_stream.trainers.lightning import StreamingDataModule
+
+
+class PhotoData(StreamingDataModule):
+    """Photos that are converted once, then streamed.
+
+    Args:
+        conversion: Makes the shards that `train` and `val` read.
+        datasets: Arguments of the ``train`` and ``val`` datasets.
+        **settings: As in `StreamingDataModule`.
+    """
+
+    def __init__(self, conversion: Conversion, datasets: Mapping[str, Mapping[str, Any]], **settings: Any) -> None:
+        super().__init__(datasets[TRAIN], datasets[VAL], prepare=partial(_convert, conversion), **settings)
+        self.conversion = conversion
+
+    @property
+    def description(self) -> Description:
+        """What the converted set holds; converts it first where that was not done."""
+        return self.conversion.run()
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes; a label is an index into them."""
+        return self.description.classes
+
+    @property
+    def held_out(self) -> StreamingDataset:
+        """The validation samples, to be read by index."""
+        dataset = self.datasets[VAL]
+        assert dataset is not None
+        return dataset
+
+
+def _convert(conversion: Conversion) -> None:
+    known = conversion.describe() is not None
+    done = conversion.run()
+    print(f"{'Found' if known else 'Converted'}: {summary_of(done, conversion.place)}.", file=sys.stderr)
+
+
+def flower_data(
+    *,
+    photos: str = "drawn",
+    photos_sha256: str | None = None,
+    drawn_count: int = 1000,
+    drawn_seed: int = 1,
+    downloads: str = "runs/downloads",
+    held_out: float = 0.1,
+    remote: str = "runs/shards/flowers",
+    local: str | None = "runs/cache/flowers",
+    compression: str | None = "zstd",
+    hashes: Sequence[str] = ("xxh3_64",),
+    size_limit: int | str = "512kb",
+    image_size: int = 96,
+    smallest_crop: float = 0.35,
+    colour: float = 0.3,
+    seed: int = 1,
+    cache_limit: int | str | None = None,
+    global_batch_size: int = 32,
+    eval_batch_size: int = 64,
+    num_workers: int = 1,
+    persistent_workers: bool = True,
+) -> PhotoData:
+    """Streamed flowers: converted into shards under `remote`, read back through the cache in `local`.
+
+    Args:
+        photos: ``"drawn"`` (drawings by this package), a folder of class folders, a ``.tgz`` of one, or ``"download"``.
+        photos_sha256: What the digest of an archive must be.
+        drawn_count, drawn_seed: How many drawings, and which.
+        downloads: Where a downloaded archive is kept.
+        held_out: Share of each class that is never trained on.
+        remote: Folder or URL for the shards.
+        local: Folder for the cache; None for the default one.
+        compression, hashes, size_limit: Of the shards.
+        image_size: Pixels to a side that the network sees.
+        smallest_crop, colour: Of the augmentation, see `AugmentedImage`.
+        seed: Of the order, the augmentation and dropout.
+        cache_limit: Bytes that the cache may hold, e.g. ``"10gb"``.
+        global_batch_size: Samples of an optimizer step over all devices.
+        eval_batch_size: Samples per device in validation.
+        num_workers: Processes per device that read and decode; 0 does so between steps.
+        persistent_workers: Whether they live on from epoch to epoch.
+    """
+    source = photo_source(photos, count=drawn_count, seed=drawn_seed, sha256=photos_sha256, downloads=downloads)
+    config = ConversionConfig(compression, tuple(hashes), size_limit, held_out)
+    conversion = Conversion.plan(source, remote, config)
+    caches = {split: f"{local}/{conversion.fingerprint}/{split}" if local else None for split in (TRAIN, VAL)}
+    common = {"shuffle_seed": seed, "cache_limit": cache_limit}
+    augmented, plain = AugmentedImage(image_size, smallest_crop, colour), PlainImage(image_size)
+    return PhotoData(
+        conversion,
+        {
+            TRAIN: _arguments(conversion, TRAIN, caches, transform=augmented, shuffle=True, **common),
+            VAL: _arguments(conversion, VAL, caches, transform=plain, **common),
+        },
+        global_batch_size=global_batch_size,
+        eval_batch_size=eval_batch_size,
+        num_workers=num_workers,
+        persistent_workers=persistent_workers and num_workers > 0,
+        seed_steps=seed,
+    )
+
+
+def _arguments(conversion: Conversion, split: str, caches: Mapping[str, str | None], **more: Any) -> dict[str, Any]:
+    return {"remote": f"{conversion.place}/{split}", "local": caches[split], **more}

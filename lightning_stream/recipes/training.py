@@ -1,0 +1,96 @@
+"""From a config to a trained model: check, build, fit, summarise."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_stream.errors import LightningStreamError
+from lightning_stream.recipes.callbacks import LAST, RunStopped
+from lightning_stream.recipes.checks import find_problems
+from lightning_stream.recipes.command_line import fail, mark_started, wants_traceback
+from lightning_stream.recipes.summary import RunSummary, summarise
+
+_SIGNALLED = 128  # a shell's exit code for "ended by signal n" is this plus n
+
+
+def train(config: DictConfig) -> RunSummary:
+    """Run what a config of ``train.py`` describes, and say how it went.
+
+    Raises:
+        SystemExit: 2 for a config or data that cannot be used, after all reasons were printed; 128 + n where signal n
+            stopped the run.
+    """
+    mark_started()
+    if problems := find_problems(config):
+        raise fail(["This config cannot be run:", *(f"  {problem}" for problem in problems)])
+    try:
+        return _run(config)
+    except LightningStreamError as error:
+        if wants_traceback():
+            raise
+        raise fail([f"{type(error).__name__}: {error}"]) from error
+    except RunStopped as stop:
+        _say_how_to_go_on(stop, config)
+        raise SystemExit(_SIGNALLED + stop.signum) from stop
+
+
+def _run(config: DictConfig) -> RunSummary:
+    _quieten()
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    folder = Path(config.folder)
+    continued = checkpoint_to_continue(config.ckpt_path, folder)
+    data: Any = instantiate(config.data, _convert_="all")
+    model: Any = instantiate(config.model, _convert_="all")
+    callbacks = [instantiate(one, _convert_="all") for one in (config.get("callbacks") or {}).values() if one]
+    trainer: Any = instantiate(config.trainer, callbacks=callbacks, _convert_="all")
+    if continued is None:
+        put_aside(folder / "checkpoints")
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, folder / "config.yaml")
+    trainer.fit(model, datamodule=data, ckpt_path=continued)
+    trainer.save_checkpoint(folder / "checkpoints" / LAST)
+    summary = summarise(trainer, data, model, folder)
+    if trainer.is_global_zero:
+        print(summary.to_text())
+    return summary
+
+
+def checkpoint_to_continue(ckpt_path: str | None, folder: Path) -> str | None:
+    """The checkpoint that `ckpt_path` means: ``last`` is the newest of the run's own folder."""
+    return str(folder / "checkpoints" / LAST) if ckpt_path == "last" else ckpt_path
+
+
+@rank_zero_only
+def put_aside(checkpoints: Path) -> None:
+    """Keep an earlier run's checkpoints under another name, so that a new run of the same name starts anew."""
+    if checkpoints.is_dir() and any(checkpoints.iterdir()):
+        earlier = checkpoints.with_name("checkpoints.earlier")
+        shutil.rmtree(earlier, ignore_errors=True)
+        checkpoints.rename(earlier)
+        print(f"Starting anew; the checkpoints of the earlier run are now in {earlier}.")
+
+
+def _say_how_to_go_on(stop: RunStopped, config: DictConfig) -> None:
+    saved = f"saved {stop.saved}" if stop.saved else "the last periodic checkpoint serves"
+    print(
+        f"Stopped by a signal; {saved}. Go on with the same command and ckpt_path=last (run {config.name!r}).",
+        flush=True,
+    )
+
+
+def _quieten() -> None:
+    """Leave the terminal to what a user can act on."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # A resumed run writes into the folder of the stopped one: that is the point of it.
+    warnings.filterwarnings("ignore", message=r"Checkpoint directory .* exists and is not empty")
