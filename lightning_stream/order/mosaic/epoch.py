@@ -58,13 +58,15 @@ class MosaicWorld:
         return self.num_nodes * self.ranks_per_node
 
     def replicated(self, replication: int) -> MosaicWorld:
-        """Count each group of `replication` consecutive ranks, which get the same samples, as one rank."""
+        """Count each group of `replication` consecutive ranks, which get the same samples, as one rank.
+
+        Nodes keep their number of ranks where the replicas fill whole nodes; else all are on one node.
+        """
         if replication < 1 or self.num_ranks % replication:
             raise ValueError(f"replication must divide the ranks; found {replication} and {self.num_ranks} ranks")
         ranks = self.num_ranks // replication
-        nodes = max(ranks // self.ranks_per_node, 1)
-        if ranks % nodes:
-            raise ValueError(f"replicas must spread evenly over nodes; found {ranks} replicas for {nodes} nodes")
+        whole = ranks % self.ranks_per_node == 0
+        nodes = ranks // self.ranks_per_node if whole else 1
         return MosaicWorld(nodes, ranks // nodes, self.workers_per_rank)
 
 

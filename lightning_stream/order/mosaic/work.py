@@ -163,6 +163,7 @@ def _portions(proportions: Sequence[float], global_batch: int) -> list[int]:
     portions = np.floor(exact).astype(np.int64)
     short = global_batch - int(portions.sum())
     if short:
+        # Equal remainders fall as numpy's default sort leaves them (on the processor at hand), as in the original.
         portions[np.argsort(exact - portions)[-short:]] += 1
     for stream in np.flatnonzero(portions == 0).tolist():
         raise ValueError(
