@@ -68,7 +68,7 @@ class Bringer:
     def _get(self, file: FileEntry, draft: Path) -> None:
         draft.unlink(missing_ok=True)
         try:
-            self.store.get(file.basename, draft)
+            self.store.get(file.basename, draft, file.num_bytes)
         except NotFoundError as error:
             raise NotFoundError(f"{error} The index lists this file: the dataset there is not whole.") from error
 

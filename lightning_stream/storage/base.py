@@ -7,12 +7,12 @@ import os
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Generic, Protocol, TypeVar
 
-from lightning_stream.errors import StoreError, UnavailableError
+from lightning_stream.errors import UnavailableError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -52,12 +52,14 @@ class Body:
     ) -> None:
         self.num_bytes = num_bytes
         self.version = version
+        self.started = False
         self._chunks = chunks
         self._close = close
         self._where = where
 
     def __iter__(self) -> Iterator[bytes]:
         seen = 0
+        self.started = True
         for chunk in self._chunks:
             seen += len(chunk)
             yield chunk
@@ -101,8 +103,11 @@ class Store(Protocol):
     def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
         """The bytes ``[begin, end)`` of an object (to its end: None), streamed."""
 
-    def get(self, name: str, to: Path | BinaryIO) -> int:
-        """Write a whole object into `to`, streamed; give the number of bytes. A path is overwritten in place."""
+    def get(self, name: str, to: Path | BinaryIO, num_bytes: int | None = None) -> int:
+        """Write a whole object into `to`, streamed; give the number of bytes. A path is overwritten in place.
+
+        `num_bytes`, where the caller knows it, lets large objects come as several ranges at once.
+        """
 
     def read(self, name: str) -> bytes:
         """A whole object, for small ones."""
@@ -140,7 +145,23 @@ class BodyStore(ABC):
     def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
         """The bytes ``[begin, end)`` of an object, streamed."""
 
-    def get(self, name: str, to: Path | BinaryIO) -> int:
+    @abstractmethod
+    def put(self, name: str, source: Path | bytes) -> None:
+        """Store an object, whole or not at all."""
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
+        """All objects whose names begin with `prefix`, sorted by name."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Remove an object."""
+
+    @abstractmethod
+    def exists(self, name: str) -> bool:
+        """Whether there is an object of that name."""
+
+    def get(self, name: str, to: Path | BinaryIO, num_bytes: int | None = None) -> int:  # noqa: ARG002
         """Write a whole object into `to`; give the number of bytes."""
         if isinstance(to, Path):
             with to.open("wb", buffering=0) as file:
@@ -279,9 +300,25 @@ def write_all(file: BinaryIO, chunk: bytes) -> None:
         written = file.write(chunk)
 
 
-def not_whole_range(where: str) -> StoreError:
-    """The error for a server that ignores ranges."""
-    return StoreError(f"{where}: the server ignores range requests. Read whole objects from it, or use another server.")
+def cut(chunks: Iterator[bytes], begin: int, end: int | None) -> Iterator[bytes]:
+    """The bytes ``[begin, end)`` of a stream whose server ignored the range that it was asked for."""
+    position = 0
+    for chunk in chunks:
+        wanted = chunk[max(0, begin - position) : None if end is None else max(0, end - position)]
+        position += len(chunk)
+        if wanted:
+            yield wanted
+        if end is not None and position >= end:
+            return
+
+
+def read_options(kind: type[T], options: Mapping[str, Any], scheme: str) -> T:
+    """The options as a frozen value of the given dataclass; all unknown names are reported together."""
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ValueError(f"unknown options for {scheme}: {', '.join(unknown)}. Known are {', '.join(known)}.")
+    return kind(**options)
 
 
 @contextlib.contextmanager

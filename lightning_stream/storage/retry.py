@@ -1,0 +1,227 @@
+"""A store that tries again: jittered backoff, bodies resumed by range, a deadline."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from lightning_stream.errors import StoreError, UnavailableError
+
+from .base import Body, BodyStore, ObjectEntry, Store
+
+T = TypeVar("T")
+_log = logging.getLogger("lightning_stream.storage")
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How patiently.
+
+    Attributes:
+        retries: Failures in a row that are tried again; whenever bytes have come through, the count begins anew.
+        timeout_s: Longest silence on a connection, given to the client.
+        deadline_s: For one operation in all, retries and pauses included.
+        first_pause_s: Mean pause after the first failure; doubles with each.
+        longest_pause_s: Where the doubling ends.
+        parallel_from_bytes: Objects known to be at least this large are fetched as several ranges at once.
+        part_bytes: Size of such a range.
+        parts_at_once: How many.
+    """
+
+    retries: int = 5
+    timeout_s: float = 60.0
+    deadline_s: float = 600.0
+    first_pause_s: float = 0.1
+    longest_pause_s: float = 20.0
+    parallel_from_bytes: int = 96 << 20
+    part_bytes: int = 32 << 20
+    parts_at_once: int = 4
+
+    def __post_init__(self) -> None:
+        problems = [f"retries is 0 or more; got {self.retries}"] if self.retries < 0 else []
+        positive = ("timeout_s", "deadline_s", "first_pause_s", "longest_pause_s", "part_bytes", "parts_at_once")
+        problems += [f"{name} is positive; got {getattr(self, name)}" for name in positive if getattr(self, name) <= 0]
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+class RetryingStore(BodyStore):
+    """The same store; what may pass (:class:`UnavailableError`) is tried again, all else is raised as it is."""
+
+    def __init__(self, store: Store, policy: RetryPolicy | None = None) -> None:
+        self.store = store
+        self.policy = policy or RetryPolicy()
+
+    @property
+    def url(self) -> str:
+        """The wrapped store's URL."""
+        return self.store.url
+
+    @property
+    def identity(self) -> str:
+        """The wrapped store's identity."""
+        return self.store.identity
+
+    def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
+        """A body that resumes by range where its connection breaks."""
+        patience = _Patience(self.policy, f"{self.url}/{name}")
+        body = patience.call(lambda: self.store.open(name, begin, end))
+        resuming = _Resuming(self.store, (name, begin, end), body, patience)
+        return Body(iter(resuming), body.num_bytes, body.version, resuming.close, f"{self.url}/{name}")
+
+    def get(self, name: str, to: Path | BinaryIO, num_bytes: int | None = None) -> int:
+        """Write a whole object into `to`; one known to be large comes as several ranges at once."""
+        if isinstance(to, Path) and num_bytes is not None and num_bytes >= self.policy.parallel_from_bytes:
+            return self._get_parts(name, to, num_bytes)
+        return super().get(name, to)
+
+    def put(self, name: str, source: Path | bytes) -> None:
+        """Store an object."""
+        self._patiently(name, lambda: self.store.put(name, source))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
+        """List; after a failure, from the name last given."""
+        patience = _Patience(self.policy, f"{self.url}/{prefix}")
+        listing, last = self.store.list(prefix), ""
+        while True:
+            try:
+                entry = next(listing, None)
+            except UnavailableError as error:
+                patience.after(error)
+                listing = self.store.list(prefix)
+                continue
+            if entry is None:
+                return
+            if entry.name > last:
+                last = entry.name
+                yield entry
+
+    def delete(self, name: str) -> None:
+        """Remove an object."""
+        self._patiently(name, lambda: self.store.delete(name))
+
+    def exists(self, name: str) -> bool:
+        """Whether there is an object of that name."""
+        return self._patiently(name, lambda: self.store.exists(name))
+
+    def _patiently(self, name: str, call: Callable[[], T]) -> T:
+        return _Patience(self.policy, f"{self.url}/{name}").call(call)
+
+    def _get_parts(self, name: str, to: Path, num_bytes: int) -> int:
+        begins = range(0, num_bytes, self.policy.part_bytes)
+        with to.open("wb", buffering=0) as file:
+            fd = file.fileno()
+
+            def part(begin: int) -> tuple[int, str | None]:
+                return self._get_part(name, fd, begin, min(begin + self.policy.part_bytes, num_bytes))
+
+            with ThreadPoolExecutor(min(self.policy.parts_at_once, len(begins))) as pool:
+                parts = list(pool.map(part, begins))
+            _same_version({version for _, version in parts}, f"{self.url}/{name}")
+            return sum(written for written, _ in parts)
+
+    def _get_part(self, name: str, fd: int, begin: int, end: int) -> tuple[int, str | None]:
+        position = begin
+        with self.open(name, begin, end) as body:
+            for chunk in body:
+                view = memoryview(chunk)
+                while view:
+                    written = os.pwrite(fd, view, position)
+                    position += written
+                    view = view[written:]
+        return position - begin, body.version
+
+
+class _Patience:
+    """The failures of one operation, and when they are too many."""
+
+    def __init__(self, policy: RetryPolicy, where: str) -> None:
+        self._policy = policy
+        self._where = where
+        self._begun = time.monotonic()
+        self._failures = 0
+        self._in_a_row = 0
+
+    def call(self, call: Callable[[], T]) -> T:
+        """Call until it succeeds or the patience ends."""
+        while True:
+            try:
+                return call()
+            except UnavailableError as error:  # noqa: PERF203 (the loop is over retries)
+                self.after(error)
+
+    def progress(self) -> None:
+        """Bytes have come through.
+
+        Raises:
+            UnavailableError: The deadline has passed all the same.
+        """
+        self._in_a_row = 0
+        if time.monotonic() - self._begun > self._policy.deadline_s:
+            raise self._over("it was still arriving, too slowly")
+
+    def after(self, error: UnavailableError) -> None:
+        """Pause after a failure, or raise it where there were too many."""
+        self._failures += 1
+        self._in_a_row += 1
+        pause_s = min(self._policy.longest_pause_s, self._policy.first_pause_s * 2**self._in_a_row)
+        pause_s *= random.random()
+        if self._in_a_row > self._policy.retries:
+            raise UnavailableError(f"{error} (gave up after {self._in_a_row} failures in a row)") from None
+        if time.monotonic() + pause_s - self._begun > self._policy.deadline_s:
+            raise self._over(str(error)) from None
+        _log.info("%s; trying again in %.2f s (failure %d)", error, pause_s, self._failures)
+        time.sleep(pause_s)
+
+    def _over(self, reason: str) -> UnavailableError:
+        return UnavailableError(
+            f"{self._where}: not done within the deadline of {self._policy.deadline_s:g} s, after {self._failures} "
+            f"failures. Last: {reason}. Look at the network, or allow more with deadline_s."
+        )
+
+
+class _Resuming:
+    """The chunks of one object or range over as many connections as it takes."""
+
+    def __init__(self, store: Store, wanted: tuple[str, int, int | None], body: Body, patience: _Patience) -> None:
+        self._store = store
+        self._name, self._position, self._end = wanted
+        self._body = body
+        self._version = body.version
+        self._patience = patience
+
+    def __iter__(self) -> Iterator[bytes]:
+        while True:
+            try:
+                yield from self._rest()
+            except UnavailableError as error:  # noqa: PERF203 (the loop is over retries)
+                self._body.close()
+                self._patience.after(error)
+            else:
+                return
+
+    def close(self) -> None:
+        self._body.close()
+
+    def _rest(self) -> Iterator[bytes]:
+        if self._body.started:
+            self._body = self._store.open(self._name, self._position, self._end)
+            _same_version({self._version, self._body.version}, f"{self._store.url}/{self._name}")
+        for chunk in self._body:
+            self._position += len(chunk)
+            yield chunk
+            self._patience.progress()
+
+
+def _same_version(versions: set[str | None], where: str) -> None:
+    if len(versions) > 1:
+        raise StoreError(
+            f"{where}: it was replaced while it was being read. Read it again; write datasets to new names."
+        )
