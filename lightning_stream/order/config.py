@@ -165,7 +165,8 @@ def _resolve_nodes(
 ) -> tuple[int, int]:
     """C and w: as asked, else from the state, else from mosaicml-streaming's rule or B."""
     if resumed is not None:
-        nodes, window = nodes or resumed.canonical_nodes, window or resumed.window
+        nodes = resumed.canonical_nodes if nodes is None else nodes
+        window = resumed.window if window is None else window
     if nodes is None:
         nodes = mosaic or (_MOST_NODES if batch_size is None else _largest_divisor(batch_size))
     return nodes, -(-_ACTIVE_PARTS // max(nodes, 1)) if window is None else window

@@ -1,16 +1,27 @@
-"""Proof of what a run saw: a sum over (epoch, position, sample id) of every sample trained on, filler excluded."""
+"""Proof of what a run saw: a sum over (epoch, position, sample id) of every sample trained on, filler excluded.
+
+Sums are modulo 2**64, so ranks and steps may be added in any order: the shares of all replicas add up to the global
+batch, and the batches to the epoch. One sample swapped, left out or repeated changes the sum of its step.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.mix import EpochOrder
-from lightning_stream.order.permutation import mix64
+from lightning_stream.order.permutation import Purpose, mix64, raw
+from lightning_stream.order.plan import BatchPlan
+from lightning_stream.order.rank_split import Share
+from lightning_stream.order.snapshot import Snapshot
 
 MODULUS = 2**64
 _CHUNK = 1 << 20
 _STEP = np.uint64(0x9E3779B97F4A7C15)
+_ATTEMPTS = 16
 
 
 def hashes(epoch: int, positions: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -31,3 +42,103 @@ def expected(order: EpochOrder, begin: int, end: int) -> int:
         last = min(first + _CHUNK, end)
         whole += total(order.epoch, np.arange(first, last, dtype=np.int64), order.ids(first, last))
     return whole % MODULUS
+
+
+def of_share(epoch: int, share: Share) -> int:
+    """The sum of one rank's share, filler excluded."""
+    return total(epoch, share.positions[~share.filler], share.ids[~share.filler])
+
+
+def of_steps(plan: BatchPlan, k_begin: int, k_end: int) -> NDArray[np.uint64]:
+    """uint64[steps]: what all replicas together must sum up to in each of the global batches [k_begin, k_end)."""
+    sums = []
+    for k in range(k_begin, k_end):
+        begin, end = plan.bounds(k)
+        sums.append(total(plan.order.epoch, np.arange(begin, end, dtype=np.int64), plan.ids(k)))
+    return np.array(sums, dtype=np.uint64)
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """A planned exception: at this position another sample was delivered than was drawn, which could not be read."""
+
+    position: int
+    drawn: int
+    delivered: int
+
+
+def substituted(whole: int, epoch: int, substitutions: Sequence[Substitution]) -> int:
+    """An expected sum, corrected for the substitutions among its positions."""
+    position = np.array([one.position for one in substitutions], dtype=np.int64)
+    drawn = np.array([one.drawn for one in substitutions], dtype=np.int64)
+    delivered = np.array([one.delivered for one in substitutions], dtype=np.int64)
+    return (whole - total(epoch, position, drawn) + total(epoch, position, delivered)) % MODULUS
+
+
+def replacements(snapshot: Snapshot, seed: int, epoch: int, position: int, drawn: int) -> Iterator[int]:
+    """Sample ids to try, in this order, where the drawn one cannot be read: the same in every world.
+
+    All of the drawn id's stream. Never the drawn id itself; ids may come twice. Ends after 16 attempts.
+    """
+    stream = int(snapshot.streams_of(np.array([drawn]))[0])
+    first = int(snapshot.shard_offsets[snapshot.stream_offsets[stream]])
+    count = int(snapshot.stream_samples[stream])
+    if count < 2:
+        return
+    for number in raw(Purpose.SUBSTITUTE, seed, epoch, position, size=_ATTEMPTS).tolist():
+        yield first + (drawn - first + 1 + number % (count - 1)) % count
+
+
+def to_bytes(sums: NDArray[np.uint64]) -> bytes:
+    """A rank's sums, one per step, as it appends them to its file: 8 bytes each, little-endian."""
+    return sums.astype("<u8").tobytes()
+
+
+def from_bytes(data: bytes) -> NDArray[np.uint64]:
+    """Read :func:`to_bytes`; a last sum written only in part is left out."""
+    return np.frombuffer(data[: len(data) // 8 * 8], dtype="<u8").astype(np.uint64)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What comparing ledgers showed.
+
+    Args:
+        num_steps: Steps compared.
+        first_difference: The first step that differs, counted from the first one compared; None if none does.
+        sentence: The finding in words.
+    """
+
+    num_steps: int
+    first_difference: int | None
+    sentence: str
+
+
+def verify(wanted: NDArray[np.uint64], ranks: Sequence[NDArray[np.uint64]], *, replication: int = 1) -> Verdict:
+    """Merge the sums of all ranks and compare each step with what was planned (:func:`of_steps`).
+
+    Only steps that every rank has written are compared. Ranks of one replica must agree among themselves.
+    """
+    if not ranks or len(ranks) % replication:
+        raise ValueError(f"Ledgers of all ranks are needed, groups of {replication}; {len(ranks)} were given.")
+    steps = min(len(wanted), *map(len, ranks))
+    table = np.stack([sums[:steps] for sums in ranks]).reshape(-1, replication, steps)
+    unlike = (table != table[:, :1]).any(axis=(0, 1))
+    wrong = unlike | (table[:, 0].sum(axis=0, dtype=np.uint64) != wanted[:steps])
+    if not wrong.any():
+        return Verdict(steps, None, f"All {steps} steps saw exactly the planned samples.")
+    step = int(wrong.argmax())
+    reason = "ranks of one replica saw different samples" if unlike[step] else "other samples than planned were seen"
+    return Verdict(steps, step, f"{steps} steps were compared; step {step} is the first that differs: {reason}.")
+
+
+def diff(first: NDArray[np.uint64], second: NDArray[np.uint64]) -> Verdict:
+    """Compare two runs step by step, each given by the merged sums of its ranks."""
+    steps = min(len(first), len(second))
+    wrong = first[:steps] != second[:steps]
+    if wrong.any():
+        step = int(wrong.argmax())
+        return Verdict(steps, step, f"{steps} steps were compared; step {step} is the first that differs.")
+    more = abs(len(first) - len(second))
+    tail = f"; one run has {more} more" if more else ""
+    return Verdict(steps, None, f"The {steps} steps both runs have saw the same samples{tail}.")

@@ -87,7 +87,7 @@ def cases(draw, methods=METHODS, most_nodes=64):
 
 @st.composite
 def other_world(draw, case):
-    """Another world the same global batch divides over: (replicas, samples per device and micro-batch, accumulation)."""
+    """Another world the same global batch divides over: (replicas, samples per micro-batch, accumulation)."""
     unit = case.run.config.block or 1
     replicas = draw(st.sampled_from([r for r in range(1, 65) if case.batch_size % (r * unit) == 0]))
     share = case.batch_size // replicas

@@ -1,0 +1,142 @@
+"""Which shards each node will fetch in an epoch: predicted from the order alone, before anything is fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.order.plan import BatchPlan, RunOrder
+from lightning_stream.order.rank_split import Tail
+from lightning_stream.order.world import World
+
+FACTOR_WORTH_A_WARNING = 1.05
+_CHUNK = 1 << 18
+
+
+@dataclass(frozen=True, eq=False)
+class DownloadPlan:
+    """What an epoch makes the nodes fetch, each shard once per node that needs it.
+
+    Args:
+        shards: One int64 array per data node: the shards it needs.
+        num_bytes: int64[nodes], the bytes of those.
+        union_bytes: Bytes of all shards needed anywhere.
+        warning: If much is fetched more than once: what to change; else None.
+    """
+
+    shards: tuple[NDArray[np.int64], ...]
+    num_bytes: NDArray[np.int64]
+    union_bytes: int
+    warning: str | None
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes fetched by all nodes together."""
+        return int(self.num_bytes.sum())
+
+    @property
+    def factor(self) -> float:
+        """How often a byte is fetched on average; 1.0 is perfect."""
+        return self.sum_bytes / self.union_bytes if self.union_bytes else 1.0
+
+
+def plan_downloads(
+    run: RunOrder,
+    *,
+    epoch: int,
+    batch_size: int,
+    world: World,
+    tail: Tail = "pad",
+    start: int = 0,
+    shard_bytes: NDArray[np.int64] | None = None,
+) -> DownloadPlan:
+    """Predict exactly what each node fetches from a position to the end of its epoch. O(samples).
+
+    Args:
+        run: The run's order.
+        epoch: Which epoch.
+        batch_size: B.
+        world: All processes; its rank does not matter.
+        tail: What happens to the epoch's rest.
+        start: The position to start from.
+        shard_bytes: int64[shards]; None counts every sample as one byte.
+    """
+    needed = np.zeros((world.num_nodes, run.snapshot.num_shards), dtype=np.bool_)
+    readers = _readers(world)
+    for replica, ids in _replica_reads(run, epoch, batch_size, world, tail, start):
+        shards = np.unique(run.snapshot.shards_of(ids))
+        for node in readers[replica]:
+            needed[node, shards] = True
+    sizes = run.snapshot.sizes if shard_bytes is None else shard_bytes
+    per_node = np.array([int(sizes[row].sum()) for row in needed], dtype=np.int64)
+    union = int(sizes[needed.any(axis=0)].sum())
+    factor = int(per_node.sum()) / union if union else 1.0
+    warning = _warning(run, batch_size, world, factor) if factor > FACTOR_WORTH_A_WARNING else None
+    return DownloadPlan(tuple(np.flatnonzero(row) for row in needed), per_node, union, warning)
+
+
+def better_canonical_nodes(batch_size: int, num_nodes: int, *, mixed: bool = False) -> int | None:
+    """The C under which fewest shards are fetched twice: a multiple of the nodes that divides B, at most about 16.
+
+    Where batches mix streams evenly (``mixed``), their canonical nodes are not quite equally filled, and at each border
+    between nodes two canonical nodes are read by both: then more canonical nodes, up to 128, waste less.
+    """
+    most = max(128 if mixed else 16, num_nodes)
+    return max((c for c in range(num_nodes, most + 1, num_nodes) if batch_size % c == 0), default=None)
+
+
+def _readers(world: World) -> list[list[int]]:
+    """The data nodes that read each replica's share: more than one where a group of ranks spans machines unevenly."""
+    readers: list[set[int]] = [set() for _ in range(world.num_replicas)]
+    for rank in range(world.num_ranks):
+        one = World(rank, world.num_ranks, world.ranks_per_node, world.replication)
+        readers[one.replica].add(min(one.node, world.num_nodes - 1))
+    return [sorted(nodes) for nodes in readers]
+
+
+def _replica_reads(
+    run: RunOrder, epoch: int, batch_size: int, world: World, tail: Tail, start: int
+) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """(replica, sample ids it reads), piece by piece; whole batches many at a time."""
+    order = run.epoch(epoch)
+    replicas = world.num_replicas
+    firsts = [
+        World(r * world.replication, world.num_ranks, world.ranks_per_node, world.replication) for r in range(replicas)
+    ]
+    plans = [BatchPlan(order, batch_size=batch_size, world=one, tail=tail, start=start) for one in firsts]
+    simple = run.config.mosaic is None and order.layout.block == 1
+    whole = plans[0].num_whole_batches if simple else 0
+    step = max(1, _CHUNK // batch_size)
+    for k in range(0, whole, step):
+        begin, end = plans[0].bounds(k)[0], plans[0].bounds(min(k + step, whole) - 1)[1]
+        nodes = order.canonical(begin, end).reshape(-1, batch_size)
+        ids = np.take_along_axis(
+            order.ids(begin, end).reshape(-1, batch_size), np.argsort(nodes, axis=1, kind="stable"), axis=1
+        )
+        dealt = ids.reshape(len(ids), replicas, -1)
+        for replica in range(replicas):
+            yield replica, dealt[:, replica].reshape(-1)
+    for k in range(whole, plans[0].num_batches):
+        for replica, plan in enumerate(plans):
+            yield replica, plan.share(k).ids
+
+
+def _warning(run: RunOrder, batch_size: int, world: World, factor: float) -> str:
+    config, nodes = run.config, world.num_nodes
+    found = (
+        "Each shard should be fetched about once over all nodes, but with num_canonical_nodes="
+        f"{config.canonical_nodes} on {nodes} nodes and global batches of {batch_size} samples, {factor:.2f} times the "
+        "data will be fetched."
+    )
+    if not config.shuffle:
+        return f"{found} Index order needs nearly every shard on every node: set shuffle=True if order does not matter."
+    mixed = config.batching_method in ("stratified", "device_per_stream") and run.snapshot.num_streams > 1
+    better = better_canonical_nodes(batch_size, nodes, mixed=mixed)
+    if better is None:
+        return f"{found} Choose a global batch size that is a multiple of {nodes}, and num_canonical_nodes={nodes}."
+    if better != config.canonical_nodes:
+        return f"{found} num_canonical_nodes={better} fits best; set it when a run starts."
+    return f"{found} No other num_canonical_nodes fits better: the streams' mixture or their small shards cause it."

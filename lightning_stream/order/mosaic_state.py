@@ -1,0 +1,62 @@
+"""States written by mosaicml-streaming: what they say of a run, and the position to go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lightning_stream.errors import StateError
+from lightning_stream.order.config import OrderConfig, is_count
+from lightning_stream.order.plan import RunOrder
+from lightning_stream.order.position import Position
+from lightning_stream.order.rank_split import Tail
+
+_FIELDS = ("epoch", "sample_in_epoch", "num_canonical_nodes", "shuffle_seed")
+_NODES = "initial_physical_nodes"
+
+
+def is_mosaic_state(state: object) -> bool:
+    """Whether this looks like a state written by mosaicml-streaming rather than by this package."""
+    return isinstance(state, Mapping) and "sample_in_epoch" in state and "version" not in state
+
+
+def mosaic_config(state: Mapping[str, Any], config: OrderConfig) -> OrderConfig:
+    """The order of a run from its state and its constructor's arguments: seed and nodes come from the state.
+
+    Args:
+        state: What mosaicml-streaming wrote.
+        config: Resolved from the arguments of this run, which must name the algorithm.
+
+    Raises:
+        StateError: The algorithm was left out, or the state is damaged.
+    """
+    _check(state)
+    if config.mosaic is None:
+        raise StateError(
+            "A run must continue in the order it began with, but this state, written by mosaicml-streaming, does not "
+            "record its algorithm, and shuffle_algo was left out. Pass the shuffle, shuffle_algo, partition_algo and "
+            "batch_size of that run (its defaults: False, py1e, relaxed)."
+        )
+    nodes = state.get(_NODES)
+    mosaic = config.mosaic if nodes is None else replace(config.mosaic, initial_physical_nodes=nodes)
+    return replace(config, seed=state["shuffle_seed"], canonical_nodes=state["num_canonical_nodes"], mosaic=mosaic)
+
+
+def mosaic_position(state: Mapping[str, Any], run: RunOrder, *, batch_size: int, tail: Tail) -> Position:
+    """The position a state of mosaicml-streaming stands for, in a run made with :func:`mosaic_config`."""
+    _check(state)
+    start = Position.start(run, batch_size=batch_size, tail=tail, epoch=state["epoch"])
+    end = min(state["sample_in_epoch"], run.epoch(state["epoch"]).num_samples)
+    return replace(start.advanced(run, end), position=state["sample_in_epoch"])
+
+
+def _check(state: Mapping[str, Any]) -> None:
+    least = {"num_canonical_nodes": 1, _NODES: 1}
+    names = _FIELDS if state.get(_NODES) is None else (*_FIELDS, _NODES)
+    bad = [f"{name}={state.get(name)!r}" for name in names if not is_count(state.get(name), least.get(name, 0))]
+    if bad:
+        raise StateError(
+            f"A state of mosaicml-streaming has the whole numbers {', '.join(_FIELDS)} (and {_NODES}), but this one "
+            f"has {', '.join(bad)}. It is damaged or not such a state; load another checkpoint."
+        )

@@ -1,0 +1,156 @@
+"""How well an order shuffles, and what it needs for that: known before training, for any settings.
+
+The score is the number of 100 source blocks (equal stretches of the sample ids: rows as they lie on disk) that one
+global batch touches. A truly random batch of 256 touches 92.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.order.config import OrderConfig
+from lightning_stream.order.mix import EpochOrder
+from lightning_stream.order.plan import BatchPlan, RunOrder
+from lightning_stream.order.snapshot import Snapshot
+
+NUM_BLOCKS = 100
+_EVENLY = 32
+_AT_ENDS = 8
+_END = 16  # the first and the last window are a sixteenth of the epoch each
+
+
+@dataclass(frozen=True)
+class Quality:
+    """The score of an order, what a random one would have, and what the order needs.
+
+    Args:
+        expected: By a model of the settings, in the middle of an epoch.
+        random: Of a truly random order with this batch size.
+        mean: Measured, over batches spread evenly over the epoch.
+        minimum: The least of all batches measured, those at both ends of the epoch included.
+        first_batch: Of the epoch's first batch: at most the shards it was read from.
+        first: Mean over the epoch's first sixteenth.
+        last: Mean over its last sixteenth.
+        active_shards: Shards that must be at hand at once, over all nodes.
+        cache_bytes: Bytes of those, at most, over all nodes.
+    """
+
+    expected: float
+    random: float
+    mean: float
+    minimum: int
+    first_batch: int
+    first: float
+    last: float
+    active_shards: int
+    cache_bytes: int
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        return (
+            f"a batch touches {self.mean:.0f} of {NUM_BLOCKS} source blocks (random: {self.random:.0f}; least "
+            f"{self.minimum}, first sixteenth {self.first:.0f}, last {self.last:.0f}) from {self.active_shards} active "
+            f"shards, {self.cache_bytes / 1e6:.0f} MB of cache over all nodes"
+        )
+
+
+def measure(run: RunOrder, *, batch_size: int, epoch: int = 0, shard_bytes: NDArray[np.int64] | None = None) -> Quality:
+    """Score an epoch's order from a sample of its batches, well under a second at any size of data.
+
+    Args:
+        run: The run's order.
+        batch_size: B.
+        epoch: Which epoch.
+        shard_bytes: int64[shards], for the cache; None counts every sample as one byte.
+    """
+    order, snapshot = run.epoch(epoch), run.snapshot
+    plan = BatchPlan(order, batch_size=batch_size, tail="pad")
+    count, edge = plan.num_batches, max(1, plan.num_batches // _END)
+    evenly, first = _picks(0, count, _EVENLY), _picks(0, edge, _AT_ENDS)
+    last = _picks(count - edge, count, _AT_ENDS)
+    scores = {k: score(plan.ids(k), snapshot.num_samples) for k in sorted({0, *evenly, *first, *last})}
+    active = active_shards(run)
+    sizes = np.sort(snapshot.sizes if shard_bytes is None else shard_bytes)[::-1]
+    return Quality(
+        expected=expected_score(snapshot, run.config, batch_size),
+        random=random_score(batch_size),
+        mean=float(np.mean([scores[k] for k in evenly])),
+        minimum=min(scores.values()),
+        first_batch=scores[0],
+        first=float(np.mean([scores[k] for k in first])),
+        last=float(np.mean([scores[k] for k in last])),
+        active_shards=active,
+        cache_bytes=int(sizes[:active].sum()),
+    )
+
+
+def score(ids: NDArray[np.int64], num_samples: int) -> int:
+    """Source blocks touched by these samples of ``num_samples``."""
+    return len(np.unique(ids * NUM_BLOCKS // num_samples))
+
+
+def random_score(batch_size: int) -> float:
+    """Source blocks touched by a truly random batch, expected."""
+    return NUM_BLOCKS * (1 - (1 - 1 / NUM_BLOCKS) ** batch_size)
+
+
+def expected_score(snapshot: Snapshot, config: OrderConfig, batch_size: int) -> float:
+    """Source blocks touched by a batch in the middle of an epoch, by a model of the order.
+
+    The active shards lie one in each of as many equal strata of the data, and a batch's samples fall evenly on them.
+    """
+    if not config.shuffle:
+        return min(NUM_BLOCKS, 1 + NUM_BLOCKS * batch_size / max(1, snapshot.num_samples))
+    active = min(config.canonical_nodes * config.window, snapshot.num_shards)
+    if config.mosaic is not None or active >= snapshot.num_shards:
+        return random_score(batch_size)
+    if snapshot.num_shards < 2 * NUM_BLOCKS:  # a shard is larger than half a block: count blocks, not shards
+        covered = max(1.0, NUM_BLOCKS * active / snapshot.num_shards)
+        return covered * (1 - (1 - 1 / covered) ** batch_size)
+    hit = 1 - (1 - 1 / active) ** batch_size
+    edges = np.arange(NUM_BLOCKS + 1) / NUM_BLOCKS * active
+    low, high = edges[:-1, None], edges[1:, None]
+    stratum = np.arange(active)[None, :]
+    overlap = np.clip(np.minimum(high, stratum + 1) - np.maximum(low, stratum), 0, 1)
+    return float((1 - np.prod(1 - hit * overlap, axis=1)).sum())
+
+
+def active_shards(run: RunOrder) -> int:
+    """Shards that must be at hand at once: w per canonical node, of each stream where streams keep orders of their own.
+
+    The orders of mosaicml-streaming are measured instead, over epoch 0.
+    """
+    config, snapshot = run.config, run.snapshot
+    if config.mosaic is not None:
+        return max_active_shards(run.epoch(0), snapshot)
+    if config.batching_method == "random":
+        streams = [snapshot.num_shards]
+    else:
+        streams = [len(sizes) for sizes in snapshot.shard_sizes]
+    most = config.canonical_nodes * config.window if config.shuffle else 1
+    return sum(min(most, shards) for shards in streams)
+
+
+def max_active_shards(order: EpochOrder, snapshot: Snapshot) -> int:
+    """The most shards that are between their first and their last use at once. Reads the whole epoch: O(samples)."""
+    return max_active(snapshot.shards_of(order.ids(0, order.num_samples)))
+
+
+def max_active(shards: NDArray[np.int64]) -> int:
+    """As :func:`max_active_shards`, of the shards used one after another."""
+    if not len(shards):
+        return 0
+    _, first = np.unique(shards, return_index=True)
+    _, behind = np.unique(shards[::-1], return_index=True)
+    change = np.zeros(len(shards) + 1, dtype=np.int64)
+    np.add.at(change, first, 1)
+    np.add.at(change, len(shards) - behind, -1)
+    return int(np.cumsum(change).max())
+
+
+def _picks(begin: int, end: int, count: int) -> list[int]:
+    """At most ``count`` numbers spread evenly over [begin, end)."""
+    return sorted({begin + (end - begin) * i // count for i in range(count)} if end > begin else set())
