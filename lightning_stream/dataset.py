@@ -49,7 +49,7 @@ class StreamingDataset(IterableDataset[Any]):
         num_canonical_nodes: Parts of the data that stay on one node each; None derives it from the global batch size.
         batch_size: Samples per device; needed by a plain `torch.utils.data.DataLoader` with workers.
         shuffle: Whether to shuffle.
-        shuffle_algo: None or ``"window"`` for the native order; or ``py1e py1br py1s py2s naive`` of mosaicml-streaming.
+        shuffle_algo: None or ``"window"`` for the native order; or mosaicml-streaming's ``py1e py1br py1s py2s naive``.
         shuffle_seed: Key of every permutation.
         shuffle_block_size: For mosaicml-streaming's block-based orders, in samples.
         batching_method: ``random``, ``stratified``, ``per_stream`` or ``device_per_stream``.

@@ -82,6 +82,8 @@ class StreamingDataLoader(DataLoader[Any]):
         self._persistent_in_use = False
         self._summed = (0, 0, 0)  # the ledger's expected sum: of this epoch, up to this position, so much
         self.last_batch: BatchInfo | None = None
+        self._on_batch: Callable[[BatchInfo], object] | None = None
+        self._trained: Callable[[], Position] | None = None
         super().__init__(
             dataset,
             batch_size=batch_size or dataset.batch_size or 1,
@@ -98,16 +100,16 @@ class StreamingDataLoader(DataLoader[Any]):
     # What the batches are
 
     @property
-    def batch_size(self) -> int | None:  # type: ignore[override]  # torch sets an attribute; ours depends on the world
+    def batch_size(self) -> int | None:
         """Samples per device and micro-batch."""
         if self.global_batch_size is None:
             return self._device_batch_size or self._streaming.batch_size
         replicas = self.detect_world().num_replicas
         if self.global_batch_size % (replicas * self.accumulate):
             raise ValueError(
-                f"a global batch divides over replicas and accumulation: {self.global_batch_size} samples do not divide "
-                f"by {replicas} replicas x {self.accumulate} accumulated micro-batches. Choose a global_batch_size that "
-                f"is a multiple of {replicas * self.accumulate}, or another number of devices"
+                f"a global batch divides over replicas and accumulation: {self.global_batch_size} samples do not "
+                f"divide by {replicas} replicas x {self.accumulate} accumulated micro-batches. Choose a "
+                f"global_batch_size that is a multiple of {replicas * self.accumulate}, or another number of devices"
             )
         return self.global_batch_size // (replicas * self.accumulate)
 
@@ -127,13 +129,13 @@ class StreamingDataLoader(DataLoader[Any]):
             return detect_world(self.world, self._streaming.replication or 1)
         return self._streaming.detect_world()
 
-    def settings(self) -> BatchSettings:
-        """What the batches are in this world."""
+    def settings(self, resumed: Position | None = None) -> BatchSettings:
+        """What the batches are in this world, for a run that continues from a position (by default the loader's)."""
         world, size = self.detect_world(), self.batch_size
         assert size is not None
         total = size * world.num_replicas * self.accumulate
-        resumed = None if self._position is None else self._position.order
-        order = self._streaming.order_config(total, size, resumed)
+        resumed = resumed or self._position
+        order = self._streaming.order_config(total, size, None if resumed is None else resumed.order)
         return BatchSettings(world, size, total, self.tail, order)
 
     def _run(self, settings: BatchSettings) -> RunOrder:
@@ -152,7 +154,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
     # Iterating
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its own iterator class
         """Yield the batches from the loaded state, or of the next epoch that was not begun yet."""
         settings = self.settings()
         position = self._begin(settings)
@@ -163,6 +165,8 @@ class StreamingDataLoader(DataLoader[Any]):
                     position = self._after(position, info)
                     self._position, self._handed_out = position, not info.ends_epoch
                 self.last_batch = info
+                if self._on_batch is not None:
+                    self._on_batch(info)
                 yield batch
         finally:
             release()
@@ -225,10 +229,12 @@ class StreamingDataLoader(DataLoader[Any]):
     @property
     def position(self) -> Position:
         """Where the run is, by the batches handed out; mid-accumulation: at the last whole optimizer step."""
-        if self._position is None:
-            settings = self.settings()
-            return Position.start(self._run(settings), batch_size=settings.global_batch_size, tail=settings.tail)
-        return self._position
+        return self._position if self._position is not None else self.first_position()
+
+    def first_position(self) -> Position:
+        """The beginning of the run in this world."""
+        settings = self.settings()
+        return Position.start(self._run(settings), batch_size=settings.global_batch_size, tail=settings.tail)
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of this epoch; a state loaded in the middle of it is kept."""
@@ -241,7 +247,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position as plain values: JSON-able, the same on every rank, loadable with ``weights_only=True``."""
-        return self.proven(self.position).to_state()
+        return self.proven(self.position if self._trained is None else self._trained()).to_state()
 
     def proven(self, position: Position) -> Position:
         """A position with the ledger's expected sum up to it. Costs the samples since it was last asked."""
@@ -259,20 +265,31 @@ class StreamingDataLoader(DataLoader[Any]):
         Raises:
             StateError: It cannot be continued over this data under these settings; says what differs.
         """
+        if self._trained is None:  # else who follows knows better where to continue
+            self.continue_from(self.accept(state))
+
+    def followed_by(self, on_batch: Callable[[BatchInfo], object], trained: Callable[[], Position]) -> None:
+        """Let a trainer's callback say what was trained on, since a loader only sees what it hands out.
+
+        Args:
+            on_batch: Called with every batch's info as it is handed out.
+            trained: The position of the optimizer's last step. From now on it is what `state_dict` gives, and
+                `load_state_dict` leaves the position to the follower, who sets it with `continue_from`.
+        """
+        self._on_batch, self._trained = on_batch, trained
+
+    def continue_from(self, position: Position) -> None:
+        """Start the next iteration at a position."""
+        self._position, self._handed_out = position, False
+
+    def accept(self, state: Mapping[str, Any]) -> Position:
+        """As `load_state_dict`, but only say where the state would continue, without moving there."""
         loaded = Position.from_state(state)
-        before, self._position = self._position, loaded
-        try:
-            settings = self.settings()
-            run = self._run(settings)
-            for sentence in loaded.check(run, on_mismatch=self.on_mismatch):
-                warnings.warn(sentence, stacklevel=2)
-        except Exception:
-            self._position = before
-            raise
-        self._position = loaded.normalised(
-            run, batch_size=settings.global_batch_size, tail=settings.tail, world=settings.world
-        )
-        self._handed_out = False
+        settings = self.settings(resumed=loaded)
+        run = self._run(settings)
+        for sentence in loaded.check(run, on_mismatch=self.on_mismatch):
+            warnings.warn(sentence, stacklevel=3)
+        return loaded.normalised(run, batch_size=settings.global_batch_size, tail=settings.tail, world=settings.world)
 
 
 def _as_it_is(batch: Any) -> Any:

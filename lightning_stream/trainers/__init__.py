@@ -1,0 +1,1 @@
+"""One file per trainer: each speaks the run's `Position` in that trainer's dialect."""

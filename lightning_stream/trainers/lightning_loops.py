@@ -1,0 +1,125 @@
+"""The private layouts of Lightning that we touch, all in this file.
+
+Tried on Lightning 2.4 to 2.6. Lightning restores counters, not data: after a resume it believes what its loops saved,
+which is wrong after a stop at the last batch of an epoch, inside an accumulation window, or on another number of
+devices. So the loops' counters in the checkpoint are rewritten from the data's position, which is always right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_stream.errors import StateError
+
+TRIED_VERSIONS = ("2.4", "2.7")  # from, up to but excluding
+
+
+@dataclass(frozen=True)
+class LoopPosition:
+    """Where Lightning's loops must believe they are.
+
+    Attributes:
+        epoch: Epochs completed.
+        batch: Micro-batches of this epoch that were trained on, by this rank in this world.
+        num_batches: Micro-batches of a whole epoch, as the trainer limits it.
+        validation_due: Whether Lightning validates after this batch.
+        validated: Whether it has done so already.
+    """
+
+    epoch: int
+    batch: int
+    num_batches: int
+    validation_due: bool = False
+    validated: bool = False
+
+    @property
+    def runs_validation(self) -> bool:
+        """Whether a validation comes first."""
+        return self.validation_due and not self.validated
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the next thing to do is to begin an epoch."""
+        return self.batch == 0
+
+
+def rewrite_loops(checkpoint: dict[str, Any], at: LoopPosition) -> None:
+    """Make the saved loops of a checkpoint agree with the data's position, in place.
+
+    Raises:
+        StateError: The checkpoint's loops look unlike any Lightning that was tried.
+    """
+    try:
+        fit_loop = checkpoint["loops"]["fit_loop"]
+        _rewrite(fit_loop, at, int(checkpoint["global_step"]))
+    except (KeyError, TypeError) as error:
+        raise StateError(
+            "the counters in a Lightning checkpoint must follow the data's position, but this checkpoint, of Lightning "
+            f"{checkpoint.get('pytorch-lightning_version')}, has an unknown layout (missing {error}). Resume it with "
+            f"Lightning {TRIED_VERSIONS[0]} up to {TRIED_VERSIONS[1]}"
+        ) from error
+
+
+def _rewrite(fit_loop: dict[str, Any], at: LoopPosition, global_step: int) -> None:
+    batches = fit_loop["epoch_loop.batch_progress"]
+    half_saved = batches["total"]["ready"] != batches["total"]["completed"] or batches["is_last_batch"]
+    _set(batches["current"], at.batch, at.batch)
+    total = at.epoch * at.num_batches + at.batch
+    _set(batches["total"], total, total)
+    batches["is_last_batch"] = at.batch == at.num_batches and at.batch > 0
+
+    begun = at.epoch + (not at.at_boundary)
+    for counts in fit_loop["epoch_progress"].values():
+        _set(counts, begun, at.epoch)
+
+    inner = fit_loop["epoch_loop.state_dict"]
+    automatic = fit_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
+    # With manual optimization a batch may step several optimizers, so the steps do not tell the batches. Where a
+    # validation is due, run or not, the loop comes by the end of this batch once more and counts it again.
+    stepped = global_step if automatic else inner["_batches_that_stepped"] + half_saved
+    inner["_batches_that_stepped"] = stepped - at.validation_due
+
+    validation = fit_loop["epoch_loop.val_loop.batch_progress"]
+    done = validation["total"]["completed"]
+    _set(validation["total"], done + at.runs_validation, done)
+    _set(validation["current"], int(at.runs_validation), 0)
+    validation["is_last_batch"] = False
+
+
+def _set(counts: dict[str, int], begun: int, ended: int) -> None:
+    """A loop's four counters: so many begun, so many ended."""
+    counts.update(ready=begun, started=begun, processed=ended, completed=ended)
+
+
+def begin_epoch_afresh(trainer: Any) -> None:
+    """Keep the epoch loop from treating the start of an epoch as the middle of one.
+
+    Called in `on_train_start` of a run resumed at a boundary: the loop would otherwise count a batch that never was.
+    """
+    trainer.fit_loop.epoch_loop.restarting = False
+
+
+def limited(num_batches: int, limit: float) -> int:
+    """Micro-batches of an epoch under `limit_train_batches`."""
+    return min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
+
+
+def validation_is_due(trainer: Any, at: LoopPosition) -> bool:
+    """Whether Lightning validates after this batch, by its own rules; time-based intervals never count as due."""
+    interval = trainer.val_check_interval
+    if at.batch == 0 or not trainer.limit_val_batches or getattr(trainer, "_val_check_time_interval", None) is not None:
+        return False
+    every = interval if isinstance(interval, int) else max(1, int(at.num_batches * interval))
+    if trainer.check_val_every_n_epoch is None:
+        return (at.epoch * at.num_batches + at.batch) % every == 0
+    return (at.epoch + 1) % trainer.check_val_every_n_epoch == 0 and at.batch % every == 0
+
+
+def loader_states(checkpoint: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The states that Lightning itself saved of stateful loaders, ours or others'."""
+    fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    for state in fit_loop.get("state_dict", {}).get("combined_loader", []):
+        if isinstance(state, dict):
+            yield state

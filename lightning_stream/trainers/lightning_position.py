@@ -1,0 +1,239 @@
+"""What a Lightning run has trained on, counted by optimizer steps: the callback that keeps a loader's position.
+
+Batches fetched are not batches trained on, and Lightning's own counters are wrong at one stop or another. The one
+signal that is right for automatic and manual optimization, at any place where a checkpoint can be written, is that
+`trainer.global_step` grew since the batch began.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lightning_stream.batches import BatchInfo
+from lightning_stream.errors import StateError
+from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.order import Position
+from lightning_stream.sample_random import sample_seed
+from lightning_stream.trainers.lightning_loops import (
+    LoopPosition,
+    begin_epoch_afresh,
+    limited,
+    loader_states,
+    rewrite_loops,
+    validation_is_due,
+)
+from lightning_stream.trainers.lightning_package import Callback
+
+STATE_KEY = "lightning_stream"
+_NEVER = -1
+
+
+class StreamingCallback(Callback):
+    """Keeps the position of a `StreamingDataLoader` in Lightning's checkpoints, and continues from it exactly.
+
+    `StreamingDataModule` adds one by itself. Add one to ``Trainer(callbacks=[...])`` where a LightningModule's own
+    `train_dataloader`, or `Trainer.fit(model, loader)`, hands Lightning a `StreamingDataLoader`.
+
+    Args:
+        seed_steps: Seed torch before every training batch from (this, step, rank, micro-batch), so that dropout
+            draws the same whether or not the run was stopped; None leaves torch's generator alone.
+        on_missing_state: What to do with a checkpoint that holds no position: ``"error"``, or ``"restart"`` to begin
+            the data anew.
+    """
+
+    def __init__(self, seed_steps: int | None = None, on_missing_state: str = "error") -> None:
+        if on_missing_state not in ("error", "restart"):
+            raise ValueError(f"on_missing_state is 'error' or 'restart'; found {on_missing_state!r}")
+        self.seed_steps = seed_steps
+        self.on_missing_state = on_missing_state
+        self.make_loader: Callable[[], StreamingDataLoader] | None = None  # the data module's, where there is one
+        self._loader: StreamingDataLoader | None = None
+        self._handed_out: deque[BatchInfo] = deque()
+        self._training: BatchInfo | None = None
+        self._seen_step = 0
+        self._committed: Position | None = None
+        self._last_epoch_trained = _NEVER
+        self._validated_step = _NEVER
+        self._at_boundary = False
+
+    @property
+    def state_key(self) -> str:
+        """The same for every subclass, so that a renamed class still finds its state."""
+        return STATE_KEY
+
+    # The loader
+
+    def attach(self, loader: StreamingDataLoader) -> None:
+        """Follow this loader: what it hands out, and where it begins."""
+        self._loader = loader
+        self._handed_out.clear()
+        loader.followed_by(self._handed_out.append, self._position)
+        if self._committed is not None:
+            loader.continue_from(self._committed)
+
+    def _find_loader(self, trainer: Any) -> StreamingDataLoader:
+        if self._loader is not None:
+            return self._loader
+        if self.make_loader is not None:
+            return self.make_loader()
+        trainer.fit_loop.setup_data()
+        loader = trainer.train_dataloader
+        if not isinstance(loader, StreamingDataLoader):
+            raise TypeError(
+                f"StreamingCallback keeps the position of a StreamingDataLoader; the trainer trains on "
+                f"{type(loader).__name__}. Hand it one, or leave the callback away"
+            )
+        self.attach(loader)
+        return loader
+
+    # What Lightning tells
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse what would hang: see the errors."""
+        if stage == "fit":
+            _refuse_saving_on_exception(trainer)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin where the checkpoint stood."""
+        self._seen_step = trainer.global_step
+        self._find_loader(trainer)
+        if self._at_boundary:
+            begin_epoch_afresh(trainer)
+            self._at_boundary = False
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Take up the next batch handed out: Lightning trains on them in turn."""
+        self._sync(trainer)
+        if not self._handed_out:
+            raise StateError(
+                "every batch that Lightning trains on must come from the StreamingDataLoader one by one, so that it "
+                "can be counted; this one did not. `training_step(self, dataloader_iter)` is not supported: take `batch`"
+            )
+        self._training = self._handed_out.popleft()
+        self._last_epoch_trained = self._training.epoch
+        if self.seed_steps is not None:
+            torch.manual_seed(
+                sample_seed(self.seed_steps, trainer.global_step * 65536 + trainer.global_rank, batch_idx)
+            )
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Commit the step that this batch completed."""
+        self._sync(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """The order's next epoch begins when Lightning's does, also where `limit_train_batches` cut this one short."""
+        self._sync(trainer)
+        position = self._position()
+        if position.epoch == self._last_epoch_trained:
+            self._committed = position.next_epoch()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Remember that the validation due at this step has run; comes before ModelCheckpoint's."""
+        if not trainer.sanity_checking:
+            self._validated_step = trainer.global_step
+
+    def _sync(self, trainer: Any) -> None:
+        """Commit the batch in training if the optimizer stepped since it began."""
+        info = self._training
+        if info is None or trainer.global_step <= self._seen_step:
+            return
+        self._seen_step = trainer.global_step
+        self._training = None
+        position = self._position()
+        if info.ends_epoch or trainer.is_last_batch:
+            self._committed = replace(position, epoch=info.epoch).next_epoch()
+        elif info.completes_step:
+            self._committed = replace(position, epoch=info.epoch, position=info.end)
+        elif trainer.lightning_module.automatic_optimization:
+            raise StateError(
+                "an optimizer step must use up whole global batches, but Lightning stepped in the middle of the one "
+                f"at positions {info.begin} to {info.end}: the trainer accumulates {trainer.accumulate_grad_batches} "
+                f"micro-batches, the loader {self._loader and self._loader.accumulate}. Give both the same number"
+            )
+
+    def _position(self) -> Position:
+        if self._committed is None:
+            assert self._loader is not None
+            self._committed = self._loader.first_position()
+        return self._committed
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, the same on every rank; no collective."""
+        if self._loader is None:
+            return {}
+        return {"position": self._loader.proven(self._position()).to_state(), "validated_step": self._validated_step}
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Bring the state up to the optimizer's last step: an exception may have come before our batch end."""
+        self._sync(trainer)
+        if trainer.fit_loop.epoch_loop is not None and self._loader is not None:
+            checkpoint["callbacks"][STATE_KEY] = self.state_dict()
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Continue from the position, and make Lightning's counters agree with it before it restores them."""
+        if trainer.state.fn != "fit":
+            return
+        state = self._state_in(checkpoint)
+        if state is None:
+            return
+        loader = self._find_loader(trainer)
+        position = loader.accept(state["position"])
+        if loader.batches_before(position) >= limited(len(loader), trainer.limit_train_batches):
+            position = position.next_epoch()  # the trainer's limit on an epoch is tighter now
+        self._validated_step = state["validated_step"]
+        at = self._loop_position(trainer, loader, position, int(checkpoint["global_step"]))
+        self._committed = position
+        self._at_boundary = at.at_boundary
+        self._last_epoch_trained = at.epoch if not at.at_boundary and position.epoch == at.epoch else _NEVER
+        rewrite_loops(checkpoint, at)
+        if self._loader is not None:
+            self._loader.continue_from(position)
+
+    def _loop_position(self, trainer: Any, loader: StreamingDataLoader, position: Position, step: int) -> LoopPosition:
+        """Where Lightning's loops are; a validation that was due and has not run is what comes first."""
+        num_batches = limited(len(loader), trainer.limit_train_batches)
+        done = loader.batches_before(position)
+        here = LoopPosition(position.epoch, done, num_batches, validated=self._validated_step == step)
+        if done == 0 and position.epoch > 0:  # the epoch before is over, but for its validation
+            before = replace(here, epoch=position.epoch - 1, batch=num_batches)
+            before = replace(before, validation_due=validation_is_due(trainer, before))
+            return before if before.runs_validation else here
+        return replace(here, validation_due=validation_is_due(trainer, here))
+
+    def _state_in(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+        state = checkpoint.get("callbacks", {}).get(STATE_KEY)
+        if state:
+            return dict(state)
+        found = [sorted(other) for other in loader_states(dict(checkpoint))]
+        sentence = (
+            "a run continues from the data position in its checkpoint, but this one holds none of ours"
+            + (f" (it holds loader states with {found[0]})" if found else "")
+            + ": it was written without StreamingDataModule or StreamingCallback. "
+            "Pass on_missing_state='restart' to keep its weights and begin the data anew"
+        )
+        if self.on_missing_state == "error":
+            raise StateError(sentence)
+        warnings.warn(sentence, stacklevel=2)
+        return None
+
+
+def _refuse_saving_on_exception(trainer: Any) -> None:
+    """On several ranks, one that raises saves alone and waits for the others for ever."""
+    if trainer.world_size == 1:
+        return
+    for callback in trainer.callbacks:
+        saves = type(callback).__name__ == "OnExceptionCheckpoint" or getattr(callback, "save_on_exception", False)
+        if saves:
+            raise ValueError(
+                f"{type(callback).__name__} saves on an exception, which may come on one rank only; saving is "
+                f"collective, so the other of the {trainer.world_size} ranks would wait for ever. Remove it: the last "
+                "periodic checkpoint serves, see ModelCheckpoint(every_n_train_steps=...)"
+            )
