@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,11 @@ from lightning_stream.formats.schema import FileEntry, Schema, ShardEntry
 __all__ = ["INDEX_NAME", "FileEntry", "Index", "Schema", "ShardEntry"]
 
 INDEX_NAME = "index.json"
+
+
+def version_name(digest: str) -> str:
+    """What an older version of the index is kept as, once shards were appended: found by its digest."""
+    return f"index.{digest[:16]}.json"
 
 
 class Index:
@@ -102,11 +106,6 @@ class Index:
 
     def __repr__(self) -> str:
         return f"Index({self.where!r}: {self.num_samples} samples in {self.num_shards} shards)"
-
-
-def index_bytes(entries: Iterable[object]) -> bytes:
-    """The text of an index.json over shard entries given as JSON objects."""
-    return json.dumps({"shards": list(entries), "version": 2}, sort_keys=True).encode()
 
 
 def require_samples(index: Index) -> Index:

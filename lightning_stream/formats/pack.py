@@ -1,10 +1,9 @@
-"""Samples to bytes: one MDS sample, one whole MDS file, and what an index says of it."""
+"""Samples to bytes: one MDS sample, whole shard files, and what an index says of them."""
 
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ def mds_schema(
 
 
 def schema_object(schema: Schema) -> dict[str, Any]:
-    """What every shard entry of the schema says in the index, and every shard file of itself."""
+    """What every shard entry of the schema says in the index."""
     about: dict[str, Any] = {
         "compression": schema.compression,
         "format": schema.format,
@@ -71,9 +70,10 @@ def file_object(file: FileEntry | None) -> dict[str, Any] | None:
 def offset_table(sizes: Sequence[int] | NDArray[Any], first: int) -> bytes:
     """Count and offsets of samples of these sizes, the first at ``first``."""
     offsets = np.empty(len(sizes) + 1, np.int64)
-    offsets[0] = 0
+    offsets[0] = first
     np.cumsum(sizes, out=offsets[1:])
-    return len(sizes).to_bytes(4, "little") + (offsets + first).astype("<u4").tobytes()
+    offsets[1:] += first
+    return len(sizes).to_bytes(4, "little") + offsets.astype("<u4").tobytes()
 
 
 def mds_file(config: bytes, sizes: Sequence[int] | NDArray[Any], parts: Sequence[Any]) -> bytes:
@@ -82,51 +82,8 @@ def mds_file(config: bytes, sizes: Sequence[int] | NDArray[Any], parts: Sequence
     return b"".join((table, config, *parts))
 
 
-class RowEncoder:
-    """Samples to bytes, for one schema."""
-
-    def __init__(self, schema: Schema) -> None:
-        self._steps: list[tuple[str, str, Callable[[Any], bytes], int | None]] = [
-            (name, encoding, get_encoding(encoding).encode, size)
-            for name, encoding, size in zip(schema.names, schema.encodings, schema.sizes, strict=True)
-        ]
-        self._pack_head = struct.Struct(f"<{sum(size is None for size in schema.sizes)}I").pack
-
-    def encode(self, sample: Mapping[str, Any]) -> list[bytes]:
-        """The sample's parts: its head, and a value per column. Keys that are no columns are left out.
-
-        Raises:
-            TypeError: A value of a type its column does not take; names the column.
-            ValueError: A column is missing, or a value is out of range, or of a wrong shape, dtype or length.
-        """
-        parts: list[bytes] = [b""]
-        sizes: list[int] = []
-        for name, encoding, encode, size in self._steps:
-            try:
-                value = sample[name]
-                data = value if type(value) is bytes else encode(value)
-            except Exception as error:
-                raise _column_error(name, encoding, sample, error) from error
-            if size is None:
-                sizes.append(len(data))
-            elif len(data) != size:
-                raise ValueError(f"column {name!r}: {encoding} takes {size} bytes; got {len(data)} bytes.")
-            parts.append(data)
-        try:
-            parts[0] = self._pack_head(*sizes)
-        except struct.error as error:
-            raise ValueError(f"a value must stay under 4 GiB; the sample's sizes are {sizes}.") from error
-        return parts
-
-
-def _column_error(name: str, encoding: str, sample: Any, error: Exception) -> Exception:
-    if not isinstance(sample, Mapping):
-        return TypeError(f"a sample must be a mapping of column names to values; got {type(sample).__name__}.")
-    if name not in sample:
-        return ValueError(
-            f"column {name!r} ({encoding}) is missing in a sample that has {', '.join(map(str, sample))}."
-        )
-    if isinstance(error, (TypeError, ValueError)):
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        return kind(f"column {name!r}: {error}")
-    return error
+def row_files(
+    config: bytes, header: bytes, sizes: Sequence[int] | NDArray[Any], parts: Sequence[Any]
+) -> tuple[bytes, bytes]:
+    """A row format's data file and its meta file. ``header`` is the first line of names, if the format has one."""
+    return b"".join((header, *parts)), offset_table(sizes, len(header)) + config

@@ -1,107 +1,60 @@
-"""What all writers share: settings, where shards go, and the index that is put last."""
+"""What all writers share: cutting samples into shards, landing shards in threads, and the index that is put last."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lightning_stream.formats.compression import check_compression, compress, extension
-from lightning_stream.formats.hashing import check_hashes, digest
-from lightning_stream.formats.index import INDEX_NAME, index_bytes
-from lightning_stream.formats.pack import MAX_FILE_BYTES, file_object, schema_object
-from lightning_stream.formats.schema import FileEntry, Schema
-from lightning_stream.formats.sizes import parse_bytes
+import numpy as np
+
+from lightning_stream.formats.pack import MAX_FILE_BYTES
+from lightning_stream.writer.append import Appended
 from lightning_stream.writer.batch import batch_columns
+from lightning_stream.writer.config import WriterConfig
+from lightning_stream.writer.land import land_shard
+from lightning_stream.writer.packers import Packer
 from lightning_stream.writer.pipeline import Pipeline
 from lightning_stream.writer.target import Target
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Out: TypeAlias = "str | os.PathLike[str] | tuple[str | os.PathLike[str], str | os.PathLike[str]]"
 
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class WriterConfig:
-    """How shards are cut and packed."""
-
-    compression: str | None
-    hashes: tuple[str, ...]
-    size_limit: int | None
-    exist_ok: bool
-
-    @classmethod
-    def make(
-        cls, compression: str | None, hashes: Iterable[str] | None, size_limit: int | str | None, exist_ok: bool
-    ) -> WriterConfig:
-        """Check a writer's settings.
-
-        Raises:
-            ValueError: An unknown compression or hash, or a size limit beyond what offsets of 32 bits can describe.
-        """
-        limit = None if size_limit is None else parse_bytes(size_limit, "size_limit")
-        if limit is not None and limit > MAX_FILE_BYTES:
-            raise ValueError(f"size_limit must stay under 4 GiB, since offsets have 32 bits; got {size_limit!r}.")
-        return cls(check_compression(compression), check_hashes(hashes), limit, exist_ok)
-
-
-@dataclass(frozen=True)
-class CutShard:
-    """The samples of one shard, encoded, and not yet written: its files as (``"data"`` or ``"meta"``, bytes)."""
-
-    number: int
-    num_samples: int
-    files: tuple[tuple[str, bytes], ...]
-
-
 class ShardWriter(ABC):
     """Cuts samples into shards, and lands each shard in threads of its own: hash, compress, hash, put.
 
     Use it as a context, or call `finish`. Until then there is no index, hence no dataset; a context that raises
-    leaves none.
+    leaves none, and logs what it left. At most ``max_workers`` + 2 shards are in memory.
+
+    Attributes:
+        num_samples: Samples taken so far.
     """
 
-    _format = ""
-
-    def __init__(
-        self,
-        out: Out,
-        config: WriterConfig,
-        *,
-        keep_local: bool,
-        max_workers: int | None,
-        progress_bar: bool,
-        store_options: Mapping[str, Any] | None,
-    ) -> None:
+    def __init__(self, target: Target, config: WriterConfig) -> None:
+        self._target = target
         self._config = config
-        self._target = Target(out, keep_local, store_options)
-        self._pipeline: Pipeline[dict[str, Any]] = Pipeline(max_workers)
-        self._progress_bar = progress_bar
-        self._opened = False
-        self._finished = False
-        self._next_shard = 0
+        self._pipeline: Pipeline[dict[str, Any]] = Pipeline(config.max_workers)
+        self._packer: Packer | None = None
+        self._appended = Appended.nothing()
+        self._opened = self._finished = False
+        self._num_sent = 0
+        self._parts: list[Any] = []
+        self._sizes: list[int] = []
+        self._file_bytes = 0  # of the shard being gathered
         self.num_samples = 0
 
-    @property
     @abstractmethod
-    def _schema(self) -> Schema: ...
-
-    @abstractmethod
-    def _cut(self) -> CutShard | None:
-        """The samples gathered so far, as a shard; None if there are none."""
-
-    @abstractmethod
-    def _add(self, sample: Mapping[str, Any]) -> None:
-        """Take one sample, and send a shard off when it is full."""
-
-    @abstractmethod
-    def _add_batch(self, columns: dict[str, Any], num_rows: int) -> None:
-        """Take the rows of a batch, at least one."""
+    def _make_packer(self, sample: Mapping[str, Any] | None, columns: dict[str, Any] | None) -> Packer:
+        """The packer, from the columns given, or else from the first sample or batch."""
 
     def write(self, sample: Mapping[str, Any]) -> None:
         """Add one sample.
@@ -111,8 +64,14 @@ class ShardWriter(ABC):
             ValueError: A column is missing, or a value is out of range; or the writer is finished.
             StoreError: An earlier shard could not be put.
         """
-        self._open()
-        self._add(sample)
+        packer = self._packer or self._open(sample, None)
+        parts = packer.encode(sample)
+        num_bytes = sum(map(len, parts))
+        if self._config.max_file_bytes < self._file_bytes + num_bytes + packer.extra_bytes:
+            self._make_room(packer, num_bytes)
+        self._parts += parts
+        self._sizes.append(num_bytes)
+        self._file_bytes += num_bytes + packer.extra_bytes
         self.num_samples += 1
 
     def write_batch(self, batch: Any) -> None:
@@ -123,61 +82,91 @@ class ShardWriter(ABC):
             TypeError: Not a batch, or values of a wrong type; names the column.
             ValueError: As for `write`, or columns of different lengths. No row of the batch is then written.
         """
-        self._open()
         columns, num_rows = batch_columns(batch)
         if num_rows:
-            self._add_batch(columns, num_rows)
-        self.num_samples += num_rows
+            packer = self._packer or self._open(None, columns)
+            self._add_rows(packer, columns, num_rows)
+            self.num_samples += num_rows
+
+    def _add_rows(self, packer: Packer, columns: dict[str, Any], num_rows: int) -> None:
+        batch = packer.encode_batch(columns, num_rows)
+        ends = np.cumsum(batch.sizes + packer.extra_bytes)
+        begin = taken = 0
+        while begin < num_rows:
+            room = self._config.max_file_bytes - self._file_bytes
+            end = max(begin, int(np.searchsorted(ends, taken + room, side="right")))
+            if end == begin and self._sizes:
+                self._make_room(packer, int(batch.sizes[begin]))
+                continue
+            if end == begin:  # a row that fits no shard but one of its own
+                self._check_alone(packer, int(batch.sizes[begin]))
+                end += 1
+            self._parts += batch.rows(begin, end)
+            self._sizes += batch.sizes[begin:end].tolist()
+            self._file_bytes += int(ends[end - 1]) - taken
+            begin, taken = end, int(ends[end - 1])
 
     def finish(self) -> None:
         """Write the last shard, wait until all have landed, and put the index. Idempotent.
 
         Raises:
+            ValueError: No columns were given, and no sample came to infer them from.
             StoreError: A shard or the index could not be put; then there is no index.
         """
         if self._finished:
             return
-        self._open()
-        self._send()
+        packer = self._packer or self._open(None, None)
+        self._send(packer)
         entries = self._pipeline.finish()
-        self._target.put(INDEX_NAME, index_bytes(entries))
+        self._appended.put_index(self._target, entries)
         self._finished = True
+        self._packer = None
+        if self._config.progress_bar:
+            sys.stderr.write(f"\n{self._target}: {self.num_samples:,} samples in {len(entries):,} shards\n")
 
-    def _open(self) -> None:
+    def _open(self, sample: Mapping[str, Any] | None, columns: dict[str, Any] | None) -> Packer:
         if self._finished:
             raise ValueError("the writer is finished: its index is put. Make a new writer for more samples.")
         if not self._opened:
-            self._target.prepare(self._config.exist_ok)
+            self._appended = self._target.prepare(self._config)
             self._opened = True
+        packer = self._make_packer(sample, columns)
+        self._appended.check(packer.schema)
+        self._file_bytes = packer.empty_bytes
+        self._packer = packer
+        return packer
 
-    def _send(self) -> None:
+    def _make_room(self, packer: Packer, num_bytes: int) -> None:
+        """The gathered samples and the next one do not fit one shard: begin another."""
+        self._check_alone(packer, num_bytes)
+        if self._config.size_limit is None:
+            raise ValueError(
+                f"without size_limit all samples go to one shard, which must stay under 4 GiB, since its offsets have "
+                f"32 bits; after {self.num_samples} samples it is full. Set size_limit."
+            )
+        self._send(packer)
+
+    def _check_alone(self, packer: Packer, num_bytes: int) -> None:
+        if packer.empty_bytes + num_bytes + packer.extra_bytes > MAX_FILE_BYTES:
+            raise ValueError(
+                f"a shard must stay under 4 GiB, since its offsets have 32 bits; one sample has {num_bytes:,} bytes. "
+                "Split the sample."
+            )
+
+    def _send(self, packer: Packer) -> None:
         """Hand over the samples gathered so far."""
-        cut = self._cut()
-        if cut is not None:
-            self._next_shard += 1
-            self._pipeline.submit(lambda: self._land(cut))
+        if not self._sizes:
+            return
+        sizes, parts = self._sizes, self._parts
+        self._sizes, self._parts = [], []
+        self._file_bytes = packer.empty_bytes
+        name = f"shard.{self._appended.next_shard + self._num_sent:05}.{packer.schema.format}"
+        self._num_sent += 1
+        self._pipeline.submit(lambda: land_shard(name, packer, sizes, parts, self._target))
+        if self._config.progress_bar:
+            sys.stderr.write(f"\r{self._num_sent:,} shards, {self.num_samples:,} samples")
 
-    def _land(self, cut: CutShard) -> dict[str, Any]:
-        """Put one shard; give its index entry. Runs in a thread."""
-        entry = schema_object(self._schema) | {"samples": cut.num_samples}
-        for part, data in cut.files:
-            suffix = ".meta" if part == "meta" else ""
-            raw, packed = self._put_file(f"shard.{cut.number:05}.{self._format}{suffix}", data)
-            entry[f"raw_{part}"], entry[f"zip_{part}"] = file_object(raw), file_object(packed)
-        return entry
-
-    def _put_file(self, basename: str, data: bytes) -> tuple[FileEntry, FileEntry | None]:
-        config = self._config
-        raw = _file_entry(basename, data, config.hashes)
-        if config.compression is None:
-            self._target.put(basename, data)
-            return raw, None
-        packed_data = compress(config.compression, data)
-        packed = _file_entry(f"{basename}.{extension(config.compression)}", packed_data, config.hashes)
-        self._target.put(packed.basename, packed_data)
-        return raw, packed
-
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -187,20 +176,11 @@ class ShardWriter(ABC):
             self.finish()
             return
         self._pipeline.abandon()
-        left = self._target.put_names
+        left = sorted(self._target.put_names)
         _LOG.error(
-            "writing to %s ended with %s: there is no index, so no dataset. Left there: %s.",
+            "writing to %s ended with %s: no index was put, so %s. Left there: %s.",
             self._target,
             kind.__name__,
-            f"{len(left)} files, {left[0]} to {left[-1]}" if left else "nothing",
+            "the dataset is as before" if self._config.append else "there is no dataset",
+            f"{len(left)} files, {left[0]} to {left[-1]}" if left else "nothing new",
         )
-
-
-def _file_entry(basename: str, data: bytes, hashes: tuple[str, ...]) -> FileEntry:
-    return FileEntry(basename, len(data), {name: digest(name, data) for name in hashes})
-
-
-def local_path(out: Out) -> Path | None:
-    """The local folder that ``out`` names, if any."""
-    first = out[0] if isinstance(out, tuple) else out
-    return None if "://" in os.fspath(first) else Path(first)

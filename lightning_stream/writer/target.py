@@ -7,8 +7,11 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.storage import Store, open_store
+from lightning_stream.writer.append import Appended
+from lightning_stream.writer.config import WriterConfig
 
 
 class Target:
@@ -24,7 +27,7 @@ class Target:
         ValueError: Not a path, a URL, or a pair of both.
     """
 
-    def __init__(self, out: Any, keep_local: bool, store_options: Mapping[str, Any] | None) -> None:
+    def __init__(self, out: Any, keep_local: bool, store_options: Mapping[str, Any] | None = None) -> None:
         self._options = store_options
         places = tuple(out) if isinstance(out, (tuple, list)) else (out,)
         if not 1 <= len(places) <= 2 or not all(isinstance(place, (str, os.PathLike)) for place in places):
@@ -32,37 +35,57 @@ class Target:
         urls = [os.fspath(place) for place in places]
         self._urls = urls if len(urls) == 1 or keep_local else urls[1:]
         self._stores: list[Store] = []
+        self._anew = False
         self._lock = threading.Lock()
         self.put_names: list[str] = []
 
-    def prepare(self, exist_ok: bool) -> None:
-        """Open the stores.
+    def open(self) -> Store:
+        """Open the stores; give the one that is kept for good: the remote of a pair."""
+        self._stores = [open_store(url, self._options if "://" in url else None) for url in self._urls]
+        return self._stores[-1]
+
+    def prepare(self, config: WriterConfig) -> Appended:
+        """Open the stores, and find what is there.
 
         Raises:
-            FileExistsError: One holds files already, and ``exist_ok`` is False.
+            FileExistsError: A store holds files already, and neither ``exist_ok`` nor ``append`` is set.
+            ValueError: There is no dataset to append to.
         """
-        self._stores = [open_store(url, self._options if "://" in url else None) for url in self._urls]
-        for store in self._stores:
-            first = None if exist_ok else next(iter(store.list("")), None)
+        store = self.open()
+        if config.append:
+            self._anew = not config.exist_ok
+            try:
+                return Appended.to(store.read(INDEX_NAME), f"{store.url}/{INDEX_NAME}")
+            except NotFoundError as error:
+                raise ValueError(f"append=True needs a dataset; {store.url} has no {INDEX_NAME}.") from error
+        for store in () if config.exist_ok else self._stores:
+            first = next(iter(store.list("")), None)
             if first is not None:
                 raise FileExistsError(
-                    f"{store.url} is not empty: it holds {first.name!r}. Write to a new place, or pass exist_ok=True."
+                    f"{store.url} is not empty: it holds {first.name!r}. Write to a new place, or pass exist_ok=True "
+                    "to replace files, or append=True to add shards to the dataset."
                 )
+        return Appended.nothing()
 
-    def put(self, name: str, data: bytes) -> None:
-        """Put one file to every store. Thread-safe."""
+    def put(self, name: str, data: bytes, *, anew: bool = False) -> None:
+        """Put one file to every store. Thread-safe.
+
+        Raises:
+            FileExistsError: With ``anew``, or when appending, a file of that name that no index lists.
+        """
         for store in self._stores:
+            if anew and self._anew and store.exists(name):
+                raise FileExistsError(
+                    f"{store.url} holds {name!r}, which its index does not list: another writer is appending, or one "
+                    "failed. If none is at work, pass exist_ok=True to replace it."
+                )
             store.put(name, data)
         with self._lock:
             self.put_names.append(name)
 
     def read(self, name: str) -> bytes:
-        """A small file, from the place that is kept for good: the remote of a pair."""
+        """A small file, from the place that is kept for good."""
         return self._stores[-1].read(name)
-
-    def exists(self, name: str = INDEX_NAME) -> bool:
-        """Whether that place has the file."""
-        return self._stores[-1].exists(name)
 
     def __str__(self) -> str:
         return " and ".join(store.url for store in self._stores) or "the writer's folder"

@@ -1,0 +1,47 @@
+"""A writer's settings, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_stream.formats.compression import check_compression
+from lightning_stream.formats.hashing import check_hashes
+from lightning_stream.formats.pack import MAX_FILE_BYTES
+from lightning_stream.formats.sizes import parse_bytes
+
+
+@dataclass(frozen=True)
+class WriterConfig:
+    """How shards are cut, packed and put."""
+
+    compression: str | None
+    hashes: tuple[str, ...]
+    size_limit: int | None
+    exist_ok: bool
+    append: bool
+    max_workers: int | None
+    progress_bar: bool
+
+    @property
+    def max_file_bytes(self) -> int:
+        """The largest shard."""
+        return MAX_FILE_BYTES if self.size_limit is None else self.size_limit
+
+    @classmethod
+    def make(
+        cls,
+        compression: str | None,
+        hashes: Iterable[str] | None,
+        size_limit: int | str | None,
+        **others: object,
+    ) -> WriterConfig:
+        """Check a writer's settings.
+
+        Raises:
+            ValueError: An unknown compression or hash, or a size limit beyond what offsets of 32 bits can describe.
+        """
+        limit = None if size_limit is None else parse_bytes(size_limit, "size_limit")
+        if limit is not None and limit > MAX_FILE_BYTES:
+            raise ValueError(f"size_limit must stay under 4 GiB, since offsets have 32 bits; got {size_limit!r}.")
+        return cls(check_compression(compression), check_hashes(hashes), limit, **others)  # type: ignore[arg-type]

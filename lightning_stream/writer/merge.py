@@ -1,0 +1,107 @@
+"""One index over the indexes of partitions, put in one step."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from lightning_stream.errors import NotFoundError
+from lightning_stream.formats.index import INDEX_NAME, Index
+from lightning_stream.storage import Store
+from lightning_stream.writer.target import Target
+
+Place: TypeAlias = "str | os.PathLike[str]"
+Places: TypeAlias = "Place | tuple[Place, Place]"
+
+_FILE_KEYS = ("raw_data", "raw_meta", "zip_data", "zip_meta")
+
+
+def merge_index(
+    indexes: Sequence[Places] | Places,
+    out: Places | None = None,
+    keep_local: bool = True,
+    download_timeout: float = 60.0,
+    *,
+    store_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Put one index.json over all partitions of a dataset, with the shards in the order of the partitions.
+
+    ``merge_index(root)`` takes every index below ``root``, at any depth, sorted by path with numbers as numbers
+    (part2 before part10); below a folder that has an index, none is looked for. ``merge_index([index, ...], root)``
+    takes those given, in their order.
+
+    Args:
+        indexes: The root, as a path, a URL, or (local path, URL): the URL is read; or a list of such for the indexes
+            themselves (the file, or its folder), all below ``out``.
+        out: The root, if ``indexes`` is a list.
+        keep_local: Of a pair, put the index into the local folder too.
+        download_timeout: Longest silence on a connection, in seconds.
+        store_options: For the remote store.
+
+    Raises:
+        NotFoundError: No index below the root, or one of the list is absent.
+        ValueError: An index of the list is not below ``out``.
+        FormatError: One of them is not an index.
+    """
+    listed = isinstance(indexes, Sequence) and not isinstance(indexes, (str, tuple))
+    root = out if listed else indexes
+    if root is None or (not listed and out is not None):
+        raise ValueError("merge_index takes a root, or a list of indexes and a root.")
+    options = {"timeout_s": download_timeout, **(store_options or {})}
+    target = Target(root, keep_local, options)
+    store = target.open()
+    if listed:
+        folders = [_below(_last(place), _last(root)) for place in indexes]  # type: ignore[union-attr]
+    else:
+        folders = _partitions(entry.name for entry in store.list(""))
+    if not folders:
+        raise NotFoundError(f"no {INDEX_NAME} in any folder below {store.url}. Give the root of the partitions.")
+    texts = [text for folder in folders for text in _entries(store, folder)]
+    target.put(INDEX_NAME, b'{"version": 2, "shards": [' + b", ".join(texts) + b"]}")
+
+
+def _last(place: Any) -> str:
+    return os.fspath(place[-1] if isinstance(place, (tuple, list)) else place).rstrip("/")
+
+
+def _below(index: str, root: str) -> str:
+    """The folder of an index, relative to the root."""
+    folder = index.removesuffix(f"/{INDEX_NAME}")
+    if "://" not in folder and "://" not in root:
+        folder, root = os.path.abspath(folder), os.path.abspath(root)  # noqa: PTH100 - no links are to be followed
+    if not folder.startswith(f"{root}/"):
+        raise ValueError(f"all indexes must be below {root}, since shards are named relative to it; got {index}.")
+    return folder[len(root) + 1 :]
+
+
+def _partitions(names: Iterable[str]) -> list[str]:
+    """The folders that have an index, without the root's own and without those below another."""
+    found = sorted((name[: -len(INDEX_NAME) - 1] for name in names if name.endswith(f"/{INDEX_NAME}")), key=_natural)
+    known = set(found)
+    return [folder for folder in found if not any(above in known for above in _parents(folder))]
+
+
+def _parents(folder: str) -> list[str]:
+    parts = folder.split("/")
+    return ["/".join(parts[:k]) for k in range(1, len(parts))]
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    pieces = re.split(r"([0-9]+)", name)
+    return [(1, 0, piece) if k % 2 == 0 else (0, int(piece), piece) for k, piece in enumerate(pieces)]
+
+
+def _entries(store: Store, folder: str) -> list[bytes]:
+    """The shard entries of one partition, their files named relative to the root."""
+    index = Index.from_bytes(store.read(f"{folder}/{INDEX_NAME}"), f"{store.url}/{folder}/{INDEX_NAME}")
+    return [_renamed(json.loads(index.text(shard)), folder) for shard in range(len(index))]
+
+
+def _renamed(entry: dict[str, Any], folder: str) -> bytes:
+    for key in _FILE_KEYS:
+        if entry.get(key) is not None:
+            entry[key]["basename"] = f"{folder}/{entry[key]['basename']}"
+    return json.dumps(entry, sort_keys=True).encode()

@@ -1,0 +1,85 @@
+"""Merged indexes: every shard once, in a stable order, named relative to the root."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_stream.errors import FormatError, NotFoundError
+from lightning_stream.formats.index import Index
+from lightning_stream.formats.shard import open_shard
+from lightning_stream.writer import JSONWriter, MDSWriter, merge_index
+
+
+def partition(folder: Path, begin: int, writer: Any = MDSWriter, num_samples: int = 10) -> None:
+    with writer(out=folder, columns={"x": "int"}, size_limit=250) as shards:
+        for k in range(begin, begin + num_samples):
+            shards.write({"x": k})
+
+
+def read(root: Path) -> list[int]:
+    index = Index.from_file(root / "index.json")
+    shards = [open_shard(index.entry(k), root) for k in range(len(index))]
+    return [shard.sample(i)["x"] for shard in shards for i in range(shard.num_samples)]
+
+
+def test_the_golden_merged_index_is_made_again_byte_for_byte(shared_golden: Path, tmp_path: Path) -> None:
+    for name in ("part0", "part1"):
+        (tmp_path / name).mkdir()
+        shutil.copy(shared_golden / "merged" / name / "index.json", tmp_path / name)
+    merge_index(tmp_path)
+    assert (tmp_path / "index.json").read_bytes() == (shared_golden / "merged" / "index.json").read_bytes()
+
+
+def test_partitions_at_any_depth_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for begin, name in ((0, "a/b/part2"), (10, "a/b/part10"), (20, "c"), (30, "part1")):
+        partition(tmp_path / name, begin)
+    partition(tmp_path / "part0", 90, num_samples=0)
+    merge_index(str(tmp_path))
+    assert read(tmp_path) == list(range(40))
+    merge_index(tmp_path)
+    assert read(tmp_path) == list(range(40))
+
+
+def test_a_list_is_merged_in_its_order_with_whole_paths(tmp_path: Path) -> None:
+    partition(tmp_path / "x" / "part0", 0)
+    partition(tmp_path / "y" / "part0", 10, JSONWriter)
+    merge_index([str(tmp_path / "y" / "part0" / "index.json"), str(tmp_path / "x" / "part0")], str(tmp_path))
+    assert read(tmp_path) == [*range(10, 20), *range(10)]
+    with pytest.raises(ValueError, match="all indexes must be below"):
+        merge_index([str(tmp_path.parent / "elsewhere")], str(tmp_path))
+
+
+def test_an_index_covers_the_folders_below_it(tmp_path: Path) -> None:
+    for name in ("a/part0", "a/part1"):
+        partition(tmp_path / name, 0)
+    merge_index(tmp_path / "a")
+    partition(tmp_path / "b", 10)
+    merge_index(tmp_path)
+    assert read(tmp_path) == [*range(10), *range(10), *range(10, 20)]
+
+
+def test_a_remote_root_is_merged_there_and_kept_locally_if_asked(tmp_path: Path) -> None:
+    partition(tmp_path / "remote" / "p", 0)
+    for keep in (False, True):
+        merge_index((str(tmp_path / "local"), f"file://{tmp_path}/remote"), keep_local=keep)
+        assert read(tmp_path / "remote") == list(range(10))
+        assert (tmp_path / "local" / "index.json").exists() == keep
+    urls = [(str(tmp_path / "local" / "p"), f"file://{tmp_path}/remote/p/index.json")]
+    merge_index(urls, (str(tmp_path / "local"), f"file://{tmp_path}/remote"))
+
+
+def test_nothing_to_merge_and_a_damaged_partition_are_errors_and_put_nothing(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"no index\.json in any folder below"):
+        merge_index(tmp_path)
+    partition(tmp_path / "part0", 0)
+    (tmp_path / "part1").mkdir()
+    (tmp_path / "part1" / "index.json").write_text('{"shards": [')
+    with pytest.raises(FormatError, match=r"part1/index\.json"):
+        merge_index(tmp_path)
+    with pytest.raises(ValueError, match="takes a root, or a list"):
+        merge_index([])
+    assert not (tmp_path / "index.json").exists()

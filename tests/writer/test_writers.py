@@ -1,0 +1,340 @@
+"""What writers promise: the index last, nothing after a failure, shards within their limits, in every format."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_stream.errors import FormatError
+from lightning_stream.formats import pack
+from lightning_stream.formats.index import Index, version_name
+from lightning_stream.formats.shard import open_shard
+from lightning_stream.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter, base
+from lightning_stream.writer.base import ShardWriter
+
+ROWS = [{"id": i, "name": f"row-{i:04d}", "x": i * 0.5} for i in range(64)]
+ROW_COLUMNS = {"id": "int", "name": "str", "x": "float"}
+WRITERS: dict[str, type[ShardWriter]] = {"json": JSONWriter, "csv": CSVWriter, "tsv": TSVWriter, "xsv": XSVWriter}
+
+
+def read_all(folder: Path) -> list[dict[str, Any]]:
+    index = Index.from_file(folder / "index.json")
+    shards = [open_shard(index.entry(k), folder) for k in range(len(index))]
+    return [shard.sample(i) for shard in shards for i in range(shard.num_samples)]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("form", sorted(WRITERS))
+def test_row_formats_are_written_as_mosaicml_streaming_writes_them(
+    shared_golden: Path, tmp_path: Path, form: str
+) -> None:
+    for path in sorted(shared_golden.glob(f"{form}/*/index.json")):
+        want = Index.from_file(path)
+        schema, out = want.schemas[0], tmp_path / path.parent.name
+        options: dict[str, Any] = {"separator": schema.separator} if form == "xsv" else {}
+        with WRITERS[form](
+            out=out, columns=schema.columns, newline=schema.newline, compression=schema.compression,
+            hashes=schema.hashes, size_limit=schema.size_limit, **options,
+        ) as writer:  # fmt: skip
+            for row in ROWS:
+                writer.write(row)
+        got = Index.from_file(out / "index.json")
+        assert [got.entry(k).raw for k in range(len(got))] == [want.entry(k).raw for k in range(len(want))]
+        assert [got.entry(k).raw_meta for k in range(len(got))] == [want.entry(k).raw_meta for k in range(len(want))]
+        if schema.compression is None:
+            assert all((out / name).read_bytes() == (path.parent / name).read_bytes() for name in names(out))
+
+
+@pytest.mark.parametrize("form", sorted(WRITERS))
+def test_row_formats_take_batches_and_infer_columns(tmp_path: Path, form: str) -> None:
+    options: dict[str, Any] = {"separator": "|"} if form == "xsv" else {}
+    batch = {name: [row[name] for row in ROWS] for name in ROWS[0]}
+    with WRITERS[form](out=tmp_path / "a", **options) as writer:
+        writer.write_batch({**batch, "id": np.arange(64)})
+    with WRITERS[form](out=tmp_path / "b", **options) as writer:
+        for row in ROWS:
+            writer.write(row)
+    assert read_all(tmp_path / "a") == read_all(tmp_path / "b") == ROWS
+    assert (tmp_path / "a" / "index.json").read_bytes() == (tmp_path / "b" / "index.json").read_bytes()
+
+
+@pytest.mark.parametrize("form", ["csv", "tsv", "xsv"])
+@pytest.mark.parametrize("inside", ["newline", "separator"])
+def test_a_value_that_would_break_its_row_is_refused(tmp_path: Path, form: str, inside: str) -> None:
+    separator = {"csv": ",", "tsv": "\t", "xsv": " :: "}[form]
+    options: dict[str, Any] = {"separator": separator} if form == "xsv" else {}
+    writer = WRITERS[form](out=tmp_path / "out", columns={"a": "str", "b": "str"}, **options)
+    text = {"newline": "x\ny", "separator": f"x{separator}y"}[inside]
+    with pytest.raises(ValueError, match=f"column 'b'.*{inside}"):
+        writer.write({"a": "fine", "b": text})
+    with pytest.raises(ValueError, match="not quoted"):
+        WRITERS[form](out=tmp_path / "out", columns={f"a{separator}": "str"}, **options)
+
+
+@pytest.mark.parametrize(("value", "kind"), [("3", "int"), (1.5, "int"), (3, "str"), ("x", "float"), (None, "float")])
+def test_row_values_of_a_wrong_type_are_refused_by_name(tmp_path: Path, value: object, kind: str) -> None:
+    with pytest.raises(TypeError, match=f"column 'c': {kind} takes {kind}; got"):
+        JSONWriter(out=tmp_path / "out", columns={"c": kind}).write({"c": value})
+
+
+def test_row_columns_of_other_types_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must be str, int, float"):
+        CSVWriter(out=tmp_path / "out", columns={"c": "jpeg"})
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_the_index_is_put_last_and_shards_are_in_order(
+    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    put = base.Target.put
+
+    def spy(self: Any, name: str, data: bytes, *, anew: bool = False) -> None:
+        put(self, name, data, anew=anew)
+        order.append(name)
+
+    monkeypatch.setattr(base.Target, "put", spy)
+    with MDSWriter(
+        out=tmp_path / "out", columns={"x": "int"}, size_limit=300, compression="zstd", max_workers=workers
+    ) as writer:
+        for k in range(200):
+            writer.write({"x": k})
+    assert order[-1] == "index.json"
+    assert len(order) > 3
+    index = Index.from_file(tmp_path / "out" / "index.json")
+    assert [index.entry(k).raw.basename for k in range(len(index))] == [f"shard.{k:05}.mds" for k in range(len(index))]
+
+
+def test_a_context_that_raises_leaves_no_index_and_says_what_it_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write() -> None:
+        with MDSWriter(out=tmp_path / "out", columns={"x": "int"}, size_limit=300) as writer:
+            for k in range(200):
+                writer.write({"x": k if k < 150 else "no number"})
+
+    with (
+        caplog.at_level(logging.ERROR),
+        pytest.raises(TypeError, match="column 'x': int takes a whole number; got str"),
+    ):
+        write()
+    assert not (tmp_path / "out" / "index.json").exists()
+    assert "no index was put" in caplog.text
+    assert "shard.00000.mds" in caplog.text
+
+
+def test_a_shard_that_cannot_be_put_fails_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(base, "land_shard", broken)
+    writer = MDSWriter(out=tmp_path / "out", columns={"x": "int"}, size_limit=200)
+
+    def write() -> None:
+        for k in range(10_000):
+            writer.write({"x": k})
+
+    with pytest.raises(OSError, match="disk full"):
+        write()
+    with pytest.raises(OSError, match="disk full"):
+        writer.finish()
+    assert not (tmp_path / "out" / "index.json").exists()
+
+
+def test_memory_is_bounded_by_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    landing = threading.Semaphore(0)
+    waiting = []
+    land = base.land_shard
+
+    def slow(*args: Any) -> Any:
+        waiting.append(1)
+        assert landing.acquire(timeout=20)
+        return land(*args)
+
+    monkeypatch.setattr(base, "land_shard", slow)
+    writer = MDSWriter(out=tmp_path / "out", columns={"x": "int"}, size_limit=200, max_workers=2)
+    sent: list[int] = []
+
+    def write() -> None:
+        for k in range(100):
+            writer.write({"x": k})
+            sent.append(k)
+        writer.finish()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join(timeout=0.3)
+    assert thread.is_alive()
+    assert len(waiting) == 2
+    assert len(sent) < 20
+    for _ in range(100):
+        landing.release()
+    thread.join(timeout=20)
+    assert [row["x"] for row in read_all(tmp_path / "out")] == list(range(100))
+
+
+def test_a_first_sample_beyond_the_limit_gets_a_shard_of_its_own_and_no_empty_one(tmp_path: Path) -> None:
+    for batch in (False, True):
+        out = tmp_path / str(batch)
+        with MDSWriter(out=out, columns={"b": "bytes"}, size_limit=400) as writer:
+            values = [b"x" * 1000, b"y", b"z" * 1000, b"w" * 1000, b"v"]
+            if batch:
+                writer.write_batch({"b": values})
+            else:
+                for value in values:
+                    writer.write({"b": value})
+        assert Index.from_file(out / "index.json").shard_sizes.tolist() == [1, 1, 1, 1, 1]
+
+
+def test_a_shard_may_equal_its_limit(tmp_path: Path) -> None:
+    sizes = []
+    for limit in range(238, 250):
+        out = tmp_path / str(limit)
+        with MDSWriter(out=out, columns={"x": "int"}, size_limit=limit) as writer:
+            for k in range(20):
+                writer.write({"x": k})
+        index = Index.from_file(out / "index.json")
+        sizes += [index.entry(k).raw.num_bytes - limit for k in range(len(index))]
+    assert max(sizes) == 0
+
+
+def test_a_shard_over_4_gib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="size_limit must stay under 4 GiB"):
+        MDSWriter(out=tmp_path / "out", columns={"x": "int"}, size_limit="4gb")
+    for module in (pack, base):
+        monkeypatch.setattr(module, "MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr("lightning_stream.writer.config.MAX_FILE_BYTES", 1000)
+    writer = MDSWriter(out=tmp_path / "out", columns={"b": "bytes"}, size_limit=None)
+    writer.write({"b": b"x" * 500})
+    with pytest.raises(ValueError, match="without size_limit all samples go to one shard"):
+        writer.write({"b": b"x" * 500})
+    with pytest.raises(ValueError, match="one sample has 1,004 bytes"):
+        writer.write({"b": b"x" * 1000})
+    with pytest.raises(ValueError, match="one sample has 1,004 bytes"):
+        MDSWriter(out=tmp_path / "two", columns={"b": "bytes"}, size_limit=500).write_batch({"b": [b"x" * 1000]})
+
+
+def test_a_place_that_is_not_empty_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"notes\.txt"):
+        MDSWriter(out=tmp_path / "out", columns={"x": "int"}).write({"x": 1})
+    with MDSWriter(out=tmp_path / "out", columns={"x": "int"}, exist_ok=True) as writer:
+        writer.write({"x": 1})
+    assert names(tmp_path / "out") == ["index.json", "notes.txt", "shard.00000.mds"]
+
+
+def test_a_pair_of_places(tmp_path: Path) -> None:
+    for keep in (False, True):
+        local, remote = tmp_path / f"local{keep}", tmp_path / f"remote{keep}"
+        with MDSWriter(out=(local, f"file://{remote}"), columns={"x": "int"}, keep_local=keep) as writer:
+            writer.write({"x": 1})
+        assert names(remote) == ["index.json", "shard.00000.mds"]
+        assert names(local) == (names(remote) if keep else [])
+
+
+def test_an_empty_dataset_is_written_and_read(tmp_path: Path) -> None:
+    with MDSWriter(out=tmp_path / "out", columns={"x": "int"}):
+        pass
+    assert read_all(tmp_path / "out") == []
+    with pytest.raises(ValueError, match="no columns were given"):
+        MDSWriter(out=tmp_path / "two").finish()
+
+
+def test_a_finished_writer_takes_no_more(tmp_path: Path) -> None:
+    writer = MDSWriter(out=tmp_path / "out", columns={"x": "int"})
+    writer.write({"x": 1})
+    writer.finish()
+    writer.finish()
+    with pytest.raises(ValueError, match="the writer is finished"):
+        writer.write({"x": 2})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"columns": {"x": "ints"}}, "no encoding 'ints'. There are: bytes, float16"),
+        ({"columns": {}}, "at least one column"),
+        ({"compression": "zip"}, "compression must be one of"),
+        ({"compression": "zstd:99"}, "compression level out of range"),
+        ({"hashes": ["crc"]}, "hashes must be among"),
+        ({"size_limit": "big"}, "size_limit must be an int or a text"),
+        ({"max_workers": -1}, "max_workers must be 0 or more"),
+        ({"out": 5}, "out must be a path"),
+    ],
+)
+def test_a_wrong_setting_says_what_there_is(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MDSWriter(**{"out": tmp_path / "out", "columns": {"x": "int"}, **options}).write({"x": 1})
+
+
+def test_appending_keeps_the_index_that_runs_began_with(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with MDSWriter(out=out, columns={"x": "int", "t": "str"}, size_limit=300) as writer:
+        for k in range(40):
+            writer.write({"x": k, "t": "a"})
+    first = (out / "index.json").read_bytes()
+    old = Index.from_bytes(first, "old")
+    shards = {name: (out / name).read_bytes() for name in names(out) if name.endswith(".mds")}
+    with MDSWriter(out=out, append=True, hashes=["xxh64"], compression="zstd") as writer:
+        writer.write({"x": 40, "t": "b"})
+    index = Index.from_file(out / "index.json")
+    assert index.num_samples == 41
+    assert index.entry(len(index) - 1).raw.basename == f"shard.{len(old):05}.mds"
+    assert [index.text(k) for k in range(len(old))] == [old.text(k) for k in range(len(old))]
+    assert (out / version_name(old.digest)).read_bytes() == first
+    assert all((out / name).read_bytes() == data for name, data in shards.items())
+
+
+def test_appending_other_columns_or_to_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="append=True needs a dataset"):
+        MDSWriter(out=tmp_path / "out", columns={"x": "int"}, append=True).write({"x": 1})
+    with MDSWriter(out=tmp_path / "out", columns={"x": "int"}) as writer:
+        writer.write({"x": 1})
+    with pytest.raises(ValueError, match="must have the dataset's format and columns"):
+        MDSWriter(out=tmp_path / "out", columns={"x": "str"}, append=True).write({"x": "1"})
+
+
+def test_two_writers_appending_at_once_never_lose_shards_silently(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with MDSWriter(out=out, columns={"x": "int"}) as writer:
+        writer.write({"x": 0})
+    one, two = MDSWriter(out=out, append=True, max_workers=0), MDSWriter(out=out, append=True, max_workers=0)
+    one.write({"x": 1})
+    two.write({"x": 2})
+    one.finish()
+    with pytest.raises(FileExistsError, match="another writer is appending"):
+        two.finish()
+    three, four = MDSWriter(out=out, append=True), MDSWriter(out=out, append=True, exist_ok=True)
+    three.write({"x": 3})
+    four.write({"x": 4})
+    three.finish()
+    with pytest.raises(FormatError, match="another writer was at work"):
+        four.finish()
+    assert Index.from_file(out / "index.json").num_samples == 3
+
+
+def test_columns_are_inferred_from_the_first_sample(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    sample = {
+        "i": 3, "f": 0.5, "b": True, "t": "x", "raw": b"x", "j": {"a": [1]}, "n": None,
+        "np": np.float32(2), "arr": np.zeros((2, 2), np.int16), "img": image.new("RGB", (2, 2)),
+    }  # fmt: skip
+    with MDSWriter(out=tmp_path / "out") as writer:
+        writer.write(sample)
+        writer.write({**sample, "arr": np.zeros(7, np.int16)})
+    index = Index.from_file(tmp_path / "out" / "index.json")
+    assert index.columns == {
+        "arr": "ndarray:int16", "b": "uint8", "f": "float64", "i": "int", "img": "pil", "j": "json", "n": "json",
+        "np": "float32", "raw": "bytes", "t": "str",
+    }  # fmt: skip
+    with pytest.raises(TypeError, match="column 'o': no encoding can be inferred for object"):
+        MDSWriter(out=tmp_path / "two").write({"o": object()})
