@@ -37,7 +37,8 @@ def open_archive(path: Path, suffixes: tuple[str, ...]) -> Iterator[Mapping[tupl
             found = _members(path, plain, suffixes)
         except _DAMAGED as error:
             raise FormatError(
-                f"{path} must be a whole .tgz or .tar; reading it failed: {error or type(error).__name__}. Fetch it again."
+                f"{path} must be a whole .tgz or .tar; reading it failed: {error or type(error).__name__}. "
+                "Fetch it again."
             ) from error
         if not found:
             raise FormatError(

@@ -12,8 +12,19 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.profilers import Profiler
 
+from lightning_stream.batches import BatchInfo
+from lightning_stream.loader import StreamingDataLoader
+
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 LAST = "last.ckpt"
+
+
+def batch_in_training(trainer: Trainer) -> BatchInfo:
+    """What the batch that the trainer is at is made of."""
+    loader = trainer.train_dataloader
+    if not isinstance(loader, StreamingDataLoader) or loader.last_batch is None:
+        raise TypeError(f"this callback reads the batches of a StreamingDataLoader; found {type(loader).__name__}.")
+    return loader.last_batch
 
 
 class RunStopped(Exception):
@@ -112,7 +123,7 @@ class TrainedIds(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Add this batch's ids; write them down once its step is made."""
-        made_of = trainer.train_dataloader.last_batch
+        made_of = batch_in_training(trainer)
         self._gathered += made_of.ids[~made_of.filler].tolist()
         if trainer.global_step > self._step_before:
             line = {"step": trainer.global_step, "epoch": made_of.epoch, "ids": self._gathered}
@@ -167,7 +178,7 @@ class RunClock(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Count this batch."""
-        self.num_samples += trainer.train_dataloader.last_batch.num_samples
+        self.num_samples += batch_in_training(trainer).num_samples
         self.num_steps = trainer.global_step - self._steps_before
         self.ended = time.perf_counter()
 

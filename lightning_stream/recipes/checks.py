@@ -124,9 +124,15 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def _told(hint: Any) -> str:
-    parts = [one for one in get_args(hint)] if get_origin(hint) in (Union, types.UnionType) else [hint]
-    names = {type(None): "null", bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    return " or ".join(names.get(part) or getattr(part, "__name__", str(part)) for part in parts)
+    parts = list(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else [hint]
+    names: dict[Any, str] = {
+        type(None): "null",
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+    }
+    return " or ".join(names[part] if part in names else str(getattr(part, "__name__", part)) for part in parts)
 
 
 def _check_values(values: Mapping[str, Any]) -> list[str]:
@@ -174,21 +180,22 @@ def _check_together(values: Mapping[str, Any]) -> list[str]:
     """Settings that are right alone, and cannot be together."""
     data, trainer = values.get("data") or {}, values.get("trainer") or {}
     problems = []
-    devices, nodes = trainer.get("devices"), trainer.get("num_nodes") or 1
-    accumulate, batch = trainer.get("accumulate_grad_batches") or 1, data.get("global_batch_size")
+    devices: Any = trainer.get("devices")
+    batch: Any = data.get("global_batch_size")
+    nodes, accumulate = trainer.get("num_nodes") or 1, trainer.get("accumulate_grad_batches") or 1
     counts = (devices, nodes, accumulate, batch)
     if all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in counts):
         parts = devices * nodes * accumulate
         if batch % parts:
             problems.append(
-                f"data.global_batch_size: {batch} samples do not divide by {devices} devices x {nodes} nodes x {accumulate} "
-                f"accumulated micro-batches; use a multiple of {parts}."
+                f"data.global_batch_size: {batch} samples do not divide by {devices} devices x {nodes} nodes x "
+                f"{accumulate} accumulated micro-batches; use a multiple of {parts}."
             )
     if values.get("ckpt_path") == "last" and isinstance(values.get("folder"), str):
         last = Path(values["folder"]) / "checkpoints" / LAST
         if not last.is_file():
             problems.append(
-                f"ckpt_path: 'last' continues from {last.absolute()}, which does not exist. Leave ckpt_path away to start, "
-                "or set name= (or folder=) to those of the run to continue."
+                f"ckpt_path: 'last' continues from {last.absolute()}, which does not exist. Leave ckpt_path away to "
+                "start, or set name= (or folder=) to those of the run to continue."
             )
     return problems

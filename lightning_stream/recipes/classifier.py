@@ -61,6 +61,8 @@ class ImageClassifier(LightningModule):
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.seed = seed
         self.network: nn.Module | None = None
+        self.mean: Tensor
+        self.std: Tensor
         self.history: dict[int, dict[str, float]] = {}
         self._counts = {"train": (0, 0), "val": (0, 0)}  # right and all, in the current pass
         self.register_buffer("mean", 255 * torch.tensor(_MEAN).reshape(1, 3, 1, 1), persistent=False)

@@ -167,7 +167,7 @@ class Conversion:
     def _write(
         self, photos: Mapping[PhotoKey, Callable[[], bytes]], classes: tuple[str, ...], place: str
     ) -> tuple[dict[str, int], tuple[str, ...]]:
-        from tqdm import tqdm
+        from tqdm import tqdm  # type: ignore[import-untyped]
 
         counts, unreadable = {TRAIN: 0, VAL: 0}, []
         with self._writer(f"{place}/{TRAIN}") as train, self._writer(f"{place}/{VAL}") as val:
@@ -218,7 +218,7 @@ def _fingerprint(source: PhotoSource, config: ConversionConfig) -> str:
 
 def summary_of(description: Description, folder: str | Path) -> str:
     """One line about a converted set, for people."""
-    told = f"{description.num_train} to train on and {description.num_val} held out, {description.title}, as shards in {folder}"
+    told = f"{description.num_train} to train on and {description.num_val} held out, {description.title}, in {folder}"
     if description.unreadable:
         first = ", ".join(description.unreadable[:3])
         told += f"; {len(description.unreadable)} files could not be decoded and were left out ({first} ...)"

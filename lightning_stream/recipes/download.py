@@ -34,8 +34,8 @@ def fetch_file(url: str, path: Path, sha256: str) -> Path:
                 found = _fetch(url, draft)
                 if found != sha256.lower():
                     raise DigestError(
-                        f"{url} must have the sha256 {sha256}; what came has {found}. Try again; if the publisher changed "
-                        "the file, set data.photos_sha256 to its new digest."
+                        f"{url} must have the sha256 {sha256}; what came has {found}. Try again; if the publisher "
+                        "changed the file, set data.photos_sha256 to its new digest."
                     )
                 publish(draft, path)
             finally:
@@ -50,13 +50,13 @@ def _fetch(url: str, draft: Path) -> str:
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
         reason = getattr(error, "reason", error)
         raise UnavailableError(
-            f"data.photos=download needs the internet, and {url} could not be fetched: {reason}. Fetch it elsewhere and "
-            "pass data.photos=<path of the .tgz>, or use the drawings, which need no network: data.photos=drawn"
+            f"data.photos=download needs the internet, and {url} could not be fetched: {reason}. Fetch it elsewhere "
+            "and pass data.photos=<path of the .tgz>, or use the drawings, which need no network: data.photos=drawn"
         ) from error
 
 
 def _copy(response: Any, file: IO[bytes], num_bytes: int) -> str:
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     total = hashlib.sha256()
     bar = tqdm(desc="fetching photos", total=num_bytes or None, unit="B", unit_scale=True, file=sys.stderr)

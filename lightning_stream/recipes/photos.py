@@ -135,8 +135,8 @@ class PhotoArchive:
                     checked.update(chunk)
         if self.sha256 is not None and checked.hexdigest() != self.sha256.lower():
             raise FormatError(
-                f"{self.path} must have the sha256 {self.sha256}; it has {checked.hexdigest()}. Fetch the archive again, "
-                "or set photos_sha256 to what its publisher says."
+                f"{self.path} must have the sha256 {self.sha256}; it has {checked.hexdigest()}. Fetch the archive "
+                "again, or set photos_sha256 to what its publisher says."
             )
         return f"archive{total.hexdigest()}"
 
@@ -205,7 +205,8 @@ def photo_source(photos: str, *, count: int, seed: int, sha256: str | None, down
         return PhotoFolder(path)
     if not path.exists():
         raise NotFoundError(
-            f"photos must be {DRAWN!r}, {DOWNLOAD!r}, a folder of class folders or a .tgz of one; there is nothing at {path}."
+            f"photos must be {DRAWN!r}, {DOWNLOAD!r}, a folder of class folders or a .tgz of one; "
+            f"there is nothing at {path}."
         )
     if not path.name.endswith((".tgz", ".tar.gz", ".tar")):
         raise ValueError(f"a file given as photos must be a .tgz, .tar.gz or .tar; found {path.name!r}.")

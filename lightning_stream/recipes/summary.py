@@ -64,8 +64,10 @@ class RunSummary:
         return lines
 
     def _speed_lines(self) -> list[str]:
-        lines = [f"trained      {self.num_samples} samples in {self.num_steps} steps and {self.training_s:.1f} s: "
-                 f"{self.samples_per_s:.0f} samples/s; {self.validating_s:.1f} s more for validation"]  # fmt: skip
+        trained = f"{self.num_samples} samples in {self.num_steps} steps and {self.training_s:.1f} s"
+        lines = [
+            f"trained      {trained}: {self.samples_per_s:.0f} samples/s; validation took {self.validating_s:.1f} s"
+        ]
         if self.waiting_s is not None:
             longest = f", the longest wait {self.longest_wait_s:.2f} s" if self.longest_wait_s is not None else ""
             lines.append(

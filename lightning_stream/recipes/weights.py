@@ -49,15 +49,16 @@ def load_weights(network: nn.Module, path: str | Path) -> None:
     wrong = sorted((own.keys() ^ given.keys()) | {name for name in left_out if not name.startswith(f"{head}.")})
     if wrong:
         raise FormatError(
-            f"model.weights must fit model.network: {path} differs in {len(wrong)} tensors ({', '.join(wrong[:3])} ...). "
-            "Pass weights of the same network."
+            f"model.weights must fit model.network: {path} differs in {len(wrong)} tensors "
+            f"({', '.join(wrong[:3])} ...). Pass weights of the same network."
         )
     network.load_state_dict({name: value for name, value in given.items() if name not in left_out}, strict=False)
 
 
 def _head_of(network: nn.Module) -> str:
     """The name of the last linear layer."""
-    return [name for name, module in network.named_modules() if isinstance(module, nn.Linear)][-1]
+    linear: list[str] = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    return linear[-1]
 
 
 def _state(path: Path) -> dict[str, Tensor]:

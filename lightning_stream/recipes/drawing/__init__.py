@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
-from lightning_stream.recipes.drawing.backdrops import Rng, Size, backdrop, clouds
+from lightning_stream.recipes.drawing.backdrops import Rng, backdrop, clouds
 from lightning_stream.recipes.drawing.blooms import BLOOMS
 from lightning_stream.recipes.drawing.pen import Colour, Pen, Petal, colour, shade
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import colorsys
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 Colour = tuple[int, int, int]
 Points = NDArray[np.float64]
-_CIRCLE = np.linspace(0.0, 2 * np.pi, 28, endpoint=False)
+_ANGLES = np.linspace(0.0, 2 * np.pi, 28, endpoint=False)
+_CIRCLE = np.stack([np.cos(_ANGLES), np.sin(_ANGLES)], 1)
 _EDGE = np.linspace(0.0, 1.0, 12)
 
 
@@ -57,7 +59,11 @@ class Petal:
         half = (1 - inset) * self.width / 2 * np.sin(np.pi * _EDGE**self.belly) ** self.point
         along = -self.length * (_EDGE * (1 - 0.8 * inset) + 0.3 * inset)
         aside = bend * _EDGE**2
-        return np.concatenate([np.stack([aside - half, along], 1), np.stack([aside + half, along], 1)[::-1]])
+        around = np.empty((2, 2, len(_EDGE)))
+        around[0, 0], around[0, 1], around[1] = aside - half, along, along[::-1]
+        around[1, 0] = (aside + half)[::-1]
+        outline: Points = around.transpose(0, 2, 1).reshape(-1, 2)
+        return outline
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ class Pen:
 
     def at(self, x: float, y: float, *, scale: float = 1.0, turn: float = 0.0, tilt: float = 1.0) -> Pen:
         """A pen with its origin at (x, y): turned by `turn` radians, then squeezed upright by `tilt`, then scaled."""
-        cos, sin = np.cos(turn), np.sin(turn)
+        cos, sin = math.cos(turn), math.sin(turn)
         local = scale * np.array([[1.0, 0.0], [0.0, tilt]]) @ np.array([[cos, -sin], [sin, cos]])
         return replace(self, matrix=self.matrix @ local, origin=self.origin + self.matrix @ np.array([x, y]))
 
@@ -92,12 +98,13 @@ class Pen:
     def line(self, points: Any, fill: Colour, width: float) -> None:
         """A line through points; `width` in own units."""
         pixels = np.asarray(points, dtype=np.float64) @ self.matrix.T + self.origin
-        thick = max(1, round(width * float(np.sqrt(abs(np.linalg.det(self.matrix))))))
+        (a, b), (c, d) = self.matrix.tolist()
+        thick = max(1, round(width * math.sqrt(abs(a * d - b * c))))
         self.draw.line(pixels.ravel().tolist(), fill=fill, width=thick, joint="curve")
 
     def disc(self, x: float, y: float, radius: float, fill: Colour) -> None:
         """Fill a circle (an ellipse, where the pen is tilted)."""
-        self.polygon(np.stack([x + radius * np.cos(_CIRCLE), y + radius * np.sin(_CIRCLE)], 1), fill)
+        self.polygon(radius * _CIRCLE + (x, y), fill)
 
     def petal(self, petal: Petal, fill: Colour, *, bend: float = 0.0, vein: float = 0.86, glow: float = 1.12) -> None:
         """A petal with a dark rim, a lighter middle and a vein."""
