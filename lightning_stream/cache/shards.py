@@ -101,7 +101,8 @@ class ShardCache:
                 self._publish(draft, name)
             return path.read_bytes()
 
-        return here() or self._once(name, here, fetch)
+        with self._explained():
+            return here() or self._once(name, here, fetch)
 
     def present(self, entry: ShardEntry) -> bool:
         """Whether every raw file of the shard is here, whole."""
@@ -127,7 +128,8 @@ class ShardCache:
         if self._source is not None and (lease := self._in_place(entry)):
             return lease
         name = entry.raw.basename
-        return self._pin(entry) or self._once(name, lambda: self._pin(entry), lambda: self._fetch(entry))
+        with self._explained():
+            return self._pin(entry) or self._once(name, lambda: self._pin(entry), lambda: self._fetch(entry))
 
     def prefetch(self, entries: Iterable[ShardEntry], *, workers: int = 4) -> Iterator[tuple[ShardEntry, Path]]:
         """Fetch shards, several at once; yields them in the given order, and raises the first failure in that order."""
@@ -236,16 +238,21 @@ class ShardCache:
 
     # -- fetching
 
-    def _once(self, name: str, done: Callable[[], T | None], work: Callable[[], T]) -> T:
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """What the folder refuses, said in our words."""
         try:
-            self._place.prepare()
-            return publish_once(done, work, self._place.lock(name), self.config.wait_s)
+            yield
         except PermissionError as error:
             raise self._place.refused(error) from error
         except OSError as error:
             if error.errno in FULL:
                 raise disk_full(self.folder, 1) from error
             raise
+
+    def _once(self, name: str, done: Callable[[], T | None], work: Callable[[], T]) -> T:
+        self._place.prepare()
+        return publish_once(done, work, self._place.lock(name), self.config.wait_s)
 
     def _fetch(self, entry: ShardEntry) -> Lease:
         """Bring, check and publish every file of a shard; under its lock."""

@@ -9,6 +9,7 @@ import os
 import random
 import secrets
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ T = TypeVar("T")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOCKLESS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP)
 _LONGEST_PAUSE_S = 0.05
+_SETTLING_S = 0.2
 _NO_WAIT = object()
 
 
@@ -94,6 +96,16 @@ def pauses(wait_s: float) -> Iterator[None]:
         yield
 
 
+def open_with_mode(path: Path, flags: int, mode: int) -> int:
+    """Open a file; one that is created here has exactly this mode, whatever the umask says."""
+    fd = os.open(path, flags | os.O_CLOEXEC, mode)
+    if flags & os.O_CREAT and mode & 0o077:
+        found = os.fstat(fd)
+        if found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) != mode:
+            os.fchmod(fd, mode)
+    return fd
+
+
 class HeldFiles:
     """Descriptors that carry a kernel lock of this process.
 
@@ -110,7 +122,7 @@ class HeldFiles:
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
         """Open a file that will be locked."""
         with self._guard:
-            fd = os.open(path, flags | os.O_CLOEXEC, mode)
+            fd = open_with_mode(path, flags, mode)
             self._fds.add(fd)
         return fd
 
@@ -224,11 +236,15 @@ class FileLock:
         return f"process {pid} on {host}"
 
     def _open(self) -> int:
-        try:
-            return HELD.open(self.path, os.O_RDWR | os.O_CREAT, self.modes.file)
-        except FileNotFoundError:
-            make_folder(self.path.parent, self.modes)
-            return HELD.open(self.path, os.O_RDWR | os.O_CREAT, self.modes.file)
+        for _ in pauses(_SETTLING_S if self.modes != PRIVATE else 0):
+            try:
+                return HELD.open(self.path, os.O_RDWR | os.O_CREAT, self.modes.file)
+            except FileNotFoundError:  # noqa: PERF203 (the loop is over retries)
+                make_folder(self.path.parent, self.modes)
+            except PermissionError:
+                # In a shared folder another user may have made it an instant ago, and not opened it to us yet.
+                continue
+        return HELD.open(self.path, os.O_RDWR | os.O_CREAT, self.modes.file)
 
     def _is_current(self, fd: int) -> bool:
         # The owner before us removed the file as it let go: a lock on that inode excludes nobody.

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .files import FileLock, publish_bytes
+from .files import FileLock, open_with_mode, publish_bytes
 from .folders import CacheFolder
 
 _SLACK_FROM = 256  # entries; with fewer, finding room for one shard at a time is cheap
@@ -168,7 +168,7 @@ class Ledger:
 
     def _append(self, line: list[object]) -> None:
         encoded = json.dumps(line).encode()
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, self._place.modes.file)
+        fd = open_with_mode(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, self._place.modes.file)
         try:
             # The newline comes first, so that a torn line spoils only itself.
             written = os.write(fd, b"\n" + encoded + b"\n")

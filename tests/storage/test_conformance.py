@@ -138,6 +138,7 @@ def _read_in_child(store: Store, name: str, answers: Any) -> None:
         answers.put(repr(error))
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_store_works_after_a_pickle_and_in_a_forked_child(place: Any, store: Store, put: Any) -> None:
     put("forked", CONTENT)
     assert store.read("forked") == CONTENT

@@ -1,0 +1,178 @@
+"""Several processes on one cache folder: one fetch, one failure for all, nothing lost to a kill."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers.shards import make_dataset, shard_content
+from servers.web import WebServer
+from servers.workers import read_all
+
+from lightning_stream.cache import CacheConfig, ShardCache
+from lightning_stream.errors import CacheError, CacheFullError
+from lightning_stream.formats.index import Index
+from lightning_stream.storage import LocalStore
+
+SPAWN = multiprocessing.get_context("spawn")
+SHARD_BYTES = 50_000
+QUICK = {"first_pause_s": 0.01, "timeout_s": 5.0}
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Iterator[WebServer]:
+    make_dataset(tmp_path / "dataset", num_shards=12, shard_bytes=SHARD_BYTES, compression="zstd")
+    with WebServer() as server:
+        for path in (tmp_path / "dataset").iterdir():
+            server.objects[f"/{path.name}"] = path.read_bytes()
+        yield server
+
+
+def start(server: WebServer, folder: Path, config: CacheConfig, said: Any, seed: int, epochs: int = 1) -> Any:
+    arguments = (server.url, QUICK, folder, config, SHARD_BYTES, seed, epochs, said)
+    process = SPAWN.Process(target=read_all, args=arguments)
+    process.start()
+    return process
+
+
+def final_files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and ".lightning_stream" not in path.parts]
+
+
+def test_eight_processes_cause_one_get_per_object(remote: WebServer, tmp_path: Path) -> None:
+    said = SPAWN.Queue()
+    workers = [start(remote, tmp_path / "cache", CacheConfig(), said, seed) for seed in range(8)]
+    messages = [said.get(timeout=60) for _ in range(8 * 13)]
+    for worker in workers:
+        worker.join()
+    assert Counter(kind for kind, *_ in messages) == {"read": 96, "end": 8}
+    assert all(message[3] for message in messages if message[0] == "read")
+    assert Counter(path for _, path in remote.asked) == dict.fromkeys(remote.objects, 1)
+
+
+def test_a_shard_that_cannot_be_had_is_an_error_in_every_process(remote: WebServer, tmp_path: Path) -> None:
+    for name in [name for name in remote.objects if "shard" in name]:
+        del remote.objects[name]
+    said = SPAWN.Queue()
+    workers = [start(remote, tmp_path / "cache", CacheConfig(), said, seed=0) for _ in range(4)]
+    messages = [said.get(timeout=60) for _ in workers]
+    for worker in workers:
+        worker.join()
+    assert {message[:1] + message[2:3] for message in messages} == {("error", "NotFoundError")}
+    assert final_files(tmp_path / "cache") == [tmp_path / "cache" / "index.json"]
+
+
+def test_killed_at_any_instant_they_leave_nothing_wrong(remote: WebServer, tmp_path: Path) -> None:
+    cache, said, rng = tmp_path / "cache", SPAWN.Queue(), random.Random(1)
+    config = CacheConfig(limit_bytes=4 * SHARD_BYTES)
+    for seed in range(6):
+        victim = start(remote, cache, config, said, seed, epochs=50)
+        for _ in range(rng.randrange(1, 25)):
+            assert said.get(timeout=60)[0] == "read"
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.join()
+        for path in final_files(cache):
+            if path.suffix == ".mds":
+                assert path.read_bytes() == shard_content(int(path.name.split(".")[1]), SHARD_BYTES)
+        said = SPAWN.Queue()  # a kill may leave the old one's pipe with half a message
+    survivor = start(remote, cache, config, said, seed=99)
+    messages = [said.get(timeout=60) for _ in range(13)]
+    survivor.join()
+    assert [message[0] for message in messages] == ["read"] * 12 + ["end"]
+    assert all(message[3] for message in messages[:-1])
+    assert sum(path.stat().st_size for path in final_files(cache) if path.suffix == ".mds") <= config.limit_bytes
+    assert list((cache / ".lightning_stream" / "drafts").iterdir()) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    if os.getuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("cannot mount a small tmpfs: run as root")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_is_an_error_that_says_how_much_and_leaves_what_was_there(small_disk: Path, tmp_path: Path) -> None:
+    index = make_dataset(tmp_path / "d", num_shards=6, shard_bytes=SHARD_BYTES)
+    cache = ShardCache(LocalStore(tmp_path / "d"), small_disk / "cache")
+    with pytest.raises(CacheFullError, match=r"50,000 bytes are needed, [\d,]+ are free.*untouched"):
+        list(cache.prefetch(map(index.entry, range(6)), workers=1))
+    here = final_files(small_disk / "cache")
+    assert len(here) in (3, 4)
+    for path in here:
+        assert path.read_bytes() == shard_content(int(path.name.split(".")[1]), SHARD_BYTES)
+    here[0].unlink()
+    cache.ensure(index.entry(5))
+
+
+def test_a_disk_that_fills_while_decompressing_is_the_same_error(small_disk: Path, tmp_path: Path) -> None:
+    index = make_dataset(tmp_path / "d", num_shards=1, shard_bytes=120_000, compression="zstd")
+    cache = ShardCache(LocalStore(tmp_path / "d"), small_disk)
+    filler = small_disk / "filler"
+
+    class Filling(LocalStore):
+        def get(self, name: str, to: Any, num_bytes: int | None = None) -> int:
+            written = super().get(name, to)
+            filler.write_bytes(bytes(100_000))
+            return written
+
+    cache.store = Filling(tmp_path / "d")
+    with pytest.raises(CacheFullError, match="are needed"):
+        cache.ensure(index.entry(0))
+    assert [path.name for path in final_files(small_disk)] == ["filler"]
+    filler.unlink()
+    cache.store = LocalStore(tmp_path / "d")
+    cache.ensure(index.entry(0))
+
+
+def as_another_user(dataset: Path, folder: Path, config: CacheConfig, said: Any) -> None:
+    os.setgid(65534)
+    os.setuid(65534)
+    try:
+        index = Index.from_bytes((dataset / "index.json").read_bytes(), str(dataset))
+        cache = ShardCache(LocalStore(dataset), folder, config)
+        for shard in range(index.num_shards):
+            cache.ensure(index.entry(shard))
+        said.put("all read")
+    except CacheError as error:
+        said.put(str(error))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("shared", [False, True])
+def test_two_users_on_one_folder(shared: bool) -> None:
+    with tempfile.TemporaryDirectory() as top:  # pytest's own folders are closed to others
+        Path(top).chmod(0o755)
+        dataset, folder = Path(top, "d"), Path(top, "cache")
+        index = make_dataset(dataset)
+        if shared:
+            folder.mkdir()
+            folder.chmod(0o777)
+        config = CacheConfig(shared=shared, limit_bytes=20_000)
+        ShardCache(LocalStore(dataset), folder, config).ensure(index.entry(0))
+        fork = multiprocessing.get_context("fork")
+        said = fork.Queue()
+        child = fork.Process(target=as_another_user, args=(dataset, folder, config, said))
+        child.start()
+        answer = said.get(timeout=30)
+        child.join()
+        if shared:
+            assert answer == "all read"
+            for shard in range(4):
+                ShardCache(LocalStore(dataset), folder, config).ensure(index.entry(shard))
+        else:
+            assert "belongs to root (mode 700)" in answer
+            assert "choose another `local`" in answer

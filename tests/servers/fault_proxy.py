@@ -1,0 +1,183 @@
+"""An HTTP proxy that goes wrong on purpose, by a seeded plan, and counts what it did."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import struct
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+FAULTS = ("error", "reset", "truncate", "stall", "flip")
+
+
+@dataclass
+class Plan:
+    """What goes wrong, and how often; may be changed while the proxy runs.
+
+    Attributes:
+        latency_s: Before each answer.
+        probability: Of each fault per answered GET, by its name in `FAULTS`.
+        only: Faults befall requests whose path holds this.
+        burst: An "error" makes this many requests in a row fail.
+        left: How many more faults may be injected.
+        seed: Of the draws.
+    """
+
+    latency_s: float = 0.0
+    probability: dict[str, float] = field(default_factory=dict)
+    only: str = "shard"
+    burst: int = 1
+    left: int = 1 << 60
+    seed: int = 0
+
+
+class FaultProxy:
+    """Stands before a server on 127.0.0.1, in a thread of its own, while the context lasts.
+
+    Attributes:
+        counts: Faults injected, by name; and ``bytes`` of bodies sent.
+        asked: (method, path) of all requests, counted.
+    """
+
+    def __init__(self, upstream: str, plan: Plan | None = None) -> None:
+        parts = urlsplit(upstream)
+        self._upstream = (parts.hostname or "127.0.0.1", parts.port or 80)
+        self.plan = plan or Plan()
+        self.counts: Counter[str] = Counter()
+        self.asked: Counter[tuple[str, str]] = Counter()
+        self._random = random.Random(self.plan.seed)
+        self._burst_left = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._listening = threading.Event()
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def faults(self) -> int:
+        return sum(self.counts[name] for name in FAULTS)
+
+    def __enter__(self) -> Any:
+        self._thread.start()
+        self._listening.wait()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        server = self._loop.run_until_complete(asyncio.start_server(self._client, "127.0.0.1", 0, limit=1 << 20))
+        self.port = server.sockets[0].getsockname()[1]
+        self._listening.set()
+        self._loop.run_forever()
+        server.close()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            while await self._exchange(reader, writer):
+                pass
+        writer.close()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """One request and its answer; False where the connection is over."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        method, path = head.split(b" ", 2)[:2]
+        sent = await reader.readexactly(int(_field(head, b"content-length") or 0))
+        self.asked[method.decode(), urlsplit(path.decode()).path] += 1
+        await asyncio.sleep(self.plan.latency_s)
+        fault = self._draw(method, path)
+        if fault == "error":
+            body = b"<Error><Code>SlowDown</Code></Error>"
+            writer.write(b"HTTP/1.1 503 Slow Down\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            await writer.drain()
+            return True
+        with contextlib.closing(await _Upstream.open(self._upstream)) as upstream:
+            answer = await upstream.ask(head, sent, bodyless=method == b"HEAD")
+        return await self._send(writer, answer, fault)
+
+    def _draw(self, method: bytes, path: bytes) -> str | None:
+        if method != b"GET" or self.plan.only.encode() not in path or self.plan.left <= 0:
+            return None
+        if self._burst_left > 0:
+            self._burst_left -= 1
+            fault: str | None = "error"
+        else:
+            names, chances = [*self.plan.probability, None], list(self.plan.probability.values())
+            fault = self._random.choices(names, [*chances, max(0.0, 1 - sum(chances))])[0]
+            self._burst_left = self.plan.burst - 1 if fault == "error" else 0
+        if fault is not None:
+            self.plan.left -= 1
+            self.counts[fault] += 1
+        return fault
+
+    async def _send(self, writer: asyncio.StreamWriter, answer: tuple[bytes, bytes], fault: str | None) -> bool:
+        head, body = answer
+        if fault == "flip" and body:
+            at = self._random.randrange(len(body))
+            body = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
+        cut = self._random.randrange(len(body)) if fault in ("reset", "truncate", "stall") and body else len(body)
+        self.counts["bytes"] += cut
+        writer.write(head + body[:cut])
+        await writer.drain()
+        if cut == len(body):
+            return True
+        if fault == "stall":
+            await asyncio.sleep(3600)  # until the client loses patience, or the proxy ends
+        if fault == "reset":
+            connection: Any = writer.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+        return False
+
+
+class _Upstream:
+    """One connection to the server behind."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def open(cls, address: tuple[str, int]) -> _Upstream:
+        return cls(*await asyncio.open_connection(*address, limit=1 << 20))
+
+    async def ask(self, head: bytes, sent: bytes, *, bodyless: bool) -> tuple[bytes, bytes]:
+        """The answer's head and body."""
+        self._writer.write(head + sent)
+        answer = await self._reader.readuntil(b"\r\n\r\n")
+        while answer.startswith(b"HTTP/1.1 100"):
+            answer = await self._reader.readuntil(b"\r\n\r\n")
+        status = answer.split(b" ", 2)[1]
+        if bodyless or status in (b"204", b"304"):
+            return answer, b""
+        if (length := _field(answer, b"content-length")) is not None:
+            return answer, await self._reader.readexactly(int(length))
+        raw = b""
+        while not raw.endswith(b"0\r\n\r\n"):
+            raw += await self._reader.readuntil(b"\r\n")
+        return answer, raw
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _field(head: bytes, name: bytes) -> bytes | None:
+    for line in head.split(b"\r\n"):
+        key, _, value = line.partition(b":")
+        if key.strip().lower() == name:
+            return value.strip()
+    return None

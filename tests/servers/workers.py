@@ -1,0 +1,52 @@
+"""What the processes of the cache's tests do; importable, so that they can be started afresh."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+from servers.shards import shard_content
+
+from lightning_stream.cache import CacheConfig, ShardCache
+from lightning_stream.formats.index import Index
+from lightning_stream.storage import open_store
+
+
+def read_all(
+    url: str,
+    options: dict[str, Any],
+    folder: Path,
+    config: CacheConfig,
+    shard_bytes: int,
+    seed: int,
+    epochs: int,
+    said: Any,
+) -> None:
+    """Read every shard `epochs` times in an order of its own and compare its bytes; says ("read", pid, shard) and more.
+
+    Says ("error", text) for what was raised, and at the end ("end", descriptors grown, MiB grown).
+    """
+    try:
+        cache = ShardCache(open_store(url, options), folder, config)
+        index = Index.from_bytes(cache.index(), url)
+        order = list(range(index.num_shards)) * epochs
+        random.Random(seed).shuffle(order)
+        before = None
+        for number in order:
+            with cache.lease(index.entry(number)) as lease:
+                content = (lease.folder / index.entry(number).raw.basename).read_bytes()
+            said.put(("read", os.getpid(), number, content == shard_content(number, shard_bytes)))
+            before = before or footprint()
+        now = footprint()
+        before = before or now
+        said.put(("end", os.getpid(), now[0] - before[0], now[1] - before[1]))
+    except BaseException as error:  # noqa: BLE001 (the parent judges)
+        said.put(("error", os.getpid(), type(error).__name__, str(error)))
+
+
+def footprint() -> tuple[int, int]:
+    """Open descriptors, and resident MiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return len(list(Path("/proc/self/fd").iterdir())), pages * os.sysconf("SC_PAGE_SIZE") >> 20

@@ -1,0 +1,217 @@
+"""Files that are whole or absent, and locks that die with their owner; shown with real processes, killed for real."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_stream.errors import CacheError, LockTimeoutError, NotFoundError
+from lightning_stream.storage import files
+from lightning_stream.storage.files import FileLock, publish, publish_bytes, publish_once
+from lightning_stream.storage.folders import CacheFolder, default_folder
+
+FORK = multiprocessing.get_context("fork")
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # it is fork that is tested
+
+
+def test_publishing_replaces_at_once_and_leaves_no_draft(tmp_path: Path) -> None:
+    publish_bytes(b"one", tmp_path / "x")
+    (tmp_path / "draft").write_bytes(b"two")
+    publish(tmp_path / "draft", tmp_path / "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x").read_bytes() == b"two"
+
+
+def test_a_lock_excludes_threads_and_leaves_no_file(tmp_path: Path) -> None:
+    first, second = FileLock(tmp_path / "l"), FileLock(tmp_path / "l")
+    assert first.try_acquire()
+    assert not second.try_acquire()
+    first.release()
+    assert second.try_acquire()
+    second.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_waiting_for_a_lock_ends_at_the_deadline_and_names_the_holder(tmp_path: Path) -> None:
+    with FileLock(tmp_path / "l"), pytest.raises(LockTimeoutError, match=rf"process {os.getpid()} on"):
+        FileLock(tmp_path / "l", wait_s=0.02).__enter__()
+
+
+def hold(path: Path, holding: Any) -> None:
+    with FileLock(path):
+        holding.set()
+        signal.pause()
+
+
+def test_a_lock_dies_with_its_owner(tmp_path: Path) -> None:
+    holding = FORK.Event()
+    owner = FORK.Process(target=hold, args=(tmp_path / "l", holding))
+    owner.start()
+    holding.wait()
+    assert not FileLock(tmp_path / "l").try_acquire()
+    os.kill(owner.pid or 0, signal.SIGKILL)
+    owner.join()
+    with FileLock(tmp_path / "l", wait_s=5):
+        pass
+
+
+def test_a_lock_dies_with_its_owner_though_a_forked_child_lives_on(tmp_path: Path) -> None:
+    pids = FORK.SimpleQueue()
+
+    def own() -> None:
+        lock = FileLock(tmp_path / "l")
+        assert lock.try_acquire()
+        child = FORK.Process(target=lambda: (pids.put(os.getpid()), signal.pause()))
+        child.start()
+        signal.pause()
+
+    owner = FORK.Process(target=own)
+    owner.start()
+    grandchild = pids.get()
+    os.kill(owner.pid or 0, signal.SIGKILL)
+    owner.join()
+    try:
+        with FileLock(tmp_path / "l", wait_s=5):
+            pass
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+
+
+def count(path: Path) -> int:
+    return len(path.read_bytes()) if path.exists() else 0
+
+
+def contend(folder: Path, rounds: int) -> None:
+    for _ in range(rounds):
+        with FileLock(folder / "l", wait_s=60):
+            seen = count(folder / "n")
+            (folder / "n").write_bytes(bytes(seen + 1))
+
+
+def test_many_processes_never_hold_one_lock_at_once(tmp_path: Path) -> None:
+    workers = [FORK.Process(target=contend, args=(tmp_path, 100)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert count(tmp_path / "n") == 400
+
+
+def test_work_is_done_once_and_all_get_it(tmp_path: Path) -> None:
+    done, calls = tmp_path / "done", []
+
+    def work() -> bytes:
+        calls.append(1)
+        publish_bytes(b"it", done)
+        return b"it"
+
+    def run(results: list[bytes]) -> None:
+        here = lambda: done.read_bytes() if done.exists() else None  # noqa: E731
+        results.append(publish_once(here, work, FileLock(tmp_path / "a.lock"), 10))
+
+    results: list[bytes] = []
+    threads = [threading.Thread(target=run, args=(results,)) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [b"it"] * 16
+    assert len(calls) == 1
+
+
+def wait_for_it(folder: Path, answers: Any, waiting: Any) -> None:
+    def done() -> None:
+        waiting.release()
+
+    try:
+        publish_once(done, lambda: answers.put("worked"), FileLock(folder / "a.lock"), 30)
+    except NotFoundError as error:
+        answers.put(str(error))
+
+
+def test_a_failure_is_raised_in_every_waiter_at_once_and_a_later_call_tries_anew(tmp_path: Path) -> None:
+    answers, waiting = FORK.Queue(), FORK.Semaphore(0)
+    waiters = [FORK.Process(target=wait_for_it, args=(tmp_path, answers, waiting)) for _ in range(4)]
+
+    def fail() -> None:
+        for waiter in waiters:
+            waiter.start()
+        for _ in range(3 * len(waiters)):  # each looks again and again: it waits
+            waiting.acquire()
+        raise NotFoundError("the shard is not there")
+
+    with pytest.raises(NotFoundError):
+        publish_once(lambda: None, fail, FileLock(tmp_path / "a.lock"), 10)
+    said = [answers.get(timeout=30) for _ in waiters]
+    for waiter in waiters:
+        waiter.join()
+    assert all(text.startswith(f"the shard is not there (raised in process {os.getpid()}") for text in said)
+    assert publish_once(lambda: None, lambda: "anew", FileLock(tmp_path / "a.lock"), 10) == "anew"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_waiter_takes_over_from_a_killed_owner(tmp_path: Path) -> None:
+    holding = FORK.Event()
+    owner = FORK.Process(target=hold, args=(tmp_path / "a.lock", holding))
+    owner.start()
+    holding.wait()
+    looks = 0
+
+    def done() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            os.kill(owner.pid or 0, signal.SIGKILL)
+
+    assert publish_once(done, lambda: "taken over", FileLock(tmp_path / "a.lock"), 30) == "taken over"
+    owner.join()
+
+
+def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, how: int) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
+    with pytest.raises(CacheError, match=r"no working file locks \(\w+\).*disk of this machine"):
+        FileLock(tmp_path / "l").try_acquire()
+    with pytest.raises(CacheError, match="no working file locks"):
+        CacheFolder(tmp_path / "c").prepare()
+
+
+def test_locks_that_exclude_nobody_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.fcntl, "flock", lambda fd, how: None)
+    with pytest.raises(CacheError, match="no working file locks"):
+        CacheFolder(tmp_path / "c").prepare()
+
+
+def test_drafts_of_killed_processes_are_cleared_those_of_living_ones_stay(tmp_path: Path) -> None:
+    place = CacheFolder(tmp_path)
+    place.prepare()
+    dead, living = place.draft("dead", "0.raw"), place.draft("living", "0.raw")
+    dead.write_bytes(b"x")
+    living.write_bytes(b"x")
+    with place.lock("living"):
+        CacheFolder(tmp_path).prepare()
+    assert not dead.exists()
+    assert living.exists()
+
+
+def test_the_default_folder_is_one_per_store_and_follows_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_STREAM_CACHE", "/fast/disk")
+    one, other = default_folder("s3://bucket/x"), default_folder("s3://bucket/y")
+    assert one.parent == Path("/fast/disk")
+    assert one != other
+    monkeypatch.delenv("LIGHTNING_STREAM_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x/cache")
+    assert default_folder("s3://bucket/x").parent == Path("/x/cache/lightning_stream")
+
+
+def test_our_errors_survive_a_pickle() -> None:
+    assert str(pickle.loads(pickle.dumps(NotFoundError("x")))) == "x"

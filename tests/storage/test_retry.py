@@ -1,0 +1,157 @@
+"""What may pass is tried again and resumed by range; what may not is raised at once; a deadline ends both."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers.fault_proxy import FaultProxy, Plan
+from servers.processes import free_port
+from servers.web import WebServer
+
+from lightning_stream.errors import NotFoundError, StoreError, UnavailableError
+from lightning_stream.storage import LocalStore, ObjectEntry, RetryingStore, RetryPolicy, open_store
+from lightning_stream.storage.base import Body
+
+QUICK = {"first_pause_s": 0.001, "longest_pause_s": 0.01, "timeout_s": 0.3, "retries": 3}
+CONTENT = bytes(range(256)) * 4000
+
+
+@pytest.fixture
+def web() -> Iterator[WebServer]:
+    with WebServer() as server:
+        server.objects["/shard"] = CONTENT
+        yield server
+
+
+@contextlib.contextmanager
+def faulty(web: WebServer, **plan: Any) -> Iterator[tuple[FaultProxy, Any]]:
+    with FaultProxy(web.url, Plan(**plan)) as proxy:
+        yield proxy, open_store(proxy.url, QUICK)
+
+
+@pytest.mark.parametrize("fault", ["error", "reset", "truncate", "stall"])
+def test_a_fault_that_passes_is_overcome_and_not_one_byte_is_wrong(web: WebServer, tmp_path: Path, fault: str) -> None:
+    with faulty(web, probability={fault: 1.0}, left=3) as (proxy, store):
+        assert store.get("shard", tmp_path / "x") == len(CONTENT)
+        assert proxy.counts[fault] == 3
+    assert (tmp_path / "x").read_bytes() == CONTENT
+
+
+def test_a_broken_body_is_resumed_not_begun_anew(web: WebServer) -> None:
+    with faulty(web, probability={"truncate": 1.0}, left=2) as (_, store):
+        store.get("shard", io.BytesIO())
+    ranges = [headers.get("Range") for headers in web.headers]
+    assert ranges[0] is None
+    begins = [int(value.removeprefix("bytes=").rstrip("-")) for value in ranges[1:] if value]
+    assert begins == sorted(begins)
+    assert begins[-1] > 0
+
+
+def test_a_server_without_ranges_is_resumed_all_the_same(web: WebServer) -> None:
+    web.ranges = False
+    with faulty(web, probability={"truncate": 1.0}, left=2) as (_, store):
+        assert store.read("shard") == CONTENT
+
+
+def test_progress_renews_patience(web: WebServer) -> None:
+    with faulty(web, probability={"truncate": 0.8}, left=40, seed=3) as (proxy, store):
+        for _ in range(12):
+            assert store.read("shard") == CONTENT
+        assert proxy.faults() > 3 * QUICK["retries"]
+
+
+def test_endless_trouble_ends_with_what_happened_and_how_often(web: WebServer) -> None:
+    with faulty(web, probability={"error": 1.0}) as (proxy, store):
+        with pytest.raises(UnavailableError, match=r"shard: 503 .*gave up after 4 failures in a row"):
+            store.read("shard")
+        assert proxy.counts["error"] == 4
+
+
+def test_a_deadline_ends_what_still_makes_progress(web: WebServer) -> None:
+    with FaultProxy(web.url, Plan(probability={"truncate": 1.0}, latency_s=0.2)) as proxy:
+        store = open_store(proxy.url, {**QUICK, "deadline_s": 0.3})
+        begun = time.monotonic()
+        with pytest.raises(UnavailableError, match=r"deadline of 0\.3 s"):
+            store.read("shard")
+        assert time.monotonic() - begun < 10
+
+
+def test_nobody_listening_is_unavailable(web: WebServer) -> None:
+    with pytest.raises(UnavailableError, match="gave up after 4"):
+        open_store(f"http://127.0.0.1:{free_port()}", QUICK).read("x")
+
+
+class Scripted(LocalStore):
+    """Raises what it is told before it answers."""
+
+    def __init__(self, folder: Path, troubles: list[Exception]) -> None:
+        super().__init__(folder)
+        self.troubles = troubles
+
+    def _trouble(self) -> None:
+        if self.troubles:
+            raise self.troubles.pop(0)
+
+    def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
+        self._trouble()
+        return super().open(name, begin, end)
+
+    def put(self, name: str, source: Path | bytes) -> None:
+        self._trouble()
+        super().put(name, source)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
+        for number, entry in enumerate(super().list(prefix)):
+            if number == 2:
+                self._trouble()
+            yield entry
+
+
+POLICY = RetryPolicy(retries=3, first_pause_s=0.001)
+
+
+def test_what_is_absent_or_refused_is_not_tried_again(tmp_path: Path) -> None:
+    troubles: list[Exception] = [NotFoundError("absent"), UnavailableError("never reached")]
+    with pytest.raises(NotFoundError, match="absent"):
+        RetryingStore(Scripted(tmp_path, troubles), POLICY).read("x")
+    assert len(troubles) == 1
+
+
+def test_writes_and_listings_are_tried_again(tmp_path: Path) -> None:
+    store = RetryingStore(Scripted(tmp_path, [UnavailableError("1"), UnavailableError("2")]), POLICY)
+    store.put("a", b"a")
+    for name in "bcde":
+        store.put(name, b"x")
+    store = RetryingStore(Scripted(tmp_path, [UnavailableError("1"), UnavailableError("2")]), POLICY)
+    assert [entry.name for entry in store.list()] == list("abcde")
+
+
+def test_an_object_replaced_while_it_is_read_is_an_error_not_a_mixture(tmp_path: Path) -> None:
+    class Changing(LocalStore):
+        version = 0
+
+        def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
+            self.version += 1
+            return Body(iter([b"half"]), 8 - begin, f"v{self.version}")
+
+    with pytest.raises(StoreError, match="replaced while it was being read"):
+        RetryingStore(Changing(tmp_path), POLICY).read("x")
+
+
+def test_a_large_object_comes_in_parts_each_resumed(web: WebServer, tmp_path: Path) -> None:
+    options = {**QUICK, "parallel_from_bytes": 1, "part_bytes": 100_000, "retries": 20}
+    with FaultProxy(web.url, Plan(probability={"reset": 0.3, "error": 0.2})) as proxy:
+        assert open_store(proxy.url, options).get("shard", tmp_path / "x", len(CONTENT)) == len(CONTENT)
+        assert proxy.faults() > 0
+    assert (tmp_path / "x").read_bytes() == CONTENT
+
+
+def test_settings_that_cannot_be_are_reported_together() -> None:
+    with pytest.raises(ValueError, match=r"retries is 0 or more; got -1; timeout_s is positive; got 0"):
+        RetryPolicy(retries=-1, timeout_s=0)
