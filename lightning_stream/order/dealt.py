@@ -35,13 +35,17 @@ class DealtEpoch:
         self._tables: dict[tuple[int, int, int, int], NDArray[np.int64]] = {}
         nodes, ranks = self._mosaic.initial_physical_nodes or 1, self._mosaic.ranks_per_node or 1
         first = World(0, nodes * ranks, ranks)
-        self._first = self.deal(first, self._mosaic.batch_size or first.num_ranks, "pad", 0)
+        batch_size = self._mosaic.batch_size or first.num_ranks
+        if batch_size % first.num_ranks:  # the state of another library does not tell its ranks
+            first = World()
+        self._first = self.deal(first, batch_size, "pad", 0)
         self.num_samples = self._first.end
         self.layout = Layout(self.num_samples, self.num_samples)
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Sample ids at positions [begin, end)."""
-        return self._first.flat()[begin:end]
+        """Sample ids at positions [begin, end); -1 beyond the end, which another world may reach by a few repeats."""
+        known = self._first.flat()[begin:end]
+        return np.concatenate([known, np.full(max(end - begin, 0) - len(known), _PADDING, dtype=np.int64)])
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         """Ranks are dealt by the order itself, not by canonical nodes: all the same."""
@@ -129,6 +133,7 @@ class DealtBatches:
         if tail == "drop":
             edges = edges[: self.num_whole + 1]
         self._edges = start + edges
+        self._flat: NDArray[np.int64] | None = None
 
     @property
     def num_batches(self) -> int:
@@ -151,8 +156,10 @@ class DealtBatches:
 
     def flat(self) -> NDArray[np.int64]:
         """Sample ids of all batches in position order."""
-        batches = [self.ids(k) for k in range(self.num_batches)]
-        return np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
+        if self._flat is None:
+            batches = [self.ids(k) for k in range(self.num_batches)]
+            self._flat = np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
+        return self._flat
 
     def share(self, k: int) -> Share:
         """This replica's part of global batch ``k``; where it has none in a batch, another's fills it, flagged."""

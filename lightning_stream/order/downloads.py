@@ -139,4 +139,4 @@ def _warning(run: RunOrder, batch_size: int, world: World, factor: float) -> str
         return f"{found} Choose a global batch size that is a multiple of {nodes}, and num_canonical_nodes={nodes}."
     if better != config.canonical_nodes:
         return f"{found} num_canonical_nodes={better} fits best; set it when a run starts."
-    return f"{found} No other num_canonical_nodes fits better: the streams' mixture or their small shards cause it."
+    return f"{found} No other num_canonical_nodes fits better: it comes of the streams' mixture or of few shards."

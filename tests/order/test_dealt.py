@@ -1,0 +1,177 @@
+"""Runs in the orders of mosaicml-streaming: dealt rank by rank as it deals them, and continued from its states."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from lightning_stream.errors import StateError
+from lightning_stream.order import (
+    BatchPlan,
+    MosaicConfig,
+    OrderConfig,
+    Position,
+    RunOrder,
+    Snapshot,
+    StreamWeights,
+    World,
+    is_mosaic_state,
+    ledger,
+    mosaic_config,
+    mosaic_position,
+    num_micro_batches,
+)
+from lightning_stream.order.mosaic import epoch_work
+
+SIZES = [[37, 37, 37, 9], [50, 50, 20]]
+
+
+def config_of(world, device=4, **arguments):
+    defaults = {"shuffle": True, "algorithm": "py1e", "canonical_nodes": 4, "world": world}
+    batch_size = device * world.num_replicas
+    return OrderConfig.resolve(batch_size=batch_size, device_batch_size=device, **defaults | arguments)
+
+
+def run_of(world, **arguments):
+    return RunOrder(Snapshot.of(SIZES), [StreamWeights()] * 2, config_of(world, **arguments))
+
+
+def delivered(plan, device):
+    """A rank's micro-batches, without filler."""
+    found = []
+    for k in range(plan.num_batches):
+        begin, end = plan.bounds(k)
+        count = num_micro_batches(end - begin, device, plan.world.num_replicas, plan.tail)
+        found += [micro.ids[~micro.filler].tolist() for micro in plan.share(k).micro_batches(count)]
+    return [one for one in found if one]
+
+
+def golden_cases(folder):
+    spec = json.loads((folder / "order" / "spec.json").read_text())
+    with gzip.open(folder / "order" / "work.jsonl.gz", "rt") as lines:
+        for line in lines:
+            case = json.loads(line)
+            streams, extra = spec["weights"][case["in"]["weights"]]
+            sizes = [spec["spec"][stream["local"]] for stream in streams]
+            weights = [StreamWeights(**{k: v for k, v in stream.items() if k != "local"}) for stream in streams]
+            epoch_size = {"1k": 1000}.get(extra.get("epoch_size"), extra.get("epoch_size"))
+            if "ids" in case:
+                yield case["in"], np.array(case["ids"]).reshape(case["shape"]), sizes, weights, epoch_size
+
+
+def test_every_ranks_batches_are_those_of_the_original(shared_golden):
+    compared = 0
+    for case, work, sizes, weights, epoch_size in golden_cases(shared_golden):
+        nodes, ranks, workers, _, device = work.shape
+        world = World(0, nodes * ranks, ranks)
+        config = OrderConfig.resolve(
+            batch_size=nodes * ranks * device,
+            shuffle=case["shuffle"],
+            seed=case["shuffle_seed"],
+            algorithm=case["shuffle_algo"],
+            canonical_nodes=case["num_canonical_nodes"],
+            batching_method=case["batching_method"],
+            device_batch_size=device,
+            sampling_method=case["sampling_method"],
+            sampling_granularity=case["sampling_granularity"],
+            epoch_size=epoch_size,
+            mosaic=MosaicConfig(case["partition_algo"], case["shuffle_block_size"]),
+            world=world,
+        )
+        order = RunOrder(Snapshot.of(sizes), weights, config).epoch(case["epoch"])
+        for rank in range(nodes * ranks):
+            here = World(rank, nodes * ranks, ranks)
+            plan = BatchPlan(order, batch_size=nodes * ranks * device, world=here, start=case["sample_in_epoch"])
+            rows = work[rank // ranks, rank % ranks]
+            wanted = [rows[g % workers, g // workers] for g in range(workers * rows.shape[1])]
+            wanted = [row[row >= 0].tolist() for row in wanted if (row >= 0).any()]
+            assert delivered(plan, device) == wanted
+            compared += 1
+    assert compared > 1000
+
+
+@pytest.mark.parametrize("method", ["random", "stratified", "per_stream"])
+def test_accumulation_takes_the_originals_batches_one_after_another(method):
+    world = World(1, 2, 2)
+    run = run_of(world, batching_method=method)
+    once = BatchPlan(run.epoch(0), batch_size=8, world=world)
+    twice = BatchPlan(run.epoch(0), batch_size=16, world=world)
+    assert delivered(twice, 4) == delivered(once, 4)
+    assert twice.num_batches == -(-once.num_batches // 2)
+
+
+def test_another_world_continues_the_same_global_batches_and_the_ledger():
+    first, second = World(0, 4, 2), World(0, 2, 1)
+    run = run_of(first, device=4)
+    position = Position.start(run, batch_size=16, tail="pad").advanced(run, 48)
+    position = Position.from_state(json.loads(json.dumps(position.to_state())))
+    config = config_of(second, device=8, resumed=position.order)
+    again = RunOrder(run.snapshot, run.weights, config)
+    assert position.check(again) == []
+    before = BatchPlan(run.epoch(0), batch_size=16, world=first)
+    after = BatchPlan(again.epoch(0), batch_size=16, world=second, start=48)
+    for k in range(5):
+        assert np.array_equal(before.ids(3 + k), after.ids(k))
+        shares = [BatchPlan(again.epoch(0), batch_size=16, world=World(r, 2, 1), start=48).share(k) for r in range(2)]
+        begin, end = after.bounds(k)
+        total = sum(ledger.of_share(0, share) for share in shares) % ledger.MODULUS
+        assert total == ledger.total(0, np.arange(begin, end), before.ids(3 + k))
+
+
+def test_a_state_of_mosaicml_streaming_is_continued_at_its_sample():
+    state = {
+        "epoch": 1,
+        "sample_in_epoch": 32,
+        "num_canonical_nodes": 2,
+        "shuffle_seed": 5,
+        "initial_physical_nodes": 2,
+    }
+    assert is_mosaic_state(state)
+    world = World(1, 4, 2)
+    config = mosaic_config(state, config_of(world, canonical_nodes=None))
+    run = RunOrder(Snapshot.of(SIZES), [StreamWeights()] * 2, config)
+    position = mosaic_position(state, run, batch_size=16, tail="pad").normalised(
+        run, batch_size=16, tail="pad", world=world
+    )
+    assert (position.epoch, position.position) == (1, 32)
+    plan = BatchPlan(run.epoch(1), batch_size=16, world=world, start=position.position)
+    work = epoch_work(
+        [StreamWeights()] * 2, "balanced", 1, True, "py1e", "random", 2, 2, 1, 4, 2, 1, 32, 5, None, "relaxed",
+        shard_sizes=SIZES, initial_physical_nodes=2,
+    )  # fmt: skip
+    assert delivered(plan, 4) == [row[row >= 0].tolist() for row in work[0, 1, 0] if (row >= 0).any()]
+
+
+def test_without_the_algorithm_such_a_state_is_refused():
+    state = {"epoch": 1, "sample_in_epoch": 32, "num_canonical_nodes": 2, "shuffle_seed": 5}
+    with pytest.raises(StateError, match=r"does not record its algorithm.*shuffle, shuffle_algo, partition_algo and"):
+        mosaic_config(state, OrderConfig.resolve(batch_size=16, shuffle=True))
+
+
+def test_such_a_state_with_wrong_numbers_is_refused():
+    state = {"epoch": -1, "sample_in_epoch": "x", "num_canonical_nodes": 0, "shuffle_seed": 5}
+    with pytest.raises(StateError, match=r"epoch=-1, sample_in_epoch='x', num_canonical_nodes=0"):
+        mosaic_config(state, config_of(World(0, 4, 2)))
+
+
+def test_a_state_of_our_own_is_not_taken_for_one_of_theirs():
+    run = run_of(World(0, 4, 2))
+    assert not is_mosaic_state(Position.start(run, batch_size=16, tail="pad").to_state())
+    assert not is_mosaic_state(None)
+
+
+def test_at_the_end_of_an_epoch_the_next_begins():
+    world = World(0, 4, 2)
+    run = run_of(world)
+    state = {"epoch": 0, "sample_in_epoch": run.epoch(0).num_samples, "num_canonical_nodes": 4, "shuffle_seed": 9176}
+    position = mosaic_position(state, run, batch_size=16, tail="pad")
+    assert position.normalised(run, batch_size=16, tail="pad", world=world).epoch == 1
+
+
+def test_a_world_that_cannot_hold_the_first_global_batch_is_refused():
+    run = run_of(World(0, 4, 2))
+    with pytest.raises(ValueError, match=r"16 samples over all ranks.*24 samples a step"):
+        BatchPlan(run.epoch(0), batch_size=24, world=World(0, 4, 2))

@@ -1,0 +1,82 @@
+"""The predicted downloads of each node are those of its ranks' shares, and few."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World, plan_downloads
+
+
+def run_of(sizes, batch_size, **arguments):
+    config = OrderConfig.resolve(batch_size=batch_size, **{"shuffle": True} | arguments)
+    return RunOrder(Snapshot.of(sizes), [StreamWeights()] * len(sizes), config)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_each_nodes_share_is_predicted_exactly(data):
+    nodes, per_node = data.draw(st.sampled_from([(1, 2), (2, 1), (3, 2), (4, 2), (2, 4)]))
+    ranks = nodes * per_node
+    replication = data.draw(st.sampled_from([r for r in (1, 2, 3, 4) if ranks % r == 0]))
+    batch_size = ranks // replication * data.draw(st.sampled_from([2, 4]))
+    sizes = data.draw(st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=12), min_size=1, max_size=3))
+    method = data.draw(st.sampled_from(["random", "stratified", "per_stream", "device_per_stream"]))
+    tail = data.draw(st.sampled_from(["pad", "drop", "exact"]))
+    run = run_of(sizes, batch_size, batching_method=method, device_batch_size=2, shuffle=data.draw(st.booleans()))
+    fetched = [set() for _ in range(World(0, ranks, per_node, replication).num_nodes)]
+    for rank in range(ranks):
+        world = World(rank, ranks, per_node, replication)
+        plan = BatchPlan(run.epoch(0), batch_size=batch_size, world=world, tail=tail)
+        for k in range(plan.num_batches):
+            fetched[min(world.node, len(fetched) - 1)].update(run.snapshot.shards_of(plan.share(k).ids).tolist())
+    predicted = plan_downloads(run, epoch=0, batch_size=batch_size, world=world, tail=tail)
+    assert [set(shards.tolist()) for shards in predicted.shards] == fetched
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8, 16])
+def test_each_shard_is_fetched_once_but_for_those_on_borders(nodes):
+    sizes = np.random.default_rng(0).integers(20, 40, 200)
+    run = run_of([sizes], 128)
+    plan = plan_downloads(run, epoch=2, batch_size=128, world=World(0, nodes * 8, 8), tail="drop")
+    fetched = np.concatenate(plan.shards)
+    assert len(np.unique(fetched)) == 200
+    assert len(fetched) - 200 <= nodes - 1
+    assert (plan.warning is None) == (plan.factor <= 1.05)
+    assert plan.factor <= 1 + (nodes - 1) * sizes.max() / sizes.sum()
+
+
+def test_much_double_fetching_is_named_with_the_better_number():
+    run = run_of([[30] * 200], 96, canonical_nodes=4)
+    plan = plan_downloads(run, epoch=0, batch_size=96, world=World(0, 24, 2))
+    assert plan.factor > 2
+    assert "num_canonical_nodes=12 fits best" in plan.warning
+
+
+def test_a_batch_size_that_fits_no_number_is_named():
+    run = run_of([[30] * 200], 64)
+    plan = plan_downloads(run, epoch=0, batch_size=64, world=World(0, 6, 1, 3))
+    assert plan.warning is None
+    plan = plan_downloads(run_of([[30] * 200], 10), epoch=0, batch_size=10, world=World(0, 10, 1, 5))
+    assert plan.warning is None
+    uneven = plan_downloads(run_of([[30] * 200], 35), epoch=0, batch_size=35, world=World(0, 7, 1), tail="drop")
+    assert uneven.warning is None
+    straddling = plan_downloads(run_of([[30] * 200], 4), epoch=0, batch_size=4, world=World(0, 12, 4, 3))
+    assert "multiple of 3" in straddling.warning
+
+
+def test_index_order_is_told_to_need_everything_everywhere():
+    run = run_of([[30] * 200], 64, shuffle=False)
+    plan = plan_downloads(run, epoch=0, batch_size=64, world=World(0, 8, 4))
+    assert "set shuffle=True" in plan.warning
+
+
+def test_bytes_are_those_of_the_shards():
+    run = run_of([[30] * 20], 8)
+    sizes = np.arange(20) + 100
+    plan = plan_downloads(run, epoch=0, batch_size=8, world=World(0, 2, 1), shard_bytes=sizes)
+    assert plan.union_bytes == sizes.sum()
+    assert plan.num_bytes.tolist() == [sizes[shards].sum() for shards in plan.shards]
+    assert plan.sum_bytes == plan.num_bytes.sum()

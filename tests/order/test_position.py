@@ -1,0 +1,181 @@
+"""The state: what it holds, what it refuses, how it is read by another run."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError, VersionMismatch
+from lightning_stream.order import OrderConfig, Position, RunOrder, Snapshot, StreamWeights, World, ledger
+
+
+def run_of(sizes=((60, 40), (30, 20)), weights=None, batch_size=8, **arguments):
+    config = OrderConfig.resolve(batch_size=batch_size, **{"shuffle": True} | arguments)
+    return RunOrder(Snapshot.of(sizes), weights or [StreamWeights()] * len(sizes), config)
+
+
+def start(run, **arguments):
+    return Position.start(run, **{"batch_size": 8, "tail": "pad"} | arguments)
+
+
+def test_a_state_is_json_a_few_hundred_bytes_and_comes_back_equal():
+    run = run_of()
+    position = start(run).advanced(run, 48).normalised(run, batch_size=4, tail="exact").advanced(run, 60)
+    text = json.dumps(position.to_state())
+    assert Position.from_state(json.loads(text)) == position
+    assert len(text) < 800
+    assert position.batch_changes == ((0, 8), (48, 4))
+
+
+def test_a_state_is_no_larger_for_a_thousand_times_the_data():
+    small, large = run_of(), run_of([np.full(10_000, 1000)] * 5)
+    sizes = [len(json.dumps(start(run, epoch=9).to_state())) for run in (small, large)]
+    assert sizes[1] - sizes[0] < 20
+
+
+def test_a_state_loads_with_weights_only(tmp_path):
+    torch = pytest.importorskip("torch")
+    state = start(run_of()).to_state()
+    torch.save(state, tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=True) == state
+
+
+def test_the_ledger_of_a_position_is_the_expected_sum_however_it_was_reached():
+    run = run_of()
+    steps = start(run)
+    for end in (8, 16, 100):
+        steps = steps.advanced(run, end)
+    assert steps.ledger == start(run).advanced(run, 100).ledger == ledger.expected(run.epoch(0), 0, 100)
+
+
+def test_a_position_never_goes_back():
+    run = run_of()
+    with pytest.raises(ValueError, match=r"only moves forward.*at 16, 8"):
+        start(run).advanced(run, 16).advanced(run, 8)
+
+
+@pytest.mark.parametrize(
+    ("position", "batch_size", "tail", "replicas", "wanted"),
+    [
+        (150, 8, "pad", 1, (1, 0)),
+        (144, 8, "pad", 1, (0, 144)),
+        (144, 8, "drop", 1, (1, 0)),
+        (144, 4, "drop", 1, (0, 144)),
+        (148, 4, "drop", 2, (1, 0)),
+        (144, 8, "exact", 8, (0, 144)),
+        (160, 8, "pad", 1, (1, 0)),
+        (0, 200, "drop", 1, (0, 0)),
+    ],
+)
+def test_where_no_further_batch_can_come_the_next_epoch_begins(position, batch_size, tail, replicas, wanted):
+    run = run_of()
+    world = World(0, replicas, 1)
+    state = {**start(run).to_state(), "position": position}
+    here = Position.from_state(state).normalised(run, batch_size=batch_size, tail=tail, world=world)
+    assert (here.epoch, here.position) == wanted
+    assert here.batch_size == batch_size
+
+
+def test_changes_of_batch_size_are_kept_for_the_epoch_and_forgotten_after_it():
+    run = run_of()
+    position = start(run).advanced(run, 16).normalised(run, batch_size=16, tail="pad")
+    position = position.advanced(run, 48).normalised(run, batch_size=8, tail="pad")
+    assert position.batch_changes == ((0, 8), (16, 16), (48, 8))
+    assert position.next_epoch().batch_changes == ()
+    assert start(run).normalised(run, batch_size=16, tail="pad").batch_changes == ()
+
+
+def test_what_the_user_left_open_is_taken_from_the_state_and_never_recomputed():
+    first = OrderConfig.resolve(batch_size=48, shuffle=True)
+    later = OrderConfig.resolve(batch_size=7, shuffle=True, resumed=first)
+    assert (first.canonical_nodes, first.window) == (16, 8)
+    assert later == first
+    assert OrderConfig.resolve(batch_size=7, shuffle=True).canonical_nodes == 7
+
+
+def test_a_changed_snapshot_is_refused_unless_the_user_says_so():
+    position = start(run_of())
+    other = run_of(((60, 40), (30, 21)))
+    with pytest.raises(SnapshotMismatch, match=r"150 samples in 4 shards.*151 samples in 4 shards.*on_mismatch='warn'"):
+        position.check(other)
+    assert len(position.check(other, on_mismatch="warn")) == 1
+
+
+def test_every_changed_setting_is_named_with_its_old_and_new_value():
+    position = start(run_of())
+    other = run_of(seed=1, canonical_nodes=4, batching_method="stratified", weights=[StreamWeights(repeat=2)] * 2)
+    with pytest.raises(SettingsMismatch) as found:
+        position.check(other)
+    for words in (
+        "seed was 9176 and is 1",
+        "canonical_nodes was 8 and is 4",
+        "'random' and is 'stratified'",
+        "weights",
+    ):
+        assert words in str(found.value)
+
+
+def test_the_same_run_is_accepted():
+    assert start(run_of()).check(run_of()) == []
+
+
+def test_a_state_of_a_newer_version_is_refused_first():
+    state = {**start(run_of()).to_state(), "version": 2, "epoch": "?"}
+    with pytest.raises(VersionMismatch, match=r"version 2.*newer lightning-stream.*Install"):
+        Position.from_state(state)
+
+
+def test_a_state_of_another_order_is_refused():
+    state = {**start(run_of()).to_state(), "order_version": 9}
+    with pytest.raises(VersionMismatch, match=r"order 1.*order 9"):
+        Position.from_state(state)
+
+
+def test_everything_wrong_with_a_state_is_named_at_once():
+    state = {**start(run_of()).to_state(), "epoch": -1, "position": True, "tail": "keep", "ledger": "xyz"}
+    with pytest.raises(StateError) as found:
+        Position.from_state(state)
+    for words in ("epoch", "position", "tail", "ledger", "load another checkpoint"):
+        assert words in str(found.value)
+
+
+@pytest.mark.parametrize("state", [None, [], "x", 3, {}, {"version": 1}])
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(StateError):
+        Position.from_state(state)
+
+
+hostile = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(st.data())
+def test_a_hostile_state_is_refused_as_a_state_error(data):
+    state = copy.deepcopy(start(run_of()).to_state())
+    at = data.draw(st.sampled_from([state, state["order"], state["snapshot"]]))
+    name = data.draw(st.sampled_from([*at, "unknown"]))
+    at[name] = data.draw(hostile)
+    with contextlib.suppress(StateError):  # every other error is a failure
+        Position.from_state(state)
+
+
+def test_settings_that_are_wrong_are_named_together():
+    with pytest.raises(ValueError, match=r"algorithm.*'py9'.*batching_method.*'any'.*window.*0.*seed.*-1"):
+        OrderConfig.resolve(batch_size=8, algorithm="py9", batching_method="any", window=0, seed=-1)
+
+
+def test_batching_methods_that_need_a_batch_size_say_so():
+    with pytest.raises(ValueError, match=r"per_stream.*needs a batch size"):
+        OrderConfig.resolve(batch_size=None, batching_method="per_stream")
+    with pytest.raises(ValueError, match="needs the batch size per device"):
+        OrderConfig.resolve(batch_size=8, batching_method="device_per_stream")

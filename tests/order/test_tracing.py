@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lightning_stream.order import OrderConfig, Position, RunOrder, Snapshot, StreamWeights, explain, trace
+
+
+def run_of():
+    config = OrderConfig.resolve(batch_size=8, shuffle=True)
+    return RunOrder(Snapshot.of([[60, 40], [30, 20]]), [StreamWeights()] * 2, config)
+
+
+def test_explain_says_which_epoch_batch_and_samples_come_next():
+    run = run_of()
+    position = Position.start(run, batch_size=8, tail="pad", epoch=2).advanced(run, 24)
+    told = explain(run, position)
+    assert (told.epoch, told.position, told.num_samples, told.steps_left) == (2, 24, 150, 16)
+    assert np.array_equal(told.upcoming.ids, run.epoch(2).ids(24, 32))
+    assert told.upcoming.step == 3
+    assert "global batch 3, positions 24 to 31" in str(told)
+
+
+def test_explain_of_an_epochs_end_is_the_beginning_of_the_next():
+    run = run_of()
+    told = explain(run, Position.start(run, batch_size=8, tail="drop").advanced(run, 144))
+    assert (told.epoch, told.position, told.upcoming.step) == (1, 0, 0)
+
+
+def test_trace_honours_the_changes_of_batch_size():
+    run = run_of()
+    position = Position.start(run, batch_size=8, tail="pad").advanced(run, 16)
+    position = position.normalised(run, batch_size=12, tail="pad").advanced(run, 40)
+    position = position.normalised(run, batch_size=4, tail="pad")
+    wanted = [(0, 8), (8, 16), (16, 28), (28, 40), *((at, min(at + 4, 150)) for at in range(40, 150, 4))]
+    traced = [trace(run, position, step) for step in range(len(wanted))]
+    assert [(batch.begin, batch.end) for batch in traced] == wanted
+    assert np.array_equal(np.concatenate([batch.ids for batch in traced]), run.epoch(0).ids(0, 150))
+    assert explain(run, position).upcoming.step == 4
+    with pytest.raises(ValueError, match="32 under this state"):
+        trace(run, position, 32)
+
+
+def test_a_traced_batch_names_shards_and_streams():
+    run = run_of()
+    batch = trace(run, Position.start(run, batch_size=8, tail="pad"), 0)
+    assert np.array_equal(batch.streams, (batch.ids >= 100).astype(int))
+    assert np.array_equal(batch.shards, np.searchsorted([0, 60, 100, 130], batch.ids, side="right") - 1)

@@ -1,0 +1,111 @@
+"""The rolling window: blocks, canonical nodes, and what is active when."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights
+from lightning_stream.order.spread import deal_shards, spread_parts
+from lightning_stream.order.window import block_ends, piece_begins
+
+prop = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+def run_of(sizes, **arguments):
+    config = OrderConfig.resolve(batch_size=16, **{"shuffle": True} | arguments)
+    return RunOrder(Snapshot.of([sizes]), [StreamWeights()], config)
+
+
+def node_shards(run, epoch, node):
+    order = run.epoch(epoch)
+    ids = order.ids(0, order.num_samples)[order.canonical(0, order.num_samples) == node]
+    return run.snapshot.shards_of(ids)
+
+
+@prop
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 12))
+def test_block_ends_are_the_sums_of_the_pieces(sizes, window):
+    blocks = np.zeros(len(sizes), dtype=np.int64)
+    for place, size in enumerate(sizes):
+        pieces = np.diff(piece_begins(size, place, window))
+        assert pieces.sum() == size
+        assert (pieces >= 0).all()
+        for piece, count in enumerate(pieces.tolist()):
+            blocks[min(place + piece, len(sizes) - 1)] += count
+    assert block_ends(np.array(sizes, dtype=np.int64), window).tolist() == np.cumsum(blocks).tolist()
+
+
+def test_in_the_middle_of_an_epoch_pieces_are_equal_and_in_the_beginning_half_as_large():
+    assert np.diff(piece_begins(80, place=9, window=4)).tolist() == [20, 20, 20, 20]
+    assert np.diff(piece_begins(80, place=0, window=4)).tolist() == [10, 10, 10, 50]
+
+
+@prop
+@given(st.integers(1, 300), st.integers(1, 20), st.integers(0, 2**62))
+def test_a_deal_gives_each_node_one_of_every_group_of_neighbours(num_shards, nodes, seed):
+    place = deal_shards(seed, num_shards, nodes)
+    assert sorted(place.tolist()) == list(range(num_shards))
+    groups = np.argsort(place) // nodes
+    stretches = np.split(groups, np.flatnonzero(np.diff(groups) <= 0) + 1)
+    assert len(stretches) <= nodes
+    assert all(stretch.tolist() == list(range(len(stretch))) for stretch in stretches)
+    assert {len(stretch) for stretch in stretches} <= {num_shards // nodes, -(-num_shards // nodes)}
+
+
+@prop
+@given(st.integers(0, 400), st.integers(1, 20), st.integers(1, 9), st.integers(0, 19), st.integers(0, 9))
+def test_a_spread_takes_every_part_once(num_parts, nodes, window, node, epoch):
+    order = spread_parts((9176, epoch, 0, node % nodes), num_parts, num_parts, nodes, window)
+    assert sorted(order.tolist()) == list(range(num_parts))
+
+
+def test_active_parts_of_all_nodes_lie_in_different_strata():
+    nodes, window, parts = 4, 3, 120  # ten parts to a stratum
+    orders = [spread_parts((9176, 0, 0, node), parts, parts, nodes, window) for node in range(nodes)]
+    for at in range(parts - window + 1):
+        strata = [part // 10 for order in orders for part in order[at : at + window].tolist()]
+        assert len(set(strata)) == nodes * window
+
+
+def test_a_node_reads_the_same_shards_in_every_epoch_and_in_another_order():
+    run = run_of([10] * 64)
+    for node in range(16):
+        first, second = node_shards(run, 0, node), node_shards(run, 1, node)
+        assert set(first.tolist()) == set(second.tolist())
+    assert not np.array_equal(run.epoch(0).ids(0, 640), run.epoch(1).ids(0, 640))
+
+
+def test_positions_are_dense_and_nodes_differ_by_one_sample_at_most():
+    run = run_of([7] * 13)
+    counts = np.bincount(run.epoch(0).canonical(0, 91), minlength=16)
+    assert counts.sum() == 91
+    assert counts.max() - counts.min() <= 1
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_never_more_than_w_parts_of_a_node_are_active_and_one_enters_at_a_time(window):
+    run = run_of([40] * 48, canonical_nodes=2, window=window)
+    for node in range(2):
+        shards = node_shards(run, 0, node)
+        first = np.unique(shards, return_index=True)[1]
+        last = len(shards) - np.unique(shards[::-1], return_index=True)[1]
+        active = [int(((first <= at) & (at < last)).sum()) for at in range(len(shards))]
+        assert max(active) == window
+
+
+def test_the_first_batch_needs_only_the_first_part_of_each_node():
+    run = run_of([600] * 400)
+    assert len(set(run.snapshot.shards_of(run.epoch(0).ids(0, 256)).tolist())) == 16
+
+
+def test_another_seed_is_another_order():
+    first, second = (run_of([10] * 64, seed=seed).epoch(0).ids(0, 640) for seed in (1, 2))
+    assert not np.array_equal(first, second)
+
+
+def test_the_largest_seed_and_a_late_epoch_work():
+    order = run_of([10] * 64, seed=2**63 - 1).epoch(10**9)
+    assert sorted(order.ids(0, 640).tolist()) == list(range(640))
