@@ -113,7 +113,7 @@ class StreamingCallback(Callback):
         if not self._handed_out:
             raise StateError(
                 "every batch that Lightning trains on must come from the StreamingDataLoader one by one, so that it "
-                "can be counted; this one did not. `training_step(self, dataloader_iter)` is not supported: take `batch`"
+                "can be counted; this one did not. `training_step(self, dataloader_iter)` cannot be: take `batch`"
             )
         self._training = self._handed_out.popleft()
         self._last_epoch_trained = self._training.epoch

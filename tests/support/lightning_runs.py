@@ -112,7 +112,7 @@ class Run:
         self.error: BaseException | None = None
         try:
             self.trainer.fit(self.module, datamodule=self.data, ckpt_path=ckpt_path)
-        except BaseException as error:  # noqa: BLE001 - whatever stops a run is what the test asked for
+        except BaseException as error:  # whatever stops a run is what the test asked for
             if raises is None or not isinstance(error, raises):
                 raise
             self.error = error

@@ -22,7 +22,7 @@ def test_every_epoch_trains_on_every_sample_once(shards: Path, tmp_path: Path) -
     assert len(run.steps) == EPOCHS * STEPS_PER_EPOCH
     for epoch in range(EPOCHS):
         steps = range(epoch * STEPS_PER_EPOCH, (epoch + 1) * STEPS_PER_EPOCH)
-        assert sorted(sum((run.steps[s] for s in steps), [])) == list(range(NUM_SAMPLES))
+        assert sorted(number for step in steps for number in run.steps[step]) == list(range(NUM_SAMPLES))
 
 
 @pytest.mark.parametrize(

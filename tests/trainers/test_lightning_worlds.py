@@ -1,0 +1,108 @@
+"""Chains of runs over different worlds: torchrun, and Lightning's own launchers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.lightning_runs import EPOCHS, NUM_SAMPLES, Run, checkpoints
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint.*"),
+]
+TESTS = Path(__file__).resolve().parent.parent
+STEPS = EPOCHS * 11
+
+
+def launch(out: Path, shards: Path, world: int, torchrun: bool, **options: Any) -> None:
+    """Run one link of a chain to its end, or to where it kills itself."""
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        env.pop(name, None)
+    argument = json.dumps({"shards": str(shards), "out": str(out), "devices": world, **options})
+    program = ["-m", "support.lightning_worker", argument]
+    if torchrun and world > 1:
+        program = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={free_port()}", *program]
+    elif world > 1:
+        env["MASTER_PORT"] = str(free_port())
+    done = subprocess.run([sys.executable, *program], env=env, capture_output=True, text=True, timeout=240, check=False)
+    if "kill_at" not in options:
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def steps_of(out: Path, below: int = STEPS) -> dict[int, list[int]]:
+    """Optimizer step -> sorted sample ids over all ranks."""
+    steps: dict[int, list[int]] = defaultdict(list)
+    for path in out.glob("rank*.json"):
+        for step, ids in json.loads(path.read_text())["steps"].items():
+            if int(step) < below:
+                steps[int(step)] += ids
+    return {step: sorted(ids) for step, ids in steps.items()}
+
+
+def run_chain(tmp_path: Path, shards: Path, worlds: list[int], torchrun: bool, **options: Any) -> None:
+    """Stop after every few steps, go on in the next world; every step must be fed as in an uninterrupted run."""
+    whole = Run(shards, tmp_path / "whole", every_n_train_steps=STEPS).steps
+    ckpt, seen = None, {}
+    stops = [7, 11, 25, STEPS][-len(worlds) :]
+    for link, (world, stop) in enumerate(zip(worlds, stops, strict=True)):
+        out = tmp_path / f"link{link}"
+        accumulate = options.get("accumulate", {}).get(str(world), 1)
+        extra = {k: v for k, v in options.items() if k != "accumulate"}
+        launch(
+            out, shards, world, torchrun, ckpt=ckpt, max_steps=stop, max_epochs=-1,
+            accumulate_grad_batches=accumulate, strategy="ddp" if world > 1 else "auto", **extra,
+        )  # fmt: skip
+        seen |= steps_of(out)
+        last_step, path = checkpoints(out)[-1]
+        assert last_step == stop
+        ckpt = str(path)
+    assert seen == whole
+
+
+def test_a_chain_over_1_2_and_1_devices_under_torchrun_is_exact(shards: Path, tmp_path: Path) -> None:
+    run_chain(tmp_path, shards, [1, 2, 1], torchrun=True)
+
+
+def test_a_chain_under_lightnings_own_launcher_with_workers_is_exact(shards: Path, tmp_path: Path) -> None:
+    run_chain(tmp_path, shards, [2, 1], torchrun=False, data={"num_workers": 2, "persistent_workers": True})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("torchrun", [True, False], ids=["torchrun", "popen"])
+@pytest.mark.parametrize("worlds", [[1, 2, 4, 1], [4, 1, 2, 4]], ids=str)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_longer_chains_are_exact(shards: Path, tmp_path: Path, worlds: list[int], torchrun: bool, workers: int) -> None:
+    accumulate = {"1": 4, "2": 2, "4": 1} if workers else {}
+    run_chain(tmp_path, shards, worlds, torchrun, data={"num_workers": workers}, accumulate=accumulate)
+
+
+def test_a_killed_run_continues_from_its_last_checkpoint_in_another_world(shards: Path, tmp_path: Path) -> None:
+    whole = Run(shards, tmp_path / "whole", every_n_train_steps=STEPS).steps
+    launch(tmp_path / "killed", shards, 1, torchrun=False, every=3, kill_at=14)
+    step, path = checkpoints(tmp_path / "killed")[-1]
+    assert step == 12
+    launch(tmp_path / "again", shards, 2, torchrun=True, ckpt=str(path), strategy="ddp")
+    assert steps_of(tmp_path / "killed", below=step) | steps_of(tmp_path / "again") == whole
+
+
+def test_validation_sees_every_sample_once_on_two_devices(shards: Path, tmp_path: Path) -> None:
+    launch(tmp_path, shards, 2, torchrun=True, strategy="ddp", max_epochs=1)
+    ranks = [json.loads(path.read_text())["validations"] for path in sorted(tmp_path.glob("rank*.json"))]
+    (_, first), (_, second) = ranks[0][0], ranks[1][0]
+    assert sorted(first + second) == list(range(NUM_SAMPLES))
