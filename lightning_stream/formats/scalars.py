@@ -40,7 +40,10 @@ class _Number(ViewEncoding):
             return self._encode_other(value)
 
     def _encode_other(self, value: Any) -> bytes:
-        number = _as_number(value, self._is_float)
+        try:
+            number = _as_number(value, self._is_float)
+        except OverflowError as error:
+            raise ValueError(f"a number of {value.bit_length()} bits is out of range for {self.name}.") from error
         if number is None:
             kind = "a number" if self._is_float else "a whole number"
             raise TypeError(f"{self.name} takes {kind}; got {type_name(value)} {value!r:.60}.")
