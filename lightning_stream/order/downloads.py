@@ -14,6 +14,7 @@ from lightning_stream.order.world import World
 
 FACTOR_WORTH_A_WARNING = 1.05
 _CHUNK = 1 << 18
+_ESTIMATED_BATCHES = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +75,32 @@ def plan_downloads(
     per_node = np.array([int(sizes[row].sum()) for row in needed], dtype=np.int64)
     union = int(sizes[needed.any(axis=0)].sum())
     factor = int(per_node.sum()) / union if union else 1.0
-    warning = _warning(run, batch_size, world, factor) if factor > FACTOR_WORTH_A_WARNING else None
+    warning = warning_about(run, batch_size=batch_size, world=world, factor=factor)
     return DownloadPlan(tuple(np.flatnonzero(row) for row in needed), per_node, union, warning)
+
+
+def estimate_factor(run: RunOrder, *, epoch: int, batch_size: int, world: World) -> float:
+    """How often a byte will be fetched on average, from a few batches: O(batch), for a warning at a run's start.
+
+    Counts the data nodes that read each canonical node, whose shards they then all need.
+    """
+    order = run.epoch(epoch)
+    plan = BatchPlan(order, batch_size=batch_size, world=world, tail="drop")
+    if run.config.mosaic is not None or not plan.num_whole_batches:
+        return 1.0
+    replicas = np.arange(batch_size) * world.num_replicas // batch_size
+    readers = _readers(world)
+    reads: set[tuple[int, int]] = set()
+    for k in range(min(plan.num_whole_batches, _ESTIMATED_BATCHES)):
+        nodes = np.sort(order.canonical(*plan.bounds(k)))
+        pairs = np.unique(np.stack([nodes, replicas], axis=1), axis=0)
+        reads.update((canonical, node) for canonical, replica in pairs.tolist() for node in readers[replica])
+    return len(reads) / len({canonical for canonical, _ in reads})
+
+
+def warning_about(run: RunOrder, *, batch_size: int, world: World, factor: float) -> str | None:
+    """If much would be fetched more than once (a factor above 1.05): how much, and what to change; else None."""
+    return _warning(run, batch_size, world, factor) if factor > FACTOR_WORTH_A_WARNING else None
 
 
 def better_canonical_nodes(batch_size: int, num_nodes: int, *, mixed: bool = False) -> int | None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World, plan_downloads
+from lightning_stream.order.downloads import better_canonical_nodes, estimate_factor, warning_about
 
 
 def run_of(sizes, batch_size, **arguments):
@@ -80,3 +81,21 @@ def test_bytes_are_those_of_the_shards():
     assert plan.union_bytes == sizes.sum()
     assert plan.num_bytes.tolist() == [sizes[shards].sum() for shards in plan.shards]
     assert plan.sum_bytes == plan.num_bytes.sum()
+
+
+@pytest.mark.parametrize("method", ["random", "stratified", "per_stream"])
+@pytest.mark.parametrize(("nodes", "canonical"), [(2, 16), (4, 16), (8, 16), (3, 16), (16, 8)])
+def test_the_factor_is_estimated_from_a_few_batches(method, nodes, canonical):
+    run = run_of([[30] * 300] * 3, 96 * 8, batching_method=method, canonical_nodes=canonical)
+    world = World(0, nodes * 2, 2)
+    arguments = {"batch_size": 96 * 8, "world": world}
+    estimate = estimate_factor(run, epoch=0, **arguments)
+    assert estimate == pytest.approx(plan_downloads(run, epoch=0, tail="drop", **arguments).factor, rel=0.15)
+    assert (warning_about(run, factor=estimate, **arguments) is None) == (estimate <= 1.05)
+
+
+def test_mixtures_are_given_more_canonical_nodes():
+    assert better_canonical_nodes(256, 4) == 16
+    assert better_canonical_nodes(256, 4, mixed=True) == 128
+    assert better_canonical_nodes(96, 32) == 32
+    assert better_canonical_nodes(35, 4) is None
