@@ -14,9 +14,9 @@ from lightning.pytorch.profilers import Profiler
 
 from lightning_stream.batches import BatchInfo
 from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.recipes.places import LAST
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
-LAST = "last.ckpt"
 
 
 def batch_in_training(trainer: Trainer) -> BatchInfo:
@@ -86,8 +86,15 @@ class StopOnSignal(Checkpoint):
             trainer.save_checkpoint(self._path)
             raise RunStopped(self._signum, self._path)
 
-    def teardown(self, *_: Any, **__: Any) -> None:
+    def on_train_end(self, _trainer: Trainer, _module: LightningModule) -> None:
         """Give the signals back."""
+        self._restore()
+
+    def on_exception(self, _trainer: Trainer, _module: LightningModule, _exception: BaseException) -> None:
+        """Give the signals back."""
+        self._restore()
+
+    def _restore(self) -> None:
         for signum, handler in self._handlers.items():
             signal.signal(signum, handler)
         self._handlers = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import types
 import typing
@@ -18,7 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_stream.formats.compression import check_compression
 from lightning_stream.formats.hashing import check_hashes
 from lightning_stream.formats.sizes import parse_bytes
-from lightning_stream.recipes.callbacks import LAST
+from lightning_stream.recipes.command_line import nearest
+from lightning_stream.recipes.places import last_checkpoint
 
 _HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 _AT_LEAST_ONE = (
@@ -47,12 +47,6 @@ def find_problems(config: DictConfig) -> list[str]:
 
 
 _GROUPS = {"data": "+data=flowers", "model": "model=mobilenet_v2", "trainer": "trainer=lightning"}
-
-
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """A hint at the valid name that is most like this one; empty if none is."""
-    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def _targets(node: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -192,7 +186,7 @@ def _check_together(values: Mapping[str, Any]) -> list[str]:
                 f"{accumulate} accumulated micro-batches; use a multiple of {parts}."
             )
     if values.get("ckpt_path") == "last" and isinstance(values.get("folder"), str):
-        last = Path(values["folder"]) / "checkpoints" / LAST
+        last = last_checkpoint(Path(values["folder"]))
         if not last.is_file():
             problems.append(
                 f"ckpt_path: 'last' continues from {last.absolute()}, which does not exist. Leave ckpt_path away to "

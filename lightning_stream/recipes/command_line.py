@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,6 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-
-from lightning_stream.recipes.checks import nearest
 
 _STARTED: list[bool] = []
 
@@ -49,7 +48,10 @@ def run_with_advice(main: Callable[[], Any], configs: Path, config_name: str = "
 
 def tidied(arguments: Sequence[str]) -> list[str]:
     """Let ``+data=flowers`` and ``data=flowers`` mean the same: `data` has a place in the defaults, empty as it is."""
-    return [argument.removeprefix("+") if argument.startswith("+data=") else argument for argument in arguments]
+    return [
+        argument.removeprefix("+") if argument.startswith(("+data=", "+experiment=")) else argument
+        for argument in arguments
+    ]
 
 
 def advise(overrides: Sequence[str], configs: Path, config_name: str = "train") -> list[str]:
@@ -125,6 +127,12 @@ def _dotted(config: Any, place: str = "") -> list[str]:
         if OmegaConf.is_dict(node := config._get_node(key)):  # noqa: SLF001 - reading the value would resolve it
             names += _dotted(node, name)
     return names
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A hint at the valid name that is most like this one; empty if none is."""
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def fail(sentences: Sequence[str]) -> SystemExit:

@@ -14,6 +14,7 @@ from lightning_stream.recipes.callbacks import DataWait, RunClock
 from lightning_stream.recipes.classifier import ImageClassifier
 from lightning_stream.recipes.flowers import PhotoData
 from lightning_stream.recipes.picture import Prediction, draw_predictions, save_picture
+from lightning_stream.recipes.places import checkpoints, last_checkpoint
 
 _SHOWN = 24
 
@@ -102,12 +103,12 @@ def summarise(trainer: Any, data: PhotoData, model: ImageClassifier, folder: Pat
 
 
 def _places(trainer: Any, data: PhotoData, folder: Path, picture: Path) -> dict[str, str]:
-    checkpoints = folder / "checkpoints"
+    best = checkpoints(folder) / "best.ckpt"
     log = Path(trainer.logger.log_dir) / "metrics.csv" if trainer.logger is not None else None
     return {
         "shards": data.conversion.place,
-        "checkpoint": str(checkpoints / "last.ckpt"),
-        **({"best" : str(checkpoints / "best.ckpt")} if (checkpoints / "best.ckpt").exists() else {}),
+        "checkpoint": str(last_checkpoint(folder)),
+        **({"best" : str(best)} if best.exists() else {}),
         **({"log": str(log)} if log is not None else {}),
         "picture": str(picture),
     }  # fmt: skip

@@ -14,9 +14,10 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_stream.errors import LightningStreamError
-from lightning_stream.recipes.callbacks import LAST, RunStopped
+from lightning_stream.recipes.callbacks import RunStopped
 from lightning_stream.recipes.checks import find_problems
 from lightning_stream.recipes.command_line import fail, mark_started, wants_traceback
+from lightning_stream.recipes.places import checkpoints, last_checkpoint
 from lightning_stream.recipes.summary import RunSummary, summarise
 
 _SIGNALLED = 128  # a shell's exit code for "ended by signal n" is this plus n
@@ -54,11 +55,11 @@ def _run(config: DictConfig) -> RunSummary:
     callbacks = [instantiate(one, _convert_="all") for one in (config.get("callbacks") or {}).values() if one]
     trainer: Any = instantiate(config.trainer, callbacks=callbacks, _convert_="all")
     if continued is None:
-        put_aside(folder / "checkpoints")
+        put_aside(checkpoints(folder))
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, folder / "config.yaml")
     trainer.fit(model, datamodule=data, ckpt_path=continued)
-    trainer.save_checkpoint(folder / "checkpoints" / LAST)
+    trainer.save_checkpoint(last_checkpoint(folder))
     summary = summarise(trainer, data, model, folder)
     if trainer.is_global_zero:
         print(summary.to_text())
@@ -67,16 +68,16 @@ def _run(config: DictConfig) -> RunSummary:
 
 def checkpoint_to_continue(ckpt_path: str | None, folder: Path) -> str | None:
     """The checkpoint that `ckpt_path` means: ``last`` is the newest of the run's own folder."""
-    return str(folder / "checkpoints" / LAST) if ckpt_path == "last" else ckpt_path
+    return str(last_checkpoint(folder)) if ckpt_path == "last" else ckpt_path
 
 
 @rank_zero_only
-def put_aside(checkpoints: Path) -> None:
+def put_aside(used: Path) -> None:
     """Keep an earlier run's checkpoints under another name, so that a new run of the same name starts anew."""
-    if checkpoints.is_dir() and any(checkpoints.iterdir()):
-        earlier = checkpoints.with_name("checkpoints.earlier")
+    if used.is_dir() and any(used.iterdir()):
+        earlier = used.with_name("checkpoints.earlier")
         shutil.rmtree(earlier, ignore_errors=True)
-        checkpoints.rename(earlier)
+        used.rename(earlier)
         print(f"Starting anew; the checkpoints of the earlier run are now in {earlier}.")
 
 
