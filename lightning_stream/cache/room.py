@@ -55,7 +55,7 @@ class Room:
         assert shortage is not None
         raise CacheFullError(
             f"cache_limit is {shortage.limit_bytes:,} bytes, {shortage.in_use_bytes:,} of them are in use and stayed "
-            f"so for {wait_s:g} s, and {holding.names[0]} needs {holding.num_bytes:,} more. Raise cache_limit, or lower "
+            f"so for {wait_s:g} s, and {holding.names[0]} needs {holding.num_bytes:,} more. Raise it, or lower "
             "what is held at once: predownload, num_workers, or num_canonical_nodes."
         )
 

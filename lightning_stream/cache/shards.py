@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_stream.errors import DigestError, NotFoundError
-from lightning_stream.formats.index import FileEntry, ShardEntry
+from lightning_stream.formats.index import FileEntry, Index, ShardEntry
 from lightning_stream.storage.base import Store
 from lightning_stream.storage.files import FULL, HELD, publish, publish_once, same_file, try_flock
 from lightning_stream.storage.folders import CacheFolder, default_folder
@@ -85,10 +85,25 @@ class ShardCache:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
-    def index(self, name: str = "index.json") -> bytes:
-        """The index's bytes, fetched once per folder."""
-        if self.in_place:
-            return self.store.read(name)
+    def index(self, name: str = "index.json", *, refresh: bool = False) -> bytes:
+        """The index's bytes, fetched once per folder, or anew where asked.
+
+        Where a fresh index tells other bytes of a shard that is here, that shard is dropped.
+
+        Raises:
+            NotFoundError: There is no dataset.
+        """
+        try:
+            if self.in_place:
+                return self.store.read(name)
+            with self._explained():
+                return self._index(name, refresh)
+        except NotFoundError as error:
+            raise NotFoundError(
+                f"{error} A dataset is a folder with {name}, which its writer puts there last."
+            ) from error
+
+    def _index(self, name: str, refresh: bool) -> bytes:
         path = self.folder / name
 
         def here() -> bytes | None:
@@ -98,11 +113,25 @@ class ShardCache:
             draft = self._place.draft(name, "raw")
             with self._tidy([draft], name, 0):
                 self.store.get(name, draft)
+                if (old := here()) is not None:
+                    self._drop_changed(old, draft.read_bytes())
                 self._publish(draft, name)
             return path.read_bytes()
 
-        with self._explained():
-            return here() or self._once(name, here, fetch)
+        if refresh:
+            return self._once(name, lambda: None, fetch)
+        return here() or self._once(name, here, fetch)
+
+    def _drop_changed(self, old: bytes, new: bytes) -> None:
+        before, after = Index.from_bytes(old, "the cached index"), Index.from_bytes(new, self.store.url)
+        if before.digest == after.digest:
+            return
+        raws = (after.entry(number).raw for number in range(after.num_shards))
+        now = {raw.basename: raw for raw in raws}
+        for entry in map(before.entry, range(before.num_shards)):
+            name = entry.raw.basename
+            if now.get(name) != entry.raw:
+                self._drop(entry)
 
     def present(self, entry: ShardEntry) -> bool:
         """Whether every raw file of the shard is here, whole."""
@@ -161,12 +190,15 @@ class ShardCache:
 
     def evict(self, entry: ShardEntry) -> bool:
         """Delete the shard's files; False where it is in use, not here, or not ours to delete."""
-        name = entry.raw.basename
         if self.in_place or not self.present(entry):
             return False
         self._place.prepare()
-        holding = Holding(tuple(file.basename for pair in entry.files for file in pair if file), 0)
-        gone = self._room.ledger.knows(name) and self._room.remove(holding)
+        return self._drop(entry)
+
+    def _drop(self, entry: ShardEntry) -> bool:
+        """Delete what this cache itself has fetched."""
+        name = entry.raw.basename
+        gone = self._room.ledger.knows(name) and self._room.remove(_holding(entry, with_zip=True))
         if gone:
             self._room.ledger.forget(name)
         return gone

@@ -255,8 +255,9 @@ class S3Store(BodyStore):
     def _explain(self, name: str, error: Exception) -> Exception | None:
         kind = type(error).__name__
         where = f"{self._url}/{name}"
-        if hasattr(error, "response"):
-            return self._explain_answer(where, error, error.response)
+        answer = getattr(error, "response", None)  # errors of the connection have one too, that is None
+        if isinstance(answer, dict):
+            return self._explain_answer(where, error, answer)
         if kind in _CREDENTIALS:
             return AccessError(
                 f"{where}: no usable AWS credentials ({reason_of(error)}). Set AWS_ACCESS_KEY_ID and "

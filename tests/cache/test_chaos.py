@@ -55,11 +55,11 @@ class Crowd:
         steady = [self.start(seed, EPOCHS) for seed in range(STEADY)]
         victims = [self.start(100 + seed, 10_000) for seed in range(KILLED)]
         rng, deadline = random.Random(0), time.monotonic() + limit_s
-        while len(self.ended) < STEADY and time.monotonic() < deadline:
+        while len(self.ended) < STEADY and not self.wrong and time.monotonic() < deadline:
             self._drain(steady)
             victim = rng.randrange(KILLED)
             # By chance in the time it takes to read a few shards: no instant is special.
-            victims[victim][0].join(rng.random() * 0.4)
+            victims[victim][0].join(rng.random() * 1.2)
             self._kill(victims[victim])
             victims[victim] = self.start(200 + self.kills, 10_000)
         for pair in victims:
@@ -71,7 +71,8 @@ class Crowd:
     def _kill(self, pair: tuple[Any, Any]) -> None:
         process, said = pair
         self._listen(said)
-        os.kill(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
         process.join()
         self.kills += 1
 

@@ -324,3 +324,25 @@ def test_a_damaged_compressed_stream_names_its_object(remote: Path, local: Path)
     with pytest.raises(FormatError):
         ShardCache(LocalStore(remote), local).ensure(index.entry(0))
     assert files(local) == set()
+
+
+def test_a_folder_without_index_is_no_dataset(remote: Path, local: Path) -> None:
+    remote.mkdir()
+    for folder in (local, None):
+        with pytest.raises(NotFoundError, match=r"A dataset is a folder with index\.json"):
+            ShardCache(LocalStore(remote), folder).index()
+
+
+def test_a_fresh_index_drops_the_shards_that_it_tells_otherwise(remote: Path, local: Path) -> None:
+    old = make_dataset(remote, num_shards=3)
+    cache = ShardCache(LocalStore(remote), local)
+    cache.index()
+    for shard in range(3):
+        cache.ensure(old.entry(shard))
+    new = make_dataset(remote, num_shards=4, seed=1)
+    (remote / "shard.00001.mds").write_bytes(shard_content(1, 10_000))
+    assert cache.index() == old.data
+    assert cache.index(refresh=True) == (remote / "index.json").read_bytes()
+    for shard in (0, 2, 3):
+        folder = cache.ensure(new.entry(shard))
+        assert (folder / f"shard.{shard:05}.mds").read_bytes() == shard_content(shard, 10_000, seed=1)

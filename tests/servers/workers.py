@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def read_all(
         before = before or now
         said.put(("end", os.getpid(), now[0] - before[0], now[1] - before[1]))
     except BaseException as error:  # noqa: BLE001 (the parent judges)
-        said.put(("error", os.getpid(), type(error).__name__, str(error)))
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        said.put(("error", os.getpid(), type(error).__name__, f"{error} at {where.filename}:{where.lineno}"))
 
 
 def footprint() -> tuple[int, int]:

@@ -1,0 +1,243 @@
+"""Credentials: from where users already set them, never shown, never sent to a stranger; what is missing is said."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import processes
+from servers.fake_databricks import TOKEN, FakeDatabricks
+from servers.fake_gcs import FakeGcs
+from servers.web import HubServer, WebServer
+
+from lightning_stream.errors import AccessError, MissingExtraError, NotFoundError, UnavailableError
+from lightning_stream.storage import open_store
+from lightning_stream.storage.base import scrub
+
+KEY, SECRET = "TESTKEY", "TESTSECRET"
+QUICK = {"retries": 0, "timeout_s": 5.0}
+VARIABLES = (
+    *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION"),
+    *("AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "S3_ENDPOINT_URL", "AWS_REQUEST_PAYER"),
+    *("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_CLOUD_PROJECT", "STORAGE_EMULATOR_HOST", "GCS_KEY", "GCS_SECRET"),
+    *("DATABRICKS_HOST", "DATABRICKS_TOKEN", "DATABRICKS_CONFIG_PROFILE", "HF_TOKEN", "HF_HOME", "HF_ENDPOINT"),
+    *("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY", "AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_SAS_TOKEN"),
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A user who has set nothing, on a machine that lends no identity."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server that checks signatures and rights, which moto does not."""
+    with processes.ceph(tmp_path_factory.mktemp("ceph"), KEY, SECRET) as url:
+        import boto3
+
+        client = boto3.client(
+            "s3", endpoint_url=url, region_name="us-east-1", aws_access_key_id=KEY, aws_secret_access_key=SECRET
+        )
+        for bucket, rights in (("private", "private"), ("public", "public-read")):
+            client.create_bucket(Bucket=bucket, ACL=rights)
+            client.put_object(Bucket=bucket, Key="data/x", Body=b"content", ACL=rights)
+        yield url
+
+
+def s3(url: str, gateway: str, **options: Any) -> Any:
+    return open_store(url, {**QUICK, "endpoint_url": gateway, "region": "us-east-1", **options})
+
+
+def test_s3_takes_keys_from_the_variables_users_set(gateway: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("S3_ENDPOINT_URL", gateway)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    assert open_store("s3://private/data", QUICK).read("x") == b"content"
+
+
+def test_s3_takes_a_profile(gateway: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "credentials").write_text(f"[mine]\naws_access_key_id={KEY}\naws_secret_access_key={SECRET}\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    assert s3("s3://private/data", gateway, profile="mine").read("x") == b"content"
+    with pytest.raises(AccessError, match="ProfileNotFound"):
+        s3("s3://private/data", gateway, profile="other").read("x")
+
+
+def test_a_public_bucket_needs_no_credentials(gateway: str) -> None:
+    assert s3("s3://public/data", gateway).read("x") == b"content"
+    assert s3("s3://public/data", gateway, anonymous=True).read("x") == b"content"
+
+
+def test_a_public_bucket_is_read_though_the_credentials_are_wrong(gateway: str, caplog: Any) -> None:
+    store = s3("s3://public/data", gateway, access_key_id="WRONG", secret_access_key="WRONGSECRET")
+    with caplog.at_level(logging.WARNING):
+        assert store.read("x") == b"content"
+    assert "credentials were refused, but it is public" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"access_key_id": "WRONG", "secret_access_key": "S3CRET"},
+        {"access_key_id": KEY, "secret_access_key": "S3CRET"},
+    ],
+)
+def test_s3_refusals_name_the_url_and_the_remedy_and_no_secret(gateway: str, options: dict[str, str]) -> None:
+    with pytest.raises(AccessError, match=r"s3://private/data/x: refused .*AWS_SECRET_ACCESS_KEY") as caught:
+        s3("s3://private/data", gateway, **options).read("x")
+    assert "S3CRET" not in str(caught.value)
+
+
+def test_a_missing_bucket_is_told_from_a_missing_object(gateway: str) -> None:
+    keys = {"access_key_id": KEY, "secret_access_key": SECRET}
+    with pytest.raises(NotFoundError, match="there is no bucket 'nowhere'"):
+        s3("s3://nowhere/data", gateway, **keys).read("x")
+    with pytest.raises(NotFoundError, match="no such object"):
+        s3("s3://private/data", gateway, **keys).read("y")
+
+
+def test_requester_pays_is_said_in_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with WebServer() as server:
+        server.objects["/bucket/x"] = b"paid"
+        monkeypatch.setenv("AWS_REQUEST_PAYER", "requester")
+        store = s3("s3://bucket", server.url, access_key_id=KEY, secret_access_key=SECRET)
+        assert store.read("x") == b"paid"
+        assert {headers.get("x-amz-request-payer") for headers in server.headers} == {"requester"}
+
+
+def test_databricks_without_credentials_says_to_set_both_variables_on_workers_too() -> None:
+    with pytest.raises(AccessError, match=r"DATABRICKS_HOST .* and DATABRICKS_TOKEN, on the worker nodes too"):
+        open_store("dbfs:/Volumes/a/b/c", QUICK).read("x")
+
+
+def test_databricks_takes_the_variables_and_a_wrong_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeDatabricks() as server:
+        server.objects["/Volumes/a/b/c/x"] = b"content"
+        monkeypatch.setenv("DATABRICKS_HOST", server.url)
+        monkeypatch.setenv("DATABRICKS_TOKEN", TOKEN)
+        assert open_store("dbfs:/Volumes/a/b/c", QUICK).read("x") == b"content"
+        with pytest.raises(AccessError, match="DATABRICKS_TOKEN") as caught:
+            open_store("dbfs:/Volumes/a/b/c", {**QUICK, "token": "dapi-wrong"}).read("x")
+        assert "dapi-wrong" not in str(caught.value)
+
+
+def test_gcs_without_credentials_reads_public_buckets_and_says_what_to_set_for_others() -> None:
+    with FakeGcs() as server:
+        server.objects["bucket/x"] = b"content"
+        assert open_store("gs://bucket", {**QUICK, "endpoint_url": server.url}).read("x") == b"content"
+        server.authorization = "Bearer none has it"
+        with pytest.raises(AccessError, match=r"gs://bucket/x: (refused|no usable).*GOOGLE_APPLICATION_CREDENTIALS"):
+            open_store("gs://bucket", {**QUICK, "endpoint_url": server.url}).read("x")
+
+
+def test_a_wrong_google_key_file_is_an_access_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/no/such/key.json")
+    with pytest.raises(AccessError, match="no usable credentials"):
+        open_store("gs://bucket", QUICK).read("x")
+
+
+def test_azure_without_an_account_asks_for_one() -> None:
+    with pytest.raises(AccessError, match=r"which account.*AZURE_STORAGE_ACCOUNT"):
+        open_store("azure://container/x", QUICK).read("x")
+
+
+def test_the_hub_takes_its_token_and_does_not_send_it_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    with HubServer() as hub, WebServer() as elsewhere:
+        path = "/datasets/org/name/resolve/main/x"
+        elsewhere.objects[path] = b"content"
+        hub.redirect = elsewhere.url
+        hub.authorization = "Bearer hf_secret"
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        with pytest.raises(AccessError, match="HF_TOKEN"):
+            open_store("hf://datasets/org/name", QUICK).read("x")
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        assert open_store("hf://datasets/org/name", QUICK).read("x") == b"content"
+        assert "hf_secret" not in str(elsewhere.headers)
+
+
+def test_user_and_password_of_a_url_are_sent_and_not_shown() -> None:
+    with WebServer() as server:
+        server.authorization = "Basic dXNlcjpwYTp3cmQ="
+        store = open_store(f"http://user:pa%3Awrd@127.0.0.1:{server.port}/f?sig=SIGNED", QUICK)
+        with pytest.raises(NotFoundError) as caught:
+            store.read("x")
+        shown = f"{store!r} {store.url} {store.identity} {caught.value}"
+        assert "pa%3Awrd" not in shown
+        assert "SIGNED" not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("GET https://host/x?X-Amz-Signature=abcdef&b=1 failed", "abcdef"),
+        ("sftp://user:hunter2@host/x", "hunter2"),
+        ("{'Authorization': 'Bearer dapi123456'}", "dapi123456"),
+        ("Authorization: Basic dXNlcjpw", "dXNlcjpw"),
+        ("AccountKey=Zm9vYmFy;EndpointSuffix=x", "Zm9vYmFy"),
+        ("token=hf_abcdefgh", "hf_abcdefgh"),
+        ("password: hunter2", "hunter2"),
+    ],
+)
+def test_texts_of_other_libraries_are_scrubbed(text: str, secret: str) -> None:
+    assert secret not in scrub(text)
+    assert scrub("no such key 'data/token/x' in bucket") == "no such key 'data/token/x' in bucket"
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://b/x", "gs://b/x", "azure://c/x", "http://h/x", "hf://datasets/o/n", "dbfs:/Volumes/a/b/c"]
+)
+def test_unknown_options_are_refused_together(url: str) -> None:
+    with pytest.raises(ValueError, match=r"unknown options for .*: colour, shape\. Known are"):
+        open_store(url, {"colour": 1, "shape": 2})
+
+
+def test_wrong_urls_are_refused() -> None:
+    for url in ("s3:///x", "hf://org", "abfss://container@host/x", "nosuch://x/y"):
+        with pytest.raises(ValueError, match=r"://|fsspec|store"), contextlib.ExitStack():
+            open_store(url).read("x")
+    with pytest.raises(ValueError, match="local folder has no options"):
+        open_store("/x", {"region": "y"})
+
+
+def test_a_missing_client_is_said_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, url, extra in (
+        ("boto3", "s3://b", "s3"),
+        ("google.cloud", "gs://b", "gcs"),
+        ("fsspec", "oci://b", "fsspec"),
+    ):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(MissingExtraError, match=rf"lightning-stream\[{extra}\]"):
+            open_store(url, {"anonymous": True} if extra != "fsspec" else None).read("x")
+
+
+def test_an_unreachable_endpoint_is_unavailable_not_a_riddle() -> None:
+    port = processes.free_port()
+    keys = {"access_key_id": KEY, "secret_access_key": SECRET}
+    with pytest.raises(UnavailableError, match="s3://b/x: EndpointConnectionError"):
+        s3("s3://b", f"http://127.0.0.1:{port}", **keys).read("x")
+
+
+def test_an_answer_cut_short_before_its_end_of_headers_is_unavailable() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def hang_up() -> None:
+            listener.accept()[0].close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        keys = {"access_key_id": KEY, "secret_access_key": SECRET}
+        with pytest.raises(UnavailableError, match="s3://b/x"):
+            s3("s3://b", f"http://127.0.0.1:{listener.getsockname()[1]}", **keys).read("x")
