@@ -112,7 +112,8 @@ def test_names_that_leave_the_folder_are_refused(name: Any, which: str) -> None:
     [
         {"samples": -1}, {"samples": 1.5}, {"samples": True}, {"samples": None}, {"samples": 10**30}, {"format": "exe"},
         {"version": 1}, {"column_names": ["id"]}, {"column_names": ["id", "id"]}, {"column_sizes": [8, -1]},
-        {"column_sizes": [8, "x"]}, {"column_encodings": [1, 2]}, {"compression": "zstd"}, {"compression": 5}, {"hashes": None},
+        {"column_sizes": [8, "x"]}, {"column_encodings": [1, 2]}, {"compression": "zstd"}, {"compression": 5},
+        {"hashes": None},
         {"raw_data": None}, {"raw_data": []},
         {"raw_data": {"basename": "a", "bytes": -1, "hashes": {}}},
         {"raw_data": {"basename": "a", "bytes": 1 << 70, "hashes": {}}},
