@@ -105,6 +105,9 @@ def plan_problems(order: EpochOrder, batch_size: int, world: World, tail: str, s
             f"device_per_stream deals blocks of {layout.block} samples, so a replica's part of a global batch must be "
             f"a multiple of that, but {batch_size} samples over {replicas} replicas are {batch_size // replicas} each."
         )
+    unit = layout.batch_size or layout.block
+    if 0 < start < layout.whole and start % unit:
+        problems.append(f"This order goes in runs of {unit} samples of one stream, but start={start} is amid one.")
     if layout.batch_size not in (None, batch_size):
         problems.append(
             f"per_stream fixes the global batch at the run's start: {layout.batch_size} samples then, {batch_size} "

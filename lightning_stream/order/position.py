@@ -97,6 +97,7 @@ class Position:
         Raises:
             SnapshotMismatch: The data changed.
             SettingsMismatch: An order setting changed; all that did are named.
+            StateError: The position lies outside the epoch.
         """
         if on_mismatch not in ("error", "warn"):
             raise ValueError(f"on_mismatch must be 'error' or 'warn', not {on_mismatch!r}.")
@@ -107,7 +108,13 @@ class Position:
             raise SnapshotMismatch(" ".join(data + settings))
         if settings:
             raise SettingsMismatch(" ".join(settings))
+        if run.config.mosaic is None and self.position > run.num_samples:
+            raise _damaged([f"position is {self.position}, but an epoch has {run.num_samples} samples."])
         return []
+
+    def is_proven(self, run: RunOrder) -> bool:
+        """Whether the ledger sum is the one this position must have. O(position)."""
+        return self.ledger == ledgers.expected(run.epoch(self.epoch), 0, self.position)
 
     def _data_differences(self, run: RunOrder) -> list[str]:
         old, new = self.snapshot, run.snapshot

@@ -86,6 +86,29 @@ class Snapshot:
         """Shards of all streams."""
         return int(self.stream_offsets[-1])
 
+    def subset(self, ids: NDArray[np.int64]) -> tuple[Snapshot, NDArray[np.int64]]:
+        """The snapshot of some samples alone, with an order and a digest of its own.
+
+        Args:
+            ids: Sample ids of this snapshot, each once, in any order.
+
+        Returns:
+            The snapshot, with the same streams and shards, and the ids ascending: its sample i is this one's ids[i].
+
+        Raises:
+            ValueError: An id is unknown or comes twice.
+        """
+        chosen = np.unique(np.asarray(ids, dtype=np.int64))
+        if len(chosen) != len(ids) or (len(chosen) and not 0 <= chosen[0] <= chosen[-1] < self.num_samples):
+            raise ValueError(
+                f"A subset takes each sample at most once, of ids 0 to {self.num_samples - 1}, but {len(ids)} ids were "
+                f"given, {len(chosen)} of them different, from {min(ids, default=None)} to {max(ids, default=None)}."
+            )
+        counts = np.bincount(self.shards_of(chosen), minlength=self.num_shards).astype(np.int64)
+        total = hashlib.sha256(self.digest.encode() + chosen.astype("<i8").tobytes())
+        parts = tuple(np.split(counts, self.stream_offsets[1:-1]))
+        return Snapshot(self.stream_names, parts, total.hexdigest()[:32]), chosen
+
     def shards_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """The shard that holds each sample id."""
         return np.searchsorted(self.shard_offsets, ids, side="right") - 1

@@ -126,3 +126,19 @@ def test_empty_shards_own_no_ids():
     snapshot = Snapshot.of([[0, 3, 0], [2, 0]])
     assert snapshot.shards_of(np.arange(5)).tolist() == [1, 1, 1, 3, 3]
     assert snapshot.streams_of(np.arange(5)).tolist() == [0, 0, 0, 1, 1]
+
+
+def test_a_subset_has_an_order_and_a_digest_of_its_own():
+    ids = np.array([149, 3, 61, 100])
+    snapshot, chosen = TWO.subset(ids)
+    assert chosen.tolist() == [3, 61, 100, 149]
+    assert [sizes.tolist() for sizes in snapshot.shard_sizes] == [[1, 1], [1, 1]]
+    run = RunOrder(snapshot, [StreamWeights()] * 2, OrderConfig.resolve(batch_size=2, shuffle=True))
+    assert sorted(chosen[run.epoch(0).ids(0, 4)].tolist()) == sorted(ids.tolist())
+    assert len({snapshot.digest, TWO.digest, TWO.subset(ids[:3])[0].digest}) == 3
+
+
+@pytest.mark.parametrize("ids", [[3, 3], [150], [-1]])
+def test_a_subset_of_unknown_or_repeated_samples_is_refused(ids):
+    with pytest.raises(ValueError, match="each sample at most once, of ids 0 to 149"):
+        TWO.subset(np.array(ids))

@@ -95,6 +95,11 @@ def test_per_stream_refuses_another_batch_size():
         BatchPlan(run.epoch(0), batch_size=24)
 
 
+def test_per_stream_refuses_to_start_amid_a_batch():
+    with pytest.raises(ValueError, match=r"runs of 12 samples of one stream, but start=13 is amid"):
+        BatchPlan(run_of([[40] * 3, [30] * 2], "per_stream").epoch(0), batch_size=12, start=13)
+
+
 @pytest.mark.parametrize(("replicas", "device"), [(1, 12), (2, 6), (4, 3), (2, 3)])
 def test_device_per_stream_gives_a_device_whole_blocks_of_one_stream(replicas, device):
     run = run_of([[40] * 3, [7], [30] * 2], "device_per_stream", device_batch_size=3)

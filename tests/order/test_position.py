@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -119,6 +120,27 @@ def test_every_changed_setting_is_named_with_its_old_and_new_value():
         "weights",
     ):
         assert words in str(found.value)
+
+
+def test_a_position_outside_the_epoch_is_refused():
+    state = {**start(run_of()).to_state(), "position": 151}
+    with pytest.raises(StateError, match="position is 151, but an epoch has 150"):
+        Position.from_state(state).check(run_of())
+
+
+def test_a_tampered_ledger_is_found():
+    position = start(run_of()).advanced(run_of(), 40)
+    assert position.is_proven(run_of())
+    assert not Position.from_state({**position.to_state(), "position": 48}).is_proven(run_of())
+
+
+def test_a_state_written_by_the_first_version_is_read_for_ever():
+    state = json.loads((Path(__file__).parent / "golden" / "state_1.json").read_text())
+    position = Position.from_state(state)
+    assert position.to_state() == state
+    assert (position.epoch, position.position, position.batch_changes) == (3, 60, ((0, 8), (48, 4)))
+    assert position.is_proven(run_of(batching_method="stratified"))
+    assert position.check(run_of(batching_method="stratified")) == []
 
 
 def test_the_same_run_is_accepted():
