@@ -64,9 +64,10 @@ def samples(count: int) -> list[dict[str, Any]]:
     return [
         {
             "bytes": b"\0" * k, "str": "é" * k, "int": -k, "uint8": k, "float16": 0.5, "float64": k / 3,
-            "str_int": 10**30, "str_float": k / 7, "str_decimal": Decimal("1.50"), "json": {"k": [k, None]}, "pkl": (1, k), "pil": image,
-            "png": image, "ndarray": np.arange(k + 1, dtype=">i4"), "ndarray:float32": np.ones((k + 1, 2), np.float32),
-            "ndarray:int16:2,3": np.full((2, 3), k, np.int16), "list[pil]": [image] * k, "list[png]": [],
+            "str_int": 10**30, "str_float": k / 7, "str_decimal": Decimal("1.50"), "json": {"k": [k, None]},
+            "pkl": (1, k), "pil": image, "png": image, "ndarray": np.arange(k + 1, dtype=">i4"),
+            "ndarray:float32": np.ones((k + 1, 2), np.float32), "ndarray:int16:2,3": np.full((2, 3), k, np.int16),
+            "list[pil]": [image] * k, "list[png]": [],
         }
         for k in range(count)
     ]  # fmt: skip
