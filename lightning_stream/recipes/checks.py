@@ -138,6 +138,8 @@ def _check_values(values: Mapping[str, Any]) -> list[str]:
             number = node.get(name)
             if isinstance(number, int) and number < 1 and not (name == "max_epochs" and number == -1):
                 problems.append(f"{group}.{name}: must be at least 1; found {number}.")
+    if isinstance(data.get("num_workers"), int) and data["num_workers"] < 0:
+        problems.append(f"data.num_workers: must be at least 0; found {data['num_workers']}.")
     problems += _refused("data.compression", check_compression, data.get("compression"))
     problems += _refused("data.hashes", check_hashes, data.get("hashes"))
     for name in ("size_limit", "cache_limit"):

@@ -84,18 +84,18 @@ def advise(overrides: Sequence[str], configs: Path, config_name: str = "train") 
 
 
 def _chosen(loader: ConfigLoader, parsed: Sequence[Override]) -> tuple[list[str], list[str]]:
-    """Arguments that choose a file of a group, and sentences on those that name none."""
+    """Arguments that choose files of groups, or what they may have meant, and sentences on those that name none."""
     good, told = [], []
     for override in parsed:
         group = override.key_or_group
         options = loader.get_group_options(group, ObjectType.CONFIG)
         if not options or override.is_delete():
             continue
-        if str(override.value()) in options:
-            good.append(str(override.input_line))
-        else:
-            hint = nearest(str(override.value()), options)
-            told.append(f"{group}={override.value()}: is one of {', '.join(options)}.{hint}")
+        wanted = str(override.value())
+        close = [wanted] if wanted in options else _close(wanted, options)
+        good += [f"{group}={one}" for one in close]
+        if wanted not in options:
+            told.append(f"{group}={wanted}: is one of {', '.join(options)}.{nearest(wanted, options)}")
     return good, told
 
 
@@ -131,8 +131,12 @@ def _dotted(config: Any, place: str = "") -> list[str]:
 
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A hint at the valid name that is most like this one; empty if none is."""
-    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    close = _close(name, valid)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _close(name: str, valid: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(name, list(valid), n=1, cutoff=0.55)
 
 
 def fail(sentences: Sequence[str]) -> SystemExit:

@@ -22,9 +22,9 @@ class AugmentedImage:
         colour: How far brightness, contrast and saturation may go from 1.
     """
 
-    size: int = 96
-    smallest_crop: float = 0.35
-    colour: float = 0.3
+    size: int = 64
+    smallest_crop: float = 0.4
+    colour: float = 0.25
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         """The sample with its image as uint8[3, size, size]."""
@@ -49,7 +49,7 @@ class PlainImage:
         margin: Share of the shorter side that is cut off.
     """
 
-    size: int = 96
+    size: int = 64
     margin: float = 0.06
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
