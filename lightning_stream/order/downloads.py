@@ -118,7 +118,7 @@ def _readers(world: World) -> list[list[int]]:
     readers: list[set[int]] = [set() for _ in range(world.num_replicas)]
     for rank in range(world.num_ranks):
         one = World(rank, world.num_ranks, world.ranks_per_node, world.replication)
-        readers[one.replica].add(min(one.node, world.num_nodes - 1))
+        readers[one.replica].add(one.node)
     return [sorted(nodes) for nodes in readers]
 
 

@@ -36,42 +36,45 @@ def _far_apart(count: int) -> NDArray[np.int64]:
 
 
 def spread_parts(
-    key: tuple[int, int, int, int], num_parts: int, parts_per_node: int, canonical_nodes: int, window: int
+    key: tuple[int, int, int, int], group: NDArray[np.int64], num_groups: int, canonical_nodes: int, window: int
 ) -> NDArray[np.int64]:
     """int64[K]: a node's parts in the order of this epoch: at random, but all nodes' windows together span the data.
 
-    The node's stretch is cut into strata, at most C * w. In each of R rounds a node takes up to w parts, one of each of
-    w strata; which strata is dealt anew each epoch, and in any round each stratum to one node. From round to round a
-    node moves on to its neighbour's strata; after C sweeps of R rounds each node has taken every part once. So
-    whichever C * w parts are active, they come from different strata (as long as the nodes' parts are of like size).
+    The groups are cut into strata, at most C * w. In each round a node takes up to w parts, one of each of w strata;
+    which strata is dealt anew each epoch, and in any round each stratum to one node. From round to round a node moves
+    on to its neighbour's strata; after C sweeps over all rounds each node has taken every part once. So whichever
+    C * w parts are active, they come from different strata (as long as the nodes' parts are of like size).
 
     Args:
         key: (seed, epoch, stream, node).
-        num_parts: K, of this node.
-        parts_per_node: About K, the same for all nodes.
+        group: int64[K], the group of neighbouring shards that each part comes from, see :func:`deal_shards`.
+        num_groups: Groups of the whole data.
         canonical_nodes: C.
         window: w.
     """
     seed, epoch, stream, node = key
-    num_strata = min(canonical_nodes * window, max(parts_per_node, 1))
-    stratum = np.arange(num_parts, dtype=np.int64) * num_strata // max(num_parts, 1)
+    num_strata = min(canonical_nodes * window, max(num_groups, 1))
+    stratum = group * num_strata // max(num_groups, 1)
     turn = permutation(Purpose.STRATA, seed, epoch, stream, size=num_strata)[stratum]
     row, column = turn % canonical_nodes, turn // canonical_nodes
     rounds = _ranks_within(key, stratum)
-    num_rounds = -(-num_parts // num_strata)
+    num_rounds = int(rounds.max(initial=0)) + 1
     sweep = (row - node - rounds) % canonical_nodes
     return np.argsort((sweep * num_rounds + rounds) * window + column)  # all differ: any sort gives the same
 
 
 def _ranks_within(key: tuple[int, int, int, int], stratum: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A random rank of each part among those of its stratum (strata lie one after another, of like size)."""
-    if not len(stratum) or (stratum[1:] > stratum[:-1]).all():
-        return np.zeros_like(stratum)
-    first = np.searchsorted(stratum, np.arange(int(stratum[-1]) + 2))
-    inside = np.arange(len(stratum)) - first[stratum]
+    """A random rank of each part among those of its stratum."""
+    if not len(stratum):
+        return stratum
+    order = np.argsort(stratum, kind="stable")
+    ordered = stratum[order]
+    first = np.searchsorted(ordered, np.arange(int(ordered[-1]) + 2))
+    inside = np.arange(len(ordered)) - first[ordered]
     table = np.full((len(first) - 1, int(inside.max()) + 1), 2**64 - 1, dtype=np.uint64)
-    table[stratum, inside] = raw(Purpose.PARTS, *key, size=len(stratum))
+    table[ordered, inside] = raw(Purpose.PARTS, *key, size=len(ordered)) >> np.uint64(1)
     ranks = np.empty(table.shape, dtype=np.int64)
     np.put_along_axis(ranks, stable_argsort(table), np.arange(table.shape[1])[None, :], axis=1)
-    within: NDArray[np.int64] = ranks[stratum, inside]
+    within = np.empty_like(order)
+    within[order] = ranks[ordered, inside]
     return within

@@ -81,6 +81,8 @@ class WindowSource:
         self._stream, self._num_nodes, self._window = stream, canonical_nodes, window
         self._ends = np.cumsum(units.count)
         self.num_samples = int(self._ends[-1]) if len(self._ends) else 0
+        self._first_group = int(units.shard.min(initial=2**62)) // canonical_nodes
+        self._num_groups = max(int(units.shard.max(initial=0)) // canonical_nodes - self._first_group + 1, 1)
         self._nodes: dict[int, NodeWindow] = {}
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
@@ -112,7 +114,8 @@ class WindowSource:
         first = int(np.searchsorted(self._ends, begin, side="right"))
         last = int(np.searchsorted(self._ends, end, side="left")) + (end > begin)
         key = (self._draw.seed, self._epoch, self._stream, node)
-        order = spread_parts(key, last - first, len(self._ends) // self._num_nodes, self._num_nodes, self._window)
+        group = self._units.shard[first:last] // self._num_nodes - self._first_group
+        order = spread_parts(key, group, self._num_groups, self._num_nodes, self._window)
         start = int(self._ends[first] - self._units.count[first]) if last > first else begin
         parts = Parts(self._units, first, order, begin - start, int(self._ends[last - 1]) - end if last > first else 0)
         return NodeWindow(self._draw, key, parts, self._window)

@@ -32,7 +32,7 @@ def test_each_nodes_share_is_predicted_exactly(data):
         world = World(rank, ranks, per_node, replication)
         plan = BatchPlan(run.epoch(0), batch_size=batch_size, world=world, tail=tail)
         for k in range(plan.num_batches):
-            fetched[min(world.node, len(fetched) - 1)].update(run.snapshot.shards_of(plan.share(k).ids).tolist())
+            fetched[world.node].update(run.snapshot.shards_of(plan.share(k).ids).tolist())
     predicted = plan_downloads(run, epoch=0, batch_size=batch_size, world=world, tail=tail)
     assert [set(shards.tolist()) for shards in predicted.shards] == fetched
 

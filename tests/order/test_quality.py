@@ -32,6 +32,12 @@ def test_on_the_table_of_400_shards_the_native_order_comes_near_a_random_one():
     assert scores[0] >= 13  # from the 16 shards the first batch needs
 
 
+def test_shards_of_unlike_sizes_cost_little():
+    sizes = np.random.default_rng(0).integers(450, 750, 400)
+    run = RunOrder(Snapshot.of([sizes]), [StreamWeights()], OrderConfig.resolve(batch_size=256, shuffle=True))
+    assert whole_epoch(run).mean() > 83
+
+
 def test_a_sampled_measurement_agrees_with_the_whole_epoch_and_with_the_model():
     for run in (run_of(), run_of(shards=3000, samples=80), run_of(canonical_nodes=4), run_of(shards=40, samples=6000)):
         quality, scores = measure(run, batch_size=256), whole_epoch(run)

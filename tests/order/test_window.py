@@ -56,15 +56,21 @@ def test_a_deal_gives_each_node_one_of_every_group_of_neighbours(num_shards, nod
 
 
 @prop
-@given(st.integers(0, 400), st.integers(1, 20), st.integers(1, 9), st.integers(0, 19), st.integers(0, 9))
-def test_a_spread_takes_every_part_once(num_parts, nodes, window, node, epoch):
-    order = spread_parts((9176, epoch, 0, node % nodes), num_parts, num_parts, nodes, window)
-    assert sorted(order.tolist()) == list(range(num_parts))
+@given(
+    st.lists(st.integers(0, 60), max_size=200),
+    st.integers(1, 20),
+    st.integers(1, 9),
+    st.integers(0, 19),
+    st.integers(0, 9),
+)
+def test_a_spread_takes_every_part_once(groups, nodes, window, node, epoch):
+    order = spread_parts((9176, epoch, 0, node % nodes), np.array(groups, dtype=np.int64), 61, nodes, window)
+    assert sorted(order.tolist()) == list(range(len(groups)))
 
 
 def test_active_parts_of_all_nodes_lie_in_different_strata():
     nodes, window, parts = 4, 3, 120  # ten parts to a stratum
-    orders = [spread_parts((9176, 0, 0, node), parts, parts, nodes, window) for node in range(nodes)]
+    orders = [spread_parts((9176, 0, 0, node), np.arange(parts), parts, nodes, window) for node in range(nodes)]
     for at in range(parts - window + 1):
         strata = [part // 10 for order in orders for part in order[at : at + window].tolist()]
         assert len(set(strata)) == nodes * window
