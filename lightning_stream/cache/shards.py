@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lightning_stream.errors import DigestError, NotFoundError
 from lightning_stream.formats.index import FileEntry, Index, ShardEntry
 from lightning_stream.storage.base import Store
-from lightning_stream.storage.files import FULL, HELD, publish, publish_once, same_file, try_flock
+from lightning_stream.storage.files import FULL, HELD, before_boot, publish, publish_once, same_file, try_flock
 from lightning_stream.storage.folders import CacheFolder, default_folder
 from lightning_stream.storage.ledger import Holding
 from lightning_stream.storage.local import LocalStore
@@ -186,7 +186,10 @@ class ShardCache:
     def expect(self, entries: Iterable[ShardEntry]) -> None:
         """Say that these are needed soon: no other job on this folder evicts them before what is not."""
         for entry in entries:
-            self._touch(self.folder / entry.raw.basename)
+            # Not what is still to be checked after a restart: its time says so.
+            with contextlib.suppress(FileNotFoundError):
+                if not any(before_boot(self.folder / raw.basename) for raw, _ in entry.files):
+                    self._touch(self.folder, entry)
 
     def evict(self, entry: ShardEntry) -> bool:
         """Delete the shard's files; False where it is in use, not here, or not ours to delete."""
@@ -221,7 +224,8 @@ class ShardCache:
                 return None
             if size is None:
                 raise NotFoundError(f"no such file: {path}, which {self._source}/index.json lists. Check the folder.")
-            self._check_once(path, raw)
+            named = self.config.validate_hash not in (None, "auto")
+            self._check_once(path, raw, self.config.validate_hash if named else None)
         return Lease(self._source, None)
 
     def _pin(self, entry: ShardEntry) -> Lease | None:
@@ -236,7 +240,7 @@ class ShardCache:
             return None
         try:
             if try_flock(fd, path, shared=True) and same_file(fd, path) and self._trusted(home, entry):
-                self._touch(path)
+                self._touch(home, entry)
                 return Lease(home, fd)
         except BaseException:
             HELD.close(fd)
@@ -245,28 +249,31 @@ class ShardCache:
         return None
 
     def _trusted(self, home: Path, entry: ShardEntry) -> bool:
-        """Whether what is here may be read: a file that another put here is checked where the user named a hash."""
-        if self.config.validate_hash in (None, "auto") or self._room.ledger.knows(entry.raw.basename):
-            return True
+        """Whether what is here may be read as it is.
+
+        Checked first, once: what was here when the machine went down, since its last bytes may not have reached the
+        disk; and, where the user named a hash, what another put here.
+        """
+        how = self.config.validate_hash
+        foreign = how not in (None, "auto") and not self._room.ledger.knows(entry.raw.basename)
         try:
             for raw, _ in entry.files:
-                self._check_once(home / raw.basename, raw)
-        except DigestError:
+                if foreign or before_boot(home / raw.basename):
+                    self._check_once(home / raw.basename, raw, how)
+        except (DigestError, FileNotFoundError):
             return False
         return True
 
-    def _check_once(self, path: Path, file: FileEntry) -> None:
+    def _check_once(self, path: Path, file: FileEntry, how: str | None) -> None:
         if str(path) not in self._checked:
-            named = self.config.validate_hash not in (None, "auto")
-            verify(path, file, self.config.validate_hash if named else None, str(path))
+            verify(path, file, how, str(path))
             self._checked.add(str(path))
 
-    def _touch(self, path: Path) -> None:
-        try:
-            os.utime(path)
-        except OSError:
+    def _touch(self, home: Path, entry: ShardEntry) -> None:
+        for raw, _ in entry.files:
             # Gone meanwhile, or another user's: its time says only what goes first.
-            return
+            with contextlib.suppress(OSError):
+                os.utime(home / raw.basename)
 
     # -- fetching
 
@@ -304,24 +311,29 @@ class ShardCache:
         return lease
 
     def _publish_all(self, entry: ShardEntry, drafts: list[Path]) -> Lease:
-        """Give the drafts their names, the shard's first file last, and held from before anyone can evict it."""
+        """Give the drafts their names, the shard's first file last, and held from before anyone can evict it.
+
+        Waiting for the disk (5 ms and more a file) would cost more than fetching; where a hash can tell after a
+        restart what a power cut spoiled, it is not waited for.
+        """
+        durable = self.config.validate_hash is None or not all(raw.hashes for raw, _ in entry.files)
         fd = HELD.open(drafts[0], os.O_RDONLY)
         try:
             try_flock(fd, drafts[0], shared=True)
             for i, (raw, compressed) in reversed(list(enumerate(entry.files))):
                 if compressed is not None and drafts[2 * i + 1].exists():
-                    self._publish(drafts[2 * i + 1], compressed.basename)
-                self._publish(drafts[2 * i], raw.basename)
+                    self._publish(drafts[2 * i + 1], compressed.basename, durable)
+                self._publish(drafts[2 * i], raw.basename, durable)
         except BaseException:
             HELD.close(fd)
             raise
         return Lease(self.folder, fd)
 
-    def _publish(self, draft: Path, name: str) -> None:
+    def _publish(self, draft: Path, name: str, durable: bool = True) -> None:
         final = self.folder / name
         self._place.make_parent(final)
         draft.chmod(self._place.modes.file)
-        publish(draft, final)
+        publish(draft, final, durable=durable)
 
     @contextlib.contextmanager
     def _tidy(self, drafts: list[Path], name: str, need_bytes: int) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import json
 import os
 import random
@@ -44,11 +45,29 @@ class Modes:
 PRIVATE = Modes()
 
 
-def publish(draft: Path, final: Path) -> None:
-    """Give a finished draft its final name: its bytes are on the disk first, and the name appears at once."""
-    _sync(draft)
+def publish(draft: Path, final: Path, *, durable: bool = True) -> None:
+    """Give a finished draft its final name; the name appears at once, with all of the bytes.
+
+    `durable`: the bytes are on the disk first, so that this holds through a power cut too. Without, it holds for
+    whatever happens to processes; what a machine that went down left behind is told by :func:`before_boot`.
+    """
+    if durable:
+        _sync(draft)
     draft.replace(final)
-    _sync(final.parent)
+    if durable:
+        _sync(final.parent)
+
+
+@functools.cache
+def boot_time() -> float:
+    """When this machine started, in seconds since the epoch."""
+    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+    return time.time() - time.clock_gettime(clock)
+
+
+def before_boot(path: Path) -> bool:
+    """Whether the file was last published or touched before this machine started: bytes in flight may be missing."""
+    return path.stat().st_ctime < boot_time()
 
 
 def publish_bytes(content: bytes, final: Path, modes: Modes = PRIVATE) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from servers.shards import make_dataset, shard_content
 from lightning_stream.cache import CacheConfig, ShardCache
 from lightning_stream.errors import CacheError, CacheFullError, DigestError, FormatError, NotFoundError
 from lightning_stream.storage import LocalStore
+from lightning_stream.storage import files as files_module
 from lightning_stream.storage.base import Body
 
 
@@ -346,3 +348,31 @@ def test_a_fresh_index_drops_the_shards_that_it_tells_otherwise(remote: Path, lo
     for shard in (0, 2, 3):
         folder = cache.ensure(new.entry(shard))
         assert (folder / f"shard.{shard:05}.mds").read_bytes() == shard_content(shard, 10_000, seed=1)
+
+
+def test_what_a_power_cut_spoiled_is_found_when_the_machine_is_up_again(
+    remote: Path, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = make_dataset(remote)
+    cache = ShardCache(store := Counting(remote), local)
+    for shard in (0, 1):
+        cache.ensure(index.entry(shard))
+    (local / "shard.00000.mds").write_bytes(bytes(10_000))  # the size of the right one, without its bytes
+    monkeypatch.setattr(files_module, "boot_time", lambda: time.time() + 1)
+    after = ShardCache(store, local)
+    after.expect([index.entry(0)])
+    for shard in (0, 1):
+        after.ensure(index.entry(shard))
+        assert (local / f"shard.{shard:05}.mds").read_bytes() == shard_content(shard, 10_000)
+    assert store.opened == ["shard.00000.mds", "shard.00001.mds", "shard.00000.mds"]
+
+
+@pytest.mark.parametrize(("hashes", "synced"), [((), True), (("xxh64",), False)])
+def test_only_what_no_hash_could_tell_waits_for_the_disk(
+    remote: Path, local: Path, monkeypatch: pytest.MonkeyPatch, hashes: tuple[str, ...], synced: bool
+) -> None:
+    index = make_dataset(remote, hashes=hashes)
+    seen: list[Path] = []
+    monkeypatch.setattr(files_module, "_sync", seen.append)
+    ShardCache(LocalStore(remote), local).ensure(index.entry(0))
+    assert bool(seen) == synced
