@@ -146,18 +146,16 @@ class MixedOrder:
     def _gather(self, begin: int, end: int, what: str) -> NDArray[np.int64]:
         stream, index = self.located(begin, end)
         out = np.empty(len(stream), dtype=np.int64)
-        for one in np.unique(stream).tolist():
-            mine = np.flatnonzero(stream == one)
-            order = np.argsort(index[mine], kind="stable")
-            mine = mine[order]
-            low, high = int(index[mine[0]]), int(index[mine[-1]]) + 1
-            source = self._sources[one]
+        order = np.argsort(stream, kind="stable")
+        for mine in np.split(order, np.flatnonzero(np.diff(stream[order])) + 1):
+            if not len(mine):
+                continue
+            source = self._sources[int(stream[mine[0]])]
             read = source.ids if what == "ids" else source.canonical
-            if high - low == len(mine):
-                out[mine] = read(low, high)
-            else:  # a range over the border of whole runs and rests: two stretches of this stream
-                split = int(np.flatnonzero(np.diff(index[mine]) > 1)[0]) + 1
-                out[mine] = np.concatenate([read(low, low + split), read(int(index[mine[split]]), high)])
+            # a stream's indices rise, without a gap but over the border of whole runs and rests
+            for stretch in np.split(mine, np.flatnonzero(np.diff(index[mine]) > 1) + 1):
+                first = int(index[stretch[0]])
+                out[stretch] = read(first, first + len(stretch))
         return out
 
 

@@ -180,8 +180,9 @@ class Position:
         if problems:
             raise _damaged(problems)
         changes = tuple((int(at), int(size)) for at, size in state["batch_changes"])
-        if [at for at, _ in changes] != sorted({at for at, _ in changes}):
-            raise _damaged(["batch_changes must rise."])
+        problems = _change_problems(changes, state["position"], state["batch_size"])
+        if problems:
+            raise _damaged(problems)
         mark = state["snapshot"]
         return cls(
             epoch=state["epoch"],
@@ -211,6 +212,15 @@ def _check_versions(state: Mapping[str, Any]) -> None:
             f"This version makes order {ORDER_VERSION}, but the state was written under order {order_version}, which "
             "gives other samples. Install the version that wrote it to continue the run."
         )
+
+
+def _change_problems(changes: tuple[tuple[int, int], ...], position: int, batch_size: int) -> list[str]:
+    """Sentences on batch changes that contradict each other or the position."""
+    if not changes:
+        return []
+    starts = [at for at, _ in changes]
+    good = starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] <= position and changes[-1][1] == batch_size
+    return [] if good else [f"batch_changes must rise from 0 to the batch size {batch_size} at {position} or before."]
 
 
 def _damaged(problems: list[str]) -> StateError:

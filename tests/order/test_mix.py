@@ -131,3 +131,10 @@ def test_several_threads_may_read_one_order(method):
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda at: order.ids(at, at + 50), spots))
     assert all(np.array_equal(wanted[at : at + 50], got) for at, got in zip(spots, results, strict=True))
+
+
+def test_a_thousand_streams_are_mixed_in_little_time():
+    run = run_of([[40, 25]] * 1000, "stratified", batch_size=256)
+    order = run.epoch(0)
+    ids = np.concatenate([order.ids(at, min(at + 256, 65_000)) for at in range(0, 65_000, 256)])
+    assert np.array_equal(np.sort(ids), np.arange(65_000))

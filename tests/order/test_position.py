@@ -128,6 +128,13 @@ def test_a_position_outside_the_epoch_is_refused():
         Position.from_state(state).check(run_of())
 
 
+@pytest.mark.parametrize("changes", [[[8, 8]], [[0, 8], [0, 8]], [[0, 4], [16, 8]], [[0, 4]]])
+def test_changes_of_batch_size_that_cannot_be_are_refused(changes):
+    state = {**start(run_of()).advanced(run_of(), 8).to_state(), "batch_changes": changes}
+    with pytest.raises(StateError, match="batch_changes must rise"):
+        Position.from_state(state)
+
+
 def test_a_tampered_ledger_is_found():
     position = start(run_of()).advanced(run_of(), 40)
     assert position.is_proven(run_of())
