@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError, missing_extra
 
@@ -35,7 +37,15 @@ _ACCESS = {
     *("AccessDenied", "AllAccessDisabled", "AuthorizationHeaderMalformed", "ExpiredToken", "Forbidden", "401", "403"),
     *("InvalidAccessKeyId", "InvalidSecurity", "InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch"),
 }
-_PASSING = {"RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "InternalError"}
+_PASSING = {
+    "BadDigest",
+    "RequestTimeout",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequests",
+    "InternalError",
+}
 _CREDENTIALS = {
     *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound"),
     *("TokenRetrievalError", "SSOTokenLoadError", "UnauthorizedSSOTokenError"),
@@ -147,7 +157,7 @@ class S3Store(BodyStore):
                     extra = {"RequestPayer": "requester"} if "RequestPayer" in wanted else {}
                     self._signed().upload_fileobj(file, self._bucket, wanted["Key"], ExtraArgs=extra)
                 else:
-                    self._signed().put_object(Body=file, **wanted)
+                    self._signed().put_object(Body=file, **wanted, **self._checksum(file))
 
         attempt(upload, lambda error: self._explain(name, error))
 
@@ -175,6 +185,16 @@ class S3Store(BodyStore):
         except NotFoundError:
             return False
         return True
+
+    def _checksum(self, file: BinaryIO) -> dict[str, str]:
+        """What lets the server refuse bytes that changed on the way; AWS's own endpoint gets a CRC from the client."""
+        if not self._options.resolved().endpoint_url:
+            return {}
+        digest = hashlib.md5(usedforsecurity=False)
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+        file.seek(0)
+        return {"ContentMD5": base64.b64encode(digest.digest()).decode()}
 
     def _wanted(self, name: str | None) -> dict[str, Any]:
         wanted = {"Bucket": self._bucket}

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from servers.fault_proxy import FaultProxy, Plan
 from servers.shards import make_dataset, shard_content
 from servers.web import WebServer
 from servers.workers import read_all
 
 from lightning_stream.cache import CacheConfig, ShardCache
-from lightning_stream.errors import CacheError, CacheFullError
+from lightning_stream.errors import CacheError, CacheFullError, LockTimeoutError
 from lightning_stream.formats.index import Index
-from lightning_stream.storage import LocalStore
+from lightning_stream.storage import LocalStore, open_store
 
 SPAWN = multiprocessing.get_context("spawn")
 SHARD_BYTES = 50_000
@@ -176,3 +177,38 @@ def test_two_users_on_one_folder(shared: bool) -> None:
         else:
             assert "belongs to root (mode 700)" in answer
             assert "choose another `local`" in answer
+
+
+def stalled(server: WebServer, folder: Path, said: Any, count: int) -> list[Any]:
+    options = {**QUICK, "timeout_s": 0.3, "retries": 1}
+    arguments = (server.url, options, folder, CacheConfig(), SHARD_BYTES, 0, 1, said)
+    workers = [SPAWN.Process(target=read_all, args=arguments) for _ in range(count)]
+    for worker in workers:
+        worker.start()
+    return workers
+
+
+def test_a_store_that_falls_silent_is_an_error_in_every_process_and_a_hang_in_none(
+    remote: WebServer, tmp_path: Path
+) -> None:
+    said = SPAWN.Queue()
+    with FaultProxy(remote.url, Plan(probability={"stall": 1.0})) as proxy:
+        remote.url = proxy.url
+        workers = stalled(remote, tmp_path / "cache", said, 4)
+        messages = [said.get(timeout=60) for _ in workers]
+    for worker in workers:
+        worker.join()
+    assert {message[:1] + message[2:3] for message in messages} == {("error", "UnavailableError")}
+    assert all("shard.000" in message[3] for message in messages)
+
+
+def test_waiting_for_another_process_ends_at_its_own_deadline(remote: WebServer, tmp_path: Path) -> None:
+    index = Index.from_bytes(remote.objects["/index.json"], "here")
+    cache = ShardCache(open_store(remote.url, QUICK), tmp_path / "cache", CacheConfig(wait_s=0.1))
+    cache._place.prepare()
+    with (
+        cache._place.lock(index.entry(0).raw.basename),  # as another that fetches for ever would hold it
+        pytest.raises(LockTimeoutError, match=r"waited 0\.1 s for the lock .*held by process"),
+    ):
+        cache.ensure(index.entry(0))
+    cache.ensure(index.entry(0))

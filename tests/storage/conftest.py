@@ -52,7 +52,7 @@ def _s3(endpoint: str, kind: str) -> Place:
 
 
 def _moto(folder: Path, stack: contextlib.ExitStack) -> Place:
-    return _s3(stack.enter_context(processes.moto(folder)), "moto")
+    return _s3((folder / "endpoint").read_text(), "moto")
 
 
 def _ceph(folder: Path, stack: contextlib.ExitStack) -> Place:
@@ -135,13 +135,21 @@ PLACES: dict[str, Callable[[Path, contextlib.ExitStack], Place]] = {
 }
 
 
+@pytest.fixture(scope="session")
+def moto_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with processes.moto(tmp_path_factory.mktemp("moto-server")) as endpoint:
+        yield endpoint
+
+
 @pytest.fixture(scope="module", params=list(PLACES))
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp(request.param)
+    if PLACES[request.param] in (_moto, _gcs_hmac):
+        (folder / "endpoint").write_text(request.getfixturevalue("moto_endpoint"))
     with contextlib.ExitStack() as stack:
-        yield PLACES[request.param](tmp_path_factory.mktemp(request.param), stack)
+        yield PLACES[request.param](folder, stack)
 
 
-@pytest.fixture(scope="module")
-def moto_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with contextlib.ExitStack() as stack:
-        yield _moto(tmp_path_factory.mktemp("moto"), stack)
+@pytest.fixture
+def moto_place(moto_endpoint: str) -> Place:
+    return _s3(moto_endpoint, "moto")

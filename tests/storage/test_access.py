@@ -241,3 +241,18 @@ def test_an_answer_cut_short_before_its_end_of_headers_is_unavailable() -> None:
         keys = {"access_key_id": KEY, "secret_access_key": SECRET}
         with pytest.raises(UnavailableError, match="s3://b/x"):
             s3("s3://b", f"http://127.0.0.1:{listener.getsockname()[1]}", **keys).read("x")
+
+
+def test_one_azure_url_names_container_account_and_folder() -> None:
+    store: Any = open_store("abfss://box@mine.dfs.core.windows.net/a/b", {"account_key": "S3CRET=="})
+    client = store.store._container()
+    assert (client.container_name, client.account_name) == ("box", "mine")
+    assert client.primary_endpoint == "https://mine.blob.core.windows.net/box"
+    assert store.store._blob("x").blob_name == "a/b/x"
+    assert "S3CRET" not in f"{store!r} {store.identity} {store.store._options}"
+
+
+def test_the_same_bucket_at_two_endpoints_is_two_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = open_store("s3://bucket/x")
+    monkeypatch.setenv("S3_ENDPOINT_URL", "http://minio:9000")
+    assert len({plain.url, open_store("s3://bucket/x").identity}) == 2

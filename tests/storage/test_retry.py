@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import io
 import time
 from collections.abc import Iterator
@@ -155,3 +157,16 @@ def test_a_large_object_comes_in_parts_each_resumed(web: WebServer, tmp_path: Pa
 def test_settings_that_cannot_be_are_reported_together() -> None:
     with pytest.raises(ValueError, match=r"retries is 0 or more; got -1; timeout_s is positive; got 0"):
         RetryPolicy(retries=-1, timeout_s=0)
+
+
+def test_an_upload_carries_what_lets_the_server_refuse_damage(moto_place: Any) -> None:
+    store = open_store(moto_place.url, {**QUICK, "timeout_s": 5.0, **moto_place.options})
+    sent: list[str] = []
+
+    def note(params: dict[str, Any], **_: Any) -> None:
+        sent.append(params["headers"]["Content-MD5"])
+
+    store.store._signed().meta.events.register("before-call.s3.PutObject", note)  # type: ignore[attr-defined]
+    store.put("x", b"content")
+    assert sent == [base64.b64encode(hashlib.md5(b"content").digest()).decode()]
+    assert store.read("x") == b"content"
