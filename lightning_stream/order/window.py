@@ -17,6 +17,7 @@ from lightning_stream.order.draw import Draw, Units
 from lightning_stream.order.permutation import Purpose, permutation
 from lightning_stream.order.spread import spread_parts
 
+_CHUNK = 1 << 12
 _Kept = TypeVar("_Kept")
 
 
@@ -84,9 +85,25 @@ class WindowSource:
         self._first_group = int(units.shard.min(initial=2**62)) // canonical_nodes
         self._num_groups = max(int(units.shard.max(initial=0)) // canonical_nodes - self._first_group + 1, 1)
         self._nodes: dict[int, NodeWindow] = {}
+        self._chunks: dict[int, NDArray[np.int64]] = {}
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Sample ids at positions [begin, end)."""
+        """Sample ids at positions [begin, end). Small ranges are cut from a chunk read at once, for speed alone."""
+        if end - begin > _CHUNK or begin >= end:
+            return self._read(begin, end)
+        chunks = range(begin // _CHUNK, (end - 1) // _CHUNK + 1)
+        return np.concatenate(
+            [self._chunk(chunk)[max(begin - chunk * _CHUNK, 0) : end - chunk * _CHUNK] for chunk in chunks]
+        )
+
+    def _chunk(self, chunk: int) -> NDArray[np.int64]:
+        found = self._chunks.get(chunk)
+        if found is None:
+            found = self._read(chunk * _CHUNK, min((chunk + 1) * _CHUNK, self.num_samples))
+            _remember(self._chunks, chunk, found, keep=2)
+        return found
+
+    def _read(self, begin: int, end: int) -> NDArray[np.int64]:
         out = np.empty(max(end - begin, 0), dtype=np.int64)
         count = self._num_nodes
         for first in range(begin, min(begin + count, end)):
