@@ -291,3 +291,26 @@ def test_every_config_file_can_be_chosen_and_has_no_problems(file: Path, tmp_pat
     base = [] if group in ("data", "experiment") else ["data=flowers"]
     config = composed(*base, *chosen, f"root={tmp_path}", *([] if group == "experiment" else ["name=x"]))
     assert find_problems(config) == []
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_processes_train_on_what_one_does_and_go_on_where_it_was_stopped(uninterrupted: Path, alarm: Any) -> None:
+    root = uninterrupted.parent
+    alarm(signal.SIGTERM, 8, False)
+    with pytest.raises(SystemExit):
+        train(root, "widened")
+    arguments = [*TINY, f"root={root}", "name=widened", "ckpt_path=last", "trainer.devices=2"]
+    done = run_train(*arguments, cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    lines = [
+        [json.loads(line) for line in file.read_text().splitlines()]
+        for file in sorted((root / "widened" / "trained_ids").iterdir())
+    ]
+    together = [{**line, "ids": sorted(line["ids"])} for line in lines[0][:9]]
+    for one, other in zip(lines[0][9:], lines[1], strict=True):
+        assert one["step"] == other["step"]
+        together.append({**one, "ids": sorted(one["ids"] + other["ids"])})
+    assert together == [{**line, "ids": sorted(line["ids"])} for line in trained_ids(uninterrupted)]
+    assert done.stdout.count("epoch   train accuracy") == 1

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_stream.recipes.callbacks import batch_in_training
 from lightning_stream.recipes.weights import build_network, load_weights
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -88,10 +89,18 @@ class ImageClassifier(LightningModule):
         return logits
 
     def training_step(self, batch: Mapping[str, Any], _batch_idx: int) -> Tensor:
-        """The loss of one micro-batch."""
-        logits = self(batch["image"])
-        loss = functional.cross_entropy(logits, batch["label"], label_smoothing=self.label_smoothing)
-        self._count("train", logits, batch["label"])
+        """This micro-batch's part of the mean loss of its optimizer step.
+
+        Gradients are averaged over ranks, and over accumulated micro-batches; the factors undo that, so that a step's
+        gradient is the mean over its samples, each counted once, on any number of devices.
+        """
+        made_of = batch_in_training(self.trainer)
+        parts = self.trainer.world_size * self.trainer.accumulate_grad_batches
+        counts = torch.from_numpy(~made_of.filler).to(self.device)
+        logits, labels = self(batch["image"]), batch["label"]
+        losses = functional.cross_entropy(logits, labels, label_smoothing=self.label_smoothing, reduction="none")
+        loss = (losses * counts).sum() * (parts / (made_of.end - made_of.begin))
+        self._count("train", logits[counts], labels[counts])
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(logits))
         return loss
 

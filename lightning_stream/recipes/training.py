@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_stream.errors import LightningStreamError
@@ -23,8 +25,8 @@ from lightning_stream.recipes.summary import RunSummary, summarise
 _SIGNALLED = 128  # a shell's exit code for "ended by signal n" is this plus n
 
 
-def train(config: DictConfig) -> RunSummary:
-    """Run what a config of ``train.py`` describes, and say how it went.
+def train(config: DictConfig) -> RunSummary | None:
+    """Run what a config of ``train.py`` describes, and say how it went; None on all ranks but the first.
 
     Raises:
         SystemExit: 2 for a config or data that cannot be used, after all reasons were printed; 128 + n where signal n
@@ -39,12 +41,14 @@ def train(config: DictConfig) -> RunSummary:
         if wants_traceback():
             raise
         raise fail([f"{type(error).__name__}: {error}"]) from error
+    except SIGTERMException as stop:  # several ranks: Lightning's own, which would end with 0, as if all were done
+        raise SystemExit(_SIGNALLED + signal.SIGTERM) from stop
     except RunStopped as stop:
         _say_how_to_go_on(stop, config)
         raise SystemExit(_SIGNALLED + stop.signum) from stop
 
 
-def _run(config: DictConfig) -> RunSummary:
+def _run(config: DictConfig) -> RunSummary | None:
     _quieten()
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -56,19 +60,26 @@ def _run(config: DictConfig) -> RunSummary:
     trainer: Any = instantiate(config.trainer, callbacks=callbacks, _convert_="all")
     if continued is None:
         put_aside(checkpoints(folder))
-    folder.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(config, folder / "config.yaml")
+    keep_config(config, folder)
     trainer.fit(model, datamodule=data, ckpt_path=continued)
     trainer.save_checkpoint(last_checkpoint(folder))
+    if not trainer.is_global_zero:
+        return None
     summary = summarise(trainer, data, model, folder)
-    if trainer.is_global_zero:
-        print(summary.to_text())
+    print(summary.to_text())
     return summary
 
 
 def checkpoint_to_continue(ckpt_path: str | None, folder: Path) -> str | None:
     """The checkpoint that `ckpt_path` means: ``last`` is the newest of the run's own folder."""
     return str(last_checkpoint(folder)) if ckpt_path == "last" else ckpt_path
+
+
+@rank_zero_only
+def keep_config(config: DictConfig, folder: Path) -> None:
+    """Write down what the run is made of."""
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, folder / "config.yaml")
 
 
 @rank_zero_only
