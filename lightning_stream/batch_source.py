@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_stream.dataset import StreamingDataset
 
 _READ_AHEAD_BATCHES = 8
+_GRACE_S = 30
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,25 @@ class BatchSource(IterableDataset[tuple[Any, BatchInfo]]):
     def __iter__(self) -> Iterator[tuple[Any, BatchInfo]]:
         start = self.start.upcoming if isinstance(self.start, SharedPosition) else self.start
         worker = get_worker_info()
+        if worker is not None:
+            leave_signals_to_the_trainer()
         index, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         plan = self.settings.plan(self.dataset, start)
         own = micro_batches(plan, self.settings.device_batch_size, index, count)
         for info in read_ahead(self.dataset, own, self.settings.device_batch_size):
             yield self.dataset.deliver(info, self.collate), info
+
+
+def leave_signals_to_the_trainer() -> None:
+    """Let a worker outlive Ctrl-C and SIGTERM, which terminals, `timeout` and schedulers send to the whole job.
+
+    The trainer takes them to mean: finish the step, save, leave. It needs its workers for that; they end with it. A
+    worker that is asked to end and is not stopped by its trainer ends by itself after a grace period.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return  # handlers can only be set from the main thread, where torch runs its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_GRACE_S))
 
 
 def read_ahead(dataset: StreamingDataset, infos: Iterator[BatchInfo], device_batch_size: int) -> Iterator[BatchInfo]:

@@ -1,0 +1,354 @@
+"""The loader: the same batches in every world, and a position that any other world can go on from."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataset, World  # noqa: E402
+from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError  # noqa: E402
+
+NUM_SAMPLES = 167
+
+
+def write(folder: Path, first: int = 0, count: int = NUM_SAMPLES) -> Path:
+    columns = {"id": "int", "x": "ndarray:float32:4", "name": "str"}
+    with MDSWriter(out=str(folder), columns=columns, size_limit=1000, compression="zstd", hashes=["xxh64"]) as writer:
+        for number in range(first, first + count):
+            writer.write({"id": number, "x": np.full(4, number, np.float32), "name": f"sample {number}"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture
+def dataset(shards: Path, tmp_path: Path) -> StreamingDataset:
+    return StreamingDataset(remote=shards, local=tmp_path / "cache", shuffle=True)
+
+
+def ids_of(batches: Any) -> list[list[int]]:
+    return [batch["id"].tolist() for batch in batches]
+
+
+def one_epoch(dataset: StreamingDataset, batch_size: int = 16, **options: Any) -> list[list[int]]:
+    return ids_of(StreamingDataLoader(dataset, batch_size, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 1},
+        {"num_workers": 2, "prefetch_factor": 5},
+        {"num_workers": 2, "persistent_workers": True},
+        {"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": True},
+        {"num_workers": 1, "multiprocessing_context": "forkserver"},
+    ],
+    ids=str,
+)
+def test_batches_do_not_depend_on_workers(dataset: StreamingDataset, options: dict[str, Any]) -> None:
+    alone, many = StreamingDataLoader(dataset, 16), StreamingDataLoader(dataset, 16, **options)
+    for _ in range(3):
+        assert ids_of(many) == ids_of(alone)
+
+
+@pytest.mark.parametrize("worlds", [(2, 1), (4, 2), (8, 4)], ids=str)
+def test_global_batches_do_not_depend_on_ranks(dataset: StreamingDataset, worlds: tuple[int, int]) -> None:
+    num_ranks, per_node = worlds
+    alone = one_epoch(dataset, 16)
+    ranks = [
+        ids_of(StreamingDataLoader(dataset, global_batch_size=16, world=World(rank, num_ranks, per_node), tail="exact"))
+        for rank in range(num_ranks)
+    ]
+    together = [sorted(number for ids in step for number in ids) for step in zip(*ranks, strict=True)]
+    whole = [sorted(ids) for ids in alone]
+    if len(whole[-1]) < num_ranks:
+        whole[-2:] = [sorted(whole[-2] + whole[-1])]
+    assert together == whole
+
+
+def test_filler_is_flagged_and_counts_for_nothing(dataset: StreamingDataset) -> None:
+    delivered: list[int] = []
+    steps = set()
+    for rank in range(4):
+        loader = StreamingDataLoader(dataset, 4, world=World(rank, 4, 4))
+        num_steps = 0
+        for batch in loader:
+            num_steps += 1
+            info = loader.last_batch
+            assert info is not None
+            delivered += batch["id"].numpy()[~info.filler].tolist()
+        steps.add((num_steps, len(loader)))
+    assert steps == {(11, 11)}
+    assert sorted(delivered) == list(range(NUM_SAMPLES))
+
+
+@pytest.mark.parametrize("stop", range(1, 12))
+def test_a_state_taken_after_any_batch_goes_on_at_the_next(dataset: StreamingDataset, stop: int) -> None:
+    whole = StreamingDataLoader(dataset, 16)
+    expected = ids_of(whole) + ids_of(whole) + ids_of(whole)
+    loader = StreamingDataLoader(dataset, 16, num_workers=1)
+    batches = iter(loader)
+    for _ in range(stop):
+        next(batches)
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert len(json.dumps(state)) < 1000
+    again = StreamingDataLoader(dataset, 16)
+    again.load_state_dict(state)
+    assert len(again) == 11
+    rest = ids_of(again)
+    assert rest + ids_of(again) == expected[stop : stop + len(rest) + 11]
+
+
+def test_a_state_goes_on_in_another_world_and_with_another_batch_size(dataset: StreamingDataset) -> None:
+    order = [number for ids in one_epoch(dataset, 16) for number in ids]
+    loader = StreamingDataLoader(dataset, 16)
+    batches = iter(loader)
+    next(batches), next(batches)
+    state = loader.state_dict()
+    for size, num_ranks in ((8, 2), (3, 4), (50, 1)):
+        ranks = []
+        for rank in range(num_ranks):
+            again = StreamingDataLoader(dataset, size, world=World(rank, num_ranks, num_ranks), tail="exact")
+            again.load_state_dict(state)
+            ranks.append(ids_of(again))
+        steps = [sorted(number for ids in step for number in ids) for step in zip(*ranks, strict=True)]
+        rest = order[32:]
+        for step in steps:
+            assert step == sorted(rest[: len(step)])
+            rest = rest[len(step) :]
+        assert not rest
+
+
+def test_accumulated_micro_batches_move_the_position_only_as_a_whole(dataset: StreamingDataset) -> None:
+    loader = StreamingDataLoader(dataset, global_batch_size=16, accumulate=4)
+    positions = [loader.state_dict()["position"] for _ in loader]
+    assert positions[:9] == [0, 0, 0, 16, 16, 16, 16, 32, 32]
+    assert len(positions) == len(loader) == 42
+
+
+def test_the_last_batch_ends_the_epoch_before_anyone_asks_for_more(dataset: StreamingDataset) -> None:
+    loader = StreamingDataLoader(dataset, 16)
+    batches = iter(loader)
+    for _ in range(len(loader)):
+        next(batches)
+    state = loader.state_dict()
+    assert (state["epoch"], state["position"]) == (1, 0)
+
+
+def test_a_broken_off_epoch_is_followed_by_the_next(dataset: StreamingDataset) -> None:
+    reference = StreamingDataLoader(dataset, 16)
+    _, second = ids_of(reference), ids_of(reference)
+    loader = StreamingDataLoader(dataset, 16, num_workers=2)
+    for _ in loader:
+        break
+    assert ids_of(loader) == second
+
+
+def test_set_epoch_overrides_but_keeps_a_position_inside_that_epoch(dataset: StreamingDataset) -> None:
+    loader = StreamingDataLoader(dataset, 16)
+    epochs = [ids_of(loader) for _ in range(3)]
+    loader.set_epoch(1)
+    assert ids_of(loader) == epochs[1]
+    stopped = StreamingDataLoader(dataset, 16)
+    batches = iter(stopped)
+    for _ in range(5):
+        next(batches)
+    again = StreamingDataLoader(dataset, 16)
+    again.load_state_dict(stopped.state_dict())
+    again.set_epoch(0)
+    assert ids_of(again) == epochs[0][5:]
+
+
+def test_two_loaders_over_one_dataset_have_two_positions(dataset: StreamingDataset) -> None:
+    expected = one_epoch(dataset, 16)
+    first, second = StreamingDataLoader(dataset, 16, num_workers=1), StreamingDataLoader(dataset, 16)
+    interleaved = [(a["id"].tolist(), b["id"].tolist()) for a, b in zip(first, second, strict=True)]
+    assert interleaved == [(ids, ids) for ids in expected]
+
+
+def test_one_loader_in_two_threads_delivers_whole_epochs(dataset: StreamingDataset) -> None:
+    loader = StreamingDataLoader(dataset, 16)
+    seen: list[list[int]] = []
+
+    def read() -> None:
+        seen.append(sorted(number for ids in ids_of(loader) for number in ids))
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [list(range(NUM_SAMPLES))] * 2
+
+
+def test_evaluation_reads_the_same_epoch_every_time(dataset: StreamingDataset) -> None:
+    loader = StreamingDataLoader(dataset, 16, evaluation=True, num_workers=1)
+    assert ids_of(loader) == ids_of(loader)
+
+
+def test_a_plain_dataloader_gives_the_same_batches_epoch_by_epoch(shards: Path, tmp_path: Path) -> None:
+    ours = StreamingDataset(remote=shards, local=tmp_path / "cache", shuffle=True, batch_size=16)
+    loader = StreamingDataLoader(ours)
+    expected = [ids_of(loader) for _ in range(3)]
+    for workers in ({}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}):
+        plain = StreamingDataset(remote=shards, local=tmp_path / "cache", shuffle=True, batch_size=16)
+        torch_loader = torch.utils.data.DataLoader(plain, batch_size=16, **workers)
+        got = []
+        for _ in range(3):
+            torch.manual_seed(0)  # torch then gives every iteration's workers the same seed
+            got.append(ids_of(torch_loader))
+        assert got == expected
+
+
+def test_a_plain_dataloader_resumes_through_the_dataset(shards: Path, tmp_path: Path) -> None:
+    def make() -> StreamingDataset:
+        return StreamingDataset(remote=shards, local=tmp_path / "cache", shuffle=True, batch_size=16)
+
+    expected = one_epoch(make(), 16)
+    stopped = make()
+    batches = iter(torch.utils.data.DataLoader(stopped, batch_size=16, num_workers=2))
+    for _ in range(4):
+        next(batches)
+    state = json.loads(json.dumps(stopped.state_dict(64, from_beginning=True)))
+    again = make()
+    again.load_state_dict(state)
+    assert ids_of(torch.utils.data.DataLoader(again, batch_size=16, num_workers=2)) == expected[4:]
+
+
+def test_a_plain_dataloader_with_workers_needs_the_batch_size(dataset: StreamingDataset) -> None:
+    with pytest.raises(ValueError, match="pass batch_size= to StreamingDataset"):
+        next(iter(torch.utils.data.DataLoader(dataset, batch_size=16, num_workers=2)))
+
+
+class Noisy:
+    """A transform that draws from every global generator."""
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        import random
+
+        noise = torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
+        return {"id": sample["id"], "noise": noise}
+
+
+def test_a_transforms_random_numbers_depend_on_the_samples_place_alone(shards: Path, tmp_path: Path) -> None:
+    dataset = StreamingDataset(remote=shards, local=tmp_path / "cache", shuffle=True, transform=Noisy())
+    before = torch.random.get_rng_state()
+    alone = [batch["noise"] for batch in StreamingDataLoader(dataset, 16)]
+    assert torch.equal(before, torch.random.get_rng_state())
+    many = [batch["noise"] for batch in StreamingDataLoader(dataset, 16, num_workers=2)]
+    assert all(torch.equal(a, b) for a, b in zip(alone, many, strict=True))
+    assert len(torch.cat(alone).unique()) == 3 * NUM_SAMPLES
+    again = StreamingDataLoader(dataset, 16)
+    again.load_state_dict({**again.state_dict(), "position": 48})
+    resumed = [batch["noise"] for batch in again]
+    assert all(torch.equal(a, b) for a, b in zip(alone[3:], resumed, strict=True))
+
+
+def test_changed_data_or_settings_are_refused_with_what_differs(dataset: StreamingDataset, tmp_path: Path) -> None:
+    state = StreamingDataLoader(dataset, 16).state_dict()
+    other = StreamingDataset(remote=write(tmp_path / "other", count=100), shuffle=True)
+    with pytest.raises(SnapshotMismatch, match=r"167 samples.*100 samples"):
+        StreamingDataLoader(other, 16).load_state_dict(state)
+    unshuffled = StreamingDataset(remote=dataset.streams[0].remote, local=tmp_path / "cache", shuffle=False)
+    loader = StreamingDataLoader(unshuffled, 16)
+    with pytest.raises(SettingsMismatch, match="shuffle was True and is False now"):
+        loader.load_state_dict(state)
+    assert loader.state_dict()["position"] == 0
+    with pytest.warns(UserWarning, match="shuffle was True"):
+        StreamingDataLoader(unshuffled, 16, on_mismatch="warn").load_state_dict(state)
+    with pytest.raises(StateError):
+        loader.load_state_dict({"epoch": "later"})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "pass batch_size="),
+        ({"batch_size": 4, "global_batch_size": 8}, "not both"),
+        ({"batch_size": 4, "tail": "pad", "drop_last": True}, "not both"),
+        ({"batch_size": 4, "tail": "cut"}, "'pad', 'drop' or 'exact'"),
+        ({"batch_size": 0}, "at least 1"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused(dataset: StreamingDataset, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        StreamingDataLoader(dataset, **options)
+
+
+def test_a_global_batch_that_does_not_divide_names_what_would(dataset: StreamingDataset) -> None:
+    with pytest.raises(ValueError, match=r"16 samples do not divide by 3 replicas.*multiple of 3"):
+        len(StreamingDataLoader(dataset, global_batch_size=16, world=World(0, 3, 3)))
+
+
+@pytest.mark.parametrize("method", ["random", "stratified", "per_stream", "device_per_stream"])
+def test_mixtures_are_elastic_and_resumable(tmp_path: Path, method: str) -> None:
+    streams = [
+        Stream(remote=write(tmp_path / "a", 0, 80), proportion=3),
+        Stream(remote=write(tmp_path / "b", 1000, 120), proportion=1),
+    ]
+    options: dict[str, Any] = {"streams": streams, "shuffle": True, "batching_method": method, "epoch_size": 160}
+
+    def ranks(num_ranks: int, size: int, state: Any = None) -> list[list[int]]:
+        each = []
+        for rank in range(num_ranks):
+            loader = StreamingDataLoader(StreamingDataset(**options), size, world=World(rank, num_ranks, num_ranks))
+            if state:
+                loader.load_state_dict(state)
+            each.append([batch["id"].numpy()[~loader.last_batch.filler].tolist() for batch in loader])  # type: ignore[union-attr]
+        return [sorted(number for ids in step for number in ids) for step in zip(*each, strict=True)]
+
+    alone = ranks(1, 16)
+    if method != "device_per_stream":
+        assert ranks(2, 8) == ranks(4, 4) == alone
+    loader = StreamingDataLoader(StreamingDataset(**options), 16)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    assert ranks(1, 16, loader.state_dict()) == alone[3:]
+    counts = sum(number < 1000 for step in alone for number in step)
+    assert counts == 120
+
+
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_workers_outlive_a_signal_to_the_whole_job(shards: Path, asked: signal.Signals) -> None:
+    program = (
+        "import signal, sys\n"
+        "from lightning_stream import StreamingDataLoader, StreamingDataset\n"
+        "for number in (signal.SIGINT, signal.SIGTERM):\n"
+        "    signal.signal(number, lambda *_: print('asked', flush=True))\n"
+        "loader = StreamingDataLoader(StreamingDataset(remote=sys.argv[1], shuffle=True), 4, num_workers=2)\n"
+        "for number, batch in enumerate(loader):\n"
+        "    print(*batch['id'].tolist(), flush=True)\n"
+        "    if number == 3:\n"
+        "        sys.stdin.readline()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(shards)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdin is not None
+    lines = [process.stdout.readline() for _ in range(4)]
+    os.killpg(process.pid, asked)
+    lines.append(process.stdout.readline())
+    process.stdin.write("go on\n")
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    numbers = [int(word) for line in [*lines, *rest.splitlines()] for word in line.split() if word != "asked"]
+    assert "asked" in lines[-1]
+    assert sorted(numbers) == list(range(NUM_SAMPLES))
