@@ -56,7 +56,7 @@ def _moto(folder: Path, stack: contextlib.ExitStack) -> Place:
 
 
 def _ceph(folder: Path, stack: contextlib.ExitStack) -> Place:
-    return _s3(stack.enter_context(processes.ceph(folder, KEY, SECRET)), "ceph")
+    return _s3((folder / "endpoint").read_text(), "ceph")
 
 
 def _gcs(folder: Path, stack: contextlib.ExitStack) -> Place:
@@ -141,11 +141,18 @@ def moto_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield endpoint
 
 
+@pytest.fixture(scope="session")
+def ceph_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with processes.ceph(tmp_path_factory.mktemp("ceph-server"), KEY, SECRET) as endpoint:
+        yield endpoint
+
+
 @pytest.fixture(scope="module", params=list(PLACES))
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp(request.param)
-    if PLACES[request.param] in (_moto, _gcs_hmac):
-        (folder / "endpoint").write_text(request.getfixturevalue("moto_endpoint"))
+    if request.param in ("moto", "gcs-hmac", "ceph"):
+        server = "ceph_endpoint" if request.param == "ceph" else "moto_endpoint"
+        (folder / "endpoint").write_text(request.getfixturevalue(server))
     with contextlib.ExitStack() as stack:
         yield PLACES[request.param](folder, stack)
 

@@ -7,10 +7,10 @@ import logging
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 from servers import processes
 from servers.fake_databricks import TOKEN, FakeDatabricks
@@ -43,18 +43,15 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def gateway(ceph_endpoint: str) -> str:
     """A server that checks signatures and rights, which moto does not."""
-    with processes.ceph(tmp_path_factory.mktemp("ceph"), KEY, SECRET) as url:
-        import boto3
-
-        client = boto3.client(
-            "s3", endpoint_url=url, region_name="us-east-1", aws_access_key_id=KEY, aws_secret_access_key=SECRET
-        )
-        for bucket, rights in (("private", "private"), ("public", "public-read")):
-            client.create_bucket(Bucket=bucket, ACL=rights)
-            client.put_object(Bucket=bucket, Key="data/x", Body=b"content", ACL=rights)
-        yield url
+    client = boto3.client(
+        "s3", endpoint_url=ceph_endpoint, region_name="us-east-1", aws_access_key_id=KEY, aws_secret_access_key=SECRET
+    )
+    for bucket, rights in (("private", "private"), ("public", "public-read")):
+        client.create_bucket(Bucket=bucket, ACL=rights)
+        client.put_object(Bucket=bucket, Key="data/x", Body=b"content", ACL=rights)
+    return ceph_endpoint
 
 
 def s3(url: str, gateway: str, **options: Any) -> Any:
