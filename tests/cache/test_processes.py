@@ -8,8 +8,10 @@ import random
 import signal
 import subprocess
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +214,58 @@ def test_waiting_for_another_process_ends_at_its_own_deadline(remote: WebServer,
     ):
         cache.ensure(index.entry(0))
     cache.ensure(index.entry(0))
+
+
+def read_in_child(cache: ShardCache, dataset: Path, said: Any) -> None:
+    index = Index.from_bytes((dataset / "index.json").read_bytes(), str(dataset))
+    for number in range(index.num_shards):
+        with cache.lease(index.entry(number)) as lease:
+            content = (lease.folder / index.entry(number).raw.basename).read_bytes()
+        said.put(content == shard_content(number, SHARD_BYTES))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_forked_while_threads_fetch_can_fetch_too(tmp_path: Path) -> None:
+    index = make_dataset(tmp_path / "d", num_shards=8, shard_bytes=SHARD_BYTES)
+    cache = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "cache", CacheConfig(limit_bytes=5 * SHARD_BYTES))
+    stop, fork = threading.Event(), multiprocessing.get_context("fork")
+    said = fork.SimpleQueue()
+
+    def fetch(first: int) -> None:
+        number = first
+        while not stop.is_set():
+            cache.ensure(index.entry(number % 8))
+            number += 1
+
+    threads = [threading.Thread(target=fetch, args=(first,)) for first in (0, 4)]
+    for thread in threads:
+        thread.start()
+    children = [fork.Process(target=read_in_child, args=(cache, tmp_path / "d", said)) for _ in range(6)]
+    for child in children:
+        child.start()
+    answers = [said.get() for _ in range(6 * 8)]
+    stop.set()
+    for worker in (*threads, *children):
+        worker.join(30)
+    assert answers == [True] * 48
+    assert [child.exitcode for child in children] == [0] * 6
+
+
+def test_sixteen_threads_and_a_small_limit_lose_nothing(tmp_path: Path) -> None:
+    index = make_dataset(tmp_path / "d", num_shards=20, shard_bytes=5000)
+    cache = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "cache", CacheConfig(limit_bytes=18 * 5000))
+
+    def read(seed: int) -> int:
+        right = 0
+        for number in random.Random(seed).choices(range(20), k=60):
+            with cache.lease(index.entry(number)) as lease:
+                right += (lease.folder / f"shard.{number:05}.mds").read_bytes() == shard_content(number, 5000)
+            assert cache._room.ledger.total() <= 18 * 5000
+        return right
+
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(read, range(16))) == [60] * 16
+    held = {f"shard.{number:05}.mds" for number in range(20) if cache.present(index.entry(number))}
+    assert (
+        cache._room.ledger.total() == 5000 * len(held) == sum(path.stat().st_size for path in final_files(cache.folder))
+    )

@@ -170,3 +170,12 @@ def test_an_upload_carries_what_lets_the_server_refuse_damage(moto_place: Any) -
     store.put("x", b"content")
     assert sent == [base64.b64encode(hashlib.md5(b"content").digest()).decode()]
     assert store.read("x") == b"content"
+
+
+def test_a_listing_goes_on_from_page_to_page(moto_place: Any) -> None:
+    store = open_store(moto_place.url, moto_place.options)
+    client = store.store._signed()  # type: ignore[attr-defined]
+    client.meta.events.register("provide-client-params.s3.ListObjectsV2", lambda params, **_: {**params, "MaxKeys": 2})
+    for number in range(7):
+        store.put(f"page/{number}", bytes(number))
+    assert [entry.num_bytes for entry in store.list("page/")] == list(range(7))

@@ -1,0 +1,82 @@
+"""The books of a cache folder: what several processes write is one truth, whatever is torn, rewritten or killed."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_stream.storage import ledger as ledger_module
+from lightning_stream.storage.folders import CacheFolder
+from lightning_stream.storage.ledger import Holding, Ledger
+
+KINDS = st.sampled_from(["reserve", "settle", "forget", "tear"])
+ACTIONS = st.lists(st.tuples(KINDS, st.integers(0, 2), st.integers(0, 5), st.integers(1, 90)), max_size=40)
+
+
+def all_of(held: list[Holding]) -> list[Holding]:
+    return held
+
+
+@given(ACTIONS)
+def test_three_processes_agree_with_one_simple_book(actions: list[tuple[str, int, int, int]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        place = CacheFolder(Path(folder))
+        place.prepare()
+        ledgers = [Ledger(place) for _ in range(3)]
+        book: dict[str, int] = {}
+        for action, who, shard, size in actions:
+            name = f"shard{shard}"
+            if action == "reserve":
+                assert ledgers[who].reserve(Holding((name, f"{name}.meta"), size), None, all_of, lambda _: True) is None
+            if action == "settle":
+                ledgers[who].settle(Holding((name,), size))
+            if action == "forget":
+                ledgers[who].forget(name)
+                book.pop(name, None)
+            if action == "tear":
+                with (place.control / "ledger").open("ab") as file:
+                    file.write(b'["+", 12')
+            if action in ("reserve", "settle"):
+                book[name] = size
+            assert ledgers[(who + 1) % 3].total() == sum(book.values())
+        assert all(one.knows(name) for one in ledgers for name in book)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40)), max_size=60), st.sets(st.integers(0, 9)))
+def test_the_limit_is_never_passed_and_what_is_in_use_never_removed(
+    wanted: list[tuple[int, int]], in_use: set[int]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        place = CacheFolder(Path(folder))
+        place.prepare()
+        book = Ledger(place)
+        removed: list[str] = []
+
+        def remove(held: Holding) -> bool:
+            if int(held.names[0]) in in_use:
+                return False
+            removed.append(held.names[0])
+            return True
+
+        for shard, size in wanted:
+            shortage = book.reserve(Holding((str(shard),), size), 100, all_of, remove)
+            assert book.total() <= 100
+            if shortage is not None:
+                assert shortage.in_use_bytes > 0
+        assert not in_use & set(map(int, removed))
+
+
+def test_a_long_history_is_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_module, "_COMPACT_FROM", 20)
+    place = CacheFolder(tmp_path)
+    place.prepare()
+    one, other = Ledger(place), Ledger(place)
+    for number in range(200):
+        one.settle(Holding((f"s{number % 3}",), number))
+        assert other.total() == one.total()
+    assert (place.control / "ledger").read_bytes().count(b"+") < 50
+    assert one.total() == 197 + 198 + 199
