@@ -103,6 +103,17 @@ def test_accumulation_takes_the_originals_batches_one_after_another(method):
     assert twice.num_batches == -(-once.num_batches // 2)
 
 
+def test_a_rank_left_without_a_batch_gets_flagged_filler():
+    run = run_of(World(0, 8, 8), device=3, batching_method="device_per_stream")
+    plans = [BatchPlan(run.epoch(0), batch_size=24, world=World(rank, 8, 8)) for rank in range(8)]
+    last = plans[0].num_batches - 1
+    shares = [plan.share(last) for plan in plans]
+    assert {len(share) for share in shares} == {3}
+    assert 0 < sum(share.filler.all() for share in shares) < 8
+    positions = np.concatenate([share.positions[~share.filler] for share in shares])
+    assert sorted(positions.tolist()) == list(range(*plans[0].bounds(last)))
+
+
 def test_another_world_continues_the_same_global_batches_and_the_ledger():
     first, second = World(0, 4, 2), World(0, 2, 1)
     run = run_of(first, device=4)
