@@ -14,6 +14,7 @@ from lightning_stream.errors import LightningStreamError, missing_extra
 if TYPE_CHECKING:
     from lightning_stream.dataset import StreamingDataset
     from lightning_stream.loader import StreamingDataLoader
+    from lightning_stream.local_dataset import LocalDataset
     from lightning_stream.order import Position, World
     from lightning_stream.reader import Stream
     from lightning_stream.trainers.lightning import StreamingDataModule
@@ -29,6 +30,7 @@ _HOME = {
     "TSVWriter": "writer",
     "XSVWriter": "writer",
     "merge_index": "writer",
+    "LocalDataset": "local_dataset",
     "Stream": "reader",
     "StreamingDataset": "dataset",
     "StreamingDataLoader": "loader",
@@ -43,6 +45,7 @@ __all__ = [
     "CSVWriter",
     "JSONWriter",
     "LightningStreamError",
+    "LocalDataset",
     "MDSWriter",
     "Position",
     "Stream",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_stream.batches import BatchInfo, micro_batches
-from lightning_stream.order import BatchPlan, OrderConfig, Tail, World
+from lightning_stream.order import BatchPlan, OrderConfig, Position, Tail, World, is_mosaic_state
 from lightning_stream.shared_position import SharedPosition, Start
 
 if TYPE_CHECKING:
@@ -49,6 +49,11 @@ class BatchSettings:
             tail=self.tail,
             start=start.position,
         )
+
+
+def order_in(state: Mapping[str, Any]) -> OrderConfig | None:
+    """The order settings that a state of ours records; None where it is of mosaicml-streaming, which records none."""
+    return None if is_mosaic_state(state) else Position.from_state(state).order
 
 
 class BatchSource(IterableDataset[tuple[Any, BatchInfo]]):
@@ -106,5 +111,12 @@ def read_ahead(dataset: StreamingDataset, infos: Iterator[BatchInfo], device_bat
         dataset.reader.read_ahead(info.ids)
         waiting.append(info)
         if len(waiting) > depth:
-            yield waiting.popleft()
-    yield from waiting
+            yield from _deliver(dataset, waiting)
+    while waiting:
+        yield from _deliver(dataset, waiting)
+
+
+def _deliver(dataset: StreamingDataset, waiting: deque[BatchInfo]) -> Iterator[BatchInfo]:
+    info = waiting.popleft()
+    yield info
+    dataset.reader.done_with(info.ids)

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lightning_stream.batch_source import BatchSettings, read_ahead
+from lightning_stream.batch_source import BatchSettings, order_in, read_ahead
 from lightning_stream.batches import BatchInfo, micro_batches
 from lightning_stream.cache import CacheConfig
 from lightning_stream.collate import collate_columns, collate_samples
 from lightning_stream.formats.sizes import parse_bytes, parse_count
-from lightning_stream.order import MosaicConfig, OrderConfig, Position, RunOrder, Snapshot, World
+from lightning_stream.order import (
+    MosaicConfig,
+    OrderConfig,
+    Position,
+    RunOrder,
+    Snapshot,
+    Tail,
+    World,
+    is_mosaic_state,
+    mosaic_config,
+    mosaic_position,
+)
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.reader import CacheDefaults, ReaderConfig, SampleReader, Stream
 from lightning_stream.runtime import WorldLike, detect_world
 from lightning_stream.sample_random import seed_sample, undisturbed_generators
 from lightning_stream.shared_position import SharedPosition, Start
+from lightning_stream.subset import SubsetReader
 
 Transform = Callable[[dict[str, Any]], Any]
 
@@ -58,7 +72,9 @@ class StreamingDataset(IterableDataset[Any]):
         transform: Called with each sample (a dict) in the worker; its result is what is collated. It may draw from
             the global generators of random, numpy and torch: they are seeded for each sample by its place in the run.
         window: Shards active at once in each canonical node; None for about 128 over all of them.
-        world: Which processes train together; None to detect it when needed.
+        world: Which processes train together: a `World`, a ``(rank, num_ranks)`` pair or a device mesh; None to detect
+            it when needed.
+        data_dimension: With a device mesh, the name of its data-parallel dimension.
         shared_cache: Whether other users of the machine may share the cache folder.
         stream_name: Accepted for compatibility.
 
@@ -96,6 +112,7 @@ class StreamingDataset(IterableDataset[Any]):
         transform: Transform | None = None,
         window: int | None = None,
         world: WorldLike = None,
+        data_dimension: str = "dp",
         shared_cache: bool = False,
     ) -> None:
         if streams is not None and (remote is not None or local is not None or split is not None):
@@ -108,6 +125,7 @@ class StreamingDataset(IterableDataset[Any]):
         self.predownload = predownload
         self.transform = transform
         self.world = world
+        self.data_dimension = data_dimension
         self._shuffle_algo = shuffle_algo
         self._order_arguments: dict[str, Any] = {
             "shuffle": shuffle,
@@ -121,6 +139,8 @@ class StreamingDataset(IterableDataset[Any]):
             "epoch_size": None if epoch_size is None else parse_count(epoch_size),
             "mosaic": MosaicConfig(partition_algo, shuffle_block_size) if shuffle_algo in MOSAIC_ALGORITHMS else None,
         }
+        OrderConfig.resolve(batch_size=1, device_batch_size=1, **self._order_arguments)  # refuses wrong values now
+        _check_weights(self.streams)
         config = CacheConfig(
             limit_bytes=None if cache_limit is None else parse_bytes(cache_limit),
             validate_hash=validate_hash or "auto",
@@ -148,7 +168,7 @@ class StreamingDataset(IterableDataset[Any]):
     @property
     def num_samples(self) -> int:
         """Samples drawn per epoch, over all replicas."""
-        return self.order(self.order_config(None)).epoch(0).num_samples
+        return self.order(self._own_settings().order).num_samples
 
     def __len__(self) -> int:
         """Samples of one replica in a full epoch."""
@@ -156,35 +176,69 @@ class StreamingDataset(IterableDataset[Any]):
 
     def detect_world(self) -> World:
         """The world this process is in, as given or as detected now."""
-        return detect_world(self.world, self.replication or 1)
+        return detect_world(self.world, self.replication or 1, self.data_dimension)
 
     # Its order
 
-    def order_config(
-        self,
-        global_batch_size: int | None,
-        device_batch_size: int | None = None,
-        resumed: OrderConfig | None = None,
-    ) -> OrderConfig:
-        """The order settings of a run with this many samples per optimizer step.
+    def batch_settings(
+        self, world: World, device_batch_size: int, accumulate: int, tail: Tail, resumed: OrderConfig | None = None
+    ) -> BatchSettings:
+        """What a run's batches are: the order settings fill in what the user left open.
 
         Args:
-            global_batch_size: B, samples of one optimizer step over all replicas.
+            world: This process among all that train.
             device_batch_size: Samples of a micro-batch on one device.
-            resumed: The settings of the state that the run continues from: they fill in what the user left open.
+            accumulate: Micro-batches of one optimizer step on each device.
+            tail: What happens to an epoch's rest.
+            resumed: The settings of a state that the run continues from; they fill in before any default does.
         """
-        return OrderConfig.resolve(
-            batch_size=global_batch_size,
-            device_batch_size=device_batch_size,
-            resumed=resumed,
-            **self._order_arguments,
+        size = device_batch_size * accumulate * world.num_replicas
+        order = OrderConfig.resolve(
+            batch_size=size, device_batch_size=device_batch_size, world=world, resumed=resumed, **self._order_arguments
         )
+        return BatchSettings(world, device_batch_size, size, tail, order)
+
+    def accept(
+        self, state: Mapping[str, Any], settings: BatchSettings, on_mismatch: Literal["error", "warn"] = "error"
+    ) -> Position:
+        """Where a state continues under these settings, whose order was resolved with the state's.
+
+        States of mosaicml-streaming are taken too, where the dataset was given that run's `shuffle_algo`.
+
+        Raises:
+            StateError: It cannot be continued here; says what differs.
+        """
+        size, tail = settings.global_batch_size, settings.tail
+        if is_mosaic_state(state):
+            run = self.order(mosaic_config(state, settings.order))
+            loaded = mosaic_position(state, run, batch_size=size, tail=tail)
+        else:
+            loaded, run = Position.from_state(state), self.order(settings.order)
+        for sentence in loaded.check(run, on_mismatch=on_mismatch):
+            warnings.warn(sentence, stacklevel=4)
+        return loaded.normalised(run, batch_size=size, tail=tail, world=settings.world)
 
     def order(self, config: OrderConfig) -> RunOrder:
         """The order of a run with these settings over this data; the latest is kept."""
         if self._run_order is None or self._run_order.config != config:
             self._run_order = RunOrder(self.snapshot, tuple(stream.weights for stream in self.streams), config)
         return self._run_order
+
+    def subset(self, ids: Iterable[int] | NDArray[np.int64]) -> StreamingDataset:
+        """Some samples as a dataset with an order, a fingerprint and a position of its own; reads only their shards.
+
+        Args:
+            ids: Sample ids of this dataset, each at most once.
+        """
+        chosen = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
+        part = copy.copy(self)
+        part.__dict__ |= {
+            "reader": SubsetReader(self.reader, chosen),
+            "_shared": SharedPosition(),
+            "_loaded": None,
+            "_run_order": None,
+        }
+        return part
 
     # Random access
 
@@ -259,13 +313,12 @@ class StreamingDataset(IterableDataset[Any]):
         for info in read_ahead(self, own, settings.device_batch_size):
             yield from self._samples(info)
 
-    def _own_settings(self) -> BatchSettings:
+    def _own_settings(self, state: Mapping[str, Any] | None = None) -> BatchSettings:
         """What this rank's batches are where no loader of ours says it."""
-        world = self.detect_world()
-        size = self.batch_size or 1
-        global_size = size * world.num_replicas
-        resumed = None if self._loaded is None else self._loaded.order
-        return BatchSettings(world, size, global_size, "pad", self.order_config(global_size, size, resumed))
+        resumed = self._loaded.order if self._loaded is not None else None
+        if state is not None:
+            resumed = order_in(state)
+        return self.batch_settings(self.detect_world(), self.batch_size or 1, 1, "pad", resumed)
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         """The position after so many samples, in the form that `load_state_dict` reads.
@@ -290,11 +343,15 @@ class StreamingDataset(IterableDataset[Any]):
         Raises:
             StateError: It cannot be continued over this data under these settings; says what differs.
         """
-        self._loaded = Position.from_state(state)
-        settings = self._own_settings()
-        run = self.order(settings.order)
-        self._loaded.check(run)
-        here = self._loaded.normalised(
-            run, batch_size=settings.global_batch_size, tail=settings.tail, world=settings.world
+        self._loaded = self.accept(state, self._own_settings(state))
+        self._shared.upcoming = Start(self._loaded.epoch, self._loaded.position)
+
+
+def _check_weights(streams: Sequence[Stream]) -> None:
+    relative = [stream for stream in streams if stream.weights.proportion is not None]
+    if relative and len(relative) < len(streams):
+        others = [stream for stream in streams if stream.weights.proportion is None]
+        raise ValueError(
+            "the streams of a mix are weighted all by proportion, or all by repeat or choose; found a proportion for "
+            f"{relative} and none for {others}. Give every stream a proportion, or none"
         )
-        self._shared.upcoming = Start(here.epoch, here.position)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -10,10 +9,12 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_stream.batch_source import BatchSettings, BatchSource
+from lightning_stream.batch_source import BatchSettings, BatchSource, order_in
 from lightning_stream.batches import BatchInfo, count_micro_batches
 from lightning_stream.dataset import StreamingDataset
-from lightning_stream.order import Position, RunOrder, Tail, World, ledger
+from lightning_stream.forecast import tell
+from lightning_stream.order import OrderConfig, Position, RunOrder, Tail, World, explain, ledger, trace
+from lightning_stream.order.tracing import Explanation, TracedBatch
 from lightning_stream.runtime import WorldLike, detect_world
 from lightning_stream.shared_position import SharedPosition, Start
 
@@ -80,6 +81,7 @@ class StreamingDataLoader(DataLoader[Any]):
         )
         self._persistent: tuple[BatchSettings, SharedPosition, DataLoader[Any]] | None = None
         self._persistent_in_use = False
+        self._told: BatchSettings | None = None  # the settings whose forecast was told
         self._summed = (0, 0, 0)  # the ledger's expected sum: of this epoch, up to this position, so much
         self.last_batch: BatchInfo | None = None
         self._on_batch: Callable[[BatchInfo], object] | None = None
@@ -129,14 +131,16 @@ class StreamingDataLoader(DataLoader[Any]):
             return detect_world(self.world, self._streaming.replication or 1)
         return self._streaming.detect_world()
 
-    def settings(self, resumed: Position | None = None) -> BatchSettings:
-        """What the batches are in this world, for a run that continues from a position (by default the loader's)."""
-        world, size = self.detect_world(), self.batch_size
+    def settings(self, resumed: OrderConfig | None = None) -> BatchSettings:
+        """What the batches are in this world, for a run that continues under these order settings.
+
+        They default to those of the loader's own position.
+        """
+        size = self.batch_size
         assert size is not None
-        total = size * world.num_replicas * self.accumulate
-        resumed = resumed or self._position
-        order = self._streaming.order_config(total, size, None if resumed is None else resumed.order)
-        return BatchSettings(world, size, total, self.tail, order)
+        own = None if self._position is None else self._position.order
+        settings = self._streaming.batch_settings(self.detect_world(), size, self.accumulate, self.tail, resumed or own)
+        return settings if resumed is not None or own is None else replace(settings, order=own)
 
     def _run(self, settings: BatchSettings) -> RunOrder:
         return self._streaming.order(settings.order)
@@ -181,7 +185,19 @@ class StreamingDataLoader(DataLoader[Any]):
             position = position.normalised(run, batch_size=size, tail=tail, world=settings.world)
         if not self.evaluation:
             self._position, self._handed_out = position, False
+        if self._told != settings:
+            self._told = settings
+            tell(self._streaming.reader, run, settings)
+            self._refuse_nothing(settings)
         return position
+
+    def _refuse_nothing(self, settings: BatchSettings) -> None:
+        if settings.plan(self._streaming, Start()).num_batches == 0:
+            raise ValueError(
+                f"an epoch must have a batch, but tail={settings.tail!r} leaves none of "
+                f"{self._run(settings).num_samples} samples in global batches of {settings.global_batch_size}. "
+                "Choose a smaller batch, or tail='pad' or 'exact'"
+            )
 
     @staticmethod
     def _after(position: Position, info: BatchInfo) -> Position:
@@ -284,12 +300,17 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def accept(self, state: Mapping[str, Any]) -> Position:
         """As `load_state_dict`, but only say where the state would continue, without moving there."""
-        loaded = Position.from_state(state)
-        settings = self.settings(resumed=loaded)
-        run = self._run(settings)
-        for sentence in loaded.check(run, on_mismatch=self.on_mismatch):
-            warnings.warn(sentence, stacklevel=3)
-        return loaded.normalised(run, batch_size=settings.global_batch_size, tail=settings.tail, world=settings.world)
+        return self._streaming.accept(state, self.settings(order_in(state)), self.on_mismatch)
+
+    def explain(self, position: Position | None = None) -> Explanation:
+        """Which epoch, batch and sample ids come next, here or after a position."""
+        settings = self.settings()
+        return explain(self._run(settings), position or self.position, world=settings.world)
+
+    def trace(self, step: int, position: Position | None = None) -> TracedBatch:
+        """Which samples an optimizer step of the epoch is made of, done or to come; `step` counts from its start."""
+        settings = self.settings()
+        return trace(self._run(settings), position or self.position, step, world=settings.world)
 
 
 def _as_it_is(batch: Any) -> Any:

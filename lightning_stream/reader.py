@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -124,7 +124,7 @@ class ReaderConfig:
         allow_unsafe_types: Whether the ``pkl`` encoding may be decoded: it runs code that the data names.
     """
 
-    max_open_shards: int = 512
+    max_open_shards: int = 256
     fetch_threads: int = 4
     allow_unsafe_types: bool = False
 
@@ -147,6 +147,7 @@ class _Process:
         self.lock = threading.RLock()
         self.open: OrderedDict[int, _OpenShard] = OrderedDict()
         self.fetches: dict[int, Future[Any]] = {}
+        self.awaited: Counter[int] = Counter()  # batches announced by read_ahead that still need the shard
         self.pool = ThreadPoolExecutor(fetch_threads, thread_name_prefix="fetch")
 
     def close(self) -> None:
@@ -230,15 +231,31 @@ class SampleReader:
             return columns
 
     def read_ahead(self, ids: NDArray[np.int64]) -> None:
-        """Begin to fetch the shards of `ids` that are not here, in the order of their first use."""
+        """Begin to fetch the shards of `ids` that are not here, in the order of their first use.
+
+        Each call is answered by one of `done_with`, once the samples were read.
+        """
         numbers = self.snapshot.shards_of(ids)
         _, first_use = np.unique(numbers, return_index=True)
         process = self._mine()
         with process.lock:
             for number in numbers[np.sort(first_use)].tolist():
+                process.awaited[number] += 1
                 if number not in process.open and number not in process.fetches:
                     cache, entry = self.entry(number)
                     process.fetches[number] = process.pool.submit(cache.lease, entry)
+
+    def done_with(self, ids: NDArray[np.int64]) -> None:
+        """Take back what `read_ahead` announced. Under a cache limit, shards that no announced batch needs are let go,
+        so that they may be evicted."""
+        process = self._mine()
+        with process.lock:
+            for number in np.unique(self.snapshot.shards_of(ids)).tolist():
+                process.awaited[number] -= 1
+                if process.awaited[number] <= 0:
+                    del process.awaited[number]
+                    if self.defaults.config.limit_bytes is not None and number in process.open:
+                        process.open.pop(number).close()
 
     def close(self) -> None:
         """Let go of every mapped shard."""

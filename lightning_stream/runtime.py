@@ -29,13 +29,13 @@ _LAUNCHERS = {
 }
 
 
-def detect_world(given: WorldLike = None, replication: int = 1, data_dimension: str | None = None) -> World:
+def detect_world(given: WorldLike = None, replication: int = 1, data_dimension: str = "dp") -> World:
     """Say which process of which world this is.
 
     Args:
         given: A `World` (returned as it is), a ``(rank, num_ranks)`` pair, a device mesh, or None to detect.
         replication: Groups of this many consecutive ranks get the same samples (tensor or sequence parallel).
-        data_dimension: With a device mesh, the name of its data-parallel dimension; default ``"dp"``.
+        data_dimension: With a device mesh, the name of its data-parallel dimension.
 
     Raises:
         ValueError: The parts contradict each other.
@@ -48,7 +48,7 @@ def detect_world(given: WorldLike = None, replication: int = 1, data_dimension: 
         rank, num_ranks = given
         return World(rank, num_ranks, _ranks_per_node(num_ranks, os.environ), replication)
     if given is not None:
-        return _world_of_mesh(given, data_dimension or "dp")
+        return _world_of_mesh(given, data_dimension)
     if dist.is_available() and dist.is_initialized():
         num_ranks = dist.get_world_size()
         return World(dist.get_rank(), num_ranks, _ranks_per_node(num_ranks, os.environ), replication)

@@ -1,0 +1,51 @@
+"""Some samples of a reader's, as a reader of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.order import Snapshot
+from lightning_stream.reader import SampleReader
+
+
+class SubsetReader(SampleReader):
+    """Reads some samples of another reader; its sample ids count through them. Only their shards are fetched.
+
+    Args:
+        whole: The reader of all samples.
+        ids: Sample ids of `whole`, each once.
+    """
+
+    def __init__(self, whole: SampleReader, ids: NDArray[np.int64]) -> None:
+        super().__init__(whole.streams, whole.defaults, whole.config)
+        self.whole = whole
+        self._snapshot, self._ids = whole.snapshot.subset(ids)
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The chosen samples alone, with a digest of their own."""
+        return self._snapshot
+
+    def sample(self, sample_id: int) -> dict[str, Any]:
+        """Read one sample of the subset."""
+        return self.whole.sample(int(self._ids[sample_id]))
+
+    def batch(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Gather samples of the subset as columns."""
+        return self.whole.batch(self._ids[ids], out)
+
+    def read_ahead(self, ids: NDArray[np.int64]) -> None:
+        """Begin to fetch the shards of these samples of the subset."""
+        self.whole.read_ahead(self._ids[ids])
+
+    def done_with(self, ids: NDArray[np.int64]) -> None:
+        """Take back what `read_ahead` announced."""
+        self.whole.done_with(self._ids[ids])
+
+    def close(self) -> None:
+        """Let go of every mapped shard."""
+        self.whole.close()

@@ -1,0 +1,208 @@
+"""The dataset: random access, subsets, whole batches by id, and settings that cannot work."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from lightning_stream import (  # noqa: E402
+    LocalDataset,
+    MDSWriter,
+    Stream,
+    StreamingDataLoader,
+    StreamingDataset,
+    World,
+)
+from lightning_stream.errors import StateError  # noqa: E402
+from lightning_stream.order.mosaic import epoch_work  # noqa: E402
+
+NUM_SAMPLES = 167
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    columns = {"id": "int", "x": "ndarray:float32:4", "name": "str"}
+    with MDSWriter(out=str(folder), columns=columns, size_limit=1000, compression="zstd") as writer:
+        for number in range(NUM_SAMPLES):
+            writer.write({"id": number, "x": np.full(4, number, np.float32), "name": f"sample {number}"})
+    return folder
+
+
+@pytest.fixture
+def dataset(shards: Path, tmp_path: Path) -> StreamingDataset:
+    return StreamingDataset(remote=shards, local=tmp_path / "cache", shuffle=True)
+
+
+def ids_of(loader: StreamingDataLoader) -> list[list[int]]:
+    return [batch["id"].tolist() for batch in loader]
+
+
+def test_any_sample_can_be_read_by_its_index(dataset: StreamingDataset) -> None:
+    assert dataset.size == dataset.num_samples == len(dataset) == NUM_SAMPLES
+    assert dataset[7]["name"] == "sample 7"
+    assert dataset[-1]["id"] == NUM_SAMPLES - 1
+    assert [sample["id"] for sample in dataset[160:170:3]] == [160, 163, 166]
+    assert [sample["id"] for sample in dataset[np.array([3, -1])]] == [3, 166]
+    assert [sample["id"] for sample in dataset[[5, 4]]] == [5, 4]
+    with pytest.raises(IndexError, match="167 samples"):
+        dataset[NUM_SAMPLES]
+
+
+def test_a_batch_is_gathered_as_columns_in_the_order_asked_for(dataset: StreamingDataset) -> None:
+    ids = np.array([166, 0, 50, 50, 3])
+    out = np.zeros((5, 4), np.float32)
+    columns = dataset.read_batch(ids, out={"x": out})
+    assert columns["id"].tolist() == ids.tolist()
+    assert columns["name"] == [f"sample {number}" for number in ids]
+    assert out[:, 0].tolist() == ids.tolist()
+    with pytest.raises(IndexError):
+        dataset.read_batch([NUM_SAMPLES])
+
+
+def test_nothing_is_read_before_the_first_use(tmp_path: Path) -> None:
+    dataset = StreamingDataset(remote=tmp_path / "not there yet", local=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(Exception, match="not there yet"):
+        len(dataset)
+
+
+def test_a_pickled_dataset_reads_the_same(dataset: StreamingDataset) -> None:
+    dataset[0]
+    assert pickle.loads(pickle.dumps(dataset))[5]["id"] == 5
+
+
+def test_a_subset_has_an_order_and_a_state_of_its_own(dataset: StreamingDataset) -> None:
+    chosen = list(range(0, NUM_SAMPLES, 3))
+    part = dataset.subset(chosen)
+    assert (part.size, len(part)) == (56, 56)
+    loader = StreamingDataLoader(part, 10, num_workers=1)
+    batches = ids_of(loader)
+    assert sorted(number for batch in batches for number in batch) == chosen
+    assert part[1]["id"] == 3
+    with pytest.raises(StateError, match="56 samples"):
+        StreamingDataLoader(dataset, 10).load_state_dict(loader.state_dict())
+
+
+def test_a_subset_fetches_only_its_shards(shards: Path, tmp_path: Path) -> None:
+    part = StreamingDataset(remote=shards, local=tmp_path / "cache").subset([0, 1, 2])
+    assert ids_of(StreamingDataLoader(part, 3)) == [[0, 1, 2]]
+    assert len(list((tmp_path / "cache").rglob("*.mds"))) == 1
+
+
+def test_a_local_dataset_is_a_plain_map_style_dataset(tmp_path: Path) -> None:
+    with MDSWriter(out=str(tmp_path / "train"), columns={"id": "int"}) as writer:
+        for number in range(9):
+            writer.write({"id": number})
+    local = LocalDataset(tmp_path, split="train")
+    assert (len(local), local[-1]) == (9, {"id": 8})
+    loader = torch.utils.data.DataLoader(local, batch_size=4, shuffle=True)
+    assert sorted(number for batch in loader for number in batch["id"].tolist()) == list(range(9))
+
+
+class Doubled(StreamingDataset):
+    """A dataset as users of MDS write them."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)["id"] * 2
+
+
+def test_a_subclass_with_its_own_getitem_is_read_through_it(shards: Path, tmp_path: Path) -> None:
+    loader = StreamingDataLoader(Doubled(remote=shards, local=tmp_path / "cache", batch_size=16), num_workers=1)
+    assert sorted(torch.cat(list(loader)).tolist()) == list(range(0, 2 * NUM_SAMPLES, 2))
+
+
+def test_iterating_without_a_loader_follows_the_same_order(shards: Path, tmp_path: Path) -> None:
+    def make() -> StreamingDataset:
+        return StreamingDataset(remote=shards, local=tmp_path / "cache", shuffle=True, batch_size=16)
+
+    plain = make()
+    for epoch in ids_of(StreamingDataLoader(make())), None:
+        seen = [sample["id"] for sample in plain]
+        assert sorted(seen) == list(range(NUM_SAMPLES))
+        if epoch is not None:
+            assert seen == [number for batch in epoch for number in batch]
+
+
+def test_what_comes_next_can_be_explained_and_traced(dataset: StreamingDataset) -> None:
+    loader = StreamingDataLoader(dataset, 16)
+    epoch = ids_of(loader)
+    again = StreamingDataLoader(dataset, 16)
+    batches = iter(again)
+    next(batches), next(batches)
+    assert again.trace(0).ids.tolist() == epoch[0]
+    assert again.trace(5).ids.tolist() == epoch[5]
+    said = again.explain()
+    assert (said.epoch, said.position) == (0, 32)
+    assert "32" in str(said)
+
+
+def test_a_run_of_mosaicml_streaming_continues_in_its_order(shards: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"shuffle": True, "shuffle_algo": "py1e", "num_canonical_nodes": 2, "batch_size": 8}
+    sizes = StreamingDataset(remote=shards, local=tmp_path / "cache").snapshot.shard_sizes
+    state = {
+        "epoch": 1, "sample_in_epoch": 48, "num_canonical_nodes": 2, "shuffle_seed": 17, "initial_physical_nodes": 1,
+    }  # fmt: skip
+    whole = epoch_work(
+        shard_sizes=sizes, weights=[None], sampling_method="balanced", sampling_granularity=1, shuffle=True,
+        shuffle_algo="py1e", batching_method="random", num_physical_nodes=1, ranks_per_node=2, workers_per_rank=1,
+        batch_size=8, num_canonical_nodes=2, epoch=1, sample_in_epoch=48, shuffle_seed=17, shuffle_block_size=None,
+        partition_algo="relaxed",
+    )  # fmt: skip
+    for rank in range(2):
+        dataset = StreamingDataset(remote=shards, local=tmp_path / "cache", world=World(rank, 2, 2), **options)
+        loader = StreamingDataLoader(dataset)
+        loader.load_state_dict(state)
+        expected = [[number for number in batch if number >= 0] for batch in whole[0, rank, 0].tolist()]
+        assert ids_of(loader) == [batch for batch in expected if batch]
+        assert json.dumps(loader.state_dict())
+
+
+def test_a_state_of_mosaicml_streaming_needs_the_algorithm_it_does_not_record(dataset: StreamingDataset) -> None:
+    state = {"epoch": 0, "sample_in_epoch": 16, "num_canonical_nodes": 2, "shuffle_seed": 9176}
+    with pytest.raises(StateError, match="shuffle_algo was left out"):
+        StreamingDataLoader(dataset, 16).load_state_dict(state)
+
+
+def test_a_cache_too_small_for_the_order_is_refused_before_training(shards: Path, tmp_path: Path) -> None:
+    dataset = StreamingDataset(remote=shards, local=tmp_path / "cache", shuffle=True, cache_limit=4000)
+    with pytest.raises(ValueError, match=r"cache_limit is 0\.0 MB.*window="):
+        next(iter(StreamingDataLoader(dataset, 16)))
+
+
+def test_a_cache_limit_that_holds_the_active_shards_suffices(shards: Path, tmp_path: Path) -> None:
+    dataset = StreamingDataset(
+        remote=shards, local=tmp_path / "cache", shuffle=True, cache_limit=8000, num_canonical_nodes=1, window=2
+    )
+    batches = ids_of(StreamingDataLoader(dataset, 8, num_workers=1))
+    assert sorted(number for batch in batches for number in batch) == list(range(NUM_SAMPLES))
+    assert sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.mds")) <= 8000
+
+
+def test_dropping_every_batch_is_refused(dataset: StreamingDataset) -> None:
+    with pytest.raises(ValueError, match="leaves none of 167 samples"):
+        next(iter(StreamingDataLoader(dataset, 200, tail="drop")))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "pass remote="),
+        ({"streams": [], "remote": "x"}, "not both"),
+        ({"remote": "x", "shuffle_algo": "py9"}, "py9"),
+        ({"remote": "x", "batching_method": "sometimes"}, "sometimes"),
+        ({"remote": "x", "sampling_method": "rarely"}, "rarely"),
+        ({"streams": [Stream(remote="x", proportion=1), Stream(remote="y", repeat=1)]}, "proportion"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused_when_made(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        StreamingDataset(**options)
