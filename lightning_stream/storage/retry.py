@@ -35,10 +35,10 @@ class RetryPolicy:
         parts_at_once: How many.
     """
 
-    retries: int = 5
+    retries: int = 6
     timeout_s: float = 60.0
     deadline_s: float = 600.0
-    first_pause_s: float = 0.1
+    first_pause_s: float = 0.2
     longest_pause_s: float = 20.0
     parallel_from_bytes: int = 96 << 20
     part_bytes: int = 32 << 20
@@ -171,13 +171,14 @@ class _Patience:
         """Pause after a failure, or raise it where there were too many."""
         self._failures += 1
         self._in_a_row += 1
-        pause_s = min(self._policy.longest_pause_s, self._policy.first_pause_s * 2**self._in_a_row)
-        pause_s *= random.random()
+        pause_s = min(self._policy.longest_pause_s, self._policy.first_pause_s * 2 ** (self._in_a_row - 1))
+        pause_s *= random.uniform(0.0, 2.0)
         if self._in_a_row > self._policy.retries:
             raise UnavailableError(f"{error} (gave up after {self._in_a_row} failures in a row)") from None
         if time.monotonic() + pause_s - self._begun > self._policy.deadline_s:
             raise self._over(str(error)) from None
-        _log.info("%s; trying again in %.2f s (failure %d)", error, pause_s, self._failures)
+        level = logging.WARNING if 2 * self._in_a_row > self._policy.retries else logging.INFO
+        _log.log(level, "%s; trying again in %.2f s (failure %d)", error, pause_s, self._failures)
         time.sleep(pause_s)
 
     def _over(self, reason: str) -> UnavailableError:

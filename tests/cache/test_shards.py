@@ -376,3 +376,16 @@ def test_only_what_no_hash_could_tell_waits_for_the_disk(
     monkeypatch.setattr(files_module, "_sync", seen.append)
     ShardCache(LocalStore(remote), local).ensure(index.entry(0))
     assert bool(seen) == synced
+
+
+def test_what_another_job_has_just_used_goes_after_what_this_one_needs_late(remote: Path, local: Path) -> None:
+    index = make_dataset(remote, num_shards=6)
+    cache = ShardCache(LocalStore(remote), local, CacheConfig(limit_bytes=30_000))
+    cache.plan({"shard.00000.mds": 5.0, "shard.00003.mds": 6.0, "shard.00004.mds": 7.0}.get)
+    for shard in (0, 1, 2):  # 1 and 2 are no business of this job
+        cache.ensure(index.entry(shard))
+    os.utime(local / "shard.00001.mds", (1, 1))
+    cache.ensure(index.entry(3))
+    assert files(local) == {"shard.00000.mds", "shard.00002.mds", "shard.00003.mds"}
+    cache.ensure(index.entry(4))
+    assert files(local) == {"shard.00000.mds", "shard.00002.mds", "shard.00004.mds"}
