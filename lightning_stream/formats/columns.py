@@ -49,18 +49,20 @@ def gather(shards: Sequence[Shard], which: _Ints, indices: _Ints, out: Buffers |
 def gather_mapped(files: Sequence[Mapped], which: _Ints | None, indices: _Ints, out: Buffers | None) -> Batch:
     """As `gather`, over mapped files of one plan; ``which`` None means that there is one."""
     plan = files[0].plan
-    about = np.array([(m.file.address, m.file.address + m.file.num_bytes, m.first, m.num_samples) for m in files])
-    begin, end = int(about[:, 0].min()), int(about[:, 1].max())
-    begins, firsts, counts = about[:, 0] - begin, about[:, 2], about[:, 3]
-    if which is not None:
+    spans = np.array([one.span for one in files])
+    begin, end = int(spans[:, 0].min()), int(spans[:, 1].max())
+    if which is None:
+        which_spans = spans
+    else:
         _check_range(which, len(files), "shard")
-        begins, firsts, counts = begins[which], firsts[which], counts[which]
+        which_spans = spans[which]
+    begins, _, firsts, counts = which_spans.T
     _check_range(indices, counts, "sample")
     batch = _Located(plan, Stretch(begin, end), len(indices))
     if plan.stride is None:
-        batch.locate_variable(begins, indices)
+        batch.locate_variable(begins - begin, indices)
     else:
-        batch.locate_fixed(begins + firsts + indices * plan.stride)
+        batch.locate_fixed(firsts - begin + indices * plan.stride)
     if batch.broken is not None:
         k = batch.broken
         where = files[0 if which is None else int(which[k])].file.where

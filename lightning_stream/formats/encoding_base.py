@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,9 +49,14 @@ class Encoding:
 
 
 class ViewEncoding(Encoding):
-    """An encoding whose `decode` never keeps the memory it is handed."""
+    """An encoding whose `decode` never keeps the memory it is handed.
+
+    Attributes:
+        quick_decode: A built-in that does what `decode` does, without a Python frame; None if there is none.
+    """
 
     takes_view = True
+    quick_decode: Callable[[Any], Any] | None = None
 
 
 def type_name(value: object) -> str:

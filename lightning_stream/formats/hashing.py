@@ -68,6 +68,15 @@ def digest(name: str, data: bytes | bytearray | memoryview) -> str:
     return state.hexdigest()
 
 
+def digest_parts(names: Iterable[str], parts: Iterable[Any]) -> dict[str, str]:
+    """Hex digests, under each of ``names``, of the bytes that the parts make together."""
+    states = {name: _MAKERS[name]() for name in check_hashes(names)}
+    for part in parts if states else ():
+        for state in states.values():
+            state.update(part)
+    return {name: state.hexdigest() for name, state in states.items()}
+
+
 def digest_file(names: Iterable[str], path: Path) -> dict[str, str]:
     """Hex digests of a file's bytes under each of ``names``, in one pass of bounded memory."""
     states = {name: _MAKERS[name]() for name in check_hashes(names)}

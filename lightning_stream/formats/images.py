@@ -127,6 +127,8 @@ def _original_bytes(image: Image.Image) -> bytes | None:
             data = Path(name).read_bytes()
         else:
             return None
+        if getattr(image, "tile", None) and not getattr(image, "decoderconfig", None) and data[:2] == b"\xff\xd8":
+            return data  # its pixels were never loaded, so nobody changed them
         original = pillow().open(BytesIO(data))
     except (OSError, ValueError):
         return None

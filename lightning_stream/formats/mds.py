@@ -49,7 +49,8 @@ class MdsShard:
         self._path = folder / entry.raw.basename
         file = MappedFile(self._path, self.nbytes)
         first = _check_offsets(file, self.num_samples, self._plan)
-        self._mapped: Mapped | None = Mapped(self._plan, file, self.num_samples, first)
+        span = (file.address, file.address + file.num_bytes, file.address + first, self.num_samples)
+        self._mapped: Mapped | None = Mapped(self._plan, file, span)
 
     @property
     def mapped(self) -> Mapped:

@@ -76,14 +76,13 @@ def offset_table(sizes: Sequence[int] | NDArray[Any], first: int) -> bytes:
     return len(sizes).to_bytes(4, "little") + offsets.astype("<u4").tobytes()
 
 
-def mds_file(config: bytes, sizes: Sequence[int] | NDArray[Any], parts: Sequence[Any]) -> bytes:
-    """A whole MDS file. ``parts`` are the samples' bytes in order, cut anywhere; ``sizes`` are those of the samples."""
-    table = offset_table(sizes, 8 + 4 * len(sizes) + len(config))
-    return b"".join((table, config, *parts))
+def mds_file(config: bytes, sizes: Sequence[int] | NDArray[Any], parts: Sequence[Any]) -> list[Any]:
+    """A whole MDS file, in parts. ``parts`` are the samples' bytes in order, cut anywhere; ``sizes`` the samples'."""
+    return [offset_table(sizes, 8 + 4 * len(sizes) + len(config)), config, *parts]
 
 
 def row_files(
     config: bytes, header: bytes, sizes: Sequence[int] | NDArray[Any], parts: Sequence[Any]
-) -> tuple[bytes, bytes]:
-    """A row format's data file and its meta file. ``header`` is the first line of names, if the format has one."""
-    return b"".join((header, *parts)), offset_table(sizes, len(header)) + config
+) -> tuple[list[Any], list[Any]]:
+    """A row format's data file and its meta file, in parts. ``header`` is the line of names, if the format has one."""
+    return [header, *parts], [offset_table(sizes, len(header)), config]

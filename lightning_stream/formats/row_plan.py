@@ -91,5 +91,5 @@ def _plan_rows(
 def _decoder(encoding: Encoding, chosen: Decoder | None) -> Decoder:
     decode = encoding.decode if chosen is None else chosen
     if chosen is None and getattr(encoding, "takes_view", False):
-        return decode
+        return getattr(encoding, "quick_decode", None) or decode
     return lambda data: decode(bytes(data))

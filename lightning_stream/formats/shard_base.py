@@ -26,8 +26,7 @@ class Mapped(NamedTuple):
 
     plan: RowPlan
     file: MappedFile
-    num_samples: int
-    first: int  # where the first sample begins in the file
+    span: tuple[int, int, int, int]  # address of the file, of its end, of the first sample; number of samples
 
 
 class Shard(Protocol):

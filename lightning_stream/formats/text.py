@@ -7,6 +7,8 @@ import operator
 import pickle
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
+from functools import partial
+from json.scanner import make_scanner
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ from lightning_stream.formats.encoding_base import Encoding, ViewEncoding, type_
 
 class _Bytes(ViewEncoding):
     """Bytes as they are."""
+
+    quick_decode = bytes
 
     def encode(self, value: Any) -> bytes:
         if isinstance(value, (bytes, bytearray, memoryview)):
@@ -28,6 +32,8 @@ class _Bytes(ViewEncoding):
 
 class _Str(ViewEncoding):
     """UTF-8."""
+
+    quick_decode = partial(str, encoding="utf-8")
 
     def encode(self, value: Any) -> bytes:
         if isinstance(value, str):
@@ -79,6 +85,9 @@ class _StrDecimal(ViewEncoding):
             raise ValueError(f"not a decimal number: {bytes(data)[:40]!r}") from error
 
 
+_SCAN: Any = make_scanner(json.JSONDecoder())  # type: ignore[arg-type]  # as json itself calls it
+
+
 class _Json(ViewEncoding):
     """Any JSON value; numpy arrays and numbers inside become lists and numbers."""
 
@@ -89,8 +98,14 @@ class _Json(ViewEncoding):
             raise type(error)(f"json takes a JSON value; got {type_name(value)}: {error}") from error
 
     def decode(self, data: bytes | memoryview) -> Any:
+        text = str(data, "utf-8")
         try:
-            return json.loads(bytes(data))
+            try:
+                value, end = _SCAN(text, 0)
+            except StopIteration:
+                end = -1
+            # white space in front or behind, or no JSON: the slower way knows
+            return value if end == len(text) else json.loads(text)
         except RecursionError as error:
             raise ValueError("JSON nested too deep") from error
 

@@ -21,7 +21,7 @@ _NUMBERED = re.compile(r"shard\.([0-9]+)\.")
 
 
 class _Place(Protocol):
-    def put(self, name: str, data: bytes, *, anew: bool = False) -> None: ...
+    def put(self, name: str, parts: Sequence[Any], *, anew: bool = False) -> None: ...
     def read(self, name: str) -> bytes: ...
 
 
@@ -80,7 +80,7 @@ class Appended:
         """
         texts = [json.dumps(entry, sort_keys=True).encode() for entry in entries]
         if self.index is None or self.text is None:
-            place.put(INDEX_NAME, b'{"shards": [' + b", ".join(texts) + b'], "version": 2}')
+            place.put(INDEX_NAME, [b'{"shards": [', b", ".join(texts), b'], "version": 2}'])
             return
         if place.read(INDEX_NAME) != self.text:
             raise FormatError(
@@ -88,7 +88,7 @@ class Appended:
                 "new shards are not part of the dataset. Append them again, one writer at a time."
             )
         previous = version_name(self.index.digest)
-        place.put(previous, self.text)
+        place.put(previous, [self.text])
         old = [self.index.text(shard) for shard in range(len(self.index))]
         head = b'{"previous": ' + json.dumps(previous).encode() + b', "shards": ['
-        place.put(INDEX_NAME, head + b", ".join(old + texts) + b'], "version": 2}')
+        place.put(INDEX_NAME, [head, b", ".join(old + texts), b'], "version": 2}'])

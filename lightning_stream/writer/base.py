@@ -16,6 +16,7 @@ from lightning_stream.formats.pack import MAX_FILE_BYTES
 from lightning_stream.writer.append import Appended
 from lightning_stream.writer.batch import batch_columns
 from lightning_stream.writer.config import WriterConfig
+from lightning_stream.writer.gathered import Gathered, Pool
 from lightning_stream.writer.land import land_shard
 from lightning_stream.writer.packers import Packer
 from lightning_stream.writer.pipeline import Pipeline
@@ -33,7 +34,7 @@ class ShardWriter(ABC):
     """Cuts samples into shards, and lands each shard in threads of its own: hash, compress, hash, put.
 
     Use it as a context, or call `finish`. Until then there is no index, hence no dataset; a context that raises
-    leaves none, and logs what it left. At most ``max_workers`` + 2 shards are in memory.
+    leaves none, and logs what it left. At most ``max_workers`` + 1 shards are in memory.
 
     Attributes:
         num_samples: Samples taken so far.
@@ -42,14 +43,14 @@ class ShardWriter(ABC):
     def __init__(self, target: Target, config: WriterConfig) -> None:
         self._target = target
         self._config = config
-        self._pipeline: Pipeline[dict[str, Any]] = Pipeline(config.max_workers)
+        self._max_file_bytes = config.max_file_bytes
+        self._pipeline: Pipeline[dict[str, Any]] = Pipeline(config.num_workers(target.is_local))
         self._packer: Packer | None = None
         self._appended = Appended.nothing()
         self._opened = self._finished = False
         self._num_sent = 0
-        self._parts: list[Any] = []
-        self._sizes: list[int] = []
-        self._file_bytes = 0  # of the shard being gathered
+        self._pool = Pool()
+        self._gathered = Gathered(self._pool, 0)
         self.num_samples = 0
 
     @abstractmethod
@@ -67,11 +68,13 @@ class ShardWriter(ABC):
         packer = self._packer or self._open(sample, None)
         parts = packer.encode(sample)
         num_bytes = sum(map(len, parts))
-        if self._config.max_file_bytes < self._file_bytes + num_bytes + packer.extra_bytes:
+        if self._max_file_bytes < self._gathered.file_bytes + num_bytes + packer.extra_bytes:
             self._make_room(packer, num_bytes)
-        self._parts += parts
-        self._sizes.append(num_bytes)
-        self._file_bytes += num_bytes + packer.extra_bytes
+        gathered = self._gathered
+        for part in parts:
+            gathered.add(part)
+        gathered.sizes.append(num_bytes)
+        gathered.file_bytes += num_bytes + packer.extra_bytes
         self.num_samples += 1
 
     def write_batch(self, batch: Any) -> None:
@@ -93,17 +96,19 @@ class ShardWriter(ABC):
         ends = np.cumsum(batch.sizes + packer.extra_bytes)
         begin = taken = 0
         while begin < num_rows:
-            room = self._config.max_file_bytes - self._file_bytes
+            room = self._max_file_bytes - self._gathered.file_bytes
             end = max(begin, int(np.searchsorted(ends, taken + room, side="right")))
-            if end == begin and self._sizes:
+            if end == begin and self._gathered.sizes:
                 self._make_room(packer, int(batch.sizes[begin]))
                 continue
             if end == begin:  # a row that fits no shard but one of its own
                 self._check_alone(packer, int(batch.sizes[begin]))
                 end += 1
-            self._parts += batch.rows(begin, end)
-            self._sizes += batch.sizes[begin:end].tolist()
-            self._file_bytes += int(ends[end - 1]) - taken
+            gathered = self._gathered
+            for part in batch.rows(begin, end):
+                gathered.add(part, owned=batch.owned)
+            gathered.sizes += batch.sizes[begin:end].tolist()
+            gathered.file_bytes += int(ends[end - 1]) - taken
             begin, taken = end, int(ends[end - 1])
 
     def finish(self) -> None:
@@ -118,6 +123,7 @@ class ShardWriter(ABC):
         packer = self._packer or self._open(None, None)
         self._send(packer)
         entries = self._pipeline.finish()
+        self._pool.clear()
         self._appended.put_index(self._target, entries)
         self._finished = True
         self._packer = None
@@ -132,7 +138,7 @@ class ShardWriter(ABC):
             self._opened = True
         packer = self._make_packer(sample, columns)
         self._appended.check(packer.schema)
-        self._file_bytes = packer.empty_bytes
+        self._gathered = Gathered(self._pool, packer.empty_bytes)
         self._packer = packer
         return packer
 
@@ -155,14 +161,13 @@ class ShardWriter(ABC):
 
     def _send(self, packer: Packer) -> None:
         """Hand over the samples gathered so far."""
-        if not self._sizes:
+        gathered = self._gathered
+        if not gathered.sizes:
             return
-        sizes, parts = self._sizes, self._parts
-        self._sizes, self._parts = [], []
-        self._file_bytes = packer.empty_bytes
+        self._gathered = Gathered(self._pool, packer.empty_bytes)
         name = f"shard.{self._appended.next_shard + self._num_sent:05}.{packer.schema.format}"
         self._num_sent += 1
-        self._pipeline.submit(lambda: land_shard(name, packer, sizes, parts, self._target))
+        self._pipeline.submit(lambda: land_shard(name, packer, gathered, self._target))
         if self._config.progress_bar:
             sys.stderr.write(f"\r{self._num_sent:,} shards, {self.num_samples:,} samples")
 

@@ -107,7 +107,7 @@ def _arrow_bytes(column: Any, large: bool) -> Pieces:
     if not len(column):
         return Pieces()
     table = np.frombuffer(offsets, np.int64 if large else np.int32)[column.offset : column.offset + len(column) + 1]
-    view = memoryview(data) if data is not None else memoryview(b"")
+    view = memoryview(data).cast("B") if data is not None else memoryview(b"")
     ends = table.tolist()
     return Pieces(view[begin:end] for begin, end in pairwise(ends))
 

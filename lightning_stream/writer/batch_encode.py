@@ -23,6 +23,7 @@ class EncodedBatch(NamedTuple):
     sizes: NDArray[np.int64]
     parts: Sequence[Any] | _Bytes  # of one array, row k is its row k
     per_row: int
+    owned: bool = True  # False: parts are the caller's memory, to be copied at once
 
     def rows(self, begin: int, end: int) -> Sequence[Any]:
         """The bytes of rows begin to end, in order."""
@@ -83,18 +84,19 @@ def _assemble(
             pieces.append(_joined(run))
         pieces.append(varied[k])
         run = []
-    if run:
+    if len(run) == 1 and not pieces:
+        pieces.append(run[0])  # may be the caller's own memory
+    elif run:
         pieces.append(_joined(run))
     sizes = np.full(num_rows, sum(piece.shape[1] for piece in pieces if isinstance(piece, np.ndarray)), np.int64)
     for length in lengths.values():
         sizes += length
     if len(pieces) == 1 and isinstance(pieces[0], np.ndarray):
-        return EncodedBatch(sizes, pieces[0], 1)
+        return EncodedBatch(sizes, pieces[0], 1, owned=False)
     return EncodedBatch(sizes, _interleaved(pieces, num_rows), len(pieces))
 
 
 def _joined(run: list[_Bytes]) -> _Bytes:
-    """Always memory of our own: the caller may change its arrays before the shard is written."""
     return np.concatenate(run, axis=1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from lightning_stream.formats.compression import check_compression
 from lightning_stream.formats.hashing import check_hashes
 from lightning_stream.formats.pack import MAX_FILE_BYTES
 from lightning_stream.formats.sizes import parse_bytes
+
+_DEFAULT_WORKERS = 4
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,13 @@ class WriterConfig:
     def max_file_bytes(self) -> int:
         """The largest shard."""
         return MAX_FILE_BYTES if self.size_limit is None else self.size_limit
+
+    def num_workers(self, is_local: bool) -> int:
+        """Threads that land shards: where that is only writing to a disk, one does it, and less memory is held."""
+        if self.max_workers is not None:
+            return self.max_workers
+        only_writes = is_local and self.compression is None and not self.hashes
+        return 1 if only_writes else min(_DEFAULT_WORKERS, os.cpu_count() or 1)
 
     @classmethod
     def make(

@@ -60,7 +60,7 @@ def merge_index(
     if not folders:
         raise NotFoundError(f"no {INDEX_NAME} in any folder below {store.url}. Give the root of the partitions.")
     texts = [text for folder in folders for text in _entries(store, folder)]
-    target.put(INDEX_NAME, b'{"version": 2, "shards": [' + b", ".join(texts) + b"]}")
+    target.put(INDEX_NAME, [b'{"version": 2, "shards": [', b", ".join(texts), b"]}"])
 
 
 def _last(place: Any) -> str:

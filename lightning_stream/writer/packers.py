@@ -32,8 +32,8 @@ class Packer(Protocol):
     def encode_batch(self, columns: dict[str, Any], num_rows: int) -> EncodedBatch:
         """The bytes of a batch's rows."""
 
-    def files(self, sizes: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[str, bytes], ...]:
-        """A shard's files: (``"data"`` or ``"meta"``, bytes)."""
+    def files(self, sizes: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[str, list[Any]], ...]:
+        """A shard's files: (``"data"`` or ``"meta"``, the file's bytes in parts)."""
 
 
 class MdsPacker:
@@ -53,7 +53,7 @@ class MdsPacker:
         """The bytes of a batch's rows, column by column."""
         return encode_batch(self.schema, columns, num_rows)
 
-    def files(self, sizes: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[str, bytes], ...]:
+    def files(self, sizes: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[str, list[Any]], ...]:
         """The shard's file."""
         return (("data", mds_file(self._config, sizes, parts)),)
 
@@ -80,7 +80,7 @@ class RowPacker:
         rows = [self.encode(dict(zip(names, row, strict=True)))[0] for row in zip(*values, strict=True)]
         return EncodedBatch(np.fromiter(map(len, rows), np.int64, num_rows), rows, 1)
 
-    def files(self, sizes: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[str, bytes], ...]:
+    def files(self, sizes: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[str, list[Any]], ...]:
         """The shard's data and meta files."""
         data, meta = row_files(self._config, self._header, sizes, parts)
         return (("data", data), ("meta", meta))

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-_DEFAULT_WORKERS = 4
 
 
 class Pipeline(Generic[T]):
-    """Runs jobs in threads; at most ``max_workers`` run and one waits, then `submit` blocks.
+    """Runs jobs in threads; while ``max_workers`` run, `submit` blocks.
 
     Args:
-        max_workers: Threads; None for one per core, up to 4; 0 to run each job in `submit` itself.
+        max_workers: Threads; 0 to run each job in `submit` itself.
     """
 
-    def __init__(self, max_workers: int | None = None) -> None:
-        count = min(_DEFAULT_WORKERS, os.cpu_count() or 1) if max_workers is None else max_workers
-        if count < 0:
+    def __init__(self, max_workers: int) -> None:
+        if max_workers < 0:
             raise ValueError(f"max_workers must be 0 or more; got {max_workers}.")
-        self._count = count
-        self._slots = threading.BoundedSemaphore(count + 1)
+        self._count = max_workers
+        self._slots = threading.BoundedSemaphore(max(1, max_workers))
         self._pool: ThreadPoolExecutor | None = None
         self._futures: list[Future[T]] = []
         self._checked = 0  # futures before this one are known to be well

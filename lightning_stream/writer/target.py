@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.index import INDEX_NAME
-from lightning_stream.storage import Store, open_store
+from lightning_stream.storage import LocalStore, Store, open_store
+from lightning_stream.storage.files import publish
 from lightning_stream.writer.append import Appended
 from lightning_stream.writer.config import WriterConfig
+
+_MAX_VECTORS = 1000  # the system takes 1,024 at once
 
 
 class Target:
@@ -38,6 +43,11 @@ class Target:
         self._anew = False
         self._lock = threading.Lock()
         self.put_names: list[str] = []
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all files go to local folders."""
+        return not any("://" in url for url in self._urls)
 
     def open(self) -> Store:
         """Open the stores; give the one that is kept for good: the remote of a pair."""
@@ -67,8 +77,8 @@ class Target:
                 )
         return Appended.nothing()
 
-    def put(self, name: str, data: bytes, *, anew: bool = False) -> None:
-        """Put one file to every store. Thread-safe.
+    def put(self, name: str, parts: Sequence[Any], *, anew: bool = False) -> None:
+        """Put one file, given in parts, to every store. Thread-safe.
 
         Raises:
             FileExistsError: With ``anew``, or when appending, a file of that name that no index lists.
@@ -79,7 +89,10 @@ class Target:
                     f"{store.url} holds {name!r}, which its index does not list: another writer is appending, or one "
                     "failed. If none is at work, pass exist_ok=True to replace it."
                 )
-            store.put(name, data)
+            if isinstance(store, LocalStore):
+                _write_file(store.folder / name, parts)
+            else:
+                store.put(name, b"".join(parts))
         with self._lock:
             self.put_names.append(name)
 
@@ -89,3 +102,25 @@ class Target:
 
     def __str__(self) -> str:
         return " and ".join(store.url for store in self._stores) or "the writer's folder"
+
+
+def _write_file(path: Path, parts: Sequence[Any]) -> None:
+    """Write a file whole or not at all, without joining its parts in memory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".draft-{secrets.token_hex(16)}")
+    try:
+        with draft.open("wb", buffering=0) as file:
+            for k in range(0, len(parts), _MAX_VECTORS):
+                _write_all(file.fileno(), [memoryview(part).cast("B") for part in parts[k : k + _MAX_VECTORS]])
+        publish(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _write_all(fd: int, views: list[memoryview]) -> None:
+    while views:
+        written = os.writev(fd, views)
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if views:
+            views[0] = views[0][written:]

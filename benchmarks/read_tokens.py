@@ -1,0 +1,103 @@
+"""Shuffled token rows (int32 x 1,024) in batches of 256, in one process, from local shards.
+
+python benchmarks/read_tokens.py [--rounds 3]
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from side_by_side import Clock, main
+
+ROWS, WIDTH, BATCH, LIMIT = 65_536, 1024, 256, 1 << 23
+
+
+def prepare(folder: Path) -> None:
+    from lightning_stream import MDSWriter
+
+    if not (folder / "mds" / "index.json").exists():
+        tokens = np.random.default_rng(0).integers(0, 50_000, (ROWS, WIDTH), np.int32)
+        with MDSWriter(out=folder / "mds", columns={"tokens": f"ndarray:int32:{WIDTH}"}, size_limit=LIMIT) as writer:
+            writer.write_batch({"tokens": tokens})
+        np.save(folder / "tokens.npy", tokens)
+
+
+def score(first_of: list[int], num_shards: int) -> float:
+    """How many shards a batch touches, next to what a random batch would."""
+    expected = num_shards * (1 - (1 - 1 / num_shards) ** BATCH)
+    return round(sum(first_of) / len(first_of) / expected, 3)
+
+
+def ours(folder: Path) -> dict:
+    from lightning_stream import StreamingDataLoader, StreamingDataset
+
+    dataset = StreamingDataset(local=str(folder / "mds"), shuffle=True)
+    loader = StreamingDataLoader(dataset, batch_size=BATCH)
+    clock, count = Clock(), 0
+    for batch in loader:
+        count += len(batch["tokens"])
+    result = clock.stop(count)
+    shards = np.searchsorted(np.cumsum(dataset.reader.indexes[0].shard_sizes), np.arange(count), side="right")
+    return {**result, "shards": int(shards[-1]) + 1}
+
+
+def read_batch(folder: Path) -> dict:
+    """Random access: `read_batch` with the ids in hand, no loader."""
+    from lightning_stream import StreamingDataset
+
+    dataset = StreamingDataset(local=str(folder / "mds"))
+    order = np.random.default_rng(1).permutation(ROWS)
+    clock = Clock()
+    for k in range(0, ROWS, BATCH):
+        dataset.read_batch(order[k : k + BATCH])
+    return clock.stop(ROWS)
+
+
+def bare_numpy(folder: Path) -> dict:
+    """The floor: one array in one mapped file, gathered by numpy."""
+    tokens = np.load(folder / "tokens.npy", mmap_mode="r")
+    order = np.random.default_rng(1).permutation(ROWS)
+    clock = Clock()
+    for k in range(0, ROWS, BATCH):
+        np.take(tokens, order[k : k + BATCH], axis=0)
+    return clock.stop(ROWS)
+
+
+def mosaic(folder: Path) -> dict:
+    from streaming import StreamingDataLoader, StreamingDataset
+
+    dataset = StreamingDataset(local=str(folder / "mds"), shuffle=True, batch_size=BATCH, shuffle_algo="py1e")
+    loader = StreamingDataLoader(dataset, batch_size=BATCH)
+    clock, count = Clock(), 0
+    for batch in loader:
+        count += len(batch["tokens"])
+        if count >= ROWS // 4:
+            break
+    return clock.stop(count)
+
+
+def litdata(folder: Path) -> dict:
+    import litdata
+
+    if not (folder / "litdata" / "index.json").exists():
+        tokens = np.load(folder / "tokens.npy")
+        writer = litdata.streaming.Cache(str(folder / "litdata"), chunk_bytes=LIMIT)
+        for k, row in enumerate(tokens):
+            writer[k] = row
+        writer.done()
+        writer.merge()
+    dataset = litdata.StreamingDataset(str(folder / "litdata"), shuffle=True, drop_last=False)
+    loader = litdata.StreamingDataLoader(dataset, batch_size=BATCH)
+    clock, count = Clock(), 0
+    for batch in loader:
+        count += len(batch)
+    return clock.stop(count)
+
+
+if __name__ == "__main__":
+    main(
+        __file__,
+        {"ours": ours, "ours, read_batch": read_batch, "bare numpy": bare_numpy, "mosaic": mosaic, "litdata": litdata},
+        prepare,
+    )

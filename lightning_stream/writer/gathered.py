@@ -1,0 +1,97 @@
+"""The bytes of the samples of one shard, gathered in memory that is used again.
+
+Fresh memory costs more than copying: its pages are made one by one. So samples are copied into pieces of a pool, which
+come back when their shard has landed. Large values are kept as they are.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+
+PIECE_BYTES = 1 << 23  # numpy asks for huge pages from 4 MiB on, and then making them is cheap
+_LARGE_BYTES = 1 << 14  # kept as they are from here on: copying would cost more than a part of its own
+
+
+class Pool:
+    """Pieces of memory that wait to be used again. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._free: list[memoryview] = []
+        self._lock = threading.Lock()
+
+    def take(self) -> memoryview:
+        """A piece, of any content."""
+        with self._lock:
+            return self._free.pop() if self._free else np.empty(PIECE_BYTES, np.uint8).data
+
+    def give_back(self, pieces: list[memoryview]) -> None:
+        """Take pieces back."""
+        with self._lock:
+            self._free += pieces
+
+    def clear(self) -> None:
+        """Let go of the memory."""
+        with self._lock:
+            self._free.clear()
+
+
+class Gathered:
+    """The samples of one shard, in order.
+
+    Attributes:
+        sizes: Bytes of each sample.
+        file_bytes: Bytes of the shard's sized file so far.
+    """
+
+    def __init__(self, pool: Pool, empty_bytes: int) -> None:
+        self.sizes: list[int] = []
+        self.file_bytes = empty_bytes
+        self._pool = pool
+        self._pieces: list[memoryview] = []
+        self._done: list[Any] = []
+        self._view = memoryview(bytearray())
+        self._begin = self._at = self._room = 0
+
+    def add(self, data: Any, owned: bool = True) -> None:
+        """Add bytes. Large ones are kept, not copied, if they are ``owned``: bytes, or memory that nobody changes."""
+        size = len(data)
+        end = self._at + size
+        if end <= self._room and (size < _LARGE_BYTES or not owned):
+            self._view[self._at : end] = data
+            self._at = end
+        elif size >= _LARGE_BYTES and owned:
+            self._close()
+            self._done.append(data)
+        else:
+            self._add_across(memoryview(data))
+
+    def _add_across(self, data: memoryview) -> None:
+        """Add bytes that do not fit the piece at hand."""
+        while len(data):
+            if self._at == self._room:
+                self._close()
+                self._pieces.append(self._pool.take())
+                self._view = self._pieces[-1]
+                self._begin, self._at, self._room = 0, 0, PIECE_BYTES
+            count = min(len(data), self._room - self._at)
+            self._view[self._at : self._at + count] = data[:count]
+            self._at += count
+            data = data[count:]
+
+    def _close(self) -> None:
+        if self._at > self._begin:
+            self._done.append(self._view[self._begin : self._at])
+        self._begin = self._at
+
+    def parts(self) -> list[Any]:
+        """All bytes, in order, cut anywhere."""
+        self._close()
+        return self._done
+
+    def release(self) -> None:
+        """Give the memory back. The parts must not be used any more."""
+        pieces, self._pieces, self._done, self._view = self._pieces, [], [], memoryview(bytearray())
+        self._pool.give_back(pieces)
