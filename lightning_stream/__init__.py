@@ -13,11 +13,15 @@ from lightning_stream.errors import LightningStreamError, missing_extra
 
 if TYPE_CHECKING:
     from lightning_stream.dataset import StreamingDataset
+    from lightning_stream.formats.encodings import register_encoding
     from lightning_stream.loader import StreamingDataLoader
     from lightning_stream.local_dataset import LocalDataset
     from lightning_stream.order import Position, World
     from lightning_stream.reader import Stream
+    from lightning_stream.spark import StreamToTorchDataset, dataframe_to_mds
+    from lightning_stream.trainers.composer import data_spec
     from lightning_stream.trainers.lightning import StreamingDataModule
+    from lightning_stream.trainers.lightning_position import StreamingCallback
     from lightning_stream.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter, merge_index
 
 __version__ = "0.1.0"
@@ -26,20 +30,31 @@ __version__ = "0.1.0"
 _HOME = {
     "CSVWriter": "writer",
     "JSONWriter": "writer",
-    "MDSWriter": "writer",
-    "TSVWriter": "writer",
-    "XSVWriter": "writer",
-    "merge_index": "writer",
     "LocalDataset": "local_dataset",
+    "MDSWriter": "writer",
+    "Position": "order",
     "Stream": "reader",
-    "StreamingDataset": "dataset",
+    "StreamToTorchDataset": "spark",
+    "StreamingCallback": "trainers.lightning_position",
     "StreamingDataLoader": "loader",
     "StreamingDataModule": "trainers.lightning",
-    "Position": "order",
+    "StreamingDataset": "dataset",
+    "TSVWriter": "writer",
     "World": "order",
+    "XSVWriter": "writer",
+    "data_spec": "trainers.composer",
+    "dataframe_to_mds": "spark",
+    "merge_index": "writer",
+    "register_encoding": "formats.encodings",
 }
 # What an absent package means: the extra of ours that brings it.
-_EXTRA_OF = {"torch": "torch", "lightning": "lightning"}
+_EXTRA_OF = {
+    "torch": "torch",
+    "lightning": "lightning",
+    "pytorch_lightning": "lightning",
+    "composer": "composer",
+    "pyspark": "spark",
+}
 
 __all__ = [
     "CSVWriter",
@@ -49,13 +64,18 @@ __all__ = [
     "MDSWriter",
     "Position",
     "Stream",
+    "StreamToTorchDataset",
+    "StreamingCallback",
     "StreamingDataLoader",
     "StreamingDataModule",
     "StreamingDataset",
     "TSVWriter",
     "World",
     "XSVWriter",
+    "data_spec",
+    "dataframe_to_mds",
     "merge_index",
+    "register_encoding",
 ]
 
 

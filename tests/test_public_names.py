@@ -1,0 +1,50 @@
+"""What the package offers by name; a name added or removed shows here."""
+
+from __future__ import annotations
+
+import pytest
+
+import lightning_stream
+from lightning_stream.errors import MissingExtraError
+
+PUBLIC = {
+    "CSVWriter",
+    "JSONWriter",
+    "LightningStreamError",
+    "LocalDataset",
+    "MDSWriter",
+    "Position",
+    "Stream",
+    "StreamToTorchDataset",
+    "StreamingCallback",
+    "StreamingDataLoader",
+    "StreamingDataModule",
+    "StreamingDataset",
+    "TSVWriter",
+    "World",
+    "XSVWriter",
+    "data_spec",
+    "dataframe_to_mds",
+    "merge_index",
+    "register_encoding",
+}
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(lightning_stream.__all__) == sorted(PUBLIC)
+    assert PUBLIC <= set(dir(lightning_stream))
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_a_public_name_is_there_or_says_which_extra_brings_it(name: str) -> None:
+    try:
+        value = getattr(lightning_stream, name)
+    except MissingExtraError as error:
+        assert "pip install 'lightning-stream[" in str(error)  # noqa: PT017 - either is right, by what is installed
+    else:
+        assert value.__doc__
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Streamer'"):
+        _ = lightning_stream.Streamer
