@@ -11,8 +11,6 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from lightning_stream.formats.encoding_base import Encoding, Layout
 
 __all__ = ["Encoding", "Layout", "encoding_names", "get_encoding", "register_encoding"]
@@ -85,12 +83,6 @@ def register_encoding(
     get_encoding.cache_clear()
 
 
-def register_family(names: tuple[str, ...], make: Callable[[str], Encoding], *, prefix: bool = False) -> None:
-    """Make ``names`` encodings that ``make`` builds from their full name; with ``prefix``, ``name:anything`` too."""
-    for name in names:
-        _REGISTER[name] = _Registered(make, prefix)
-
-
 @lru_cache(maxsize=1024)
 def get_encoding(name: str) -> Encoding:
     """The encoding of that name.
@@ -115,12 +107,6 @@ def encoding_names() -> list[str]:
     return sorted({*_REGISTER, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
-def is_fixed_number(name: str) -> bool:
-    """Whether the encoding's batches are plain numpy arrays of numbers, one per sample."""
-    layout = get_encoding(name).layout
-    return layout is not None and layout.shape == () and np.issubdtype(layout.dtype, np.number)
-
-
 def _always(encoding: Encoding) -> _Registered:
     return _Registered(lambda _: encoding, prefix=False)
 
@@ -135,8 +121,9 @@ def _from_entry_point(name: str) -> _Registered | None:
 
 @lru_cache(maxsize=1)
 def _load_own() -> None:
-    from lightning_stream.formats import arrays, images, scalars, text
+    from lightning_stream.formats import arrays, images, media, scalars, tensors, text
 
-    for names, make, prefix in (*scalars.FAMILIES, *text.FAMILIES, *arrays.FAMILIES, *images.FAMILIES):
-        for name in names:
-            _REGISTER.setdefault(name, _Registered(make, prefix))
+    for module in (scalars, text, arrays, images, tensors, media):
+        for names, make, prefix in module.FAMILIES:
+            for name in names:
+                _REGISTER.setdefault(name, _Registered(make, prefix))

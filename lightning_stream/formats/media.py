@@ -1,0 +1,69 @@
+"""Video and audio: stored as the file's bytes, and decoded only when asked, by PyAV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from io import BytesIO
+from typing import Any
+
+from lightning_stream.errors import missing_extra
+from lightning_stream.formats.encoding_base import Encoding, ViewEncoding, type_name
+
+
+class Media:
+    """A video or audio file in memory. Picklable; two are equal if their bytes are.
+
+    Attributes:
+        data: The file's bytes.
+    """
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def open(self) -> Any:
+        """The file, opened by PyAV: ``with media.open() as container: for frame in container.decode(video=0)``.
+
+        Raises:
+            MissingExtraError: PyAV is not installed.
+        """
+        try:
+            av = import_module("av")
+        except ImportError as error:
+            raise missing_extra("av", "media", "decoding video and audio") from error
+        return av.open(BytesIO(self.data))
+
+    def __bytes__(self) -> bytes:
+        return self.data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __eq__(self, other: object) -> bool:
+        return self.data == other.data if isinstance(other, Media) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.data)
+
+    def __repr__(self) -> str:
+        return f"Media({len(self.data)} bytes)"
+
+
+class _MediaFile(ViewEncoding):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def encode(self, value: Any) -> bytes:
+        if isinstance(value, (bytes, bytearray, memoryview, Media)):
+            return bytes(value)
+        raise TypeError(f"{self.name} takes the bytes of a media file, or Media; got {type_name(value)} {value!r:.60}.")
+
+    def decode(self, data: bytes | memoryview) -> Media:
+        return Media(bytes(data))
+
+
+FAMILIES: tuple[tuple[tuple[str, ...], Callable[[str], Encoding], bool], ...] = (
+    (("video", "audio"), _MediaFile, False),
+)
