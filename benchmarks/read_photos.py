@@ -24,7 +24,7 @@ def prepare(folder: Path) -> None:
                 writer.write({"image": path.read_bytes(), "label": label})
 
 
-def bare_decoder(folder: Path) -> dict:
+def bare_decoder(_: Path) -> dict:
     """The floor: the same decoder over bytes in memory."""
     from lightning_stream.formats.jpeg import decode_jpeg
 
