@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -184,6 +185,17 @@ def test_steps_after_the_last_checkpoint_are_taken_back_on_resume(
             train(uninterrupted.parent, "crashed")
     assert len(trained_ids(uninterrupted.parent / "crashed")) == 10  # the checkpoint knows 8 of them
     folder = train(uninterrupted.parent, "crashed", "ckpt_path=last")
+    assert trained_ids(folder) == trained_ids(uninterrupted)
+
+
+def test_workers_do_not_outlive_a_run_stopped_or_over(uninterrupted: Path, alarm: Any) -> None:
+    with_workers = ("data.num_workers=1", "data.persistent_workers=true")
+    alarm(signal.SIGTERM, 8, False)
+    with pytest.raises(SystemExit):
+        train(uninterrupted.parent, "with-workers", *with_workers)
+    assert multiprocessing.active_children() == []
+    folder = train(uninterrupted.parent, "with-workers", *with_workers, "ckpt_path=last")
+    assert multiprocessing.active_children() == []
     assert trained_ids(folder) == trained_ids(uninterrupted)
 
 
