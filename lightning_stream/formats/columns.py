@@ -56,11 +56,11 @@ def gather_mapped(files: Sequence[Mapped], which: _Ints | None, indices: _Ints, 
     else:
         _check_range(which, len(files), "shard")
         which_spans = spans[which]
-    begins, _, firsts, counts = which_spans.T
+    begins, ends, firsts, counts = which_spans.T
     _check_range(indices, counts, "sample")
     batch = _Located(plan, Stretch(begin, end), len(indices))
     if plan.stride is None:
-        batch.locate_variable(begins - begin, indices)
+        batch.locate_variable(begins - begin, ends - begin, indices)
     else:
         batch.locate_fixed(firsts - begin + indices * plan.stride)
     if batch.broken is not None:
@@ -92,16 +92,20 @@ class _Located:
             self.spans.append((at, column.size or 0))
             at = at + (column.size or 0)
 
-    def locate_variable(self, begins: _Ints, indices: _Ints) -> None:
-        """From the table of offsets to each sample, and from its head to each column."""
+    def locate_variable(self, begins: _Ints, ends: _Ints, indices: _Ints) -> None:
+        """From the table of offsets to each sample, and from its head to each column.
+
+        The table was checked when the file was opened; what is read now is checked again, since a file that somebody
+        changes meanwhile must not lead out of its memory.
+        """
         if not self.num_rows:
             self.spans = [(indices, indices) for _ in self.plan.columns]
             return
         offsets = self._numbers(begins + 4 + 4 * indices, 2)
         at, stop = begins + offsets[:, 0], begins + offsets[:, 1]
-        short = stop - at < self.plan.min_bytes
-        if short.any():
-            self.broken = int(np.flatnonzero(short)[0])
+        astray = (stop - at < self.plan.min_bytes) | (stop > ends)
+        if astray.any():
+            self.broken = int(np.flatnonzero(astray)[0])
             return
         sizes = iter(self._numbers(at, self.plan.num_variable).T)
         at = at + self.plan.head.size

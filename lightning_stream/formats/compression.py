@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 from lightning_stream.errors import FormatError, MissingExtraError, missing_extra
 
 _CHUNK_BYTES = 1 << 20
+_MAX_FILE_BYTES = 1 << 32
 _T = TypeVar("_T")
 
 
@@ -99,6 +100,8 @@ class _WholeReader:
     """For codecs without a bounded stream: one call into a buffer of exactly the promised size."""
 
     def __init__(self, file: BinaryIO, num_bytes: int, decompress_into: Callable[[bytes, bytearray], int]) -> None:
+        if num_bytes >= _MAX_FILE_BYTES:
+            raise ValueError("a shard's file has less than 4 GiB")
         self._file: BinaryIO | None = file
         self._num_bytes = num_bytes
         self._decompress_into = decompress_into
@@ -106,7 +109,7 @@ class _WholeReader:
     def read(self, _: int) -> bytes:
         if self._file is None:
             return b""
-        data, self._file = self._file.read(), None
+        data, self._file = self._file.read(_MAX_FILE_BYTES), None
         out = bytearray(self._num_bytes)
         count = self._decompress_into(data, out)
         return bytes(memoryview(out)[:count])

@@ -84,12 +84,13 @@ def check_basename(name: object, where: str) -> str:
     """A file's name that stays below the dataset's root: relative, ``/`` between folders, nothing special.
 
     Raises:
-        FormatError: Absolute, with ``..``, ``.`` or empty parts, a backslash, a drive, or a control character.
+        FormatError: Absolute, with empty parts or parts that begin with a dot (``..``, the cache's own), a backslash, a
+            drive, a control character, or the index's own name.
     """
     if isinstance(name, str) and name.isprintable() and "\\" not in name and len(name) < 1024 and name[1:2] != ":":
         # a bare name, as nearly all are, needs no splitting
         parts = name.split("/") if "/" in name else (name,)
-        if not any(part in ("", ".", "..") for part in parts):
+        if not any(part == "" or part.startswith(".") for part in parts) and name != "index.json":
             return name
     raise FormatError(
         f"{where}: names of files must be relative and stay below the dataset's folder; found {name!r}. "

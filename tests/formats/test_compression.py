@@ -83,6 +83,12 @@ def test_damaged_files_are_a_format_error(name: str, damage: str) -> None:
     assert len(result) == len(DATA)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_promise_beyond_any_shard_takes_no_memory(name: str) -> None:
+    with pytest.raises(FormatError):
+        decompress(name, compress(name, DATA), 1 << 61)
+
+
 @pytest.mark.parametrize("name", ["br", "bz2", "gz", "zstd"])
 def test_a_bomb_is_refused_in_bounded_memory(name: str) -> None:
     bomb = compress(name if name != "br" else "br:5", bytes(60 << 20))

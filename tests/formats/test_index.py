@@ -90,6 +90,8 @@ def test_any_json_layout_is_read(layout: dict[str, Any]) -> None:
         "a/..",
         "..",
         ".",
+        ".lightning_stream/lock",
+        "index.json",
         "a\nb",
         "x" * 2000,
         5,

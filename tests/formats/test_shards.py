@@ -277,6 +277,17 @@ def test_hostile_headers_are_refused_on_opening(
         open_all(tmp_path / "out")
 
 
+@pytest.mark.parametrize("value", [0, 3, 2**31, 2**32 - 1])
+def test_a_file_changed_after_opening_leads_nowhere(tmp_path: Path, value: int) -> None:
+    (shard,) = write(tmp_path / "out", {"s": "str"}, [{"s": "abc"}] * 4)
+    with (tmp_path / "out" / "shard.00000.mds").open("r+b") as file:
+        file.seek(8)
+        file.write(value.to_bytes(4, "little"))
+    for action in (lambda: shard.sample(0), lambda: shard.columns(np.array([0, 3]))):
+        with pytest.raises(FormatError, match="sample 0"):
+            action()
+
+
 def test_files_of_another_size_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "out", {"n": "int"}, [{"n": 1}])
     path = tmp_path / "out" / "shard.00000.mds"

@@ -261,7 +261,7 @@ def test_a_finished_writer_takes_no_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"columns": {"x": "ints"}}, "no encoding 'ints'. There are: bytes, float16"),
+        ({"columns": {"x": "ints"}}, "no encoding 'ints'. There are: audio, bytes, float16"),
         ({"columns": {}}, "at least one column"),
         ({"compression": "zip"}, "compression must be one of"),
         ({"compression": "zstd:99"}, "compression level out of range"),
