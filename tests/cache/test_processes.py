@@ -66,7 +66,7 @@ def test_a_shard_that_cannot_be_had_is_an_error_in_every_process(remote: WebServ
     for name in [name for name in remote.objects if "shard" in name]:
         del remote.objects[name]
     said = SPAWN.Queue()
-    workers = [start(remote, tmp_path / "cache", CacheConfig(), said, seed=0) for _ in range(4)]
+    workers = [start(remote, tmp_path / "cache", CacheConfig(), said, seed=0) for _ in range(3)]
     messages = [said.get(timeout=60) for _ in workers]
     for worker in workers:
         worker.join()
@@ -77,7 +77,7 @@ def test_a_shard_that_cannot_be_had_is_an_error_in_every_process(remote: WebServ
 def test_killed_at_any_instant_they_leave_nothing_wrong(remote: WebServer, tmp_path: Path) -> None:
     cache, said, rng = tmp_path / "cache", SPAWN.Queue(), random.Random(1)
     config = CacheConfig(limit_bytes=4 * SHARD_BYTES)
-    for seed in range(6):
+    for seed in range(4):
         victim = start(remote, cache, config, said, seed, epochs=50)
         for _ in range(rng.randrange(1, 25)):
             assert said.get(timeout=60)[0] == "read"
@@ -196,7 +196,7 @@ def test_a_store_that_falls_silent_is_an_error_in_every_process_and_a_hang_in_no
     said = SPAWN.Queue()
     with FaultProxy(remote.url, Plan(probability={"stall": 1.0})) as proxy:
         remote.url = proxy.url
-        workers = stalled(remote, tmp_path / "cache", said, 4)
+        workers = stalled(remote, tmp_path / "cache", said, 3)
         messages = [said.get(timeout=60) for _ in workers]
     for worker in workers:
         worker.join()

@@ -137,13 +137,13 @@ def wait_for_it(folder: Path, answers: Any, waiting: Any) -> None:
 
 
 def test_a_failure_is_raised_in_every_waiter_at_once_and_a_later_call_tries_anew(tmp_path: Path) -> None:
-    answers, waiting = FORK.Queue(), FORK.Semaphore(0)
-    waiters = [FORK.Process(target=wait_for_it, args=(tmp_path, answers, waiting)) for _ in range(4)]
+    answers, looks = FORK.Queue(), [FORK.Semaphore(0) for _ in range(4)]
+    waiters = [FORK.Process(target=wait_for_it, args=(tmp_path, answers, waiting)) for waiting in looks]
 
     def fail() -> None:
         for waiter in waiters:
             waiter.start()
-        for _ in range(3 * len(waiters)):  # each looks again and again: it waits
+        for waiting in looks * 3:  # each has looked again and again: it waits
             waiting.acquire()
         raise NotFoundError("the shard is not there")
 

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stream.storage import ledger as ledger_module
@@ -21,6 +21,7 @@ def all_of(held: list[Holding]) -> list[Holding]:
     return held
 
 
+@settings(max_examples=40)
 @given(ACTIONS)
 def test_three_processes_agree_with_one_simple_book(actions: list[tuple[str, int, int, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -46,6 +47,7 @@ def test_three_processes_agree_with_one_simple_book(actions: list[tuple[str, int
         assert all(one.knows(name) for one in ledgers for name in book)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40)), max_size=60), st.sets(st.integers(0, 9)))
 def test_the_limit_is_never_passed_and_what_is_in_use_never_removed(
     wanted: list[tuple[int, int]], in_use: set[int]
