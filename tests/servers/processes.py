@@ -41,17 +41,27 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path, limit_
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], port: int, log: Path) -> Iterator[int]:
-    """A server process, in a group of its own, while the context lasts."""
+def daemon(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process, in a group of its own, while the context lasts; it ends with the tests however these end."""
+    leash = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            [*leash, *command], stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
+        )
     try:
-        wait_for_port(port, process, log)
-        yield port
+        yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], port: int, log: Path) -> Iterator[int]:
+    """The same, once it listens."""
+    with daemon(command, log) as process:
+        wait_for_port(port, process, log)
+        yield port
 
 
 @contextlib.contextmanager
@@ -184,21 +194,9 @@ def _start_ceph(daemons: contextlib.ExitStack, folder: Path, config: Path, fsid:
     daemons.enter_context(running(["ceph-mon", *conf, "-i", "a", "-f"], port, folder / "mon.out"))
     osd = str(uuid.uuid4())
     _tool(folder, "ceph", *conf, "--connect-timeout", "20", "osd", "new", osd)
-    daemons.enter_context(_daemon(["ceph-mgr", *conf, "-i", "x", "-f"], folder / "mgr.out"))
+    daemons.enter_context(daemon(["ceph-mgr", *conf, "-i", "x", "-f"], folder / "mgr.out"))
     _tool(folder, "ceph-osd", *conf, "-i", "0", "--mkfs", "--osd-uuid", osd)
-    daemons.enter_context(_daemon(["ceph-osd", *conf, "-i", "0", "-f"], folder / "osd.out"))
-
-
-@contextlib.contextmanager
-def _daemon(command: list[str], log: Path) -> Iterator[None]:
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    daemons.enter_context(daemon(["ceph-osd", *conf, "-i", "0", "-f"], folder / "osd.out"))
 
 
 def _tool(folder: Path, *command: str) -> None:
