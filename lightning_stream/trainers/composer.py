@@ -1,0 +1,141 @@
+"""`data_spec`: streamed datasets in MosaicML Composer, with the position inside the trainer's checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from lightning_stream.dataset import StreamingDataset
+from lightning_stream.errors import missing_extra
+from lightning_stream.order import Tail
+from lightning_stream.reader import Stream
+from lightning_stream.runtime import WorldLike
+from lightning_stream.trainers.composer_batches import BatchCounter
+from lightning_stream.trainers.composer_loader import ComposerLoader
+
+try:
+    from composer import DataSpec
+
+    from lightning_stream.trainers.composer_position import StreamingPosition
+except ModuleNotFoundError as error:
+    if (error.name or "").split(".")[0] != "composer":
+        raise
+    raise missing_extra("mosaicml", "composer", "lightning_stream.data_spec") from error
+
+DatasetLike = StreamingDataset | Mapping[str, Any] | Sequence[Stream]
+
+
+def data_spec(
+    dataset: DatasetLike | None = None,
+    *,
+    global_batch_size: int | None = None,
+    batch_size: int | None = None,
+    evaluation: bool = False,
+    tail: Tail | None = None,
+    num_workers: int = 0,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    pin_memory: bool | None = None,
+    prefetch_factor: int | None = None,
+    persistent_workers: bool = False,
+    multiprocessing_context: Any = None,
+    world: WorldLike = None,
+    batch_transforms: Callable[[Any], Any] | None = None,
+    microbatch_transforms: Callable[[Any], Any] | None = None,
+    token_column: str = "input_ids",
+    padding_id: int | None = None,
+    num_tokens: int | None = None,
+    get_num_samples_in_batch: Callable[[Any], int | float] | None = None,
+    get_num_tokens_in_batch: Callable[[Any], int | dict[str, int]] | None = None,
+    split_batch: Callable[[Any, int | float], Sequence[Any]] | None = None,
+    on_mismatch: Literal["error", "warn"] = "error",
+    on_missing_state: Literal["restart", "error"] = "restart",
+    **dataset_arguments: Any,
+) -> DataSpec:
+    """Make a Composer `DataSpec` that streams data, and continues a stopped run exactly.
+
+    The position goes into Composer's checkpoints as one JSON string and counts optimizer steps, never fetches; a run
+    may continue on another number of nodes, devices and workers. Nothing has to be added to the trainer.
+
+    Args:
+        dataset: A `StreamingDataset`, its keyword arguments as a mapping, or a list of streams. None takes the keyword
+            arguments that are left, e.g. ``data_spec(remote=..., shuffle=True, global_batch_size=512)``.
+        global_batch_size: Samples of one optimizer step over all devices; each gets an even part of them, which
+            Composer cuts into micro-batches by `device_train_microbatch_size`.
+        batch_size: Samples per device and step, instead.
+        evaluation: Whether this is for evaluation: each sample once, always in the same order, no position.
+        tail: What happens to an epoch's rest: ``"pad"`` (training; filler has no weight in the loss), ``"drop"``, or
+            ``"exact"`` (evaluation).
+        num_workers: Worker processes per rank.
+        collate_fn: From a list of samples to a batch.
+        pin_memory: None pins where there is CUDA.
+        prefetch_factor, persistent_workers, multiprocessing_context: As in `torch.utils.data.DataLoader`.
+        world: Which processes train together; None to detect it when needed.
+        batch_transforms: Called with each batch in host memory, before it is cut into micro-batches.
+        microbatch_transforms: Called with each micro-batch on the device.
+        token_column: Column whose elements are tokens, for Composer's clock and for durations in tokens.
+        padding_id: Tokens of this value do not count.
+        num_tokens: Tokens of an epoch, where known.
+        get_num_samples_in_batch, get_num_tokens_in_batch, split_batch: Instead of ours, which read tensors, arrays,
+            lists, and dicts or tuples of them, and leave filler out.
+        on_mismatch: What to do where data or settings differ from the checkpoint's: ``"error"`` or ``"warn"``.
+        on_missing_state: What to do with a checkpoint that holds no position: ``"restart"`` the data, with a warning,
+            or ``"error"``.
+        dataset_arguments: Arguments of `StreamingDataset`.
+
+    Raises:
+        ValueError: Settings that contradict each other.
+        MissingExtraError: Composer is not installed.
+    """
+    _name_node()
+    follower = None if evaluation else StreamingPosition(on_missing_state)
+    loader = ComposerLoader(
+        _dataset(dataset, dataset_arguments),
+        follower,
+        batch_size=batch_size,
+        global_batch_size=global_batch_size,
+        evaluation=evaluation,
+        tail=tail,
+        num_workers=num_workers,
+        collate_fn=collate_fn,
+        pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+        prefetch_factor=prefetch_factor,
+        persistent_workers=persistent_workers,
+        multiprocessing_context=multiprocessing_context,
+        world=world,
+        on_mismatch=on_mismatch,
+    )
+    if follower is not None:
+        follower.follow(loader)
+    counter = BatchCounter(loader, token_column, padding_id)
+    return DataSpec(
+        loader,
+        num_samples=loader.num_samples,
+        num_tokens=num_tokens,
+        batch_transforms=batch_transforms,
+        microbatch_transforms=microbatch_transforms,
+        split_batch=split_batch or counter.split,
+        get_num_samples_in_batch=get_num_samples_in_batch or counter.num_samples,
+        get_num_tokens_in_batch=get_num_tokens_in_batch or counter.num_tokens,
+    )
+
+
+def _dataset(given: DatasetLike | None, arguments: Mapping[str, Any]) -> StreamingDataset:
+    if isinstance(given, StreamingDataset):
+        if arguments:
+            raise TypeError(
+                f"a dataset is given whole or by its arguments, not both: found a {type(given).__name__} and "
+                f"{', '.join(sorted(arguments))}. Pass these to the dataset"
+            )
+        return given
+    if isinstance(given, Mapping):
+        return StreamingDataset(**{**given, **arguments})
+    return StreamingDataset(**arguments) if given is None else StreamingDataset(streams=given, **arguments)
+
+
+def _name_node() -> None:
+    """Composer asks for NODE_RANK whenever it loads a checkpoint; torchrun names it GROUP_RANK."""
+    if "GROUP_RANK" in os.environ:
+        os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
