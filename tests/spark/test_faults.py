@@ -1,0 +1,135 @@
+"""Whatever Spark's tasks suffer, the dataset is the one that an undisturbed conversion writes, byte by byte."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_stream import spark as room
+
+COLUMNS = {"id": "int64", "twice": "int64"}
+
+
+def files_of(place: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(place)): path.read_bytes()
+        for path in place.rglob("*")
+        if path.is_file() and path.name != "manifest.json"
+    }
+
+
+def kwargs(out: Path) -> dict[str, Any]:
+    return {"out": str(out), "compression": None, "columns": COLUMNS, "size_limit": "2kb"}
+
+
+def doubled(frame: Any, marker: str = "", fail_at: int = -1, times: int = 0) -> Any:
+    """Rows, with a failure in the middle of the partition that holds `fail_at`, `times` over."""
+    for number in frame["id"].tolist():
+        if number == fail_at:
+            seen = sorted(Path(marker).glob("seen-*"))
+            if len(seen) < times:
+                (Path(marker) / f"seen-{len(seen)}").touch()
+                raise RuntimeError("this attempt was made to fail")
+            (Path(marker) / "passed").touch()
+        yield {"id": number, "twice": 2 * number}
+
+
+def noisy(frame: Any, marker: str = "") -> Any:
+    """As `doubled`, but the first attempt writes other bytes before it fails."""
+    first = not (Path(marker) / "failed").exists()
+    for number in frame["id"].tolist():
+        if first and number == 900:
+            (Path(marker) / "failed").touch()
+            raise RuntimeError("this attempt was made to fail")
+        yield {"id": number, "twice": 0 if first and number >= 500 else 2 * number}
+
+
+@pytest.fixture
+def undisturbed(spark: Any, tmp_path: Path) -> dict[str, bytes]:
+    room.dataframe_to_mds(spark.range(0, 1000, 1, 2), mds_kwargs=kwargs(tmp_path / "calm"), udf_iterable=doubled)
+    return files_of(tmp_path / "calm")
+
+
+def test_a_task_that_fails_once_changes_nothing(spark: Any, tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
+    failing = {"marker": str(tmp_path), "fail_at": 800, "times": 1}
+    source = spark.range(0, 1000, 1, 2)
+    room.dataframe_to_mds(source, mds_kwargs=kwargs(tmp_path / "out"), udf_iterable=doubled, udf_kwargs=failing)
+    assert (tmp_path / "passed").exists()
+    assert files_of(tmp_path / "out") == undisturbed
+    assert not list((tmp_path / "out").rglob(".draft-*"))
+
+
+def test_an_attempt_that_wrote_other_bytes_leaves_none(
+    spark: Any, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    source = spark.range(0, 1000, 1, 2)
+    room.dataframe_to_mds(
+        source, mds_kwargs=kwargs(tmp_path / "out"), udf_iterable=noisy, udf_kwargs={"marker": str(tmp_path)}
+    )
+    assert (tmp_path / "failed").exists()
+    assert files_of(tmp_path / "out") == undisturbed
+
+
+def test_a_rerun_after_a_crash_writes_only_what_is_missing(spark: Any, tmp_path: Path) -> None:
+    spark.range(0, 1000, 1, 2).write.parquet(str(tmp_path / "in"))
+
+    def convert(times: int, name: str) -> None:
+        (tmp_path / "times").write_text(str(times))
+        room.dataframe_to_mds(
+            spark.read.parquet(str(tmp_path / "in")),
+            mds_kwargs=kwargs(tmp_path / name),
+            udf_iterable=counted,
+            udf_kwargs={"root": str(tmp_path)},
+        )
+
+    with pytest.raises(Exception, match="made to fail"):
+        convert(99, "out")
+    assert not (tmp_path / "out" / "index.json").exists()
+    (receipt,) = (tmp_path / "out").rglob("*.json.zst")
+    shard = next((tmp_path / "out" / f"part-{receipt.name[:5]}").iterdir())
+    before = shard.stat().st_mtime_ns
+    (tmp_path / "rows.log").unlink()
+    convert(0, "out")
+    again = (tmp_path / "rows.log").read_text().split()
+    assert again == ["500"]  # rows of the one partition that had failed
+    assert shard.stat().st_mtime_ns == before
+    convert(0, "calm")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "calm")
+
+
+def counted(frame: Any, root: str) -> Any:
+    with (Path(root) / "rows.log").open("a") as log:
+        log.write(f"{len(frame)}\n")
+    failing = int((Path(root) / "times").read_text())
+    for number in frame["id"].tolist():
+        if number == 900 and failing:
+            raise RuntimeError("this attempt was made to fail")
+        yield {"id": number, "twice": 2 * number}
+
+
+def test_remains_of_another_conversion_are_not_taken_for_this_one(spark: Any, tmp_path: Path) -> None:
+    failing = {"marker": str(tmp_path), "fail_at": 800, "times": 99}
+    source = spark.range(0, 1000, 1, 2)
+    with pytest.raises(Exception, match="made to fail"):
+        room.dataframe_to_mds(source, mds_kwargs=kwargs(tmp_path / "out"), udf_iterable=doubled, udf_kwargs=failing)
+    with pytest.raises(FileExistsError, match="differs from this one"):
+        room.dataframe_to_mds(source, mds_kwargs=kwargs(tmp_path / "out"), udf_iterable=doubled)
+
+
+@pytest.mark.slow
+def test_killed_executors_and_speculation_change_nothing(
+    tmp_path: Path, spark: Any, undisturbed: dict[str, bytes]
+) -> None:
+    script = Path(__file__).parents[1] / "support" / "spark_cluster.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert (tmp_path / "killed").exists()
+    assert len(list(tmp_path.glob("lagging-*"))) >= 2  # the slow partition was run twice at once
+    assert files_of(tmp_path / "out-kill") == undisturbed
+    assert files_of(tmp_path / "out-lag") == undisturbed
