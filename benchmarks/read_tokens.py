@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from side_by_side import Clock, main
 
-ROWS, WIDTH, BATCH, LIMIT = 65_536, 1024, 256, 1 << 23
+ROWS, WIDTH, BATCH, LIMIT, EPOCHS = 65_536, 1024, 256, 1 << 23, 4
 
 
 def prepare(folder: Path) -> None:
@@ -23,23 +23,25 @@ def prepare(folder: Path) -> None:
         np.save(folder / "tokens.npy", tokens)
 
 
-def score(first_of: list[int], num_shards: int) -> float:
-    """How many shards a batch touches, next to what a random batch would."""
-    expected = num_shards * (1 - (1 - 1 / num_shards) ** BATCH)
-    return round(sum(first_of) / len(first_of) / expected, 3)
-
-
 def ours(folder: Path) -> dict:
     from lightning_stream import StreamingDataLoader, StreamingDataset
 
-    dataset = StreamingDataset(local=str(folder / "mds"), shuffle=True)
-    loader = StreamingDataLoader(dataset, batch_size=BATCH)
-    clock, count = Clock(), 0
-    for batch in loader:
-        count += len(batch["tokens"])
-    result = clock.stop(count)
-    shards = np.searchsorted(np.cumsum(dataset.reader.indexes[0].shard_sizes), np.arange(count), side="right")
-    return {**result, "shards": int(shards[-1]) + 1}
+    loader = StreamingDataLoader(StreamingDataset(local=str(folder / "mds"), shuffle=True), batch_size=BATCH)
+    clock = Clock()
+    return clock.stop(sum(len(batch["tokens"]) for _ in range(EPOCHS) for batch in loader), **touched(folder))
+
+
+def touched(folder: Path) -> dict:
+    """The shuffle score: shards in a batch of the first epoch, over those in a random batch."""
+    from lightning_stream import StreamingDataset
+    from lightning_stream.order import OrderConfig, RunOrder, StreamWeights
+
+    snapshot = StreamingDataset(local=str(folder / "mds")).snapshot
+    config = OrderConfig.resolve(batch_size=BATCH, shuffle=True)
+    epoch = RunOrder(snapshot, (StreamWeights(),), config).epoch(0)
+    counts = [len(set(snapshot.shards_of(epoch.ids(k, k + BATCH)).tolist())) for k in range(0, ROWS, BATCH)]
+    num_shards = len(snapshot.shard_offsets) - 1
+    return {"score": round(sum(counts) / len(counts) / (num_shards * (1 - (1 - 1 / num_shards) ** BATCH)), 2)}
 
 
 def read_batch(folder: Path) -> dict:
@@ -49,9 +51,9 @@ def read_batch(folder: Path) -> dict:
     dataset = StreamingDataset(local=str(folder / "mds"))
     order = np.random.default_rng(1).permutation(ROWS)
     clock = Clock()
-    for k in range(0, ROWS, BATCH):
-        dataset.read_batch(order[k : k + BATCH])
-    return clock.stop(ROWS)
+    for k in range(0, ROWS * EPOCHS, BATCH):
+        dataset.read_batch(order[k % ROWS : k % ROWS + BATCH])
+    return clock.stop(ROWS * EPOCHS)
 
 
 def bare_numpy(folder: Path) -> dict:
@@ -59,9 +61,9 @@ def bare_numpy(folder: Path) -> dict:
     tokens = np.load(folder / "tokens.npy", mmap_mode="r")
     order = np.random.default_rng(1).permutation(ROWS)
     clock = Clock()
-    for k in range(0, ROWS, BATCH):
-        np.take(tokens, order[k : k + BATCH], axis=0)
-    return clock.stop(ROWS)
+    for k in range(0, ROWS * EPOCHS, BATCH):
+        np.take(tokens, order[k % ROWS : k % ROWS + BATCH], axis=0)
+    return clock.stop(ROWS * EPOCHS)
 
 
 def mosaic(folder: Path) -> dict:
@@ -89,10 +91,8 @@ def litdata(folder: Path) -> dict:
         writer.merge()
     dataset = litdata.StreamingDataset(str(folder / "litdata"), shuffle=True, drop_last=False)
     loader = litdata.StreamingDataLoader(dataset, batch_size=BATCH)
-    clock, count = Clock(), 0
-    for batch in loader:
-        count += len(batch)
-    return clock.stop(count)
+    clock = Clock()
+    return clock.stop(sum(len(batch) for _ in range(EPOCHS) for batch in loader))
 
 
 if __name__ == "__main__":

@@ -67,11 +67,37 @@ def mosaic_bytes(folder: Path) -> dict:
     return write(folder, MDSWriter, as_image=False)
 
 
+class NoWriter:
+    """Takes samples and does nothing: what opening the photos costs by itself."""
+
+    def __init__(self, **_: object) -> None:
+        pass
+
+    def __enter__(self) -> NoWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def write(self, _: object) -> None:
+        pass
+
+
+def opening(folder: Path) -> dict:
+    return write(folder, NoWriter, as_image=True)
+
+
+def reading(folder: Path) -> dict:
+    return write(folder, NoWriter, as_image=False)
+
+
 if __name__ == "__main__":
     contenders = {
         "ours, images": ours,
         "mosaic, images": mosaic,
+        "only opening images": opening,
         "ours, bytes": ours_bytes,
         "mosaic, bytes": mosaic_bytes,
+        "only reading bytes": reading,
     }
     main(__file__, contenders, prepare)

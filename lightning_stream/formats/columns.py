@@ -209,7 +209,7 @@ def _equal_arrays(stretch: Stretch, column: Column, at: _Ints, size: int | _Ints
 def _gather_apart(shards: Sequence[Shard], which: _Ints, indices: _Ints, out: Buffers | None) -> Batch:
     """For formats that are not mapped as samples: each shard its part, then put in the batch's order."""
     parts: list[tuple[_Ints, Batch]] = []
-    for number in np.unique(which).tolist():
+    for number in sorted(set(which.tolist())):
         rows = np.flatnonzero(which == number)
         parts.append((rows, shards[number].columns(indices[rows])))
     names = list(parts[0][1]) if parts else []

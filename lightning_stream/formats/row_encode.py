@@ -24,16 +24,17 @@ class MdsEncoder:
             (name, encoding, get_encoding(encoding).encode, size)
             for name, encoding, size in zip(schema.names, schema.encodings, schema.sizes, strict=True)
         ]
-        self._pack_head = struct.Struct(f"<{sum(size is None for size in schema.sizes)}I").pack
+        num_variable = sum(size is None for size in schema.sizes)
+        self._pack_head = struct.Struct(f"<{num_variable}I").pack if num_variable else None
 
     def encode(self, sample: Mapping[str, Any]) -> list[bytes]:
-        """The sample's parts: its head, and a value per column. Keys that are no columns are left out.
+        """The sample's parts: its head, if it has one, and a value per column. Keys that are no columns are left out.
 
         Raises:
             TypeError: A value of a type its column does not take; names the column.
             ValueError: A column is missing, or a value is out of range, or of a wrong shape, dtype or length.
         """
-        parts: list[bytes] = [b""]
+        parts: list[bytes] = []
         sizes: list[int] = []
         name = encoding = ""
         try:
@@ -47,8 +48,10 @@ class MdsEncoder:
                 parts.append(data)
         except Exception as error:
             raise _column_error(name, encoding, sample, error) from error
+        if self._pack_head is None:
+            return parts
         try:
-            parts[0] = self._pack_head(*sizes)
+            parts.insert(0, self._pack_head(*sizes))
         except struct.error as error:
             raise ValueError(f"a value must stay under 4 GiB; the sample's sizes are {sizes}.") from error
         return parts

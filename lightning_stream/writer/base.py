@@ -106,7 +106,7 @@ class ShardWriter(ABC):
                 end += 1
             gathered = self._gathered
             for part in batch.rows(begin, end):
-                gathered.add(part, owned=batch.owned)
+                gathered.add(part)
             gathered.sizes += batch.sizes[begin:end].tolist()
             gathered.file_bytes += int(ends[end - 1]) - taken
             begin, taken = end, int(ends[end - 1])

@@ -18,12 +18,14 @@ _Bytes = NDArray[np.uint8]
 
 
 class EncodedBatch(NamedTuple):
-    """The rows of a batch as bytes. Row k is parts[k * per_row : (k + 1) * per_row], of sizes[k] bytes."""
+    """The rows of a batch as bytes. Row k is parts[k * per_row : (k + 1) * per_row], of sizes[k] bytes.
+
+    Parts may be views of the caller's memory: they are to be copied before `write_batch` returns.
+    """
 
     sizes: NDArray[np.int64]
     parts: Sequence[Any] | _Bytes  # of one array, row k is its row k
     per_row: int
-    owned: bool = True  # False: parts are the caller's memory, to be copied at once
 
     def rows(self, begin: int, end: int) -> Sequence[Any]:
         """The bytes of rows begin to end, in order."""
@@ -92,7 +94,7 @@ def _assemble(
     for length in lengths.values():
         sizes += length
     if len(pieces) == 1 and isinstance(pieces[0], np.ndarray):
-        return EncodedBatch(sizes, pieces[0], 1, owned=False)
+        return EncodedBatch(sizes, pieces[0], 1)
     return EncodedBatch(sizes, _interleaved(pieces, num_rows), len(pieces))
 
 

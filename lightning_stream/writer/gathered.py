@@ -1,7 +1,7 @@
 """The bytes of the samples of one shard, gathered in memory that is used again.
 
 Fresh memory costs more than copying: its pages are made one by one. So samples are copied into pieces of a pool, which
-come back when their shard has landed. Large values are kept as they are.
+come back when their shard has landed. Large bytes objects are kept as they are.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class Gathered:
         self._view = memoryview(bytearray())
         self._begin = self._at = self._room = 0
 
-    def add(self, data: Any, owned: bool = True) -> None:
-        """Add bytes. Large ones are kept, not copied, if they are ``owned``: bytes, or memory that nobody changes."""
+    def add(self, data: Any) -> None:
+        """Add bytes or a view of some; large bytes objects, which nobody can change, are kept as they are."""
         size = len(data)
         end = self._at + size
-        if end <= self._room and (size < _LARGE_BYTES or not owned):
-            self._view[self._at : end] = data
-            self._at = end
-        elif size >= _LARGE_BYTES and owned:
+        if size >= _LARGE_BYTES and type(data) is bytes:
             self._close()
             self._done.append(data)
+        elif end <= self._room:
+            self._view[self._at : end] = data
+            self._at = end
         else:
             self._add_across(memoryview(data))
 
