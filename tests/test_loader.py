@@ -352,3 +352,19 @@ def test_workers_outlive_a_signal_to_the_whole_job(shards: Path, asked: signal.S
     numbers = [int(word) for line in [*lines, *rest.splitlines()] for word in line.split() if word != "asked"]
     assert "asked" in lines[-1]
     assert sorted(numbers) == list(range(NUM_SAMPLES))
+
+
+def test_workers_end_at_once_with_a_trainer_that_an_error_ends(shards: Path) -> None:
+    program = (
+        "import sys\n"
+        "from lightning_stream import StreamingDataLoader, StreamingDataset\n"
+        "dataset = StreamingDataset(remote=sys.argv[1], shuffle=True)\n"
+        "loader = StreamingDataLoader(dataset, 4, num_workers=2, persistent_workers=True)\n"
+        "for batch in loader:\n"
+        "    raise RuntimeError('of the user')\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(shards)], capture_output=True, text=True, timeout=25, check=False
+    )
+    assert run.returncode == 1
+    assert "of the user" in run.stderr
