@@ -50,8 +50,8 @@ class StreamingDataset(IterableDataset[Any]):
     Args:
         streams: Several streams to mix; else `remote`, `local` and `split` describe one.
         remote, local, split: See `Stream`.
-        download_retry: How often a failed request is tried again.
-        download_timeout: Longest silence on a connection, in seconds.
+        download_retry: How often a failed request is tried again; None for what suits the store.
+        download_timeout: Longest silence on a connection, in seconds; None for what suits the store.
         validate_hash: Name of the hash to check fetched files with; None checks whatever the index has.
         keep_zip: Whether compressed files stay in the cache after decompression.
         epoch_size: Samples per epoch (``"100k"`` is understood); None for what the streams' weights say.
@@ -89,8 +89,8 @@ class StreamingDataset(IterableDataset[Any]):
         remote: str | os.PathLike[str] | None = None,
         local: str | os.PathLike[str] | None = None,
         split: str | None = None,
-        download_retry: int = 2,
-        download_timeout: float = 60,
+        download_retry: int | None = None,
+        download_timeout: float | None = None,
         validate_hash: str | None = None,
         keep_zip: bool = False,
         epoch_size: int | str | None = None,

@@ -110,8 +110,8 @@ class CacheDefaults:
     """What a dataset sets for all its streams."""
 
     config: CacheConfig = field(default_factory=CacheConfig)
-    retries: int = 2
-    timeout_s: float = 60.0
+    retries: int | None = None
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True)

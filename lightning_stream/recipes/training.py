@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import shutil
 import signal
@@ -15,7 +14,6 @@ from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_stream.errors import LightningStreamError
 from lightning_stream.recipes.callbacks import RunStopped
@@ -48,8 +46,6 @@ def train(config: DictConfig) -> RunSummary | None:
     except RunStopped as stop:
         _say_how_to_go_on(stop, config)
         signum = stop.signum
-    finally:
-        _end_workers()
     raise SystemExit(_SIGNALLED + signum)
 
 
@@ -78,17 +74,6 @@ def _run(config: DictConfig) -> RunSummary | None:
 def checkpoint_to_continue(ckpt_path: str | None, folder: Path) -> str | None:
     """The checkpoint that `ckpt_path` means: ``last`` is the newest of the run's own folder."""
     return str(last_checkpoint(folder)) if ckpt_path == "last" else ckpt_path
-
-
-def _end_workers() -> None:
-    """End what workers a run leaves behind.
-
-    Trainer, loops and loaders refer to each other and live until the interpreter ends, when torch can no longer tell
-    workers to leave: it would wait for each in vain.
-    """
-    for one in gc.get_objects():
-        if type(one) is _MultiProcessingDataLoaderIter:  # isinstance() would ask lazy objects for their class
-            one._shutdown_workers()  # noqa: SLF001 - what its own destructor calls; nothing public does
 
 
 @rank_zero_only
