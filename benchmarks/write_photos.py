@@ -73,7 +73,7 @@ class NoWriter:
     def __init__(self, **_: object) -> None:
         pass
 
-    def __enter__(self) -> NoWriter:
+    def __enter__(self):
         return self
 
     def __exit__(self, *_: object) -> None:
