@@ -10,6 +10,7 @@ import torch
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.order import Tail, World
+from lightning_stream.trainers.lightning_loops import RecreatedLoader, loader_kept_as_it_is
 from lightning_stream.trainers.lightning_package import LightningDataModule
 from lightning_stream.trainers.lightning_position import StreamingCallback
 
@@ -36,7 +37,7 @@ class StreamingDataModule(LightningDataModule):
         prefetch_factor, persistent_workers, multiprocessing_context: As in `torch.utils.data.DataLoader`.
         replication: Groups of this many consecutive ranks get the same samples.
         prepare: Called once per node before anything is read, e.g. to convert the data.
-        seed_steps, on_missing_state: See `StreamingCallback`.
+        seed_steps, on_missing_state, check_delivery, show_position: See `StreamingCallback`.
 
     Raises:
         ValueError: Neither or both of `global_batch_size` and `batch_size`.
@@ -64,6 +65,8 @@ class StreamingDataModule(LightningDataModule):
         prepare: Callable[[], object] | None = None,
         seed_steps: int | None = None,
         on_missing_state: str = "error",
+        check_delivery: bool = True,
+        show_position: bool = True,
     ) -> None:
         super().__init__()
         if (global_batch_size is None) == (batch_size is None):
@@ -90,7 +93,9 @@ class StreamingDataModule(LightningDataModule):
             "persistent_workers": persistent_workers,
             "multiprocessing_context": multiprocessing_context,
         }
-        self.position_callback = StreamingCallback(seed_steps, on_missing_state)
+        self.position_callback = StreamingCallback(
+            seed_steps, on_missing_state, check_delivery=check_delivery, show_position=show_position
+        )
         self.position_callback.make_loader = self._make_train_loader
 
     def prepare_data(self) -> None:
@@ -100,9 +105,18 @@ class StreamingDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Put the position's callback first, so that what ModelCheckpoint saves is up to date."""
-        assert self.trainer is not None
-        if stage == "fit" and self.position_callback not in self.trainer.callbacks:  # type: ignore[attr-defined]
-            self.trainer.callbacks.insert(0, self.position_callback)  # type: ignore[attr-defined]
+        trainer: Any = self.trainer
+        assert trainer is not None
+        if stage != "fit":
+            return
+        for other in [c for c in trainer.callbacks if isinstance(c, StreamingCallback)]:
+            if other.make_loader is None:
+                raise ValueError(
+                    "one callback keeps the position, and StreamingDataModule brings its own: remove StreamingCallback "
+                    "from the trainer's callbacks, and pass its settings (seed_steps=...) to StreamingDataModule"
+                )
+            trainer.callbacks.remove(other)  # of a fit before this one, perhaps with another data module
+        trainer.callbacks.insert(0, self.position_callback)
 
     def train_dataloader(self) -> StreamingDataLoader:
         """The training loader, at the position trained up to."""
@@ -142,7 +156,7 @@ class StreamingDataModule(LightningDataModule):
         if dataset is None:
             raise ValueError("the trainer asked for training data, but StreamingDataModule got none: pass train=")
         trainer: Any = self.trainer
-        return StreamingDataLoader(
+        loader = StreamingDataLoader(
             dataset,
             self.batch_size,
             global_batch_size=self.global_batch_size,
@@ -153,6 +167,7 @@ class StreamingDataModule(LightningDataModule):
             pin_memory=self._pins(),
             **self._worker_arguments,
         )
+        return loader_kept_as_it_is(loader) if trainer.overfit_batches else loader
 
     def _evaluation_loader(self, name: str) -> StreamingDataLoader | list[Any]:
         dataset = self.datasets[name]
@@ -160,7 +175,7 @@ class StreamingDataModule(LightningDataModule):
             return []
         world = self.world()
         train_size = self.batch_size or max(1, (self.global_batch_size or 1) // world.num_replicas)
-        return StreamingDataLoader(
+        loader = RecreatedLoader(
             dataset,
             self.eval_batch_size or train_size,
             evaluation=True,
@@ -169,6 +184,8 @@ class StreamingDataModule(LightningDataModule):
             pin_memory=self._pins(),
             **self._worker_arguments,
         )
+        trainer: Any = self.trainer
+        return loader_kept_as_it_is(loader) if trainer.overfit_batches else loader
 
     def _pins(self) -> bool:
         trainer: Any = self.trainer

@@ -7,11 +7,14 @@ devices. So the loops' counters in the checkpoint are rewritten from the data's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils.data import SequentialSampler
+
 from lightning_stream.errors import StateError
+from lightning_stream.loader import StreamingDataLoader
 
 TRIED_VERSIONS = ("2.4", "2.7")  # from, up to but excluding
 
@@ -63,6 +66,8 @@ def rewrite_loops(checkpoint: dict[str, Any], at: LoopPosition) -> None:
 
 
 def _rewrite(fit_loop: dict[str, Any], at: LoopPosition, global_step: int) -> None:
+    # Loaders' own states: ours follows the callback, another number of loaders would be an error.
+    fit_loop["state_dict"].pop("combined_loader", None)
     batches = fit_loop["epoch_loop.batch_progress"]
     half_saved = batches["total"]["ready"] != batches["total"]["completed"] or batches["is_last_batch"]
     _set(batches["current"], at.batch, at.batch)
@@ -117,9 +122,29 @@ def validation_is_due(trainer: Any, at: LoopPosition) -> bool:
     return (at.epoch + 1) % trainer.check_val_every_n_epoch == 0 and at.batch % every == 0
 
 
-def loader_states(checkpoint: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def loader_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The states that Lightning itself saved of stateful loaders, ours or others'."""
     fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
-    for state in fit_loop.get("state_dict", {}).get("combined_loader", []):
-        if isinstance(state, dict):
-            yield state
+    states = fit_loop.get("state_dict", {}).get("combined_loader", [])
+    return [state for state in states if isinstance(state, dict)]
+
+
+class RecreatedLoader(StreamingDataLoader):
+    """A loader that Lightning may make once more from its arguments, as it does for prediction.
+
+    It then adds a sampler and a batch sampler, None since the dataset has the order.
+    """
+
+    def __init__(self, *arguments: Any, sampler: None = None, batch_sampler: None = None, **settings: Any) -> None:
+        if sampler is not None or batch_sampler is not None:
+            raise ValueError("a StreamingDataset has an order of its own: sampler and batch_sampler must be None")
+        super().__init__(*arguments, **settings)
+
+
+def loader_kept_as_it_is(loader: StreamingDataLoader) -> StreamingDataLoader:
+    """Keep Lightning from making the loader anew under `overfit_batches`, as it does with all that seem to shuffle.
+
+    It looks at the sampler, which has no other use here.
+    """
+    vars(loader)["sampler"] = SequentialSampler(range(1))
+    return loader

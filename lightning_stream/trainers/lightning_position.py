@@ -19,7 +19,9 @@ from lightning_stream.batches import BatchInfo
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.order import Position
+from lightning_stream.order.mosaic_state import is_mosaic_state
 from lightning_stream.sample_random import sample_seed
+from lightning_stream.trainers.lightning_delivery import DeliveryCheck
 from lightning_stream.trainers.lightning_loops import (
     LoopPosition,
     begin_epoch_afresh,
@@ -29,6 +31,8 @@ from lightning_stream.trainers.lightning_loops import (
     validation_is_due,
 )
 from lightning_stream.trainers.lightning_package import Callback
+from lightning_stream.trainers.lightning_rules import check_alignment, check_callbacks, check_loader
+from lightning_stream.trainers.lightning_show import show_in_progress_bar
 
 STATE_KEY = "lightning_stream"
 _NEVER = -1
@@ -45,16 +49,29 @@ class StreamingCallback(Callback):
             draws the same whether or not the run was stopped; None leaves torch's generator alone.
         on_missing_state: What to do with a checkpoint that holds no position: ``"error"``, or ``"restart"`` to begin
             the data anew.
+        check_delivery: Compare every batch with the plan, and raise `LedgerError` at the first that differs.
+        show_position: Show the position in the progress bar.
     """
 
-    def __init__(self, seed_steps: int | None = None, on_missing_state: str = "error") -> None:
+    def __init__(
+        self,
+        seed_steps: int | None = None,
+        on_missing_state: str = "error",
+        *,
+        check_delivery: bool = True,
+        show_position: bool = True,
+    ) -> None:
         if on_missing_state not in ("error", "restart"):
             raise ValueError(f"on_missing_state is 'error' or 'restart'; found {on_missing_state!r}")
         self.seed_steps = seed_steps
         self.on_missing_state = on_missing_state
+        self.check_delivery = check_delivery
+        self.show_position = show_position
         self.make_loader: Callable[[], StreamingDataLoader] | None = None  # the data module's, where there is one
         self._loader: StreamingDataLoader | None = None
         self._handed_out: deque[BatchInfo] = deque()
+        self._delivery: DeliveryCheck | None = None
+        self._hide_position: Callable[[], None] = _nothing
         self._training: BatchInfo | None = None
         self._seen_step = 0
         self._committed: Position | None = None
@@ -73,6 +90,7 @@ class StreamingCallback(Callback):
         """Follow this loader: what it hands out, and where it begins."""
         self._loader = loader
         self._handed_out.clear()
+        self._delivery = DeliveryCheck(loader) if self.check_delivery else None
         loader.followed_by(self._handed_out.append, self._position)
         if self._committed is not None:
             loader.continue_from(self._committed)
@@ -95,17 +113,36 @@ class StreamingCallback(Callback):
     # What Lightning tells
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse what would hang: see the errors."""
-        if stage == "fit":
-            _refuse_saving_on_exception(trainer)
+        """Refuse what cannot be exact, and forget what belongs to another fit.
+
+        Raises:
+            ValueError: A callback of the trainer's would hang it, or change the global batch behind the data's back.
+        """
+        if stage != "fit":
+            return
+        check_callbacks(trainer)
+        self._loader, self._training = None, None
+        self._handed_out.clear()
+        if trainer.global_step == 0:
+            self._committed = None
+        elif self._committed is not None and self._committed.position:
+            self._committed = self._committed.next_epoch()  # a second fit begins with an epoch, as Lightning does
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leave the progress bar as it was."""
+        self._hide_position()
+        self._hide_position = _nothing
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin where the checkpoint stood."""
         self._seen_step = trainer.global_step
-        self._find_loader(trainer)
+        loader = self._find_loader(trainer)
+        check_loader(trainer, loader)
         if self._at_boundary:
             begin_epoch_afresh(trainer)
             self._at_boundary = False
+        if self.show_position:
+            self._hide_position = show_in_progress_bar(trainer, loader, self._position)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Take up the next batch handed out: Lightning trains on them in turn."""
@@ -116,6 +153,9 @@ class StreamingCallback(Callback):
                 "can be counted; this one did not. `training_step(self, dataloader_iter)` cannot be: take `batch`"
             )
         self._training = self._handed_out.popleft()
+        if self._delivery is not None:
+            due = self._position() if pl_module.automatic_optimization else None
+            self._delivery.compare(self._training, due)
         self._last_epoch_trained = self._training.epoch
         if self.seed_steps is not None:
             torch.manual_seed(
@@ -127,10 +167,13 @@ class StreamingCallback(Callback):
         self._sync(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """The order's next epoch begins when Lightning's does, also where `limit_train_batches` cut this one short."""
+        """The order's next epoch begins when Lightning's does, also where `limit_train_batches` cut this one short.
+
+        Lightning also comes by where `max_steps`, `max_time` or a callback stopped it: the epoch is not over then.
+        """
         self._sync(trainer)
         position = self._position()
-        if position.epoch == self._last_epoch_trained:
+        if position.epoch == self._last_epoch_trained and trainer.is_last_batch:
             self._committed = position.next_epoch()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -139,12 +182,20 @@ class StreamingCallback(Callback):
             self._validated_step = trainer.global_step
 
     def _sync(self, trainer: Any) -> None:
-        """Commit the batch in training if the optimizer stepped since it began."""
-        info = self._training
-        if info is None or trainer.global_step <= self._seen_step:
+        """Commit the batch in training if the optimizer stepped since it began.
+
+        A signal's handler may save a checkpoint, and so come by here, between any two lines: the commit is first, and
+        made again it is the same.
+        """
+        step, info = trainer.global_step, self._training
+        if step <= self._seen_step:
             return
-        self._seen_step = trainer.global_step
+        if info is not None:
+            self._commit(trainer, info)
         self._training = None
+        self._seen_step = step
+
+    def _commit(self, trainer: Any, info: BatchInfo) -> None:
         position = self._position()
         if info.ends_epoch or trainer.is_last_batch:
             self._committed = replace(position, epoch=info.epoch).next_epoch()
@@ -167,8 +218,8 @@ class StreamingCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, the same on every rank; no collective."""
-        if self._loader is None:
-            return {}
+        if self._loader is None:  # before any data
+            return {"position": None, "validated_step": _NEVER}
         return {"position": self._loader.proven(self._position()).to_state(), "validated_step": self._validated_step}
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -181,15 +232,16 @@ class StreamingCallback(Callback):
         """Continue from the position, and make Lightning's counters agree with it before it restores them."""
         if trainer.state.fn != "fit":
             return
-        state = self._state_in(checkpoint)
+        state, step = self._state_in(checkpoint), int(checkpoint["global_step"])
         if state is None:
             return
         loader = self._find_loader(trainer)
-        position = loader.accept(state["position"])
+        position = loader.first_position() if state["position"] is None else loader.accept(state["position"])
         if loader.batches_before(position) >= limited(len(loader), trainer.limit_train_batches):
             position = position.next_epoch()  # the trainer's limit on an epoch is tighter now
         self._validated_step = state["validated_step"]
-        at = self._loop_position(trainer, loader, position, int(checkpoint["global_step"]))
+        at = self._loop_position(trainer, loader, position, step)
+        check_alignment(loader, at)
         self._committed = position
         self._at_boundary = at.at_boundary
         self._last_epoch_trained = at.epoch if not at.at_boundary and position.epoch == at.epoch else _NEVER
@@ -210,9 +262,13 @@ class StreamingCallback(Callback):
 
     def _state_in(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
         state = checkpoint.get("callbacks", {}).get(STATE_KEY)
-        if state:
+        if state and (state["position"] is not None or checkpoint["global_step"] == 0):
             return dict(state)
-        found = [sorted(other) for other in loader_states(dict(checkpoint))]
+        others = loader_states(checkpoint)
+        for other in others:
+            if is_mosaic_state(other):
+                return {"position": other, "validated_step": _NEVER}
+        found = [sorted(map(str, other)) for other in others]
         sentence = (
             "a run continues from the data position in its checkpoint, but this one holds none of ours"
             + (f" (it holds loader states with {found[0]})" if found else "")
@@ -225,15 +281,5 @@ class StreamingCallback(Callback):
         return None
 
 
-def _refuse_saving_on_exception(trainer: Any) -> None:
-    """On several ranks, one that raises saves alone and waits for the others for ever."""
-    if trainer.world_size == 1:
-        return
-    for callback in trainer.callbacks:
-        saves = type(callback).__name__ == "OnExceptionCheckpoint" or getattr(callback, "save_on_exception", False)
-        if saves:
-            raise ValueError(
-                f"{type(callback).__name__} saves on an exception, which may come on one rank only; saving is "
-                f"collective, so the other of the {trainer.world_size} ranks would wait for ever. Remove it: the last "
-                "periodic checkpoint serves, see ModelCheckpoint(every_n_train_steps=...)"
-            )
+def _nothing() -> None:
+    """The progress bar shows nothing of ours."""

@@ -1,0 +1,67 @@
+"""What cannot be exact under Lightning is refused, with the reason, before it costs anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_stream.errors import StateError
+from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.trainers.lightning_loops import LoopPosition
+
+
+def check_callbacks(trainer: Any) -> None:
+    """Refuse callbacks that hang several ranks, or change the global batch behind the data's back.
+
+    Raises:
+        ValueError: Says which one, why, and what to do instead.
+    """
+    for callback in trainer.callbacks:
+        name = type(callback).__name__
+        if trainer.world_size > 1 and (
+            name == "OnExceptionCheckpoint" or getattr(callback, "save_on_exception", False)
+        ):
+            raise ValueError(
+                f"{name} saves on an exception, which may come on one rank only; saving is collective, so the other "
+                f"of the {trainer.world_size} ranks would wait for ever. Remove it: the last periodic checkpoint "
+                "serves, see ModelCheckpoint(every_n_train_steps=...)"
+            )
+        if name == "GradientAccumulationScheduler" and callback.going_to_accumulate_grad_batches():
+            raise ValueError(
+                "one optimizer step must take one global batch, whose size is known when the data is set up; "
+                f"GradientAccumulationScheduler({callback.scheduling}) changes it later. Use "
+                "Trainer(accumulate_grad_batches=...) instead, and another number from a checkpoint on"
+            )
+
+
+def check_loader(trainer: Any, loader: StreamingDataLoader) -> None:
+    """Refuse a loader whose batches are not what the trainer takes them for.
+
+    Raises:
+        ValueError: It accumulates otherwise than the trainer, or shuffles where the same batches are wanted each epoch.
+    """
+    if trainer.lightning_module.automatic_optimization and loader.accumulate != trainer.accumulate_grad_batches:
+        raise ValueError(
+            "a global batch is what one optimizer step takes, but the trainer accumulates "
+            f"{trainer.accumulate_grad_batches} micro-batches a step and the loader {loader.accumulate}. Give both the "
+            "same number: Trainer(accumulate_grad_batches=...), StreamingDataLoader(accumulate=...)"
+        )
+    if trainer.overfit_batches and loader.settings().order.shuffle:
+        raise ValueError(
+            f"overfit_batches={trainer.overfit_batches} trains on the same batches in every epoch, but this loader's "
+            "dataset shuffles, which draws others. Pass shuffle=False to the dataset"
+        )
+
+
+def check_alignment(loader: StreamingDataLoader, at: LoopPosition) -> None:
+    """Refuse to resume where Lightning would step in the middle of global batches.
+
+    Raises:
+        StateError: The global batch changed at a place that its accumulation cannot count from.
+    """
+    if at.batch % loader.accumulate and at.batch != at.num_batches:
+        raise StateError(
+            f"Lightning steps at every {loader.accumulate}th micro-batch counted from the epoch's beginning, but the "
+            f"global batch has changed to {loader.settings().global_batch_size} samples in the middle of an epoch, at "
+            f"what would be micro-batch {at.batch} of {at.num_batches}. Keep the former size, accumulate 1, or resume "
+            "from a checkpoint at the start of an epoch"
+        )
