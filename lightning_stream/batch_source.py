@@ -9,19 +9,30 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_stream.batches import BatchInfo, micro_batches
-from lightning_stream.order import BatchPlan, OrderConfig, Position, Tail, World, is_mosaic_state
+from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Tail, World, is_mosaic_state
+from lightning_stream.reader import SampleReader
 from lightning_stream.shared_position import SharedPosition, Start
-
-if TYPE_CHECKING:
-    from lightning_stream.dataset import StreamingDataset
 
 _READ_AHEAD_BATCHES = 8
 _GRACE_S = 30
+
+
+class Readable(Protocol):
+    """What batches are read from: a `StreamingDataset`."""
+
+    reader: SampleReader
+    predownload: int | None
+
+    def order(self, config: OrderConfig) -> RunOrder:
+        """The order of a run with these settings."""
+
+    def deliver(self, info: BatchInfo, collate: Callable[[list[Any]], Any] | None) -> Any:
+        """Read, transform and collate one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,7 @@ class BatchSettings:
     tail: Tail
     order: OrderConfig
 
-    def plan(self, dataset: StreamingDataset, start: Start) -> BatchPlan:
+    def plan(self, dataset: Readable, start: Start) -> BatchPlan:
         """The global batches from a start to the end of its epoch."""
         return BatchPlan(
             dataset.order(self.order).epoch(start.epoch),
@@ -70,7 +81,7 @@ class BatchSource(IterableDataset[tuple[Any, BatchInfo]]):
 
     def __init__(
         self,
-        dataset: StreamingDataset,
+        dataset: Readable,
         settings: BatchSettings,
         start: Start | SharedPosition,
         collate: Callable[[list[Any]], Any] | None,
@@ -117,7 +128,7 @@ def _end_when_asked(trainer: int) -> None:
     os._exit(0)
 
 
-def read_ahead(dataset: StreamingDataset, infos: Iterator[BatchInfo], device_batch_size: int) -> Iterator[BatchInfo]:
+def read_ahead(dataset: Readable, infos: Iterator[BatchInfo], device_batch_size: int) -> Iterator[BatchInfo]:
     """Pass micro-batches on, having begun to fetch the shards of those that follow."""
     ahead = dataset.predownload
     depth = _READ_AHEAD_BATCHES if ahead is None else -(-ahead // device_batch_size)
@@ -131,7 +142,7 @@ def read_ahead(dataset: StreamingDataset, infos: Iterator[BatchInfo], device_bat
         yield from _deliver(dataset, waiting)
 
 
-def _deliver(dataset: StreamingDataset, waiting: deque[BatchInfo]) -> Iterator[BatchInfo]:
+def _deliver(dataset: Readable, waiting: deque[BatchInfo]) -> Iterator[BatchInfo]:
     info = waiting.popleft()
     yield info
     dataset.reader.done_with(info.ids)
