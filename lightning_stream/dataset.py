@@ -71,6 +71,8 @@ class StreamingDataset(IterableDataset[Any]):
         replication: Groups of this many consecutive ranks get the same samples.
         transform: Called with each sample (a dict) in the worker; its result is what is collated. It may draw from
             the global generators of random, numpy and torch: they are seeded for each sample by its place in the run.
+        decoders: Column name to what turns its stored bytes into a value, instead of its encoding; e.g.
+            ``{"image": lightning_stream.formats.jpeg.decode_jpeg}`` for arrays instead of PIL images.
         window: Shards active at once in each canonical node; None for about 128 over all of them.
         world: Which processes train together: a `World`, a ``(rank, num_ranks)`` pair or a device mesh; None to detect
             it when needed.
@@ -110,6 +112,7 @@ class StreamingDataset(IterableDataset[Any]):
         replication: int | None = None,
         stream_name: str = "train",  # noqa: ARG002 - mosaicml-streaming's argument, of no use here
         transform: Transform | None = None,
+        decoders: Mapping[str, Callable[[bytes], Any]] | None = None,
         window: int | None = None,
         world: WorldLike = None,
         data_dimension: str = "dp",
@@ -148,7 +151,9 @@ class StreamingDataset(IterableDataset[Any]):
             shared=shared_cache,
         )
         defaults = CacheDefaults(config, retries=download_retry, timeout_s=download_timeout)
-        self.reader = SampleReader(self.streams, defaults, ReaderConfig(allow_unsafe_types=allow_unsafe_types))
+        self.reader = SampleReader(
+            self.streams, defaults, ReaderConfig(allow_unsafe_types=allow_unsafe_types, decoders=decoders)
+        )
         self._shared = SharedPosition()
         self._loaded: Position | None = None
         self._run_order: RunOrder | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -122,11 +122,13 @@ class ReaderConfig:
         max_open_shards: Shards mapped at the same time.
         fetch_threads: Shards fetched at the same time.
         allow_unsafe_types: Whether the ``pkl`` encoding may be decoded: it runs code that the data names.
+        decoders: Column name to what turns its stored bytes into a value, instead of its encoding.
     """
 
     max_open_shards: int = 256
     fetch_threads: int = 4
     allow_unsafe_types: bool = False
+    decoders: Mapping[str, Callable[[bytes], Any]] | None = None
 
 
 @dataclass
@@ -218,15 +220,18 @@ class SampleReader:
         Returns:
             Column name to an array of n rows (numbers and arrays of fixed shape) or a list of n values.
 
-        Raises:
-            ValueError: The samples' streams have different columns.
+            Where the samples' streams have different columns: lists, with None where a sample lacks the column.
         """
-        numbers, which = np.unique(self.snapshot.shards_of(ids), return_inverse=True)
-        within = ids - self.snapshot.shard_offsets[numbers][which]
+        of_shard = self.snapshot.shards_of(ids)
+        numbers, which = _distinct(of_shard)
+        within = ids - self.snapshot.shard_offsets[of_shard]
         process = self._mine()
         with process.lock:
             shards = [self._shard(process, number) for number in numbers.tolist()]
-            columns = gather(shards, which, within, out)
+            if all(shard.schema is shards[0].schema or shard.schema == shards[0].schema for shard in shards):
+                columns = gather(shards, which, within, out)
+            else:
+                columns = _mixed([shards[k].sample(i) for k, i in zip(which.tolist(), within.tolist(), strict=True)])
             self._trim(process)
             return columns
 
@@ -235,12 +240,12 @@ class SampleReader:
 
         Each call is answered by one of `done_with`, once the samples were read.
         """
-        numbers = self.snapshot.shards_of(ids)
-        _, first_use = np.unique(numbers, return_index=True)
+        numbers = dict.fromkeys(self.snapshot.shards_of(ids).tolist())
         process = self._mine()
         with process.lock:
-            for number in numbers[np.sort(first_use)].tolist():
-                process.awaited[number] += 1
+            if self.defaults.config.limit_bytes is not None:
+                process.awaited.update(list(numbers))
+            for number in numbers:
                 if number not in process.open and number not in process.fetches:
                     cache, entry = self.entry(number)
                     process.fetches[number] = process.pool.submit(cache.lease, entry)
@@ -248,13 +253,15 @@ class SampleReader:
     def done_with(self, ids: NDArray[np.int64]) -> None:
         """Take back what `read_ahead` announced. Under a cache limit, shards that no announced batch needs are let go,
         so that they may be evicted."""
+        if self.defaults.config.limit_bytes is None:
+            return
         process = self._mine()
         with process.lock:
-            for number in np.unique(self.snapshot.shards_of(ids)).tolist():
+            for number in set(self.snapshot.shards_of(ids).tolist()):
                 process.awaited[number] -= 1
                 if process.awaited[number] <= 0:
                     del process.awaited[number]
-                    if self.defaults.config.limit_bytes is not None and number in process.open:
+                    if number in process.open:
                         process.open.pop(number).close()
 
     def close(self) -> None:
@@ -278,7 +285,12 @@ class SampleReader:
         cache, entry = self.entry(number)
         fetch = process.fetches.pop(number, None)
         lease = cache.lease(entry) if fetch is None else fetch.result()
-        shard = open_shard(entry, lease.folder, allow_unsafe_types=self.config.allow_unsafe_types)
+        shard = open_shard(
+            entry,
+            lease.folder,
+            allow_unsafe_types=self.config.allow_unsafe_types,
+            decoders=self.config.decoders,
+        )
         process.open[number] = _OpenShard(shard, lease)
         return shard
 
@@ -286,3 +298,17 @@ class SampleReader:
         """Close the shards used longest ago; never in the middle of a batch, which may span more than the bound."""
         while len(process.open) > self.config.max_open_shards:
             process.open.popitem(last=False)[1].close()
+
+
+def _distinct(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The distinct values, ascending, and each value's place among them; `np.unique` takes several times as long."""
+    ordered = np.sort(values)
+    starts = np.ones(len(ordered), dtype=np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=starts[1:])
+    names = ordered[starts]
+    return names, names.searchsorted(values)
+
+
+def _mixed(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    names = dict.fromkeys(name for sample in samples for name in sample)
+    return {name: [sample.get(name) for sample in samples] for name in names}

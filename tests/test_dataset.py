@@ -67,6 +67,24 @@ def test_a_batch_is_gathered_as_columns_in_the_order_asked_for(dataset: Streamin
         dataset.read_batch([NUM_SAMPLES])
 
 
+def test_streams_of_different_columns_mix_with_none_where_a_column_lacks(tmp_path: Path) -> None:
+    for name, columns in (("a", {"id": "int", "left": "str"}), ("b", {"id": "int", "right": "int"})):
+        with MDSWriter(out=str(tmp_path / name), columns=columns) as writer:
+            for number in range(4):
+                writer.write({"id": number, **({"left": "l"} if name == "a" else {"right": number})})
+    dataset = StreamingDataset(streams=[Stream(local=tmp_path / name) for name in "ab"])
+    (batch,) = StreamingDataLoader(dataset, 8)
+    assert batch["id"].tolist() == [0, 1, 2, 3] * 2
+    assert batch["left"] == ["l"] * 4 + [None] * 4
+    assert batch["right"] == [None] * 4 + [0, 1, 2, 3]
+
+
+def test_a_decoder_of_the_users_replaces_a_columns_encoding(shards: Path, tmp_path: Path) -> None:
+    dataset = StreamingDataset(remote=shards, local=tmp_path / "cache", decoders={"name": len})
+    assert dataset[100]["name"] == len("sample 100")
+    assert dataset.read_batch([3, 100])["name"] == [8, 10]
+
+
 def test_nothing_is_read_before_the_first_use(tmp_path: Path) -> None:
     dataset = StreamingDataset(remote=tmp_path / "not there yet", local=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
