@@ -85,14 +85,6 @@ class ComposerLoader(StreamingDataLoader):
                 "on fewer devices, or on more samples"
             )
 
-    def close(self) -> None:
-        """End workers that outlive an iteration."""
-        if self._persistent is not None:
-            iterator: Any = self._persistent[2]._iterator  # noqa: SLF001 - as Composer does with loaders it knows
-            self._persistent = None
-            if iterator is not None:
-                iterator._shutdown_workers()  # noqa: SLF001
-
     def proven_state(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         """The position as plain values: what the trainer trained on, or what Composer's count says without one."""
         trained = self.follower.trained() if self.follower is not None else None

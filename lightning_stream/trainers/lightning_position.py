@@ -75,6 +75,7 @@ class StreamingCallback(Callback):
         self._training: BatchInfo | None = None
         self._seen_step = 0
         self._committed: Position | None = None
+        self._start: Mapping[str, Any] | None = None
         self._last_epoch_trained = _NEVER
         self._validated_step = _NEVER
         self._at_boundary = False
@@ -92,8 +93,14 @@ class StreamingCallback(Callback):
         self._handed_out.clear()
         self._delivery = DeliveryCheck(loader) if self.check_delivery else None
         loader.followed_by(self._handed_out.append, self._position)
+        if self._committed is None and self._start is not None:
+            self._committed = loader.accept(self._start)
         if self._committed is not None:
             loader.continue_from(self._committed)
+
+    def start_at(self, state: Mapping[str, Any]) -> None:
+        """Begin the data where the state of another run, e.g. under another trainer, stands; before `fit`."""
+        self._start = state
 
     def _find_loader(self, trainer: Any) -> StreamingDataLoader:
         if self._loader is not None:

@@ -14,7 +14,7 @@ composer = pytest.importorskip("composer", reason="Composer is not installed: uv
 import numpy as np  # noqa: E402
 from composer import Callback, ComposerModel, Trainer  # noqa: E402
 
-from lightning_stream import MDSWriter  # noqa: E402
+from lightning_stream import MDSWriter, Stream  # noqa: E402
 from lightning_stream.trainers.composer import data_spec  # noqa: E402
 
 NUM_SAMPLES, GLOBAL_BATCH, EPOCHS = 167, 16, 3
@@ -79,6 +79,9 @@ class Run:
 
     def __init__(self, shards: Path | None, folder: Path, load_path: Path | str | None = None, **options: Any) -> None:
         data = {"remote": shards, "shuffle": True, "global_batch_size": GLOBAL_BATCH, **options.pop("data", {})}
+        if mixture := data.pop("mixture", None):
+            data["streams"] = [Stream(remote=data["remote"] / name, proportion=p) for name, p in mixture.items()]
+            del data["remote"]
         evaluates = options.pop("evaluates", None)
         if evaluates:
             options["eval_interval"] = evaluates

@@ -1,0 +1,88 @@
+"""The data's position moves between trainers: read from a checkpoint of either, handed to either."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.torch_version import TorchVersion
+
+from lightning_stream.errors import StateError
+from lightning_stream.trainers.composer_loader import STATE_KEY as _KEY  # of both trainers
+from lightning_stream.trainers.composer_loader import unpacked
+
+# What Composer's checkpoints hold beside tensors and plain values: the clock's times, and numpy's random state.
+_PLAIN = (timedelta, TorchVersion, np.ndarray, np.dtype, type(np.dtype(np.uint32)))
+
+
+def read_position(checkpoint: str | os.PathLike[str], *, trusted: bool = False) -> Mapping[str, Any]:
+    """The data's position in a checkpoint of Lightning or Composer: a state that any loader of ours continues from.
+
+    Args:
+        checkpoint: A file, or the folder of a sharded checkpoint.
+        trusted: Read a file that holds other objects than plain ones, which runs code that the file names.
+
+    Raises:
+        StateError: It holds none.
+    """
+    path = Path(checkpoint)
+    content = _read_folder(path) if path.is_dir() else _read_file(path, trusted)
+    of_composer = (content.get("state") or {}).get("dataset_state") or {}
+    of_lightning = (content.get("callbacks") or {}).get(_KEY) or {}
+    state = unpacked(of_composer.get("train")) or of_lightning.get("position")
+    if state is None:
+        raise StateError(
+            f"a checkpoint written with StreamingDataModule, StreamingCallback or data_spec holds the data's position; "
+            f"{path} holds none"
+        )
+    return state
+
+
+def start_at(state: Mapping[str, Any], data: Any) -> None:
+    """Let a run's data begin at a position; call it before `fit`. Weights and clocks are not touched.
+
+    Args:
+        state: What `read_position` gave, or a loader's `state_dict`.
+        data: What the trainer is given: a `data_spec`, a `StreamingDataModule` or `StreamingCallback`, or a loader.
+
+    Raises:
+        StateError: The state cannot be continued over this data under these settings. Lightning knows its world only
+            in `fit`, so it is said there.
+    """
+    callback = getattr(data, "position_callback", data)
+    if hasattr(callback, "start_at"):
+        callback.start_at(state)
+        return
+    loader = getattr(data, "dataloader", data)
+    target = loader.dataset if hasattr(loader, "follower") else loader
+    if not hasattr(target, "load_state_dict"):
+        raise TypeError(
+            "a position is handed to a data_spec, a StreamingDataModule, a StreamingCallback or a StreamingDataLoader; "
+            f"found {type(data).__name__}"
+        )
+    target.load_state_dict(state)
+
+
+def _read_file(path: Path, trusted: bool) -> Mapping[str, Any]:
+    reconstruct: Any = np.empty(0).__reduce__()[0]  # numpy keeps it in a private module, which it has moved
+    with torch.serialization.safe_globals([*_PLAIN, reconstruct]):
+        content: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=not trusted)
+    return content
+
+
+def _read_folder(path: Path) -> Mapping[str, Any]:
+    """From a sharded checkpoint only the one key is read. Composer's lie in one folder for each step."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    wanted: dict[str, Any] = {"state": {"dataset_state": {"train": {_KEY: ""}}}}
+    reader = FileSystemReader(path)
+    if f"state.dataset_state.train.{_KEY}" in reader.read_metadata().state_dict_metadata:
+        load(wanted, storage_reader=reader, no_dist=True)
+        return wanted
+    return {}
