@@ -123,6 +123,16 @@ def _depth(node: ast.AST) -> int:
     return deepest
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_one_draws_from_the_global_generators(path: Path) -> None:
+    # A sample's transform draws from them, seeded by its place in the run: a thread of ours must not come between.
+    if path.name == "sample_random.py" or _room(path) == "recipes":
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "random":
+            assert node.attr in ("Random", "SystemRandom"), f"random.{node.attr} in line {node.lineno}"
+
+
 def test_importing_the_package_pulls_in_nothing_heavy() -> None:
     code = "import sys, lightning_stream, lightning_stream.errors; print(*sys.modules)"
     loaded = set(

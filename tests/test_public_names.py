@@ -35,6 +35,7 @@ def test_the_public_names_are_these() -> None:
     assert set(dir(lightning_stream)) >= PUBLIC
 
 
+@pytest.mark.filterwarnings("ignore")  # what optional packages say when imported
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_a_public_name_is_there_or_says_which_extra_brings_it(name: str) -> None:
     try:

@@ -32,6 +32,8 @@ _LOCKLESS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP)
 _LONGEST_PAUSE_S = 0.05
 _SETTLING_S = 0.2
 _NO_WAIT = object()
+# Not the global generator: fetching threads must not disturb what a sample's transform draws.
+_jitter = random.SystemRandom()
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def pauses(wait_s: float) -> Iterator[None]:
     pause_s = 0.001
     yield
     while (left_s := deadline - time.monotonic()) > 0:
-        time.sleep(min(left_s, pause_s * random.uniform(0.5, 1.0)))
+        time.sleep(min(left_s, pause_s * _jitter.uniform(0.5, 1.0)))
         pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
         yield
 

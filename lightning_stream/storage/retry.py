@@ -16,6 +16,9 @@ from lightning_stream.errors import StoreError, UnavailableError
 
 from .base import Body, BodyStore, ObjectEntry, Store
 
+# Not the global generator: fetching threads must not disturb what a sample's transform draws.
+_jitter = random.SystemRandom()
+
 T = TypeVar("T")
 _log = logging.getLogger("lightning_stream.storage")
 
@@ -172,7 +175,7 @@ class _Patience:
         self._failures += 1
         self._in_a_row += 1
         pause_s = min(self._policy.longest_pause_s, self._policy.first_pause_s * 2 ** (self._in_a_row - 1))
-        pause_s *= random.uniform(0.0, 2.0)
+        pause_s *= _jitter.uniform(0.0, 2.0)
         if self._in_a_row > self._policy.retries:
             raise UnavailableError(f"{error} (gave up after {self._in_a_row} failures in a row)") from None
         if time.monotonic() + pause_s - self._begun > self._policy.deadline_s:
