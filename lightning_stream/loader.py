@@ -42,6 +42,7 @@ class StreamingDataLoader(DataLoader[Any]):
         pin_memory, timeout, worker_init_fn, prefetch_factor, persistent_workers, multiprocessing_context: As in
             `torch.utils.data.DataLoader`.
         on_mismatch: What `load_state_dict` does where data or settings differ: ``"error"`` or ``"warn"``.
+        sampler, batch_sampler: None; Lightning passes them where it makes a loader once more, to predict.
 
     Raises:
         ValueError: Settings that contradict each other.
@@ -67,7 +68,11 @@ class StreamingDataLoader(DataLoader[Any]):
         persistent_workers: bool = False,
         multiprocessing_context: Any = None,
         on_mismatch: Literal["error", "warn"] = "error",
+        sampler: None = None,
+        batch_sampler: None = None,
     ) -> None:
+        if sampler is not None or batch_sampler is not None:
+            raise ValueError("a StreamingDataset has an order of its own: sampler and batch_sampler must be None")
         _check_arguments(dataset, batch_size, global_batch_size, accumulate, tail, drop_last)
         self._device_batch_size = batch_size
         self.global_batch_size = global_batch_size
@@ -103,6 +108,8 @@ class StreamingDataLoader(DataLoader[Any]):
             persistent_workers=persistent_workers,
             multiprocessing_context=multiprocessing_context,
         )
+        # Lightning reads the constructor's arguments off the attributes of their names; torch has filled in its own.
+        vars(self).update(batch_size=batch_size, drop_last=None, collate_fn=collate_fn)
 
     # What the batches are
 
