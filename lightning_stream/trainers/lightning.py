@@ -10,7 +10,7 @@ import torch
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.order import Tail, World
-from lightning_stream.trainers.lightning_loops import RecreatedLoader, loader_kept_as_it_is
+from lightning_stream.trainers.lightning_loops import loader_kept_as_it_is
 from lightning_stream.trainers.lightning_package import LightningDataModule
 from lightning_stream.trainers.lightning_position import StreamingCallback
 
@@ -175,7 +175,7 @@ class StreamingDataModule(LightningDataModule):
             return []
         world = self.world()
         train_size = self.batch_size or max(1, (self.global_batch_size or 1) // world.num_replicas)
-        loader = RecreatedLoader(
+        loader = StreamingDataLoader(
             dataset,
             self.eval_batch_size or train_size,
             evaluation=True,

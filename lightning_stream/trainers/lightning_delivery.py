@@ -32,6 +32,7 @@ class DeliveryCheck:
         self._loader, self._dataset = loader, loader.dataset
         self._settings: BatchSettings | None = None
         self._piece = 0
+        self._step = (-1, 0)
         self._steps = 0
         self._planned: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._planned_from = (-1, 0)
@@ -48,6 +49,8 @@ class DeliveryCheck:
         """
         if due is not None and (info.begin != due.position or info.epoch != due.epoch):
             raise _differs(info, f"the one at epoch {due.epoch}, position {due.position} was due")
+        if (info.epoch, info.begin) != self._step:  # an epoch may be cut short inside a step
+            self._step, self._piece = (info.epoch, info.begin), 0
         if self._steps % _SHARE_EVERY == 0:
             self._compare_share(info)
         elif not np.array_equal(self._planned_ids(info), info.ids):
@@ -55,7 +58,6 @@ class DeliveryCheck:
         self._piece += 1
         if info.completes_step:
             self._steps += 1
-            self._piece = 0
 
     def _plan(self, info: BatchInfo) -> BatchPlan:
         if self._settings is None:

@@ -129,18 +129,6 @@ def loader_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [state for state in states if isinstance(state, dict)]
 
 
-class RecreatedLoader(StreamingDataLoader):
-    """A loader that Lightning may make once more from its arguments, as it does for prediction.
-
-    It then adds a sampler and a batch sampler, None since the dataset has the order.
-    """
-
-    def __init__(self, *arguments: Any, sampler: None = None, batch_sampler: None = None, **settings: Any) -> None:
-        if sampler is not None or batch_sampler is not None:
-            raise ValueError("a StreamingDataset has an order of its own: sampler and batch_sampler must be None")
-        super().__init__(*arguments, **settings)
-
-
 def loader_kept_as_it_is(loader: StreamingDataLoader) -> StreamingDataLoader:
     """Keep Lightning from making the loader anew under `overfit_batches`, as it does with all that seem to shuffle.
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_stream.batches import pieces_of
+from lightning_stream.dataset import StreamingDataset
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.shared_position import Start
 from lightning_stream.trainers.lightning_loops import LoopPosition
 
 
@@ -39,16 +42,31 @@ def check_loader(trainer: Any, loader: StreamingDataLoader) -> None:
     Raises:
         ValueError: It accumulates otherwise than the trainer, or shuffles where the same batches are wanted each epoch.
     """
-    if trainer.lightning_module.automatic_optimization and loader.accumulate != trainer.accumulate_grad_batches:
+    if trainer.lightning_module.automatic_optimization:
+        _check_accumulation(trainer, loader)
+    if trainer.overfit_batches and loader.settings().order.shuffle:
+        raise ValueError(
+            f"overfit_batches={trainer.overfit_batches} trains on the same batches in every epoch, but this loader's "
+            "dataset shuffles, which draws others. Pass shuffle=False to the dataset"
+        )
+
+
+def _check_accumulation(trainer: Any, loader: StreamingDataLoader) -> None:
+    if loader.accumulate != trainer.accumulate_grad_batches:
         raise ValueError(
             "a global batch is what one optimizer step takes, but the trainer accumulates "
             f"{trainer.accumulate_grad_batches} micro-batches a step and the loader {loader.accumulate}. Give both the "
             "same number: Trainer(accumulate_grad_batches=...), StreamingDataLoader(accumulate=...)"
         )
-    if trainer.overfit_batches and loader.settings().order.shuffle:
+    settings = loader.settings()
+    assert isinstance(loader.dataset, StreamingDataset)
+    plan = settings.plan(loader.dataset, Start())
+    rests = range(plan.num_whole_batches, plan.num_batches - 1)
+    if any(pieces_of(plan, k, settings.device_batch_size) != loader.accumulate for k in rests):
         raise ValueError(
-            f"overfit_batches={trainer.overfit_batches} trains on the same batches in every epoch, but this loader's "
-            "dataset shuffles, which draws others. Pass shuffle=False to the dataset"
+            f"Lightning steps at every {loader.accumulate}th micro-batch, but with "
+            f"batching_method={settings.order.batching_method!r} the rests of the streams are global batches of fewer. "
+            "Pass tail='drop', or accumulate 1"
         )
 
 

@@ -31,7 +31,7 @@ def show_in_progress_bar(
         return {**metrics(*arguments), "samples": f"{position().position}/{whole}"}
 
     def restore() -> None:
-        bar.get_metrics = metrics
+        vars(bar).pop("get_metrics", None)
 
     bar.get_metrics = with_position
     return restore

@@ -1,0 +1,387 @@
+"""Training options of Lightning, ways to hand over the data, and checkpoints of others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, TQDMProgressBar
+from support.lightning_runs import GLOBAL_BATCH, NUM_SAMPLES, Recorder, Run, checkpoints, expect_exact, keep_all
+
+from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataModule, StreamingDataset
+from lightning_stream.errors import LedgerError, SettingsMismatch, SnapshotMismatch, StateError
+from lightning_stream.trainers.lightning_position import StreamingCallback
+
+STEPS_PER_EPOCH = 11
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:.*{text}.*")
+    for text in (
+        "callbacks used to create the checkpoint",
+        "manual optimization",
+        "dirpath has changed",
+        "have no `val_dataloader`",
+        "Total length of `list` across ranks is zero",
+        "You have overridden",
+    )
+]
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "num_sanity_val_steps": 0,
+    "enable_model_summary": False, "enable_checkpointing": False,
+}  # fmt: skip
+
+
+# The loader handed over in other ways
+
+
+class OwnLoader(Recorder):
+    """A module with a `train_dataloader` of its own."""
+
+    def __init__(self, shards: Path) -> None:
+        super().__init__()
+        self.shards = shards
+
+    def train_dataloader(self) -> StreamingDataLoader:
+        return streaming(self.shards)
+
+
+def streaming(shards: Path, **options: Any) -> StreamingDataLoader:
+    return StreamingDataLoader(StreamingDataset(remote=shards, shuffle=True), GLOBAL_BATCH, **options)
+
+
+def fit(shards: Path, folder: Path, way: str, ckpt: Path | None = None, **options: Any) -> Recorder:
+    torch.manual_seed(0)
+    own = way == "module"
+    module = OwnLoader(shards) if own else Recorder()
+    callbacks = [StreamingCallback(), *options.pop("callbacks", [])]
+    settings = {**QUIET, "max_epochs": 3, "enable_checkpointing": True, **options}
+    trainer = Trainer(callbacks=callbacks, default_root_dir=folder, **settings)
+    trainer.fit(module, None if own else streaming(shards), ckpt_path=ckpt)
+    return module
+
+
+@pytest.mark.parametrize("way", ["loader", "module"])
+@pytest.mark.parametrize("stop", [4, 11, 15])
+def test_a_loader_of_the_users_continues_exactly_with_the_callback(
+    shards: Path, tmp_path: Path, way: str, stop: int
+) -> None:
+    whole = Run(shards, tmp_path / "whole")
+    every = {"limit_val_batches": 0, "max_steps": stop, "callbacks": [keep_all(tmp_path, every_n_train_steps=stop)]}
+    first = fit(shards, tmp_path, way, **every)
+    resumed = fit(shards, tmp_path, way, checkpoints(tmp_path)[-1][1], limit_val_batches=0)
+    steps = {step: sorted(ids) for step, ids in [*first.steps.items(), *resumed.steps.items()]}
+    assert steps == whole.steps
+    assert min(resumed.steps) == stop
+
+
+def test_other_loaders_and_two_callbacks_are_refused(shards: Path, tmp_path: Path) -> None:
+    other = torch.utils.data.DataLoader([{"id": 0, "x": torch.zeros(4)}] * 8)
+    with pytest.raises(TypeError, match="keeps the position of a StreamingDataLoader"):
+        Trainer(callbacks=[StreamingCallback()], max_epochs=1, **QUIET).fit(Recorder(), other)
+    with pytest.raises(ValueError, match="StreamingDataModule brings its own"):
+        Run(shards, tmp_path, callbacks=[StreamingCallback()])
+    with pytest.raises(ValueError, match="accumulates 2 micro-batches a step and the loader 1"):
+        fit(shards, tmp_path, "loader", accumulate_grad_batches=2)
+
+
+def test_fitting_again_begins_the_next_epoch_and_another_trainer_begins_anew(shards: Path, tmp_path: Path) -> None:
+    whole = Run(shards, tmp_path / "whole", max_epochs=4)
+    run = Run(shards, tmp_path, max_epochs=1)
+    run.trainer.fit_loop.max_epochs = 2
+    run.trainer.fit(run.module, datamodule=run.data)
+    assert run.trainer.current_epoch == 2
+    run.trainer.fit_loop.max_epochs, run.trainer.fit_loop.epoch_loop.max_steps = 3, 27
+    run.trainer.fit(run.module, datamodule=run.data)
+    assert run.steps == {step: ids for step, ids in whole.steps.items() if step < 27}
+    assert run.trainer.current_epoch == 3  # as Lightning counts: the epoch that max_steps cut short is over
+    run.trainer.fit_loop.max_epochs, run.trainer.fit_loop.epoch_loop.max_steps = 4, -1
+    run.trainer.fit(run.module, datamodule=run.data)
+    last = [ids for step, ids in run.steps.items() if step >= 27]
+    assert last == [ids for step, ids in whole.steps.items() if step >= 33]
+
+    anew = Recorder()
+    Trainer(max_epochs=1, default_root_dir=tmp_path, **QUIET).fit(anew, datamodule=run.data)
+    assert {s: sorted(i) for s, i in anew.steps.items()} == {s: i for s, i in whole.steps.items() if s < 11}
+
+
+def test_a_data_module_under_another_name_still_finds_its_state(shards: Path, tmp_path: Path) -> None:
+    class Renamed(StreamingDataModule):
+        pass
+
+    whole = Run(shards, tmp_path, every_n_train_steps=5)
+    step, path = checkpoints(tmp_path)[0]
+    module, data = Recorder(), Renamed(train={"remote": shards, "shuffle": True}, global_batch_size=GLOBAL_BATCH)
+    Trainer(max_epochs=3, **QUIET).fit(module, datamodule=data, ckpt_path=path)
+    assert {s: sorted(i) for s, i in module.steps.items()} == {s: i for s, i in whole.steps.items() if s >= step}
+
+
+# What the trainer can be told
+
+
+@pytest.mark.parametrize("limit", [3, 7])
+def test_an_epoch_limited_inside_an_accumulation_continues_exactly(shards: Path, tmp_path: Path, limit: int) -> None:
+    options = {"limit_train_batches": limit, "accumulate_grad_batches": 4}
+    whole = Run(shards, tmp_path, every_n_train_steps=1, **options)
+    assert len(whole.steps) == 3 * -(-limit // 4)
+    for step, path in checkpoints(tmp_path):
+        resumed = Run(shards, tmp_path / "again", path, **options)
+        expect_exact(whole, resumed, step)
+        assert resumed.weights == whole.weights
+
+
+def test_overfitting_trains_on_the_same_batches_or_is_refused(shards: Path, tmp_path: Path) -> None:
+    options = {"overfit_batches": 3, "dataset": {"shuffle": False}}
+    whole = Run(shards, tmp_path, every_n_train_steps=1, **options)
+    assert all(whole.steps[step] == whole.steps[step % 3] for step in range(9))
+    for step, path in checkpoints(tmp_path):
+        resumed = Run(shards, tmp_path / "again", path, **options)
+        expect_exact(whole, resumed, step)
+    with pytest.raises(ValueError, match="overfit_batches=3 trains on the same batches in every epoch"):
+        Run(shards, tmp_path, overfit_batches=3)
+
+
+def test_an_accumulation_that_changes_with_the_epochs_is_refused(shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="one optimizer step must take one global batch"):
+        Run(shards, tmp_path, callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})])
+
+
+@pytest.mark.parametrize(("size", "accumulate"), [(32, 1), (8, 1), (32, 2), (48, 1)])
+def test_another_global_batch_neither_loses_nor_repeats_a_sample_or_is_refused(
+    shards: Path, tmp_path: Path, size: int, accumulate: int
+) -> None:
+    whole = Run(shards, tmp_path, every_n_train_steps=1)
+    ordered = {e: [i for s in range(e * 11, e * 11 + 11) for i in whole.module.steps[s]] for e in range(3)}
+    options = {"data": {"global_batch_size": size}, "accumulate_grad_batches": accumulate, "val_check_interval": 2}
+    for step, path in [pair for pair in checkpoints(tmp_path) if pair[0] in (3, 4, 10, 11, 16)]:
+        if accumulate > 1 and step % 11 in (3, 5):
+            with pytest.raises(StateError, match="in the middle of an epoch, at what would be micro-batch"):
+                Run(shards, tmp_path / "again", path, **options)
+            continue
+        resumed = Run(shards, tmp_path / "again", path, **options)
+        by_epoch: dict[int, list[int]] = defaultdict(list)
+        for number, ids in resumed.module.steps.items():
+            by_epoch[resumed.module.epoch_of_step[number]] += ids
+        begun, done = divmod(step, 11)
+        assert sorted(by_epoch) == list(range(begun, 3))
+        for epoch, ids in by_epoch.items():
+            expected = ordered[epoch][done * GLOBAL_BATCH if epoch == begun else 0 :]
+            assert sorted(ids) == sorted(expected), f"epoch {epoch} after step {step}"
+
+
+def test_several_optimizers_stepped_by_hand_count_as_one_step_of_the_data(shards: Path, tmp_path: Path) -> None:
+    class Two(Recorder):
+        stop_at = -1
+
+        def __init__(self) -> None:
+            super().__init__(manual=True)
+            self.seen: list[list[int]] = []
+
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+            if len(self.seen) == self.stop_at:
+                self.trainer.save_checkpoint(tmp_path / "two.ckpt")
+            self.seen.append(sorted(batch["id"].tolist()))
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(self.net(batch["x"]).square().mean())
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), lr=0.01) for _ in range(2)]
+
+    class Stops(Two):
+        stop_at = 5
+
+    whole = Run(shards, tmp_path, recorder=Stops, max_epochs=2)
+    resumed = Run(shards, tmp_path, tmp_path / "two.ckpt", recorder=Two, max_epochs=2)
+    assert resumed.module.seen == whole.module.seen[5:]
+    assert resumed.weights == whole.weights
+
+
+def mixture(folder: Path) -> list[Stream]:
+    streams = []
+    for number, count in enumerate((90, 48, 29)):
+        with MDSWriter(out=str(folder / str(number)), columns={"id": "int", "x": "ndarray:float32:4"}) as writer:
+            for i in range(count):
+                writer.write({"id": 1000 * number + i, "x": np.full(4, i / 90, np.float32)})
+        streams.append(Stream(remote=str(folder / str(number)), proportion=3 - number))
+    return streams
+
+
+@pytest.mark.parametrize("method", ["random", "stratified", "per_stream", "device_per_stream"])
+def test_a_mixture_continues_exactly_with_each_batching_method(shards: Path, tmp_path: Path, method: str) -> None:
+    dataset = {"remote": None, "streams": mixture(tmp_path / "data"), "batching_method": method}
+    options = {"dataset": dataset, "accumulate_grad_batches": 2, "max_epochs": 2}
+    if method == "per_stream":
+        with pytest.raises(ValueError, match="the rests of the streams are global batches of fewer"):
+            Run(shards, tmp_path, **options)
+        options |= {"data": {"tail": "drop"}}
+    whole = Run(shards, tmp_path, every_n_train_steps=1, **options)
+    for step, path in checkpoints(tmp_path)[::4]:
+        resumed = Run(shards, tmp_path / "again", path, **options)
+        expect_exact(whole, resumed, step)
+        assert resumed.weights == whole.weights
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, True)])
+def test_augmentation_and_dropout_draw_what_the_uninterrupted_run_drew(
+    shards: Path, tmp_path: Path, workers: int, persistent: bool
+) -> None:
+    def options(num_workers: int, persistent: bool = False) -> dict[str, Any]:
+        return {
+            "dataset": {"transform": augmented},
+            "data": {"num_workers": num_workers, "persistent_workers": persistent, "seed_steps": 3},
+            "module": {"dropout": 0.5}, "max_epochs": 2,
+        }  # fmt: skip
+
+    whole = Run(shards, tmp_path, every_n_train_steps=5, **options(0))
+    for step, path in checkpoints(tmp_path):
+        resumed = Run(shards, tmp_path / "again", path, **options(workers, persistent))
+        expect_exact(whole, resumed, step)
+        assert resumed.weights == whole.weights
+
+
+def augmented(sample: dict[str, Any]) -> dict[str, Any]:
+    noise = np.random.standard_normal(4).astype(np.float32) + torch.rand(4).numpy()
+    return {**sample, "x": sample["x"] + noise}
+
+
+# Evaluation
+
+
+def test_prediction_and_test_see_every_sample_once(shards: Path, tmp_path: Path) -> None:
+    class Predicts(Recorder):
+        def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[int]:
+            return batch["id"].tolist()
+
+        test_step = Recorder.validation_step
+
+        def on_test_epoch_end(self) -> None:
+            self.tested = sorted(self._validating)
+
+    module = Predicts()
+    data = StreamingDataModule(test={"remote": shards}, predict={"remote": shards}, batch_size=16)
+    trainer = Trainer(default_root_dir=tmp_path, **QUIET)
+    for batches in (
+        trainer.predict(module, datamodule=data),
+        trainer.predict(module, StreamingDataLoader(StreamingDataset(remote=shards), 16, evaluation=True)),
+    ):
+        assert sorted(number for batch in batches for number in batch) == list(range(NUM_SAMPLES))
+    trainer.test(module, datamodule=data, verbose=False)
+    assert module.tested == list(range(NUM_SAMPLES))
+
+
+# Checkpoints of others, and what does not fit
+
+
+def test_a_checkpoint_without_a_position_is_refused_or_begins_anew(shards: Path, tmp_path: Path) -> None:
+    trainer = Trainer(max_steps=3, **QUIET)
+    trainer.fit(Recorder(), streaming(shards))
+    trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    with pytest.raises(StateError, match="written without StreamingDataModule or StreamingCallback"):
+        Run(shards, tmp_path, tmp_path / "plain.ckpt")
+    with pytest.warns(UserWarning, match="this one holds none of ours"):
+        run = Run(shards, tmp_path, tmp_path / "plain.ckpt", data={"on_missing_state": "restart"})
+    assert min(run.steps) == 3
+    whole = Run(shards, tmp_path / "whole")
+    assert run.steps[3] == whole.steps[0]
+
+
+def test_a_checkpoint_of_mosaicml_streaming_continues_where_its_algorithm_is_named(
+    shards: Path, tmp_path: Path
+) -> None:
+    dataset = {"shuffle_algo": "py1e", "num_canonical_nodes": 2}
+    whole = Run(shards, tmp_path, every_n_train_steps=4, dataset=dataset)
+    step, path = checkpoints(tmp_path)[3]
+    assert step == 16
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["callbacks"]["lightning_stream"], checkpoint["StreamingDataModule"]
+    state = {"epoch": 1, "sample_in_epoch": 5 * GLOBAL_BATCH, "num_canonical_nodes": 2, "shuffle_seed": 9176}
+    checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = [{**state, "initial_physical_nodes": 1}]
+    torch.save(checkpoint, tmp_path / "theirs.ckpt")
+    expect_exact(whole, Run(shards, tmp_path, tmp_path / "theirs.ckpt", dataset=dataset), 16)
+    with pytest.raises(StateError, match="Pass the shuffle, shuffle_algo, partition_algo and"):
+        Run(shards, tmp_path, tmp_path / "theirs.ckpt")
+
+
+def test_other_data_or_another_seed_is_refused_with_what_differs(shards: Path, tmp_path: Path) -> None:
+    Run(shards, tmp_path, every_n_train_steps=5, max_epochs=1)
+    _, path = checkpoints(tmp_path)[0]
+    with pytest.raises(SettingsMismatch, match="seed was 9176 and is 7 now"):
+        Run(shards, tmp_path, path, dataset={"shuffle_seed": 7})
+    with pytest.raises(SnapshotMismatch, match="167 samples in"):
+        Run(shards, tmp_path, path, dataset={"remote": None, "streams": mixture(tmp_path / "data")[:1]})
+
+
+def test_a_batch_that_was_not_planned_ends_the_run_at_its_step(shards: Path, tmp_path: Path) -> None:
+    class Swaps(Recorder):
+        def on_train_batch_end(self, *_: Any) -> None:
+            callback = self.trainer.datamodule.position_callback
+            if self.trainer.global_step == 4 and not callback._handed_out:
+                append = callback._loader._on_batch
+                callback._loader._on_batch = lambda info: (info.ids.sort(), append(info))
+
+    run = Run(shards, tmp_path, recorder=Swaps, raises=LedgerError)
+    assert "the order has other samples at its positions" in str(run.error)
+    assert "epoch 0, position 64" in str(run.error)
+    assert max(run.steps) == 3
+    Run(shards, tmp_path, recorder=Swaps, data={"check_delivery": False})
+
+
+def test_the_progress_bar_shows_the_position_and_is_left_as_it_was(shards: Path, tmp_path: Path) -> None:
+    shown = []
+
+    class Bar(TQDMProgressBar):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *arguments: Any) -> None:
+            super().on_train_batch_end(trainer, pl_module, *arguments)
+            shown.append(self.get_metrics(trainer, pl_module)["samples"])
+
+    bar = Bar()
+    Run(shards, tmp_path, callbacks=[bar], enable_progress_bar=True, max_steps=3, max_epochs=-1)
+    assert shown == ["16/167", "32/167", "48/167"]
+    assert "get_metrics" not in vars(bar)
+
+
+def test_the_happy_path_warns_of_nothing_of_ours(shards: Path, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Run(shards, tmp_path, every_n_train_steps=5, max_epochs=1)
+        Run(shards, tmp_path, checkpoints(tmp_path)[0][1])
+    ours = [str(w.message) for w in caught if "lightning_stream" in w.filename or "lightning_stream" in str(w.message)]
+    assert not ours
+
+
+@pytest.mark.parametrize(
+    "first", ["import pytorch_lightning as pl", "from lightning_stream import StreamingDataModule"]
+)
+def test_pytorch_lightning_under_its_own_name_works(shards: Path, tmp_path: Path, first: str) -> None:
+    program = (
+        f"{first}\n"
+        "import sys, torch, pytorch_lightning as pl\n"
+        "from lightning_stream import StreamingDataModule\n"
+        "class Net(pl.LightningModule):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(); self.net = torch.nn.Linear(4, 1)\n"
+        "    def training_step(self, batch, i):\n"
+        "        return self.net(batch['x']).square().mean()\n"
+        "    def configure_optimizers(self):\n"
+        "        return torch.optim.SGD(self.parameters(), lr=0.1)\n"
+        "data = StreamingDataModule(train={'remote': sys.argv[1]}, batch_size=16)\n"
+        "trainer = pl.Trainer(max_steps=3, accelerator='cpu', logger=False, enable_progress_bar=False,\n"
+        "                     enable_model_summary=False, default_root_dir=sys.argv[2])\n"
+        "trainer.fit(Net(), datamodule=data)\n"
+        "trainer.save_checkpoint(sys.argv[2] + '/a.ckpt')\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, str(shards), str(tmp_path)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    state = torch.load(tmp_path / "a.ckpt", weights_only=True)["callbacks"]["lightning_stream"]
+    assert state["position"]["position"] == 48
