@@ -1,0 +1,132 @@
+"""The recipes' classifier and data under MosaicML Composer: the same streamed photos, another trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer import ComposerModel, Trainer
+from composer.utils import dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_stream.recipes.classifier import ImageClassifier, rise_and_fall
+from lightning_stream.recipes.flowers import PhotoData
+from lightning_stream.trainers.composer import data_spec
+
+
+class ComposerClassifier(ComposerModel):  # type: ignore[misc]  # Composer has no types
+    """An `ImageClassifier` as Composer trains it.
+
+    Args:
+        classifier: The network and its settings.
+        num_classes: Classes to tell apart.
+    """
+
+    def __init__(self, classifier: ImageClassifier, num_classes: int) -> None:
+        super().__init__()
+        classifier.num_classes = classifier.num_classes or num_classes
+        classifier.configure_model()
+        self.classifier = classifier
+        self.accuracies = nn.ModuleList([MulticlassAccuracy(num_classes, average="micro") for _ in range(2)])
+
+    def forward(self, batch: Mapping[str, Any]) -> Tensor:
+        """Logits, float[n, classes]."""
+        logits: Tensor = self.classifier(batch["image"])
+        return logits
+
+    def loss(self, outputs: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        """The loss of one micro-batch."""
+        return functional.cross_entropy(outputs, batch["label"], label_smoothing=self.classifier.label_smoothing)
+
+    def eval_forward(self, batch: Mapping[str, Any], outputs: Tensor | None = None) -> Tensor:
+        """Logits for the metrics; the training's are taken where there are some."""
+        return self.forward(batch) if outputs is None else outputs
+
+    def update_metric(self, batch: Mapping[str, Any], outputs: Tensor, metric: Any) -> None:
+        """Count what is right."""
+        metric.update(outputs, batch["label"])
+
+    def get_metrics(self, is_train: bool) -> dict[str, Any]:
+        """The accuracy, under Composer's usual name."""
+        return {"MulticlassAccuracy": self.accuracies[0 if is_train else 1]}
+
+
+class ComposerRun:
+    """Trains the recipes' classifier on the recipes' data under Composer; stands where Lightning's `Trainer` does.
+
+    Args:
+        folder: Checkpoints go into its ``composer``.
+        max_epochs: Epochs of the whole run.
+        save_every: How often a checkpoint is written, in Composer's words.
+        num_kept: Checkpoints that are kept.
+        seed: Of dropout.
+        options: More arguments of Composer's `Trainer`.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: str,
+        max_epochs: int = 12,
+        save_every: str = "20ba",
+        num_kept: int = 2,
+        seed: int = 1,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder = Path(folder) / "composer"
+        self.max_epochs = max_epochs
+        self.save_every = save_every
+        self.num_kept = num_kept
+        self.seed = seed
+        self.options = dict(options or {})
+
+    def fit(self, model: ImageClassifier, datamodule: PhotoData, ckpt_path: str | None = None) -> dict[str, float]:
+        """Train; gives the last accuracies by stage.
+
+        Args:
+            model: What to train.
+            datamodule: On what.
+            ckpt_path: ``"last"`` goes on from the newest checkpoint of this folder; else a file of Composer's, or None.
+        """
+        with dist.run_local_rank_zero_first():
+            datamodule.prepare_data()
+        latest = self.folder / "latest-rank0.pt"
+        trainer = self._trainer(model, datamodule, str(latest) if ckpt_path == "last" else ckpt_path)
+        trainer.fit()
+        found = {
+            "train": trainer.state.train_metrics["MulticlassAccuracy"],
+            "val": trainer.state.eval_metrics["eval"]["MulticlassAccuracy"],
+        }
+        accuracies = {stage: float(metric.compute()) for stage, metric in found.items()}
+        trainer.close()
+        return accuracies
+
+    def _trainer(self, model: ImageClassifier, data: PhotoData, load_path: str | None) -> Any:
+        classifier = ComposerClassifier(model, len(data.classes))
+        optimizer = torch.optim.AdamW(classifier.parameters(), model.learning_rate, weight_decay=model.weight_decay)
+        workers: dict[str, Any] = {"num_workers": data.num_workers, "persistent_workers": data.num_workers > 0}
+        train = data_spec(data.datasets["train"], global_batch_size=data.global_batch_size, tail=data.tail, **workers)
+        held_out = data_spec(data.datasets["val"], batch_size=data.eval_batch_size, evaluation=True, **workers)
+        total = self.max_epochs * len(train.dataloader)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step / total, model.warmup))
+        return Trainer(
+            model=classifier,
+            train_dataloader=train,
+            eval_dataloader=held_out,
+            optimizers=optimizer,
+            schedulers=schedule,
+            step_schedulers_every_batch=True,
+            max_duration=f"{self.max_epochs}ep",
+            save_folder=str(self.folder),
+            save_interval=self.save_every,
+            save_overwrite=True,
+            save_latest_filename="latest-rank{rank}.pt",
+            save_num_checkpoints_to_keep=self.num_kept,
+            load_path=load_path,
+            seed=self.seed,
+            **self.options,
+        )

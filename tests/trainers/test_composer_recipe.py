@@ -1,0 +1,35 @@
+"""The recipes' classifier and photos train under Composer too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the trainers need torch: uv sync")
+pytest.importorskip("composer", reason="Composer is not installed: uv sync --no-dev --extra composer")
+pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync --extra lightning")
+
+from lightning_stream.recipes.classifier import ImageClassifier
+from lightning_stream.recipes.composer_run import ComposerRun
+from lightning_stream.recipes.flowers import flower_data
+
+pytestmark = [
+    pytest.mark.filterwarnings("default::UserWarning"),
+    pytest.mark.filterwarnings("default::DeprecationWarning"),
+]
+
+
+def _fit(folder: Path, max_epochs: int, ckpt_path: str | None = None) -> dict[str, float]:
+    data: Any = flower_data(
+        drawn_count=40, image_size=32, remote=str(folder / "shards"), local=str(folder / "cache"), num_workers=0
+    )
+    run = ComposerRun(folder=str(folder), max_epochs=max_epochs, options={"device": "cpu", "progress_bar": False})
+    return run.fit(ImageClassifier(learning_rate=0.002), data, ckpt_path)
+
+
+def test_flowers_are_learnt_from_and_a_finished_run_goes_on(tmp_path: Path) -> None:
+    assert set(_fit(tmp_path, 1)) == {"train", "val"}
+    accuracies = _fit(tmp_path, 2, ckpt_path="last")
+    assert all(0 <= value <= 1 for value in accuracies.values())
