@@ -1,58 +1,20 @@
-"""The recipes' classifier and data under MosaicML Composer: the same streamed photos, another trainer."""
+"""The recipes' classifier and data under MosaicML Composer: the same streamed photos, another trainer.
+
+Composer is imported when a run begins: a config that names this file can be checked without it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from composer import ComposerModel, Trainer
-from composer.utils import dist
-from torch import Tensor, nn
-from torch.nn import functional
-from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_stream.errors import missing_extra
 from lightning_stream.recipes.classifier import ImageClassifier, rise_and_fall
 from lightning_stream.recipes.flowers import PhotoData
-from lightning_stream.trainers.composer import data_spec
-
-
-class ComposerClassifier(ComposerModel):  # type: ignore[misc]  # Composer has no types
-    """An `ImageClassifier` as Composer trains it.
-
-    Args:
-        classifier: The network and its settings.
-        num_classes: Classes to tell apart.
-    """
-
-    def __init__(self, classifier: ImageClassifier, num_classes: int) -> None:
-        super().__init__()
-        classifier.num_classes = classifier.num_classes or num_classes
-        classifier.configure_model()
-        self.classifier = classifier
-        self.accuracies = nn.ModuleList([MulticlassAccuracy(num_classes, average="micro") for _ in range(2)])
-
-    def forward(self, batch: Mapping[str, Any]) -> Tensor:
-        """Logits, float[n, classes]."""
-        logits: Tensor = self.classifier(batch["image"])
-        return logits
-
-    def loss(self, outputs: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        """The loss of one micro-batch."""
-        return functional.cross_entropy(outputs, batch["label"], label_smoothing=self.classifier.label_smoothing)
-
-    def eval_forward(self, batch: Mapping[str, Any], outputs: Tensor | None = None) -> Tensor:
-        """Logits for the metrics; the training's are taken where there are some."""
-        return self.forward(batch) if outputs is None else outputs
-
-    def update_metric(self, batch: Mapping[str, Any], outputs: Tensor, metric: Any) -> None:
-        """Count what is right."""
-        metric.update(outputs, batch["label"])
-
-    def get_metrics(self, is_train: bool) -> dict[str, Any]:
-        """The accuracy, under Composer's usual name."""
-        return {"MulticlassAccuracy": self.accuracies[0 if is_train else 1]}
 
 
 class ComposerRun:
@@ -92,6 +54,10 @@ class ComposerRun:
             datamodule: On what.
             ckpt_path: ``"last"`` goes on from the newest checkpoint of this folder; else a file of Composer's, or None.
         """
+        if find_spec("composer") is None:
+            raise missing_extra("mosaicml", "composer", "trainer=composer")
+        from composer.utils import dist
+
         with dist.run_local_rank_zero_first():
             datamodule.prepare_data()
         latest = self.folder / "latest-rank0.pt"
@@ -106,6 +72,11 @@ class ComposerRun:
         return accuracies
 
     def _trainer(self, model: ImageClassifier, data: PhotoData, load_path: str | None) -> Any:
+        from composer import Trainer
+
+        from lightning_stream.recipes.composer_model import ComposerClassifier
+        from lightning_stream.trainers.composer import data_spec
+
         classifier = ComposerClassifier(model, len(data.classes))
         optimizer = torch.optim.AdamW(classifier.parameters(), model.learning_rate, weight_decay=model.weight_decay)
         workers: dict[str, Any] = {"num_workers": data.num_workers, "persistent_workers": data.num_workers > 0}
