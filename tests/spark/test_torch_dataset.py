@@ -14,9 +14,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_stream.loader import StreamingDataLoader
-from lightning_stream.spark.torch_dataset import StreamToTorchDataset, dataset_from_spark
 
-pytest.importorskip("pyspark", reason="needs pyspark and Java: uv sync --extra spark")
+for package in ("pyspark", "pyarrow"):
+    pytest.importorskip(package, reason="needs pyspark and Java: uv sync --extra spark")
+
+from lightning_stream.spark.torch_dataset import StreamToTorchDataset, dataset_from_spark  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
