@@ -106,8 +106,8 @@ def report(name, rows, times):
     told = " ".join(f"{ratio:.1f}" for ratio in ratios)
     median = statistics.median(ratios)
     print(
-        f"{name:14} {rows:>8,} {ours:>12,.0f} {rows / statistics.median(times['theirs']):>9,.0f} {median:>6.1f} {alone:>12,.0f}"
-        f"  {told}"
+        f"{name:14} {rows:>8,} {ours:>12,.0f} {rows / statistics.median(times['theirs']):>9,.0f}"
+        f" {median:>6.1f} {alone:>12,.0f}  {told}"
     )
 
 
