@@ -47,11 +47,11 @@ class Target:
     @property
     def is_local(self) -> bool:
         """Whether all files go to local folders."""
-        return not any("://" in url for url in self._urls)
+        return not any(map(_is_remote, self._urls))
 
     def open(self) -> Store:
         """Open the stores; give the one that is kept for good: the remote of a pair."""
-        self._stores = [open_store(url, self._options if "://" in url else None) for url in self._urls]
+        self._stores = [open_store(url, self._options if _is_remote(url) else None) for url in self._urls]
         return self._stores[-1]
 
     def prepare(self, config: WriterConfig) -> Appended:
@@ -102,6 +102,10 @@ class Target:
 
     def __str__(self) -> str:
         return " and ".join(store.url for store in self._stores) or "the writer's folder"
+
+
+def _is_remote(url: str) -> bool:
+    return url.startswith("dbfs:") or ("://" in url and not url.startswith("file://"))
 
 
 def _write_file(path: Path, parts: Sequence[Any]) -> None:

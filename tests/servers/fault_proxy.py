@@ -13,7 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-FAULTS = ("error", "reset", "truncate", "stall", "flip")
+FAULTS = ("error", "refuse", "reset", "truncate", "stall", "flip")
+ANSWERS = {
+    "error": b"HTTP/1.1 503 Slow Down\r\nContent-Length: 36\r\n\r\n<Error><Code>SlowDown</Code></Error>",
+    "refuse": b"HTTP/1.1 403 Forbidden\r\nContent-Length: 46\r\n\r\n<Error><Code>InvalidAccessKeyId</Code></Error>",
+}
 
 
 @dataclass
@@ -22,8 +26,9 @@ class Plan:
 
     Attributes:
         latency_s: Before each answer.
-        probability: Of each fault per answered GET, by its name in `FAULTS`.
+        probability: Of each fault per answered request, by its name in `FAULTS`.
         only: Faults befall requests whose path holds this.
+        method: And that are of this method. A "flip" spoils what is sent with a PUT, and what is answered to a GET.
         burst: An "error" makes this many requests in a row fail.
         left: How many more faults may be injected.
         seed: Of the draws.
@@ -32,6 +37,7 @@ class Plan:
     latency_s: float = 0.0
     probability: dict[str, float] = field(default_factory=dict)
     only: str = "shard"
+    method: str = "GET"
     burst: int = 1
     left: int = 1 << 60
     seed: int = 0
@@ -100,17 +106,18 @@ class FaultProxy:
         self.asked[method.decode(), urlsplit(path.decode()).path] += 1
         await asyncio.sleep(self.plan.latency_s)
         fault = self._draw(method, path)
-        if fault == "error":
-            body = b"<Error><Code>SlowDown</Code></Error>"
-            writer.write(b"HTTP/1.1 503 Slow Down\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        if fault in ANSWERS:
+            writer.write(ANSWERS[fault])
             await writer.drain()
             return True
+        if fault == "flip" and sent:
+            sent = self._flipped(sent)
         with contextlib.closing(await _Upstream.open(self._upstream)) as upstream:
             answer = await upstream.ask(head, sent, bodyless=method == b"HEAD")
         return await self._send(writer, answer, fault)
 
     def _draw(self, method: bytes, path: bytes) -> str | None:
-        if method != b"GET" or self.plan.only.encode() not in path or self.plan.left <= 0:
+        if method != self.plan.method.encode() or self.plan.only.encode() not in path or self.plan.left <= 0:
             return None
         if self._burst_left > 0:
             self._burst_left -= 1
@@ -124,11 +131,14 @@ class FaultProxy:
             self.counts[fault] += 1
         return fault
 
+    def _flipped(self, content: bytes) -> bytes:
+        at = self._random.randrange(len(content))
+        return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
     async def _send(self, writer: asyncio.StreamWriter, answer: tuple[bytes, bytes], fault: str | None) -> bool:
         head, body = answer
         if fault == "flip" and body:
-            at = self._random.randrange(len(body))
-            body = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
+            body = self._flipped(body)
         cut = self._random.randrange(len(body)) if fault in ("reset", "truncate", "stall") and body else len(body)
         self.counts["bytes"] += cut
         writer.write(head + body[:cut])
