@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from lightning_stream.bad_data import BadData, readable
 from lightning_stream.batches import BatchInfo, micro_batches
 from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Tail, World, is_mosaic_state
 from lightning_stream.reader import SampleReader
@@ -26,6 +27,7 @@ class Readable(Protocol):
     """What batches are read from: a `StreamingDataset`."""
 
     reader: SampleReader
+    bad_data: BadData
     predownload: int | None
 
     def order(self, config: OrderConfig) -> RunOrder:
@@ -100,7 +102,10 @@ class BatchSource(IterableDataset[tuple[Any, BatchInfo]]):
         plan = self.settings.plan(self.dataset, start)
         own = micro_batches(plan, self.settings.device_batch_size, index, count)
         for info in read_ahead(self.dataset, own, self.settings.device_batch_size):
-            yield self.dataset.deliver(info, self.collate), info
+            yield readable(self.dataset, info, self._read)
+
+    def _read(self, info: BatchInfo) -> Any:
+        return self.dataset.deliver(info, self.collate)
 
 
 def leave_signals_to_the_trainer() -> None:

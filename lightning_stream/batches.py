@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order import BatchPlan, Share, num_micro_batches
+from lightning_stream.order.ledger import Substitution
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class BatchInfo:
         ids: Sample ids, int64[n].
         positions: Their positions in the epoch, int64[n].
         filler: bool[n]; True where a sample only fills the batch up and must not count.
+        substitutions: Where another sample was delivered than `ids` says, which could not be read.
     """
 
     epoch: int
@@ -34,6 +36,16 @@ class BatchInfo:
     ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     filler: NDArray[np.bool_]
+    substitutions: tuple[Substitution, ...] = ()
+
+    @property
+    def delivered(self) -> NDArray[np.int64]:
+        """int64[n]: the sample ids that are delivered, substitutions made."""
+        if not self.substitutions:
+            return self.ids
+        instead = {(one.position, one.drawn): one.delivered for one in self.substitutions}
+        pairs = zip(self.positions.tolist(), self.ids.tolist(), strict=True)
+        return np.array([instead.get(pair, pair[1]) for pair in pairs], np.int64)
 
     @property
     def num_samples(self) -> int:

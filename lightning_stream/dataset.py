@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
+from lightning_stream.bad_data import BadData, Policy, bad_data, readable
 from lightning_stream.batch_source import BatchSettings, order_in, read_ahead
 from lightning_stream.batches import BatchInfo, micro_batches
 from lightning_stream.cache import CacheConfig
@@ -78,6 +79,10 @@ class StreamingDataset(IterableDataset[Any]):
             it when needed.
         data_dimension: With a device mesh, the name of its data-parallel dimension.
         shared_cache: Whether other users of the machine may share the cache folder.
+        on_bad_sample: ``"raise"``, or ``"substitute"`` to deliver another sample of the stream where one cannot be
+            decoded: the same one in every world, so that all ranks keep step.
+        on_bad_shard: The same where a shard is missing in the store, or has other bytes than the index says.
+        quarantine: File that lists what was bad, a JSON object a line; None for one in the first cache folder.
         stream_name: Accepted for compatibility.
 
     Raises:
@@ -117,6 +122,9 @@ class StreamingDataset(IterableDataset[Any]):
         world: WorldLike = None,
         data_dimension: str = "dp",
         shared_cache: bool = False,
+        on_bad_sample: Policy = "raise",
+        on_bad_shard: Policy = "raise",
+        quarantine: str | os.PathLike[str] | None = None,
     ) -> None:
         if streams is not None and (remote is not None or local is not None or split is not None):
             raise ValueError("pass either streams=, or remote=/local=/split= of a single one, not both")
@@ -154,6 +162,7 @@ class StreamingDataset(IterableDataset[Any]):
         self.reader = SampleReader(
             self.streams, defaults, ReaderConfig(allow_unsafe_types=allow_unsafe_types, decoders=decoders)
         )
+        self.bad_data = bad_data(on_bad_sample, on_bad_shard, quarantine, shuffle_seed)
         self._shared = SharedPosition()
         self._loaded: Position | None = None
         self._run_order: RunOrder | None = None
@@ -239,6 +248,7 @@ class StreamingDataset(IterableDataset[Any]):
         part = copy.copy(self)
         part.__dict__ |= {
             "reader": SubsetReader(self.reader, chosen),
+            "bad_data": BadData(self.bad_data.policy),
             "_shared": SharedPosition(),
             "_loaded": None,
             "_run_order": None,
@@ -281,7 +291,7 @@ class StreamingDataset(IterableDataset[Any]):
         no `__getitem__` of a subclass.
         """
         if self.transform is None and collate is None and not self._reads_by_item:
-            return collate_columns(self.reader.batch(info.ids))
+            return collate_columns(self.reader.batch(info.delivered))
         return (collate or collate_samples)(self._samples(info))
 
     @property
@@ -291,10 +301,10 @@ class StreamingDataset(IterableDataset[Any]):
     def _samples(self, info: BatchInfo) -> list[Any]:
         read = self.__getitem__ if self._reads_by_item else self.reader.sample
         if self.transform is None and not self._reads_by_item:
-            return [read(sample_id) for sample_id in info.ids.tolist()]
+            return [read(sample_id) for sample_id in info.delivered.tolist()]
         samples = []
         with undisturbed_generators():
-            for sample_id, position in zip(info.ids.tolist(), info.positions.tolist(), strict=True):
+            for sample_id, position in zip(info.delivered.tolist(), info.positions.tolist(), strict=True):
                 seed_sample(self.shuffle_seed, info.epoch, position)
                 sample = read(sample_id)
                 samples.append(sample if self.transform is None else self.transform(sample))
@@ -316,7 +326,7 @@ class StreamingDataset(IterableDataset[Any]):
         start = self._shared.begin(key or 1, index)
         own = micro_batches(settings.plan(self, start), settings.device_batch_size, index, count)
         for info in read_ahead(self, own, settings.device_batch_size):
-            yield from self._samples(info)
+            yield from readable(self, info, self._samples)[0]
 
     def _own_settings(self, state: Mapping[str, Any] | None = None) -> BatchSettings:
         """What this rank's batches are where no loader of ours says it."""

@@ -210,6 +210,13 @@ class SampleReader:
             self._trim(process)
             return sample
 
+    def open_for(self, sample_id: int) -> None:
+        """Have the sample's shard here and open, without reading from it."""
+        process = self._mine()
+        with process.lock:
+            self._shard(process, int(self.snapshot.shards_of(np.array([sample_id]))[0]))
+            self._trim(process)
+
     def batch(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Gather samples as columns, in the order of `ids`.
 

@@ -34,6 +34,10 @@ class SubsetReader(SampleReader):
         """Read one sample of the subset."""
         return self.whole.sample(int(self._ids[sample_id]))
 
+    def open_for(self, sample_id: int) -> None:
+        """Have the sample's shard here and open."""
+        self.whole.open_for(int(self._ids[sample_id]))
+
     def batch(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Gather samples of the subset as columns."""
         return self.whole.batch(self._ids[ids], out)

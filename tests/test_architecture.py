@@ -17,6 +17,7 @@ FLOORS = {
     "order": 1, "formats": 1, "storage": 1,
     "cache": 2, "writer": 2,
     "reader": 3, "subset": 3,
+    "bad_data": 4,
     "batches": 4, "batch_source": 4, "collate": 4, "forecast": 4, "sample_random": 4, "shared_position": 4,
     "local_dataset": 4,
     "runtime": 4, "dataset": 4, "loader": 4,
