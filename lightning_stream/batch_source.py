@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_stream.bad_data import BadData, readable
 from lightning_stream.batches import BatchInfo, micro_batches
+from lightning_stream.next_use import NextUse
 from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Tail, World, is_mosaic_state
 from lightning_stream.reader import SampleReader
 from lightning_stream.shared_position import SharedPosition, Start
@@ -101,7 +102,7 @@ class BatchSource(IterableDataset[tuple[Any, BatchInfo]]):
         index, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         plan = self.settings.plan(self.dataset, start)
         own = micro_batches(plan, self.settings.device_batch_size, index, count)
-        for info in read_ahead(self.dataset, own, self.settings.device_batch_size):
+        for info in read_ahead(self.dataset, plan, own, self.settings.device_batch_size):
             yield readable(self.dataset, info, self._read)
 
     def _read(self, info: BatchInfo) -> Any:
@@ -133,8 +134,13 @@ def _end_when_asked(trainer: int) -> None:
     os._exit(0)
 
 
-def read_ahead(dataset: Readable, infos: Iterator[BatchInfo], device_batch_size: int) -> Iterator[BatchInfo]:
-    """Pass micro-batches on, having begun to fetch the shards of those that follow."""
+def read_ahead(
+    dataset: Readable, plan: BatchPlan, infos: Iterator[BatchInfo], device_batch_size: int
+) -> Iterator[BatchInfo]:
+    """Pass micro-batches of a plan on, having begun to fetch the shards of those that follow."""
+    next_use = NextUse(plan.order, dataset.reader.snapshot)
+    next_use.advance(plan.bounds(0)[0] if plan.num_batches else 0)
+    dataset.reader.plan(next_use)
     ahead = dataset.predownload
     depth = _READ_AHEAD_BATCHES if ahead is None else -(-ahead // device_batch_size)
     waiting: deque[BatchInfo] = deque()
@@ -142,12 +148,13 @@ def read_ahead(dataset: Readable, infos: Iterator[BatchInfo], device_batch_size:
         dataset.reader.read_ahead(info.ids)
         waiting.append(info)
         if len(waiting) > depth:
-            yield from _deliver(dataset, waiting)
+            yield from _deliver(dataset, waiting, next_use)
     while waiting:
-        yield from _deliver(dataset, waiting)
+        yield from _deliver(dataset, waiting, next_use)
 
 
-def _deliver(dataset: Readable, waiting: deque[BatchInfo]) -> Iterator[BatchInfo]:
+def _deliver(dataset: Readable, waiting: deque[BatchInfo], next_use: NextUse) -> Iterator[BatchInfo]:
     info = waiting.popleft()
+    next_use.advance(info.begin)
     yield info
     dataset.reader.done_with(info.ids)

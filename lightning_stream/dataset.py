@@ -324,8 +324,9 @@ class StreamingDataset(IterableDataset[Any]):
         key = worker.seed - worker.id if worker is not None else os.getpid()
         settings = self._own_settings()
         start = self._shared.begin(key or 1, index)
-        own = micro_batches(settings.plan(self, start), settings.device_batch_size, index, count)
-        for info in read_ahead(self, own, settings.device_batch_size):
+        plan = settings.plan(self, start)
+        own = micro_batches(plan, settings.device_batch_size, index, count)
+        for info in read_ahead(self, plan, own, settings.device_batch_size):
             yield from readable(self, info, self._samples)[0]
 
     def _own_settings(self, state: Mapping[str, Any] | None = None) -> BatchSettings:

@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +271,15 @@ class SampleReader:
                     if number in process.open:
                         process.open.pop(number).close()
 
+    def plan(self, next_use: Callable[[int], float]) -> None:
+        """Under a cache limit: evict what is needed latest, by shard number; without one nothing is evicted."""
+        if self.defaults.config.limit_bytes is None:
+            return
+        for stream, (cache, index) in enumerate(zip(self.caches, self.indexes, strict=True)):
+            first = int(self.snapshot.stream_offsets[stream])
+            numbers = {index.entry(shard).raw.basename: first + shard for shard in range(index.num_shards)}
+            cache.plan(partial(_next_use_of, numbers, next_use))
+
     def close(self) -> None:
         """Let go of every mapped shard."""
         if self._process is not None and self._process.pid == os.getpid():
@@ -305,6 +314,12 @@ class SampleReader:
         """Close the shards used longest ago; never in the middle of a batch, which may span more than the bound."""
         while len(process.open) > self.config.max_open_shards:
             process.open.popitem(last=False)[1].close()
+
+
+def _next_use_of(numbers: Mapping[str, int], next_use: Callable[[int], float], basename: str) -> float | None:
+    """When a file is needed next; None for what is not of this dataset, of which nothing is known."""
+    number = numbers.get(basename)
+    return None if number is None else next_use(number)
 
 
 def _distinct(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

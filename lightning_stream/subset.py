@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,10 @@ class SubsetReader(SampleReader):
     def done_with(self, ids: NDArray[np.int64]) -> None:
         """Take back what `read_ahead` announced."""
         self.whole.done_with(self._ids[ids])
+
+    def plan(self, next_use: Callable[[int], float]) -> None:
+        """Evict what is needed latest; shards have the same numbers here."""
+        self.whole.plan(next_use)
 
     def close(self) -> None:
         """Let go of every mapped shard."""
