@@ -16,7 +16,16 @@ from torch.utils.data import IterableDataset, get_worker_info
 from lightning_stream.bad_data import BadData, readable
 from lightning_stream.batches import BatchInfo, micro_batches
 from lightning_stream.next_use import NextUse
-from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Tail, World, is_mosaic_state
+from lightning_stream.order import (
+    BatchPlan,
+    OrderConfig,
+    Position,
+    RunOrder,
+    Tail,
+    World,
+    is_mosaic_state,
+    prefetch_shards,
+)
 from lightning_stream.reader import SampleReader
 from lightning_stream.shared_position import SharedPosition, Start
 
@@ -107,6 +116,26 @@ class BatchSource(IterableDataset[tuple[Any, BatchInfo]]):
 
     def _read(self, info: BatchInfo) -> Any:
         return self.dataset.deliver(info, self.collate)
+
+
+def warm(reader: SampleReader, plan: BatchPlan, steps: int) -> int:
+    """Fetch what this rank needs for the first global batches of a plan.
+
+    Returns:
+        How many shards that takes, those included that were here.
+
+    Raises:
+        ValueError: Fewer than no steps.
+        StoreError, FormatError, CacheError: A shard cannot be had.
+    """
+    if steps < 0:
+        raise ValueError(f"steps is 0 or more; found {steps}")
+    next_use = NextUse(plan.order, reader.snapshot)
+    next_use.advance(plan.bounds(0)[0] if plan.num_batches else 0)
+    reader.plan(next_use)
+    shards = prefetch_shards(plan, reader.snapshot, 0, min(steps, plan.num_batches))
+    reader.fetch(shards)
+    return len(shards)
 
 
 def leave_signals_to_the_trainer() -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_stream.bad_data import BadData, Policy, bad_data, readable
-from lightning_stream.batch_source import BatchSettings, order_in, read_ahead
+from lightning_stream.batch_source import BatchSettings, order_in, read_ahead, warm
 from lightning_stream.batches import BatchInfo, micro_batches
 from lightning_stream.cache import CacheConfig
 from lightning_stream.collate import collate_columns, collate_samples
@@ -328,6 +328,13 @@ class StreamingDataset(IterableDataset[Any]):
         own = micro_batches(plan, settings.device_batch_size, index, count)
         for info in read_ahead(self, plan, own, settings.device_batch_size):
             yield from readable(self, info, self._samples)[0]
+
+    def warm(self, steps: int) -> int:
+        """Fetch, before training, the shards of this rank's first optimizer steps from where the next iteration starts.
+
+        For a run through a `StreamingDataLoader`, use its `warm`, which knows the global batch. Returns their number.
+        """
+        return warm(self.reader, self._own_settings().plan(self, self._shared.upcoming), steps)
 
     def _own_settings(self, state: Mapping[str, Any] | None = None) -> BatchSettings:
         """What this rank's batches are where no loader of ours says it."""

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from lightning_stream.batch_source import BatchSettings, BatchSource, order_in
+from lightning_stream.batch_source import BatchSettings, BatchSource, order_in, warm
 from lightning_stream.batches import BatchInfo, count_micro_batches
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.forecast import tell
@@ -167,6 +167,13 @@ class StreamingDataLoader(DataLoader[Any]):
         settings = self.settings()
         plan = settings.plan(self._streaming, Start(position.epoch, position.position))
         return len(self) - count_micro_batches(plan, settings.device_batch_size)
+
+    def warm(self, steps: int) -> int:
+        """Fetch, before training, the shards of this rank's first optimizer steps from here; returns their number."""
+        settings, position = self.settings(), self.position
+        return warm(
+            self._streaming.reader, settings.plan(self._streaming, Start(position.epoch, position.position)), steps
+        )
 
     # Iterating
 

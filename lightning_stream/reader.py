@@ -271,6 +271,17 @@ class SampleReader:
                     if number in process.open:
                         process.open.pop(number).close()
 
+    def fetch(self, shards: NDArray[np.int64]) -> None:
+        """Have shards in the cache, several fetched at once; returns when all were, raises the first failure."""
+        with ThreadPoolExecutor(self.config.fetch_threads, thread_name_prefix="fetch") as pool:
+            fetches = [pool.submit(cache.ensure, entry) for cache, entry in map(self.entry, shards.tolist())]
+            try:
+                for fetch in fetches:
+                    fetch.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
     def plan(self, next_use: Callable[[int], float]) -> None:
         """Under a cache limit: evict what is needed latest, by shard number; without one nothing is evicted."""
         if self.defaults.config.limit_bytes is None:

@@ -224,3 +224,15 @@ def test_dropping_every_batch_is_refused(dataset: StreamingDataset) -> None:
 def test_settings_that_cannot_work_are_refused_when_made(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         StreamingDataset(**options)
+
+
+@pytest.mark.parametrize("steps", [0, 3, 10_000])
+def test_warming_fetches_the_shards_of_the_first_steps(shards: Path, tmp_path: Path, steps: int) -> None:
+    dataset = StreamingDataset(remote=shards, local=tmp_path, shuffle=True, window=1, num_canonical_nodes=2)
+    loader = StreamingDataLoader(dataset, 6, accumulate=2)
+    first = np.concatenate([loader.trace(step).shards for step in range(min(steps, 13))] or [[]])
+    wanted = {f"shard.{number:05}.mds" for number in first.astype(int).tolist()}
+    assert loader.warm(steps) == len(wanted)
+    assert {path.name for path in tmp_path.glob("*.mds")} == wanted
+    with pytest.raises(ValueError, match="0 or more"):
+        dataset.warm(-1)
