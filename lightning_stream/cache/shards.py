@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lightning_stream.errors import DigestError, NotFoundError
+from lightning_stream.errors import CacheError, DigestError, NotFoundError
 from lightning_stream.formats.index import FileEntry, Index, ShardEntry
 from lightning_stream.storage.base import Store
 from lightning_stream.storage.files import FULL, HELD, before_boot, publish, publish_once, same_file, try_flock
@@ -107,20 +108,37 @@ class ShardCache:
         path = self.folder / name
 
         def here() -> bytes | None:
-            return path.read_bytes() if path.is_file() else None
+            return path.read_bytes() if path.is_file() and self._place.source() in (None, self._label) else None
 
         def fetch() -> bytes:
             draft = self._place.draft(name, "raw")
             with self._tidy([draft], name, 0):
                 self.store.get(name, draft)
-                if (old := here()) is not None:
-                    self._drop_changed(old, draft.read_bytes())
+                if path.is_file():
+                    self._refuse_another(path.read_bytes(), draft.read_bytes())
+                    self._drop_changed(path.read_bytes(), draft.read_bytes())
                 self._publish(draft, name)
+                self._place.set_source(self._label)
             return path.read_bytes()
 
         if refresh:
             return self._once(name, lambda: None, fetch)
         return here() or self._once(name, here, fetch)
+
+    @property
+    def _label(self) -> str:
+        """Tells the store whose data this is, and shows its URL; no secrets."""
+        return f"{hashlib.sha256(self.store.identity.encode()).hexdigest()[:32]} {self.store.url}"
+
+    def _refuse_another(self, old: bytes, new: bytes) -> None:
+        """One folder holds one dataset: another's shards have the same names."""
+        source = self._place.source()
+        if source in (None, self._label) or Index.from_bytes(old, "").digest == Index.from_bytes(new, "").digest:
+            return
+        raise CacheError(
+            f"a cache folder holds one dataset: {self.folder} holds that of {source.partition(' ')[2]}, and "
+            f"{self.store.url} is another. Pass a local= of its own, or delete the folder."
+        )
 
     def _drop_changed(self, old: bytes, new: bytes) -> None:
         before, after = Index.from_bytes(old, "the cached index"), Index.from_bytes(new, self.store.url)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lightning_stream.errors import CacheError
 
-from .files import HELD, PRIVATE, FileLock, Modes, make_folder, no_locks, try_flock
+from .files import HELD, PRIVATE, FileLock, Modes, make_folder, no_locks, publish_bytes, try_flock
 
 CONTROL = ".lightning_stream"
 
@@ -64,6 +64,17 @@ class CacheFolder:
         except FileNotFoundError:
             bits = 0o2770
         return Modes(file=bits & 0o666 | 0o600, folder=bits & 0o2777 | 0o700)
+
+    def source(self) -> str | None:
+        """Whose data is kept here, as `set_source` said; None if nothing did."""
+        try:
+            return (self.control / "source").read_text()
+        except FileNotFoundError:
+            return None
+
+    def set_source(self, label: str) -> None:
+        """Note whose data is kept here."""
+        publish_bytes(label.encode(), self.control / "source", self.modes)
 
     def prepare(self) -> None:
         """Make the folders, see that locks work, and clear what killed processes left; once per process.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -62,6 +63,18 @@ def test_a_shard_is_fetched_once_and_equals_its_source(remote: Path, local: Path
     assert store.opened == ["index.json", "shard.00002.mds"]
     assert not cache.present(index.entry(1))
     assert drafts(local) == [] == list((local / ".lightning_stream" / "locks").iterdir())
+
+
+def test_a_folder_that_holds_one_dataset_refuses_another(remote: Path, local: Path, tmp_path: Path) -> None:
+    make_dataset(remote)
+    ShardCache(LocalStore(remote), local).index()
+    other = tmp_path / "other"
+    make_dataset(other, 3)
+    with pytest.raises(CacheError, match=r"holds one dataset: .* holds that of .*remote.* is another"):
+        ShardCache(LocalStore(other), local).index()
+    moved = tmp_path / "moved"
+    shutil.copytree(remote, moved)
+    assert ShardCache(LocalStore(moved), local).index() == (remote / "index.json").read_bytes()
 
 
 def test_threads_that_want_one_shard_cause_one_fetch(remote: Path, local: Path) -> None:
