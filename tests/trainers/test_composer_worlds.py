@@ -38,7 +38,12 @@ def run_chain(
         last, path = newest(out)
         assert last == stop
         load_path = str(path)
-    whole = Run(shards, tmp_path / "whole", data=options.get("data", {}), max_duration=f"{stops[-1]}ba")
+    data = options.get("data", {})
+    if data.get("batching_method") == "device_per_stream":  # its blocks are the first run's batch on one device
+        launch(tmp_path / "whole", shards, worlds[0], launcher, data=data, max_duration=f"{stops[-1]}ba")
+        assert seen == steps_of(tmp_path / "whole")
+        return seen
+    whole = Run(shards, tmp_path / "whole", data=data, max_duration=f"{stops[-1]}ba")
     assert seen == whole.steps
     assert losses == pytest.approx(whole.losses, abs=1e-6)
     return seen
