@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from lightning_stream.local_dataset import LocalDataset
     from lightning_stream.order import Position, World
     from lightning_stream.reader import Stream
-    from lightning_stream.spark import StreamToTorchDataset, dataframe_to_mds
-    from lightning_stream.trainers.composer import data_spec
-    from lightning_stream.trainers.lightning import StreamingDataModule
-    from lightning_stream.trainers.lightning_position import StreamingCallback
+    from lightning_stream.spark import StreamToTorchDataset as StreamToTorchDataset
+    from lightning_stream.spark import dataframe_to_mds as dataframe_to_mds
+    from lightning_stream.trainers.composer import data_spec as data_spec
+    from lightning_stream.trainers.lightning import StreamingDataModule as StreamingDataModule
+    from lightning_stream.trainers.lightning_position import StreamingCallback as StreamingCallback
     from lightning_stream.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter, merge_index
 
 __version__ = "0.1.0"
@@ -56,6 +57,7 @@ _EXTRA_OF = {
     "pyspark": "spark",
 }
 
+# What `import *` gives: nothing that needs a trainer or Spark.
 __all__ = [
     "CSVWriter",
     "JSONWriter",
@@ -64,16 +66,11 @@ __all__ = [
     "MDSWriter",
     "Position",
     "Stream",
-    "StreamToTorchDataset",
-    "StreamingCallback",
     "StreamingDataLoader",
-    "StreamingDataModule",
     "StreamingDataset",
     "TSVWriter",
     "World",
     "XSVWriter",
-    "data_spec",
-    "dataframe_to_mds",
     "merge_index",
     "register_encoding",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -261,9 +262,11 @@ class StreamingDataset(IterableDataset[Any]):
         """Read by index: one sample for an int (negative ones from the end), a list for a slice, list or array."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(self.size))]
-        if isinstance(index, (list, tuple, np.ndarray, torch.Tensor)):
+        if isinstance(index, (list, tuple)) or (isinstance(index, (np.ndarray, torch.Tensor)) and index.ndim):
             return [self[i] for i in np.asarray(index).reshape(-1).tolist()]
-        number = int(index)
+        if isinstance(index, bool) or not hasattr(index, "__index__"):
+            raise TypeError(f"an index is a whole number, a slice, or a list or array of them; found {index!r}")
+        number = operator.index(index)
         if not -self.size <= number < self.size:
             raise IndexError(
                 f"the dataset has {self.size} samples: index {number} is not in [-{self.size}, {self.size})"

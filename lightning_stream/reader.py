@@ -182,7 +182,7 @@ class SampleReader:
     def indexes(self) -> tuple[Index, ...]:
         """One parsed index per stream; fetched on first use."""
         return tuple(
-            Index.from_bytes(cache.index(), where=stream.name)
+            Index.from_bytes(cache.newest_index(), where=stream.name)
             for stream, cache in zip(self.streams, self.caches, strict=True)
         )
 

@@ -20,7 +20,7 @@ from lightning_stream import (  # noqa: E402
     StreamingDataset,
     World,
 )
-from lightning_stream.errors import StateError  # noqa: E402
+from lightning_stream.errors import SnapshotMismatch, StateError  # noqa: E402
 from lightning_stream.order.mosaic import epoch_work  # noqa: E402
 
 NUM_SAMPLES = 167
@@ -52,6 +52,10 @@ def test_any_sample_can_be_read_by_its_index(dataset: StreamingDataset) -> None:
     assert [sample["id"] for sample in dataset[160:170:3]] == [160, 163, 166]
     assert [sample["id"] for sample in dataset[np.array([3, -1])]] == [3, 166]
     assert [sample["id"] for sample in dataset[[5, 4]]] == [5, 4]
+    assert dataset[torch.tensor(3)]["id"] == 3
+    for wrong in (1.5, "x", None, True):
+        with pytest.raises(TypeError, match="index"):
+            dataset[wrong]
     with pytest.raises(IndexError, match="167 samples"):
         dataset[NUM_SAMPLES]
 
@@ -83,6 +87,24 @@ def test_a_decoder_of_the_users_replaces_a_columns_encoding(shards: Path, tmp_pa
     dataset = StreamingDataset(remote=shards, local=tmp_path / "cache", decoders={"name": len})
     assert dataset[100]["name"] == len("sample 100")
     assert dataset.read_batch([3, 100])["name"] == [8, 10]
+
+
+def test_a_new_run_sees_what_was_appended_although_the_cache_knows_the_old_index(tmp_path: Path) -> None:
+    def write(first: int, append: bool) -> None:
+        with MDSWriter(out=str(tmp_path / "set"), columns={"id": "int"}, append=append) as writer:
+            for number in range(first, first + 10):
+                writer.write({"id": number})
+
+    write(0, append=False)
+    old = StreamingDataset(remote=tmp_path / "set", local=tmp_path / "cache")
+    assert len(old) == 10
+    state = StreamingDataLoader(old, 5).state_dict()
+    write(10, append=True)
+    new = StreamingDataset(remote=tmp_path / "set", local=tmp_path / "cache")
+    assert [sample["id"] for sample in new[:]] == list(range(20))
+    assert [sample["id"] for sample in old[:]] == list(range(10))
+    with pytest.raises(SnapshotMismatch, match="10 samples"):
+        StreamingDataLoader(new, 5).load_state_dict(state)
 
 
 def test_nothing_is_read_before_the_first_use(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lightning_stream.errors import CacheError, DigestError, NotFoundError
+from lightning_stream.errors import CacheError, DigestError, NotFoundError, UnavailableError
 from lightning_stream.formats.index import FileEntry, Index, ShardEntry
 from lightning_stream.storage.base import Store
 from lightning_stream.storage.files import FULL, HELD, before_boot, publish, publish_once, same_file, try_flock
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class Lease:
@@ -103,6 +105,16 @@ class ShardCache:
             raise NotFoundError(
                 f"{error} A dataset is a folder with {name}, which its writer puts there last."
             ) from error
+
+    def newest_index(self) -> bytes:
+        """The index as the store has it now; the one that is here only where the store cannot be reached."""
+        try:
+            return self.index(refresh=True)
+        except UnavailableError as error:
+            if self.in_place or not (self.folder / "index.json").is_file():
+                raise
+            _log.warning("Reading %s from the cache alone, as it was when last reached: %s", self.store.url, error)
+            return self.index()
 
     def _index(self, name: str, refresh: bool) -> bytes:
         path = self.folder / name
