@@ -91,6 +91,11 @@ def get_encoding(name: str) -> Encoding:
         ValueError: No such encoding; the message lists those there are.
     """
     _load_own()
+    if not isinstance(name, str):
+        raise ValueError(
+            f"An encoding is given by its name, e.g. 'int' or 'ndarray:float32:3'; found {name!r}. It is one of "
+            f"{', '.join(encoding_names())}."
+        )
     base, colon, _ = name.partition(":")
     found = _REGISTER.get(base) or _from_entry_point(base)
     if found is None or (colon and not found.prefix):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
@@ -19,6 +20,7 @@ from lightning_stream.errors import LightningStreamError
 from lightning_stream.recipes.callbacks import RunStopped
 from lightning_stream.recipes.checks import find_problems
 from lightning_stream.recipes.command_line import fail, mark_started, wants_traceback
+from lightning_stream.recipes.composer_run import ComposerRun
 from lightning_stream.recipes.places import checkpoints, last_checkpoint
 from lightning_stream.recipes.summary import RunSummary, summarise
 
@@ -57,7 +59,12 @@ def _run(config: DictConfig) -> RunSummary | None:
     continued = checkpoint_to_continue(config.ckpt_path, folder)
     data: Any = instantiate(config.data, _convert_="all")
     model: Any = instantiate(config.model, _convert_="all")
+    if config.trainer._target_ == f"{ComposerRun.__module__}.{ComposerRun.__name__}":
+        _run_composer(config, model, data)
+        return None
     callbacks = [instantiate(one, _convert_="all") for one in (config.get("callbacks") or {}).values() if one]
+    if config.trainer.get("enable_progress_bar") is False:
+        callbacks = [one for one in callbacks if not isinstance(one, ProgressBar)]
     trainer: Any = instantiate(config.trainer, callbacks=callbacks, _convert_="all")
     if continued is None:
         put_aside(checkpoints(folder))
@@ -69,6 +76,14 @@ def _run(config: DictConfig) -> RunSummary | None:
     summary = summarise(trainer, data, model, folder)
     print(summary.to_text())
     return summary
+
+
+def _run_composer(config: DictConfig, model: Any, data: Any) -> None:
+    """The same data and model under Composer, which keeps its own checkpoints and needs none of the callbacks."""
+    keep_config(config, Path(config.folder))
+    accuracies = instantiate(config.trainer, _convert_="all").fit(model, data, config.ckpt_path)
+    print("Accuracy: " + ", ".join(f"{stage} {value:.3f}" for stage, value in accuracies.items()))
+    print(f"Checkpoints: {Path(config.folder) / 'composer'}; go on with ckpt_path=last")
 
 
 def checkpoint_to_continue(ckpt_path: str | None, folder: Path) -> str | None:

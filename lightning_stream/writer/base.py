@@ -183,9 +183,9 @@ class ShardWriter(ABC):
         self._pipeline.abandon()
         left = sorted(self._target.put_names)
         _LOG.error(
-            "writing to %s ended with %s: no index was put, so %s. Left there: %s.",
+            "writing to %s ended with %s: no index was put by it, so %s. Left there: %s.",
             self._target,
             kind.__name__,
-            "the dataset is as before" if self._config.append else "there is no dataset",
+            "the dataset is as before" if self._config.append else "what it wrote is no dataset",
             f"{len(left)} files, {left[0]} to {left[-1]}" if left else "nothing new",
         )
