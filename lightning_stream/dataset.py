@@ -20,6 +20,7 @@ from lightning_stream.batch_source import BatchSettings, order_in, read_ahead, w
 from lightning_stream.batches import BatchInfo, micro_batches
 from lightning_stream.cache import CacheConfig
 from lightning_stream.collate import collate_columns, collate_samples
+from lightning_stream.errors import StateError
 from lightning_stream.formats.sizes import parse_bytes, parse_count
 from lightning_stream.order import (
     MosaicConfig,
@@ -164,6 +165,7 @@ class StreamingDataset(IterableDataset[Any]):
             self.streams, defaults, ReaderConfig(allow_unsafe_types=allow_unsafe_types, decoders=decoders)
         )
         self.bad_data = bad_data(on_bad_sample, on_bad_shard, quarantine, shuffle_seed)
+        self.read_by_loader = False  # a StreamingDataLoader then has the position
         self._shared = SharedPosition()
         self._loaded: Position | None = None
         self._run_order: RunOrder | None = None
@@ -353,6 +355,11 @@ class StreamingDataset(IterableDataset[Any]):
             num_samples: Samples trained on over all replicas, filler excluded.
             from_beginning: Whether they count from the beginning of the epoch, or from where this iteration started.
         """
+        if self.read_by_loader:
+            raise StateError(
+                "the position of a run is kept by who hands out its batches, and this dataset is read by a "
+                "StreamingDataLoader: save loader.state_dict() instead; under Composer, hand the trainer data_spec(...)"
+            )
         settings = self._own_settings()
         run = self.order(settings.order)
         began = self._shared.current

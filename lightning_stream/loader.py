@@ -181,6 +181,7 @@ class StreamingDataLoader(DataLoader[Any]):
         """Yield the batches from the loaded state, or of the next epoch that was not begun yet."""
         settings = self.settings()
         position = self._begin(settings)
+        self._streaming.read_by_loader = True
         inner, release = self._batches(settings, Start(position.epoch, position.position))
         try:
             batches = iter(inner)

@@ -229,6 +229,13 @@ def test_a_plain_dataloader_resumes_through_the_dataset(shards: Path, tmp_path: 
     assert ids_of(torch.utils.data.DataLoader(again, batch_size=16, num_workers=2)) == expected[4:]
 
 
+def test_a_dataset_read_by_our_loader_has_no_position_of_its_own_to_save(dataset: StreamingDataset) -> None:
+    # Composer asks the dataset of whatever loader it was given: silence would restart the data at a resume.
+    next(iter(StreamingDataLoader(dataset, 16)))
+    with pytest.raises(StateError, match=r"save loader\.state_dict\(\) instead; under Composer, .*data_spec"):
+        dataset.state_dict(16, from_beginning=True)
+
+
 def test_a_plain_dataloader_with_workers_needs_the_batch_size(dataset: StreamingDataset) -> None:
     with pytest.raises(ValueError, match="pass batch_size= to StreamingDataset"):
         next(iter(torch.utils.data.DataLoader(dataset, batch_size=16, num_workers=2)))
