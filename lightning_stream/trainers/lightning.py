@@ -35,7 +35,8 @@ class StreamingDataModule(LightningDataModule):
         tail: What happens to a training epoch's rest: ``"pad"``, ``"drop"`` or ``"exact"``. Evaluation is always exact.
         pin_memory: None pins where the trainer trains on CUDA.
         prefetch_factor, persistent_workers, multiprocessing_context: As in `torch.utils.data.DataLoader`.
-        replication: Groups of this many consecutive ranks get the same samples.
+        replication: Groups of this many consecutive ranks get the same samples; None asks the trainer's strategy, which
+            knows of tensor parallelism.
         prepare: Called once per node before anything is read, e.g. to convert the data.
         seed_steps, on_missing_state, check_delivery, show_position: See `StreamingCallback`.
 
@@ -61,7 +62,7 @@ class StreamingDataModule(LightningDataModule):
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
         multiprocessing_context: Any = None,
-        replication: int = 1,
+        replication: int | None = None,
         prepare: Callable[[], object] | None = None,
         seed_steps: int | None = None,
         on_missing_state: str = "error",
@@ -148,7 +149,7 @@ class StreamingDataModule(LightningDataModule):
             rank=trainer.global_rank,
             num_ranks=trainer.world_size,
             ranks_per_node=trainer.world_size // max(1, trainer.num_nodes),
-            replication=self.replication,
+            replication=self.replication or _replication_of(trainer),
         )
 
     def _make_train_loader(self) -> StreamingDataLoader:
@@ -193,3 +194,9 @@ class StreamingDataModule(LightningDataModule):
             trainer.strategy.root_device.type == "cuda"
         )
         return on_cuda if self.pin_memory is None else self.pin_memory
+
+
+def _replication_of(trainer: Any) -> int:
+    """How many ranks share their samples, by what the strategy would tell a distributed sampler."""
+    sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return max(1, trainer.world_size // int(sampler.get("num_replicas", trainer.world_size)))

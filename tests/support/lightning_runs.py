@@ -136,7 +136,10 @@ def keep_all(folder: Path, **when: Any) -> ModelCheckpoint:
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(optimizer step, file) of what `keep_all` wrote, in order."""
-    found = [(torch.load(path, weights_only=True)["global_step"], path) for path in (folder / "ckpt").glob("*.ckpt")]
+    found = []
+    for path in (folder / "ckpt").glob("*.ckpt"):
+        file = path / "meta.pt" if path.is_dir() else path  # sharded ones are folders
+        found.append((torch.load(file, weights_only=True)["global_step"], path))
     return sorted(found, key=lambda pair: (pair[0], pair[1].name))
 
 

@@ -16,6 +16,7 @@ from support.lightning_runs import EPOCHS, NUM_SAMPLES, Run, checkpoints
 
 pytestmark = [
     pytest.mark.distributed,
+    pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint.*"),
 ]
 TESTS = Path(__file__).resolve().parent.parent
@@ -34,7 +35,7 @@ def launch(out: Path, shards: Path, world: int, torchrun: bool, **options: Any) 
         program = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={free_port()}", *program]
     elif world > 1:
         env["MASTER_PORT"] = str(free_port())
-    done = subprocess.run([sys.executable, *program], env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([sys.executable, *program], env=env, capture_output=True, text=True, timeout=480, check=False)
     if "kill_at" not in options:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
@@ -60,13 +61,16 @@ def run_chain(tmp_path: Path, shards: Path, worlds: list[int], torchrun: bool, *
     whole = Run(shards, tmp_path / "whole", every_n_train_steps=STEPS).steps
     ckpt, seen = None, {}
     stops = [7, 11, 25, STEPS][-len(worlds) :]
+    strategy = options.pop("strategy", "ddp")
+    early = options.pop("early", False)  # stop by a callback, not by max_steps
     for link, (world, stop) in enumerate(zip(worlds, stops, strict=True)):
         out = tmp_path / f"link{link}"
         accumulate = options.get("accumulate", {}).get(str(world), 1)
         extra = {k: v for k, v in options.items() if k != "accumulate"}
         launch(
-            out, shards, world, torchrun, ckpt=ckpt, max_steps=stop, max_epochs=-1,
-            accumulate_grad_batches=accumulate, strategy="ddp" if world > 1 else "auto", **extra,
+            out, shards, world, torchrun, ckpt=ckpt, accumulate_grad_batches=accumulate,
+            strategy=strategy if world > 1 or strategy == "fsdp2" else "auto",
+            **({"stop_at": stop} if early else {"max_steps": stop, "max_epochs": -1}), **extra,
         )  # fmt: skip
         seen |= steps_of(out)
         last_step, path = checkpoints(out)[-1]
@@ -106,3 +110,53 @@ def test_validation_sees_every_sample_once_on_two_devices(shards: Path, tmp_path
     ranks = [json.loads(path.read_text())["validations"] for path in sorted(tmp_path.glob("rank*.json"))]
     (_, first), (_, second) = ranks[0][0], ranks[1][0]
     assert sorted(first + second) == list(range(NUM_SAMPLES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_chains_under_launchers_that_copy_the_trainer_are_exact(
+    shards: Path, tmp_path: Path, strategy: str, workers: int
+) -> None:
+    spawned = {"persistent_workers": True, "multiprocessing_context": "spawn"} if workers else {}
+    run_chain(tmp_path, shards, [2, 1, 2], torchrun=False, strategy=strategy, data={"num_workers": workers, **spawned})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worlds", [[2, 1, 2], [2, 4, 2]], ids=str)
+def test_chains_of_sharded_checkpoints_under_fsdp2_are_exact(shards: Path, tmp_path: Path, worlds: list[int]) -> None:
+    module = {"reads_stepping_batches": True}
+    run_chain(tmp_path, shards, worlds, torchrun=False, strategy="fsdp2", early=True, module=module)
+
+
+@pytest.mark.slow
+def test_an_accumulation_that_follows_the_world_is_exact_with_validations(shards: Path, tmp_path: Path) -> None:
+    run_chain(tmp_path, shards, [4, 1, 2, 1], torchrun=True, accumulate={"4": 1, "2": 2, "1": 4}, early=True)
+
+
+def test_replicas_of_two_ranks_see_the_same_samples_and_continue_alone(shards: Path, tmp_path: Path) -> None:
+    whole = Run(shards, tmp_path / "whole", max_epochs=1).steps
+    launch(tmp_path / "two", shards, 2, torchrun=True, strategy="ddp", stop_at=5, data={"replication": 2})
+    ranks = [json.loads(path.read_text())["steps"] for path in sorted((tmp_path / "two").glob("rank*.json"))]
+    assert ranks[0] == ranks[1] == {str(step): ids for step, ids in whole.items() if step < 5}
+    _, path = checkpoints(tmp_path / "two")[-1]
+    launch(tmp_path / "one", shards, 1, torchrun=False, ckpt=str(path), max_epochs=1)
+    assert steps_of(tmp_path / "one") == {step: ids for step, ids in whole.items() if step >= 5}
+
+
+def test_prediction_and_test_see_every_sample_once_on_two_devices(shards: Path, tmp_path: Path) -> None:
+    launch(tmp_path, shards, 2, torchrun=True, evaluate=True, strategy="ddp")
+    ranks = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
+    for what in ("predicted", "tested"):
+        assert sorted(number for rank in ranks for number in rank[what]) == list(range(NUM_SAMPLES))
+
+
+@pytest.mark.slow
+def test_dropout_draws_the_same_after_a_resume_with_workers_under_ddp(shards: Path, tmp_path: Path) -> None:
+    options = {"strategy": "ddp", "module": {"dropout": 0.5}, "data": {"seed_steps": 5, "num_workers": 1}}
+    launch(tmp_path / "whole", shards, 2, torchrun=True, every=9, **options)
+    step, path = checkpoints(tmp_path / "whole")[1]
+    assert step == 18
+    launch(tmp_path / "again", shards, 2, torchrun=True, ckpt=str(path), **options)
+    weights = [json.loads((tmp_path / run / "rank0of2.json").read_text())["weights"] for run in ("whole", "again")]
+    assert weights[0] == weights[1]
