@@ -198,5 +198,6 @@ class StreamingDataModule(LightningDataModule):
 
 def _replication_of(trainer: Any) -> int:
     """How many ranks share their samples, by what the strategy would tell a distributed sampler."""
+    ranks = int(trainer.world_size)
     sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-    return max(1, trainer.world_size // int(sampler.get("num_replicas", trainer.world_size)))
+    return max(1, ranks // int(sampler.get("num_replicas", ranks)))
