@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_stream.batch_source import BatchSettings, BatchSource, order_in, warm
 from lightning_stream.batches import BatchInfo, count_micro_batches
@@ -88,9 +86,6 @@ class StreamingDataLoader(DataLoader[Any]):
         )
         self._persistent: tuple[BatchSettings, SharedPosition, DataLoader[Any]] | None = None
         self._persistent_in_use = False
-        # Workers must be told to end before the interpreter asks them to with a signal, which they are made to outlive.
-        self._live: weakref.WeakSet[Any] = weakref.WeakSet()
-        weakref.finalize(self, _end_workers, self._live)
         self._told: BatchSettings | None = None  # the settings whose forecast was told
         self._summed = (0, 0, 0)  # the ledger's expected sum: of this epoch, up to this position, so much
         self.last_batch: BatchInfo | None = None
@@ -184,9 +179,7 @@ class StreamingDataLoader(DataLoader[Any]):
         self._streaming.read_by_loader = True
         inner, release = self._batches(settings, Start(position.epoch, position.position))
         try:
-            batches = iter(inner)
-            self._live.add(batches)
-            for batch, info in batches:
+            for batch, info in inner:
                 if not self.evaluation:
                     position = self._after(position, info)
                     self._position, self._handed_out = position, not info.ends_epoch
@@ -242,11 +235,6 @@ class StreamingDataLoader(DataLoader[Any]):
         shared.upcoming = start
         self._persistent_in_use = True
         return inner, self._release_persistent
-
-    def close(self) -> None:
-        """End the worker processes of this loader's iterations, persistent ones too."""
-        _end_workers(self._live)
-        self._persistent, self._persistent_in_use = None, False
 
     def _release_persistent(self) -> None:
         self._persistent_in_use = False
@@ -338,12 +326,6 @@ class StreamingDataLoader(DataLoader[Any]):
         """Which samples an optimizer step of the epoch is made of, done or to come; `step` counts from its start."""
         settings = self.settings()
         return trace(self._run(settings), position or self.position, step, world=settings.world)
-
-
-def _end_workers(live: weakref.WeakSet[Any]) -> None:
-    for batches in list(live):
-        if isinstance(batches, _MultiProcessingDataLoaderIter):
-            batches._shutdown_workers()  # noqa: SLF001 - torch has no public way, and at exit only its references count
 
 
 def _as_it_is(batch: Any) -> Any:
