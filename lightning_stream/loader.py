@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_stream.batch_source import BatchSettings, BatchSource, order_in, warm
 from lightning_stream.batches import BatchInfo, count_micro_batches
@@ -86,6 +88,7 @@ class StreamingDataLoader(DataLoader[Any]):
         )
         self._persistent: tuple[BatchSettings, SharedPosition, DataLoader[Any]] | None = None
         self._persistent_in_use = False
+        self._live: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators that may have workers
         self._told: BatchSettings | None = None  # the settings whose forecast was told
         self._summed = (0, 0, 0)  # the ledger's expected sum: of this epoch, up to this position, so much
         self.last_batch: BatchInfo | None = None
@@ -179,7 +182,9 @@ class StreamingDataLoader(DataLoader[Any]):
         self._streaming.read_by_loader = True
         inner, release = self._batches(settings, Start(position.epoch, position.position))
         try:
-            for batch, info in inner:
+            batches = iter(inner)
+            self._live.add(batches)
+            for batch, info in batches:
                 if not self.evaluation:
                     position = self._after(position, info)
                     self._position, self._handed_out = position, not info.ends_epoch
@@ -235,6 +240,13 @@ class StreamingDataLoader(DataLoader[Any]):
         shared.upcoming = start
         self._persistent_in_use = True
         return inner, self._release_persistent
+
+    def close(self) -> None:
+        """End the worker processes of this loader, persistent ones too; a later iteration starts new ones."""
+        for batches in list(self._live):
+            if isinstance(batches, _MultiProcessingDataLoaderIter):
+                batches._shutdown_workers()  # noqa: SLF001 - what its destructor calls; torch has nothing public
+        self._persistent, self._persistent_in_use = None, False
 
     def _release_persistent(self) -> None:
         self._persistent_in_use = False

@@ -69,11 +69,14 @@ def _run(config: DictConfig) -> RunSummary | None:
     if continued is None:
         put_aside(checkpoints(folder))
     keep_config(config, folder)
-    trainer.fit(model, datamodule=data, ckpt_path=continued)
-    trainer.save_checkpoint(last_checkpoint(folder))
-    if not trainer.is_global_zero:
-        return None
-    summary = summarise(trainer, data, model, folder)
+    try:
+        trainer.fit(model, datamodule=data, ckpt_path=continued)
+        trainer.save_checkpoint(last_checkpoint(folder))
+        if not trainer.is_global_zero:
+            return None
+        summary = summarise(trainer, data, model, folder)
+    finally:
+        data.close()
     print(summary.to_text())
     return summary
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -94,6 +95,7 @@ class StreamingDataModule(LightningDataModule):
             "persistent_workers": persistent_workers,
             "multiprocessing_context": multiprocessing_context,
         }
+        self._loaders: weakref.WeakSet[StreamingDataLoader] = weakref.WeakSet()
         self.position_callback = StreamingCallback(
             seed_steps, on_missing_state, check_delivery=check_delivery, show_position=show_position
         )
@@ -141,6 +143,11 @@ class StreamingDataModule(LightningDataModule):
         """The position; the callback's copy is the one that is loaded, since it survives a renamed class."""
         return self.position_callback.state_dict()
 
+    def close(self) -> None:
+        """End the worker processes of all loaders made so far, which otherwise live as long as the trainer."""
+        for loader in list(self._loaders):
+            loader.close()
+
     def world(self) -> World:
         """This process among those of the trainer."""
         trainer: Any = self.trainer
@@ -168,7 +175,7 @@ class StreamingDataModule(LightningDataModule):
             pin_memory=self._pins(),
             **self._worker_arguments,
         )
-        return loader_kept_as_it_is(loader) if trainer.overfit_batches else loader
+        return self._kept(loader)
 
     def _evaluation_loader(self, name: str) -> StreamingDataLoader | list[Any]:
         dataset = self.datasets[name]
@@ -185,6 +192,10 @@ class StreamingDataModule(LightningDataModule):
             pin_memory=self._pins(),
             **self._worker_arguments,
         )
+        return self._kept(loader)
+
+    def _kept(self, loader: StreamingDataLoader) -> StreamingDataLoader:
+        self._loaders.add(loader)
         trainer: Any = self.trainer
         return loader_kept_as_it_is(loader) if trainer.overfit_batches else loader
 
