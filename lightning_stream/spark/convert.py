@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_stream.spark.partition import RESULT, Job, Receipt, with_done, write_partition
@@ -191,7 +192,7 @@ class _Settings:
         out = held["out"]
         pair = isinstance(out, (tuple, list))
         return cls(
-            tuple(map(os.fspath, out)) if pair else os.fspath(out),
+            tuple(map(_placed, out)) if pair else _placed(out),
             held.get("columns"),
             writer,
             bool(held.get("keep_local", False)),
@@ -205,3 +206,9 @@ class _Settings:
             return (self.out[0], self.out[-1])
         remote = "://" in self.out or self.out.startswith("dbfs:")
         return ("", self.out) if remote else (self.out, "")
+
+
+def _placed(out: str | os.PathLike[str]) -> str:
+    """A place that means the same in every process: an executor's working folder is not the driver's."""
+    place = os.fspath(out)
+    return place if not place or "://" in place or place.startswith("dbfs:") else str(Path(place).absolute())

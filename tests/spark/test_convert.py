@@ -112,6 +112,14 @@ def test_result_compression_and_manifest_are_what_users_of_the_call_know(spark: 
     assert all(name.startswith("part-") or name in ("index.json", "manifest.json") for name in files_of(out))
 
 
+def test_a_relative_folder_is_the_drivers_although_executors_work_elsewhere(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the executors' processes were started in another folder
+    dataframe_to_mds(spark.range(5), mds_kwargs={"out": "here"})
+    assert (tmp_path / "here" / "index.json").is_file()
+
+
 def test_order_and_count_of_rows_are_the_dataframes(spark: Any, tmp_path: Path) -> None:
     dataframe = spark.range(0, 5000, 1, 5)
     room.dataframe_to_mds(dataframe, mds_kwargs=plain(tmp_path / "out", size_limit="4kb"))
