@@ -115,6 +115,8 @@ def test_result_compression_and_manifest_are_what_users_of_the_call_know(spark: 
 def test_a_relative_folder_is_the_drivers_although_executors_work_elsewhere(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from lightning_stream.spark import dataframe_to_mds
+
     monkeypatch.chdir(tmp_path)  # the executors' processes were started in another folder
     dataframe_to_mds(spark.range(5), mds_kwargs={"out": "here"})
     assert (tmp_path / "here" / "index.json").is_file()
