@@ -42,7 +42,8 @@ class StreamingDataLoader(DataLoader[Any]):
         pin_memory, timeout, worker_init_fn, prefetch_factor, persistent_workers, multiprocessing_context: As in
             `torch.utils.data.DataLoader`.
         on_mismatch: What `load_state_dict` does where data or settings differ: ``"error"`` or ``"warn"``.
-        sampler, batch_sampler: None; Lightning passes them where it makes a loader once more, to predict.
+        shuffle, sampler, batch_sampler: To be left out, since the dataset has the order; Lightning passes None for
+            the latter two where it makes a loader once more, to predict.
 
     Raises:
         ValueError: Settings that contradict each other.
@@ -68,11 +69,15 @@ class StreamingDataLoader(DataLoader[Any]):
         persistent_workers: bool = False,
         multiprocessing_context: Any = None,
         on_mismatch: Literal["error", "warn"] = "error",
+        shuffle: Literal[False] | None = None,
         sampler: None = None,
         batch_sampler: None = None,
     ) -> None:
-        if sampler is not None or batch_sampler is not None:
-            raise ValueError("a StreamingDataset has an order of its own: sampler and batch_sampler must be None")
+        if shuffle or sampler is not None or batch_sampler is not None:
+            raise ValueError(
+                "the order is the dataset's: leave out shuffle, sampler and batch_sampler of its loader. To shuffle, "
+                "pass shuffle=True to the StreamingDataset"
+            )
         _check_arguments(dataset, batch_size, global_batch_size, accumulate, tail, drop_last)
         self._device_batch_size = batch_size
         self.global_batch_size = global_batch_size

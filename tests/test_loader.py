@@ -289,6 +289,7 @@ def test_changed_data_or_settings_are_refused_with_what_differs(dataset: Streami
         ({"batch_size": 4, "tail": "pad", "drop_last": True}, "not both"),
         ({"batch_size": 4, "tail": "cut"}, "'pad', 'drop' or 'exact'"),
         ({"batch_size": 0}, "at least 1"),
+        ({"batch_size": 4, "shuffle": True}, "shuffle=True to the StreamingDataset"),
     ],
     ids=str,
 )
