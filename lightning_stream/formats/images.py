@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _MAX_MODE_BYTES = 16
 _MAX_PIXELS_PER_BYTE = 8  # mode "1"
+_BEGINNINGS = {"jpeg": b"\xff\xd8", "png": b"\x89PNG\r\n\x1a\n"}
 
 
 class _Pil(ViewEncoding):
@@ -39,12 +40,17 @@ class _Pil(ViewEncoding):
 
 
 class _ImageFile(ViewEncoding):
-    """An image file's bytes. Given an image that was opened from a file of this kind, that file's own bytes."""
+    """An image file's bytes. Given an image that was opened from a JPEG file, that file's own bytes."""
+
+    checks_bytes = True
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self._begin = _BEGINNINGS[name]
 
     def encode(self, value: Any) -> bytes:
+        if isinstance(value, bytes):
+            return self._checked(value)
         image = require_image(value, self.name)
         if self.name == "jpeg" and image.format == "JPEG" and (original := _original_bytes(image)) is not None:
             return original
@@ -54,6 +60,15 @@ class _ImageFile(ViewEncoding):
         except OSError as error:
             raise ValueError(f"{self.name} cannot store mode {image.mode!r} ({error}). Convert the image.") from error
         return out.getvalue()
+
+    def _checked(self, data: bytes) -> bytes:
+        if not data.startswith(self._begin):
+            raise ValueError(
+                f"{self.name} takes the bytes of a {self.name.upper()} file, which begin with {self._begin!r}; got "
+                f"{len(data)} bytes that begin with {data[:8]!r}. Give the opened image, which is then stored as "
+                f"{self.name.upper()}, or make it a column of 'bytes'."
+            )
+        return data
 
     def decode(self, data: bytes | memoryview) -> Image.Image:
         image: Image.Image = pillow().open(BytesIO(data))
@@ -71,7 +86,8 @@ class _ImageList(ViewEncoding):
     def encode(self, value: Any) -> bytes:
         if isinstance(value, (str, bytearray)) or not isinstance(value, Sequence):
             raise TypeError(f"{self.name} takes a sequence of images; got {type_name(value)} {value!r:.60}.")
-        parts = [one if isinstance(one, bytes) else self._element.encode(one) for one in value]
+        stored = not self._element.checks_bytes
+        parts = [one if stored and isinstance(one, bytes) else self._element.encode(one) for one in value]
         sizes = struct.pack(f"<{len(parts) + 1}I", len(parts), *map(len, parts))
         return b"".join((self._reserved, sizes, *parts))
 

@@ -6,7 +6,7 @@ import json
 import operator
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning_stream.formats.encoding_base import type_name
 from lightning_stream.formats.encodings import get_encoding
@@ -16,12 +16,26 @@ ROW_TYPES = ("str", "int", "float")
 """The column types of row formats."""
 
 
+class _NoValue:
+    """The type of no value."""
+
+
+_Step: TypeAlias = "tuple[str, str, Any, Callable[[Any], bytes], int | None]"
+
+
+def _step(name: str, encoding_name: str, size: int | None) -> _Step:
+    """What to do for one column; the third is the type of values that are stored as they are."""
+    encoding = get_encoding(encoding_name)
+    kept = _NoValue if getattr(encoding, "checks_bytes", False) else bytes
+    return name, encoding_name, kept, encoding.encode, size
+
+
 class MdsEncoder:
     """Samples to bytes, for one MDS schema."""
 
     def __init__(self, schema: Schema) -> None:
-        self._steps: list[tuple[str, str, Callable[[Any], bytes], int | None]] = [
-            (name, encoding, get_encoding(encoding).encode, size)
+        self._steps = [
+            _step(name, encoding, size)
             for name, encoding, size in zip(schema.names, schema.encodings, schema.sizes, strict=True)
         ]
         num_variable = sum(size is None for size in schema.sizes)
@@ -38,9 +52,9 @@ class MdsEncoder:
         sizes: list[int] = []
         name = encoding = ""
         try:
-            for name, encoding, encode, size in self._steps:
+            for name, encoding, kept, encode, size in self._steps:
                 value = sample[name]
-                data = value if type(value) is bytes else encode(value)
+                data = value if type(value) is kept else encode(value)
                 if size is None:
                     sizes.append(len(data))
                 elif len(data) != size:

@@ -123,14 +123,15 @@ def _same_size(values: Sequence[Any], size: int, encoding_name: str) -> _Bytes:
 
 
 def _encode_each(encoding: Encoding, values: Any) -> Sequence[Any]:
+    stored = not getattr(encoding, "checks_bytes", False)
     if isinstance(values, Pieces):
-        if values.encoding == "bytes" or encoding is get_encoding("str"):
+        if (values.encoding == "bytes" and stored) or encoding is get_encoding("str"):
             return values
-        values = [str(value, "utf-8") for value in values]
+        values = [bytes(value) if values.encoding == "bytes" else str(value, "utf-8") for value in values]
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "USO":
         values = values.tolist()
     encode = encoding.encode
-    return [value if type(value) is bytes else encode(value) for value in values]
+    return [value if stored and type(value) is bytes else encode(value) for value in values]
 
 
 def _plain_block(encoding: Encoding, values: Any) -> _Bytes | None:

@@ -268,7 +268,7 @@ def test_a_damaged_value_says_which(tmp_path: Path) -> None:
 def test_hostile_headers_are_refused_on_opening(
     tmp_path: Path, columns: dict[str, str], index: int, value: int
 ) -> None:
-    write(tmp_path / "out", columns, [{"n": k, "s": "abc"} for k in range(4)])
+    write(tmp_path / "out", columns, [{name: {"n": k, "s": "abc"}[name] for name in columns} for k in range(4)])
     path = tmp_path / "out" / "shard.00000.mds"
     data = bytearray(path.read_bytes())
     data[index : index + 4] = value.to_bytes(4, "little")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import sys
+import wave
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +90,32 @@ def test_media_are_bytes_until_they_are_opened(tmp_path: Path, kind: str, monkey
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(MissingExtraError, match=r"lightning-stream\[media\]"):
         one.open()
+
+
+def test_a_clip_is_decoded_frame_by_frame(tmp_path: Path) -> None:
+    av = pytest.importorskip("av", reason="pip install 'lightning-stream[media]'")
+    frames = np.zeros((6, 32, 48, 3), np.uint8)
+    for k in range(6):
+        frames[k, :, 8 * k :] = 255
+    file = BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=6)
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode(None))
+    tone = (np.sin(np.arange(8000) / 20) * 20_000).astype(np.int16)
+    sound = BytesIO()
+    with wave.open(sound, "wb") as out:
+        out.setparams((1, 2, 8000, 0, "NONE", ""))
+        out.writeframes(tone.tobytes())
+    with MDSWriter(out=tmp_path / "out", columns={"clip": "video", "sound": "audio"}) as writer:
+        writer.write({"clip": file.getvalue(), "sound": sound.getvalue()})
+    sample = open_shard(Index.from_file(tmp_path / "out" / "index.json").entry(0), tmp_path / "out").sample(0)
+    with sample["clip"].open() as container:
+        seen = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    assert seen.shape == frames.shape
+    assert np.abs(seen.astype(int) - frames).mean() < 8  # mpeg4 is lossy
+    with sample["sound"].open() as container:
+        heard = np.concatenate([frame.to_ndarray().reshape(-1) for frame in container.decode(audio=0)])
+    np.testing.assert_array_equal(heard, tone)
