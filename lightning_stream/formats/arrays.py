@@ -69,10 +69,11 @@ class _FixedArray(ViewEncoding):
         self.name = name
         self.layout: Layout = Layout(dtype, shape)
         self.size = math.prod(shape) * dtype.itemsize
-        self._native = dtype.newbyteorder("=")
+        self._native = np.dtype(dtype.name)
 
     def encode(self, value: Any) -> bytes:
-        if type(value) is not np.ndarray or value.dtype != self._native:
+        # numpy has one object for each native dtype: to compare it by identity is cheaper, where it is that one
+        if type(value) is not np.ndarray or (value.dtype is not self._native and value.dtype != self._native):
             value = as_array(value, self.name)
             check_dtype(value, self.layout.dtype, self.name)
             value = little_endian(value)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -40,9 +41,12 @@ class ShardWriter(ABC):
         num_samples: Samples taken so far.
     """
 
-    def __init__(self, target: Target, config: WriterConfig) -> None:
+    def __init__(self, target: Target, config: WriterConfig, columns: Mapping[str, str] | None) -> None:
         self._target = target
         self._config = config
+        self._columns = None if columns is None else dict(columns)
+        self._num_columns = 0
+        self._told_surplus = False
         self._max_file_bytes = config.max_file_bytes
         self._pipeline: Pipeline[dict[str, Any]] = Pipeline(config.num_workers(target.is_local))
         self._packer: Packer | None = None
@@ -58,23 +62,21 @@ class ShardWriter(ABC):
         """The packer, from the columns given, or else from the first sample or batch."""
 
     def write(self, sample: Mapping[str, Any]) -> None:
-        """Add one sample.
+        """Add one sample. What is in it beside the columns is not written, and told of once.
 
         Raises:
             TypeError: A value of the wrong type; names the column.
-            ValueError: A column is missing, or a value is out of range; or the writer is finished.
+            ValueError: A column is missing, or a value is out of range; or there are values beyond columns that were
+                inferred; or the writer is finished.
             StoreError: An earlier shard could not be put.
         """
         packer = self._packer or self._open(sample, None)
         parts = packer.encode(sample)
-        num_bytes = sum(map(len, parts))
-        if self._max_file_bytes < self._gathered.file_bytes + num_bytes + packer.extra_bytes:
-            self._make_room(packer, num_bytes)
-        gathered = self._gathered
-        for part in parts:
-            gathered.add(part)
-        gathered.sizes.append(num_bytes)
-        gathered.file_bytes += num_bytes + packer.extra_bytes
+        if len(sample) != self._num_columns:
+            self._tell_surplus(packer, sample)
+        if not self._gathered.add_sample(parts, packer.extra_bytes, self._max_file_bytes):
+            self._make_room(packer, sum(map(len, parts)))
+            self._gathered.add_sample(parts, packer.extra_bytes, MAX_FILE_BYTES)
         self.num_samples += 1
 
     def write_batch(self, batch: Any) -> None:
@@ -88,6 +90,8 @@ class ShardWriter(ABC):
         columns, num_rows = batch_columns(batch)
         if num_rows:
             packer = self._packer or self._open(None, columns)
+            if set(columns) - set(packer.schema.names):
+                self._tell_surplus(packer, columns)
             self._add_rows(packer, columns, num_rows)
             self.num_samples += num_rows
 
@@ -139,8 +143,31 @@ class ShardWriter(ABC):
         packer = self._make_packer(sample, columns)
         self._appended.check(packer.schema)
         self._gathered = Gathered(self._pool, packer.empty_bytes)
-        self._packer = packer
+        self._packer, self._num_columns = packer, len(packer.schema.names)
         return packer
+
+    def _tell_surplus(self, packer: Packer, given: Iterable[str]) -> None:
+        """What is no column is not written. Where the columns were chosen by the caller that may be meant, and is told
+        once; where they were not, a value would be lost.
+
+        Raises:
+            ValueError: The columns were inferred from the first sample, or taken from the dataset appended to.
+        """
+        surplus = ", ".join(sorted(repr(name) for name in set(given) - set(packer.schema.names)))
+        columns = ", ".join(packer.schema.names)
+        if self._columns is None:
+            raise ValueError(
+                f"what is no column cannot be written: {surplus}; the columns are {columns}, as "
+                f"{'the dataset appended to has them' if self._config.append else 'inferred from the first sample'}. "
+                "Pass columns= to name those to write."
+            )
+        if not self._told_surplus:
+            self._told_surplus = True
+            warnings.warn(
+                f"what is no column is not written: {surplus}; the columns are {columns}. Add to columns= what is to "
+                "be kept.",
+                stacklevel=3,
+            )
 
     def _make_room(self, packer: Packer, num_bytes: int) -> None:
         """The gathered samples and the next one do not fit one shard: begin another."""

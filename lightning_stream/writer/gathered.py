@@ -7,6 +7,7 @@ come back when their shard has landed. Large bytes objects are kept as they are.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,26 @@ class Gathered:
         self._done: list[Any] = []
         self._view = memoryview(bytearray())
         self._begin = self._at = self._room = 0
+
+    def add_sample(self, parts: Sequence[bytes], extra_bytes: int, max_bytes: int) -> bool:
+        """Add one sample, given in parts; False, and nothing is added, if the file would have more than ``max_bytes``.
+
+        ``extra_bytes`` is what a sample adds to the file beyond its own bytes.
+        """
+        num_bytes = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
+        file_bytes = self.file_bytes + num_bytes + extra_bytes
+        if file_bytes > max_bytes:
+            return False
+        end = self._at + num_bytes
+        if end <= self._room and num_bytes < _LARGE_BYTES:
+            self._view[self._at : end] = parts[0] if len(parts) == 1 else b"".join(parts)
+            self._at = end
+        else:
+            for part in parts:
+                self.add(part)
+        self.sizes.append(num_bytes)
+        self.file_bytes = file_bytes
+        return True
 
     def add(self, data: Any) -> None:
         """Add bytes or a view of some; large bytes objects, which nobody can change, are kept as they are."""

@@ -58,8 +58,7 @@ class MDSWriter(ShardWriter):
             max_workers=max_workers,
             progress_bar=progress_bar,
         )
-        super().__init__(Target(out, keep_local, store_options), config)
-        self._columns = None if columns is None else dict(columns)
+        super().__init__(Target(out, keep_local, store_options), config, columns)
         for encoding in (self._columns or {}).values():
             get_encoding(encoding)
 

@@ -61,12 +61,11 @@ class _RowWriter(ShardWriter):
             max_workers=max_workers,
             progress_bar=progress_bar,
         )
-        super().__init__(Target(out, keep_local, store_options), config)
+        super().__init__(Target(out, keep_local, store_options), config, columns)
         if not newline:
             raise ValueError("newline must not be empty.")
         self._newline = newline
         self._separator = SEPARATORS.get(self._format)
-        self._columns = None if columns is None else dict(columns)
         if self._format != "xsv":
             self._check_columns()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -338,3 +339,45 @@ def test_columns_are_inferred_from_the_first_sample(tmp_path: Path) -> None:
     }  # fmt: skip
     with pytest.raises(TypeError, match="column 'o': no encoding can be inferred for object"):
         MDSWriter(out=tmp_path / "two").write({"o": object()})
+
+
+@pytest.mark.parametrize("form", [MDSWriter, JSONWriter])
+def test_values_beyond_the_columns_are_told_of_once_or_refused_never_dropped_silently(
+    tmp_path: Path, form: type[MDSWriter]
+) -> None:
+    row, more = {"a": 1, "b": "x"}, {"a": 1, "b": "x", "label": 7, "id": 8}
+    with form(out=tmp_path / "chosen", columns={"a": "int", "b": "str"}) as writer:
+        writer.write(row)
+        with pytest.warns(UserWarning, match="not written: 'id', 'label'; the columns are a, b") as told:
+            writer.write(more)
+        assert (len(told), told[0].filename) == (1, __file__)
+        writer.write_batch({name: [value] for name, value in more.items()})
+    assert read_all(tmp_path / "chosen") == [row] * 3
+    with form(out=tmp_path / "inferred") as writer:
+        writer.write(row)
+        for action in (
+            lambda: writer.write(more),
+            lambda: writer.write_batch({name: [value] for name, value in more.items()}),
+        ):
+            with pytest.raises(ValueError, match="'id', 'label'; the columns are a, b, as inferred from the first sa"):
+                action()
+    assert read_all(tmp_path / "inferred") == [row]
+    with form(out=tmp_path / "inferred", append=True) as writer:
+        with pytest.raises(ValueError, match="as the dataset appended to has them"):
+            writer.write(more)
+        writer.write(row)
+    assert read_all(tmp_path / "inferred") == [row] * 2
+
+
+def test_a_photo_column_takes_no_other_bytes(tmp_path: Path) -> None:
+    image, jpeg = pytest.importorskip("PIL.Image").new("RGB", (4, 3)), BytesIO()
+    image.save(jpeg, "jpeg")
+    with MDSWriter(out=tmp_path / "out", columns={"image": "jpeg"}) as writer:
+        for wrong in ([b"\x89PNG\r\n\x1a\n"], [jpeg.getvalue(), b""]):
+            with pytest.raises(ValueError, match="column 'image': jpeg takes the bytes of a JPEG file"):
+                writer.write_batch({"image": wrong})
+        with pytest.raises(ValueError, match="column 'image': jpeg takes the bytes of a JPEG file"):
+            writer.write({"image": b"GIF89a"})
+        writer.write({"image": jpeg.getvalue()})
+        writer.write_batch({"image": [image, jpeg.getvalue()]})
+    assert [one["image"].size for one in read_all(tmp_path / "out")] == [(4, 3)] * 3
