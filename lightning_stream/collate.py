@@ -9,21 +9,28 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from lightning_stream.formats.shard_base import Ragged
+
 # Array kinds that torch.from_numpy takes: integers, unsigned integers, floats, booleans. Others stay numpy arrays.
 _TORCH_KINDS = frozenset("iufb")
+_NUMBERS = (bool, int, float, np.number, np.bool_)
 
 
 def collate_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn gathered columns into a batch: numbers become tensors, equal shapes are stacked, the rest stays a list.
+    """Turn gathered columns into a batch: numbers and arrays of fixed shape become tensors, the rest stays a list.
 
-    Equal to `torch.utils.data.default_collate` over the same samples, except that what it refuses (images, arrays
-    of different shapes, None) arrives as a list.
+    Arrays of any shape (``ndarray``, ``ndarray:int32``, ``tensors``) are a list in every batch, also in one where all
+    are of one shape. What the user's decoders make is stacked where it has one shape. Else equal to
+    `torch.utils.data.default_collate` over the same samples, except that what it refuses (images, None) is a list.
     """
     return {name: _column(values) for name, values in columns.items()}
 
 
 def collate_samples(samples: Sequence[Any]) -> Any:
-    """Collate samples: dicts column by column as `collate_columns` does, anything else as torch does."""
+    """Collate samples: dicts key by key, anything else as torch does.
+
+    Nothing is known here but the values: arrays and tensors of one shape are stacked, others stay a list.
+    """
     first = samples[0]
     if isinstance(first, Mapping):
         for sample in samples:
@@ -39,14 +46,17 @@ def collate_samples(samples: Sequence[Any]) -> Any:
 def _column(values: Any) -> Any:
     if isinstance(values, np.ndarray):
         return _tensor(values)
+    if isinstance(values, Ragged):
+        return list(values)
     first = values[0]
     if isinstance(first, torch.Tensor):
-        return default_collate(values) if all(v.shape == first.shape for v in values) else values
+        same = all(isinstance(v, torch.Tensor) and v.shape == first.shape for v in values)
+        return default_collate(values) if same else values
     if isinstance(first, np.ndarray):
-        same = all(v.shape == first.shape and v.dtype == first.dtype for v in values)
+        same = all(isinstance(v, np.ndarray) and v.shape == first.shape and v.dtype == first.dtype for v in values)
         return _tensor(np.stack(values)) if same else values
-    if isinstance(first, (bool, int, float, np.number, np.bool_)):
-        return default_collate(values)
+    if isinstance(first, _NUMBERS):
+        return default_collate(values) if all(isinstance(value, _NUMBERS) for value in values) else values
     if isinstance(first, (Mapping, tuple)):
         return _nested(values)
     return values

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.cache import CacheConfig, Lease, ShardCache
-from lightning_stream.formats.columns import gather
+from lightning_stream.formats.columns import gather, gather_mixed
 from lightning_stream.formats.index import Index, ShardEntry
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.order import Snapshot, StreamWeights
@@ -195,6 +195,16 @@ class SampleReader:
             stream_digests=[index.digest for index in self.indexes],
         )
 
+    @cached_property
+    def _mixed_columns(self) -> dict[str, bool] | None:
+        """All columns, and whether all of the data has them in one encoding; None where all shards have the same."""
+        schemas = [schema for index in self.indexes for schema in index.schemas]
+        if len({(schema.format, schema.names, schema.encodings) for schema in schemas}) <= 1:
+            return None
+        encodings = [schema.columns for schema in schemas]
+        names = dict.fromkeys(name for columns in encodings for name in columns)
+        return {name: len({columns.get(name) for columns in encodings}) == 1 for name in names}
+
     def entry(self, shard: int) -> tuple[ShardCache, ShardEntry]:
         """Cache and index entry of a shard number."""
         stream = int(np.searchsorted(self.snapshot.stream_offsets, shard, side="right")) - 1
@@ -227,7 +237,8 @@ class SampleReader:
         Returns:
             Column name to an array of n rows (numbers and arrays of fixed shape) or a list of n values.
 
-            Where the samples' streams have different columns: lists, with None where a sample lacks the column.
+            Where streams have different columns: all of them, whatever this batch draws from; columns that not every
+            stream has in the same encoding are lists, with None where a sample lacks the column.
         """
         of_shard = self.snapshot.shards_of(ids)
         numbers, which = _distinct(of_shard)
@@ -235,10 +246,10 @@ class SampleReader:
         process = self._mine()
         with process.lock:
             shards = [self._shard(process, number) for number in numbers.tolist()]
-            if all(shard.schema is shards[0].schema or shard.schema == shards[0].schema for shard in shards):
+            if self._mixed_columns is None:
                 columns = gather(shards, which, within, out)
             else:
-                columns = _mixed([shards[k].sample(i) for k, i in zip(which.tolist(), within.tolist(), strict=True)])
+                columns = gather_mixed(shards, which, within, self._mixed_columns, out)
             self._trim(process)
             return columns
 
@@ -340,8 +351,3 @@ def _distinct(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.
     np.not_equal(ordered[1:], ordered[:-1], out=starts[1:])
     names = ordered[starts]
     return names, names.searchsorted(values)
-
-
-def _mixed(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    names = dict.fromkeys(name for sample in samples for name in sample)
-    return {name: [sample.get(name) for sample in samples] for name in names}

@@ -23,6 +23,8 @@ _MAX_DIMS = 32
 class AnyArray(ViewEncoding):
     """An array whose shape, and unless given its dtype, are stored with every value."""
 
+    ragged = True
+
     def __init__(self, name: str, dtype: np.dtype[Any] | None = None) -> None:
         self.name = name
         self.dtype = dtype

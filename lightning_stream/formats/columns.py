@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from lightning_stream.errors import FormatError
 from lightning_stream.formats.arrays import AnyArray
 from lightning_stream.formats.memory import Stretch
 from lightning_stream.formats.row_plan import Column, RowPlan
-from lightning_stream.formats.shard_base import DECODE_ERRORS, Batch, Buffers, Mapped, Shard, damaged
+from lightning_stream.formats.shard_base import DECODE_ERRORS, Batch, Buffers, Mapped, Ragged, Shard, damaged
 
 _Ints = NDArray[np.int64]
 
@@ -44,6 +44,36 @@ def gather(shards: Sequence[Shard], which: _Ints, indices: _Ints, out: Buffers |
     if len(found) != len(shards):
         raise ValueError("gather needs shards of the same columns; group the samples by their shard's schema first.")
     return gather_mapped(found, which, indices, out)
+
+
+def gather_mixed(
+    shards: Sequence[Shard], which: _Ints, indices: _Ints, common: Mapping[str, bool], out: Buffers | None = None
+) -> Batch:
+    """As `gather`, over shards of different columns.
+
+    Args:
+        shards, which, indices, out: See `gather`.
+        common: All columns of the data, this batch's or not; True for those that all of it has in one encoding. The
+            others become `Ragged` lists, with None where a sample lacks the column.
+    """
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for k, shard in enumerate(shards):
+        groups.setdefault((shard.schema.format, shard.schema.names, shard.schema.encodings), []).append(k)
+    parts: list[tuple[_Ints, Batch]] = []
+    for members in groups.values():
+        rows = np.flatnonzero(np.isin(which, members))
+        place = np.searchsorted(members, which[rows])
+        parts.append((rows, gather([shards[k] for k in members], place, indices[rows])))
+    batch: Batch = {}
+    for name, in_all in common.items():
+        found = [(rows, part[name]) for rows, part in parts if name in part]
+        if in_all:
+            batch[name] = _in_order(name, found, len(which), out or {})
+        else:
+            batch[name] = _listed(found, len(which))
+    if wrong := [name for name in out or {} if not isinstance(batch.get(name), np.ndarray)]:
+        raise ValueError(f"out: no column {wrong[0]!r} of fixed size in all of the data.")
+    return batch
 
 
 def gather_mapped(files: Sequence[Mapped], which: _Ints | None, indices: _Ints, out: Buffers | None) -> Batch:
@@ -133,7 +163,7 @@ def _build(batch: _Located, files: Sequence[Mapped], which: _Ints | None, indice
             k = decoded.row
             where = files[0 if which is None else int(which[k])].file.where
             raise damaged(where, int(indices[k]), column.name, decoded.error) from decoded.error
-        values[column.name] = decoded
+        values[column.name] = Ragged(decoded) if column.ragged else decoded
     if unknown := set(out) - set(values):
         raise ValueError(f"out: no column {min(unknown)!r}; there are {', '.join(values)}.")
     return values
@@ -228,7 +258,12 @@ def _in_order(name: str, parts: list[tuple[_Ints, Any]], num_rows: int, out: Buf
         for rows, values in parts:
             target[rows] = values
         return target
-    merged: list[Any] = [None] * num_rows
+    merged = _listed(parts, num_rows)
+    return merged if isinstance(first, Ragged) else list(merged)
+
+
+def _listed(parts: list[tuple[_Ints, Any]], num_rows: int) -> Ragged:
+    merged = Ragged([None] * num_rows)
     for rows, values in parts:
         for row, value in zip(rows.tolist(), values, strict=True):
             merged[row] = value

@@ -23,6 +23,7 @@ class Encoding:
         safe: False if decoding hostile bytes could run code.
         layout: Set if the bytes are plain numbers in memory: such columns are gathered without decoding.
         takes_view: True if `decode` copies whatever it keeps; then it is handed a view of mapped memory, else bytes.
+        ragged: True if the values are arrays, or hold some, that need not have one shape: never stacked into a batch.
         checks_bytes: Bytes given in place of a value are stored as they are; True if `encode` is to look at them first.
     """
 
@@ -30,6 +31,7 @@ class Encoding:
     safe: bool = True
     layout: Layout | None = None
     takes_view: bool = False
+    ragged: bool = False
     checks_bytes: bool = False
 
     def encode(self, value: Any) -> bytes:

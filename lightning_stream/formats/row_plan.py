@@ -23,6 +23,7 @@ class Column(NamedTuple):
     size: int | None
     decode: Decoder
     gathered: bool  # plain numbers, not decoded by the caller's own function
+    ragged: bool  # arrays that need not have one shape, decoded as stored
 
 
 class RowPlan:
@@ -84,7 +85,8 @@ def _plan_rows(
                 "If you trust where the data comes from, pass allow_unsafe_types=True."
             )
         gathered = getattr(encoding, "layout", None) is not None and name not in decoders
-        columns.append(Column(name, encoding, size, _decoder(encoding, decoders.get(name)), gathered))
+        ragged = getattr(encoding, "ragged", False) and name not in decoders
+        columns.append(Column(name, encoding, size, _decoder(encoding, decoders.get(name)), gathered, ragged))
     return RowPlan(tuple(columns))
 
 

@@ -14,6 +14,14 @@ from lightning_stream.formats.memory import MappedFile
 from lightning_stream.formats.row_plan import RowPlan
 from lightning_stream.formats.schema import Schema
 
+
+class Ragged(list[Any]):
+    """A column's values where the column promises no common shape: what is equal in this batch may differ in the next.
+
+    Arrays of any shape, named tensors, and columns that not all of the data have.
+    """
+
+
 Batch: TypeAlias = "dict[str, NDArray[Any] | list[Any]]"
 Buffers: TypeAlias = "Mapping[str, Any]"
 

@@ -27,6 +27,8 @@ _METADATA = "__metadata__"
 class _Tensors(ViewEncoding):
     """A dict of arrays, of any shape, 0-d and empty ones included."""
 
+    ragged = True
+
     def encode(self, value: Any) -> bytes:
         if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value) or _METADATA in value:
             raise TypeError(f"tensors takes a dict of names and arrays; got {type_name(value)} {value!r:.60}.")

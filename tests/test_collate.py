@@ -1,0 +1,89 @@
+"""What a column becomes in a batch depends on the column, never on what else is in the batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream.collate import collate_samples  # noqa: E402
+
+LENGTHS = [3, 3, 3, 3, 2, 3, 4, 3]
+COLUMNS = {
+    "any": "ndarray", "ints": "ndarray:int32", "fixed": "ndarray:int32:2", "x": "float32", "named": "tensors",
+    "text": "str", "whole": "str_int",
+}  # fmt: skip
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    with MDSWriter(out=tmp_path / "set", columns=COLUMNS) as writer:
+        for k, length in enumerate(LENGTHS):
+            array = np.full(length, k, np.int32)
+            row = {"any": array, "ints": array, "fixed": np.full(2, k, np.int32), "x": k, "named": {"a": array}}
+            writer.write({**row, "text": "t", "whole": k})
+    return tmp_path / "set"
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 8])
+def test_arrays_of_any_shape_are_a_list_in_every_batch_and_those_of_one_shape_a_tensor(
+    shards: Path, batch_size: int
+) -> None:
+    seen = 0
+    for batch in StreamingDataLoader(StreamingDataset(local=shards), batch_size):
+        for name in ("any", "ints", "named", "text"):
+            assert type(batch[name]) is list
+        assert [array.tolist() for array in batch["any"]] == [array.tolist() for array in batch["ints"]]
+        assert [array.tolist() for array in batch["ints"]] == [sample["a"].tolist() for sample in batch["named"]]
+        assert [len(array) for array in batch["any"]] == LENGTHS[seen : seen + batch_size]
+        assert (batch["fixed"].shape, batch["fixed"].dtype) == ((batch_size, 2), torch.int32)
+        assert (batch["x"].dtype, batch["whole"].dtype) == (torch.float32, torch.int64)
+        seen += batch_size
+    assert seen == len(LENGTHS)
+
+
+def test_what_a_transform_or_a_decoder_makes_of_one_shape_is_stacked(shards: Path) -> None:
+    def padded(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"ints": np.resize(sample["ints"], 4)}
+
+    (batch,) = StreamingDataLoader(StreamingDataset(local=shards, transform=padded), 8)
+    assert batch["ints"].shape == (8, 4)
+    dataset = StreamingDataset(local=shards, decoders={"text": lambda data: np.frombuffer(data, np.uint8)})
+    (batch,) = StreamingDataLoader(dataset, 8)
+    assert batch["text"].shape == (8, 1)
+
+
+def test_columns_that_some_streams_lack_are_lists_in_every_batch(tmp_path: Path) -> None:
+    left = {"id": "int", "own": "int", "kind": "int32", "array": "ndarray:int32:2", "text": "str"}
+    right = {"id": "int", "other": "float32", "kind": "int64", "array": "ndarray:int32:2", "text": "str"}
+    for name, columns in (("left", left), ("right", right)):
+        with MDSWriter(out=tmp_path / name, columns=columns) as writer:
+            values = {"id": 1, "own": 2, "other": 3, "kind": 4, "array": np.ones(2, np.int32), "text": name}
+            for _ in range(4):
+                writer.write({key: values[key] for key in columns})
+    dataset = StreamingDataset(streams=[Stream(local=tmp_path / name) for name in ("left", "right")])
+    wants = {"left": {"own": 2, "other": None}, "right": {"own": None, "other": 3}}
+    for batch_size in (2, 8):
+        for batch in StreamingDataLoader(dataset, batch_size):
+            assert batch.keys() == {"id", "own", "other", "kind", "array", "text"}
+            assert (batch["id"].dtype, batch["array"].shape) == (torch.int64, (batch_size, 2))
+            assert batch["kind"] == [4] * batch_size
+            for name in ("own", "other"):
+                assert type(batch[name]) is list
+                assert batch[name] == [wants[text][name] for text in batch["text"]]
+    out = np.zeros((3, 2), np.int32)
+    assert dataset.read_batch([7, 0, 4], out={"array": out})["array"] is out
+    assert out.all()
+    with pytest.raises(ValueError, match="no column 'own' of fixed size in all of the data"):
+        dataset.read_batch([0], out={"own": np.zeros(1, np.int64)})
+
+
+def test_a_none_among_numbers_or_arrays_makes_a_list() -> None:
+    samples = [{"n": 1, "a": np.ones(2), "t": torch.ones(2)}, {"n": None, "a": None, "t": None}]
+    batch = collate_samples(samples)
+    assert (batch["n"], type(batch["a"]), type(batch["t"])) == ([1, None], list, list)
