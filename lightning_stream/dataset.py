@@ -325,6 +325,7 @@ class StreamingDataset(IterableDataset[Any]):
                 f"{worker.num_workers} DataLoader workers deal batches among them, so the dataset must know the batch "
                 "size: pass batch_size= to StreamingDataset, the same as to the DataLoader, or use StreamingDataLoader"
             )
+        self.reader.require_samples()
         index, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         key = worker.seed - worker.id if worker is not None else os.getpid()
         settings = self._own_settings()

@@ -217,6 +217,7 @@ class StreamingDataLoader(DataLoader[Any]):
         return position
 
     def _refuse_nothing(self, settings: BatchSettings) -> None:
+        self._streaming.reader.require_samples()
         if settings.plan(self._streaming, Start()).num_batches == 0:
             raise ValueError(
                 f"an epoch must have a batch, but tail={settings.tail!r} leaves none of "

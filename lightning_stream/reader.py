@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.cache import CacheConfig, Lease, ShardCache
 from lightning_stream.formats.columns import gather, gather_mixed
-from lightning_stream.formats.index import Index, ShardEntry
+from lightning_stream.formats.index import INDEX_NAME, Index, ShardEntry
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.order import Snapshot, StreamWeights
 from lightning_stream.storage import Store, open_store
@@ -45,7 +45,8 @@ class Stream:
         options: Further options of the store, e.g. ``{"endpoint_url": ...}``.
 
     Raises:
-        ValueError: Neither `remote` nor `local`, or more than one of proportion, repeat and choose.
+        ValueError: Neither `remote` nor `local`, one of them names the index and not its folder, or more than one of
+            proportion, repeat and choose.
     """
 
     def __init__(
@@ -67,6 +68,10 @@ class Stream:
             raise ValueError(
                 "a stream reads from somewhere: pass remote= (a folder or URL), or local= (a folder), or both"
             )
+        for place in (remote, local):
+            if place is not None and os.fspath(place).rstrip("/").endswith(f"/{INDEX_NAME}"):
+                folder = os.fspath(place).rstrip("/").removesuffix(f"/{INDEX_NAME}")
+                raise ValueError(f"a stream is named by its folder, not by its index; found {place}. Pass {folder!r}")
         self.remote = None if remote is None else os.fspath(remote)
         self.local = None if local is None else Path(local)
         self.split = split or ""
@@ -205,6 +210,15 @@ class SampleReader:
         names = dict.fromkeys(name for columns in encodings for name in columns)
         return {name: len({columns.get(name) for columns in encodings}) == 1 for name in names}
 
+    def require_samples(self) -> None:
+        """Raise ValueError where there is nothing to iterate over."""
+        if self.snapshot.num_samples == 0:
+            names = ", ".join(stream.name for stream in self.streams)
+            raise ValueError(
+                f"there must be samples to iterate over; {names} has none in {self.snapshot.num_shards} shards. "
+                "Check what its writer was given, or which samples were chosen."
+            )
+
     def entry(self, shard: int) -> tuple[ShardCache, ShardEntry]:
         """Cache and index entry of a shard number."""
         stream = int(np.searchsorted(self.snapshot.stream_offsets, shard, side="right")) - 1
@@ -240,6 +254,8 @@ class SampleReader:
             Where streams have different columns: all of them, whatever this batch draws from; columns that not every
             stream has in the same encoding are lists, with None where a sample lacks the column.
         """
+        if not len(ids):
+            raise ValueError("a batch needs at least one sample id, since its columns are those of its samples")
         of_shard = self.snapshot.shards_of(ids)
         numbers, which = _distinct(of_shard)
         within = ids - self.snapshot.shard_offsets[of_shard]

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.errors import FormatError
 from lightning_stream.formats.index_scan import IndexScan, parse_entry
 from lightning_stream.formats.schema import FileEntry, Schema, ShardEntry
 
@@ -106,14 +105,3 @@ class Index:
 
     def __repr__(self) -> str:
         return f"Index({self.where!r}: {self.num_samples} samples in {self.num_shards} shards)"
-
-
-def require_samples(index: Index) -> Index:
-    """The index itself, if it holds any sample.
-
-    Raises:
-        FormatError: It has none, so nothing can be trained on.
-    """
-    if index.num_samples == 0:
-        raise FormatError(f"{index.where}: the dataset holds no samples.")
-    return index
