@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_stream.spark.partition import RESULT, Job, Receipt, with_done, write_partition
+from lightning_stream.convert.publish import begin, check, publish
+from lightning_stream.convert.receipt import Receipt
+from lightning_stream.spark.partition import RESULT, SparkJob, with_done, write_partition
 from lightning_stream.spark.plan import fingerprint, ordered, plan_text, selected, small_batches
 from lightning_stream.spark.progress import Progress
-from lightning_stream.spark.publish import begin, check, publish
 from lightning_stream.spark.schema import holds_files, mds_columns, vector_columns
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ _LOG = logging.getLogger(__name__)
 _WRITER_KEYS = ("compression", "hashes", "size_limit", "max_workers")
 _OWN_KEYS = ("out", "columns", "keep_local", "exist_ok", "progress_bar", "retry", "store_options")
 _FILE_BATCH_ROWS = 256
+_REPLACE = "pass exist_ok=True in mds_kwargs"
+_FILL = "Fill them (dataframe.fillna), drop the rows (dataframe.dropna), or ask for 'json' in columns=."
 
 
 def dataframe_to_mds(
@@ -68,7 +71,7 @@ def dataframe_to_mds(
     conversion = Conversion.plan(
         ordered(dataframe, order_by, shuffle_seed), settings, udf_iterable, dict(udf_kwargs or {})
     )
-    receipts = conversion.run(begin(conversion.job, settings.exist_ok), progress_bar=settings.progress_bar)
+    receipts = conversion.run(begin(conversion.job, settings.exist_ok, _REPLACE), progress_bar=settings.progress_bar)
     conversion.publish(receipts, merge_index)
     return settings.result()
 
@@ -84,7 +87,7 @@ class Conversion:
     """
 
     dataframe: Any
-    job: Job
+    job: SparkJob
     batch_rows: int | None
 
     @classmethod
@@ -101,7 +104,7 @@ class Conversion:
             columns, read = dict(settings.columns), dataframe.columns
         rows = selected(dataframe, read, vector_columns(schema, dict.fromkeys(read, "")))
         about = {**settings.writer, "columns": columns, "udf_kwargs": repr(sorted(udf_kwargs.items()))}
-        job = Job(
+        job = SparkJob(
             settings.out,
             settings.keep_local,
             settings.store_options,
@@ -126,7 +129,7 @@ class Conversion:
         with progress, small_batches(self.dataframe.sparkSession, self.batch_rows):
             rows = self.dataframe.mapInArrow(task, RESULT).collect()
         receipts = sorted((Receipt.from_bytes(bytes(row[0])) for row in rows), key=lambda receipt: receipt.partition)
-        check(receipts)
+        check(receipts, "the DataFrame", _FILL)
         return receipts
 
     def publish(self, receipts: Sequence[Receipt], merge_index: bool = True) -> None:
@@ -148,7 +151,7 @@ def conversion_of(dataframe: Any, mds_kwargs: Mapping[str, Any]) -> Conversion:
     return Conversion.plan(dataframe, _Settings.read(mds_kwargs, with_udf=False), None, {})
 
 
-def _task(job: Job) -> Callable[[Iterator[Any]], Iterator[Any]]:
+def _task(job: SparkJob) -> Callable[[Iterator[Any]], Iterator[Any]]:
     def write(batches: Iterator[Any]) -> Iterator[Any]:
         from pyspark import TaskContext
 

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.cache import CacheConfig, default_folder
+from lightning_stream.convert.publish import begin, index_bytes
+from lightning_stream.convert.receipt import Receipt, receipt_name
 from lightning_stream.errors import CacheError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.reader import CacheDefaults, ReaderConfig, SampleReader, Stream
 from lightning_stream.spark.convert import Conversion, conversion_of
-from lightning_stream.spark.partition import Receipt, receipt_name
-from lightning_stream.spark.publish import begin, index_bytes
 from lightning_stream.storage import LocalStore, Store, open_store
 from lightning_stream.storage.files import FileLock, make_folder
 
@@ -143,7 +143,9 @@ class FrameCache:
         try:
             with self._alone():
                 if not self.is_complete:
-                    receipts = self._conversion.run(begin(self._conversion.job, exist_ok=True))
+                    receipts = self._conversion.run(
+                        begin(self._conversion.job, exist_ok=True, remedy="choose another cache=")
+                    )
                     self._conversion.publish(receipts)
                     self._receipts = receipts
         except BaseException as error:  # noqa: BLE001 - raised in whoever waits

@@ -6,9 +6,9 @@ import sys
 import threading
 from types import TracebackType
 
+from lightning_stream.convert.job import Job
+from lightning_stream.convert.receipt import CONTROL
 from lightning_stream.errors import StoreError
-from lightning_stream.spark.partition import CONTROL, Job
-from lightning_stream.storage import open_store
 
 _PERIOD_S = 2.0
 
@@ -37,7 +37,7 @@ class Progress:
             self._tell()
 
     def _tell(self) -> None:
-        store = open_store(self._job.place, self._job.store_options if "://" in self._job.place else None)
+        store = self._job.store
         try:
             count = sum(1 for _ in store.list(f"{CONTROL}/{self._job.fingerprint}/"))
         except StoreError:

@@ -1,37 +1,35 @@
-"""The driver's part: from the receipts of committed partitions to a dataset, and nothing else left at its place."""
+"""From the receipts of committed parts to a dataset, and nothing else left at its place."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lightning_stream.convert.job import Job
+from lightning_stream.convert.part import merged_statistics
+from lightning_stream.convert.receipt import CONTROL, Receipt, digest_of
 from lightning_stream.errors import NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
-from lightning_stream.spark.partition import CONTROL, Job, Receipt, merged_statistics
-from lightning_stream.storage import LocalStore, Store, open_store
+from lightning_stream.storage import LocalStore, Store
 
 MANIFEST = "manifest.json"
 _OURS = re.compile(rf"part-[0-9]{{5,}}/(shard\.[0-9]+\.[0-9a-f]{{16}}\.mds(\.[a-z0-9]+)?|index\.json)|{CONTROL}/.*")
 
 
-def stores_of(job: Job) -> list[Store]:
-    """Every place that gets the files; the one that is kept for good is last."""
-    places = list(job.out) if isinstance(job.out, (tuple, list)) else [job.out]
-    urls = [os.fspath(place) for place in places]
-    urls = urls if job.keep_local or len(urls) == 1 else urls[1:]
-    return [open_store(url, job.store_options if "://" in url else None) for url in urls]
-
-
-def begin(job: Job, exist_ok: bool) -> frozenset[int]:
+def begin(job: Job, exist_ok: bool, remedy: str) -> frozenset[int]:
     """Look at the place before anything is written; give the partitions whose receipts an earlier run left there.
+
+    Args:
+        job: The conversion.
+        exist_ok: Whether what is there may be replaced.
+        remedy: How a user asks for that, e.g. ``"pass exist_ok=True"``.
 
     Raises:
         FileExistsError: There are files that are not the remains of this very conversion, and not ``exist_ok``.
     """
-    store = stores_of(job)[-1]
+    store = job.stores[-1]
     names = {entry.name: entry.num_bytes for entry in store.list("")}
     own = f"{CONTROL}/{job.fingerprint}/"
     controls = {name.split("/")[1] for name in names if name.startswith(f"{CONTROL}/")}
@@ -39,8 +37,7 @@ def begin(job: Job, exist_ok: bool) -> frozenset[int]:
     if not exist_ok and (strange or (names and controls != {job.fingerprint})):
         found = strange[0] if strange else "shards of a conversion that differs from this one and did not finish"
         raise FileExistsError(
-            f"{store.url} is not empty: it holds {found}. Write to a new place, or pass exist_ok=True in mds_kwargs "
-            "to replace what is there."
+            f"{store.url} is not empty: it holds {found}. Write to a new place, or {remedy} to replace what is there."
         )
     return frozenset(
         receipt.partition
@@ -49,8 +46,14 @@ def begin(job: Job, exist_ok: bool) -> frozenset[int]:
     )
 
 
-def check(receipts: Sequence[Receipt]) -> None:
-    """Raise ValueError if any partition could not be written, with the counts over all partitions."""
+def check(receipts: Sequence[Receipt], source: str, remedy: str) -> None:
+    """Raise ValueError if any partition could not be written, with the counts over all partitions.
+
+    Args:
+        receipts: Of all partitions.
+        source: What the rows come from, e.g. ``"the DataFrame"``.
+        remedy: What to do about nulls, as a sentence.
+    """
     nulls: dict[str, int] = {}
     for receipt in receipts:
         for name, count in receipt.nulls.items():
@@ -59,7 +62,7 @@ def check(receipts: Sequence[Receipt]) -> None:
         counts = ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items()))
         raise ValueError(
             f"MDS has no null but in json columns; null values found, by column: {counts}. Nothing was published. "
-            "Fill them (dataframe.fillna), drop the rows (dataframe.dropna), or ask for 'json' in columns=."
+            f"{remedy}"
         )
     refused = [receipt for receipt in receipts if receipt.refused]
     if refused:
@@ -68,7 +71,7 @@ def check(receipts: Sequence[Receipt]) -> None:
             f"{refused[0].partition}, {refused[0].refused} Nothing was published."
         )
     if not sum(receipt.num_samples for receipt in receipts):
-        raise ValueError("the DataFrame is empty: there is nothing to write.")
+        raise ValueError(f"{source} is empty: there is nothing to write.")
 
 
 def publish(job: Job, receipts: Sequence[Receipt], merge_index: bool, about: Mapping[str, Any]) -> None:
@@ -81,16 +84,17 @@ def publish(job: Job, receipts: Sequence[Receipt], merge_index: bool, about: Map
         about: What else the manifest says.
 
     Raises:
-        StoreError: A file that an executor wrote is not at the place as the driver sees it.
+        StoreError: A file that a receipt lists is not at the place as this process sees it.
     """
-    for store in stores_of(job):
+    for store in job.stores:
         wanted = {name: size for receipt in receipts for name, size in receipt.files().items()}
         seen = {entry.name: entry.num_bytes for entry in store.list("")}
         _check_seen(store, wanted, seen)
         _sweep(store, seen, wanted.keys() | _listed(store))
-        store.put(MANIFEST, _manifest(job, receipts, about))
+        index = index_bytes(receipts)
+        store.put(MANIFEST, _manifest(job, receipts, about, index))
         if merge_index:
-            store.put(INDEX_NAME, index_bytes(receipts))
+            store.put(INDEX_NAME, index)
         else:
             for receipt in filter(lambda receipt: receipt.shards, receipts):
                 folder = f"part-{receipt.partition:05}"
@@ -103,9 +107,9 @@ def _check_seen(store: Store, wanted: Mapping[str, int], seen: Mapping[str, int]
     missing = sorted(name for name, size in wanted.items() if seen.get(name) != size)
     if missing:
         raise StoreError(
-            f"{store.url} must hold the {len(wanted)} files that the executors wrote; the driver does not see "
-            f"{len(missing)} of them, the first {missing[0]}. Write to a place that all machines share: a URL, or a "
-            "mounted folder such as a volume."
+            f"{store.url} must hold the {len(wanted)} files that were written there; from here, "
+            f"{len(missing)} of them are not seen, the first {missing[0]}. Write to a place that all machines share: "
+            "a URL, or a mounted folder such as a volume."
         )
 
 
@@ -162,7 +166,7 @@ def _inside(entry: Mapping[str, Any], folder: str) -> dict[str, Any]:
     return renamed
 
 
-def _manifest(job: Job, receipts: Sequence[Receipt], about: Mapping[str, Any]) -> bytes:
+def _manifest(job: Job, receipts: Sequence[Receipt], about: Mapping[str, Any], index: bytes) -> bytes:
     """What the dataset came from: beside the index, where other readers pass it by."""
     held = {
         "version": 1,
@@ -170,6 +174,7 @@ def _manifest(job: Job, receipts: Sequence[Receipt], about: Mapping[str, Any]) -
         "columns": dict(job.columns),
         "num_samples": sum(receipt.num_samples for receipt in receipts),
         "num_shards": sum(len(receipt.shards) for receipt in receipts),
+        "index": digest_of(index),
         "partitions": {f"part-{receipt.partition:05}": receipt.num_samples for receipt in receipts},
         "statistics": merged_statistics(receipts),
         **about,

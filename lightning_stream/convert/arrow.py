@@ -1,4 +1,4 @@
-"""One Arrow batch of Spark rows as the columns that a writer takes, without a loop over rows where memory allows."""
+"""An Arrow batch as the columns that a writer takes, without a loop over rows where memory allows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 from numpy.typing import NDArray
+
+from lightning_stream.convert.arrow_schema import is_list, plain_type
 
 Values: TypeAlias = "NDArray[Any] | Sequence[Any] | pa.Array"
 
@@ -29,7 +32,7 @@ def count_nulls(batch: pa.RecordBatch, columns: Mapping[str, str]) -> dict[str, 
             continue
         if column.null_count:
             counts[name] = column.null_count
-        while pa.types.is_list(column.type):
+        while is_list(column.type):
             column = column.flatten()
             if column.null_count:
                 label = f"{name} (elements of arrays)"
@@ -54,26 +57,59 @@ def _named_values(batch: pa.RecordBatch, name: str, encoding: str) -> Values:
 
 
 def _values(column: pa.Array, encoding: str) -> Values:
+    column = _plain(column)
     kind = column.type
     if encoding == "json":
         return list(map(_json_value(kind), column.to_pylist()))
     if pa.types.is_boolean(kind):
         return _numpy(column.cast(pa.uint8()))
     if pa.types.is_date(kind):
-        return column.cast(pa.string()) if encoding == "str" else _numpy(column.cast(pa.int32()))
+        return column.cast(pa.string()) if encoding == "str" else _numpy(column.cast(pa.date32()).cast(pa.int32()))
     if pa.types.is_timestamp(kind):
         return _times(column, encoding)
     if pa.types.is_duration(kind):
         return _numpy(column.cast(_EPOCH_UNIT["span"]).cast(pa.int64()))
+    if pa.types.is_time(kind):
+        return _numpy(column.cast(pa.time64("us")).cast(pa.int64()))
     if pa.types.is_decimal(kind):
         return _decimals(column, encoding)
-    if pa.types.is_list(kind):
-        return nested_arrays(column)
+    if is_list(kind):
+        return _arrays(column, encoding)
     if pa.types.is_struct(kind):
         return list(_images(column, encoding))
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         return _numpy(column)
     return column  # text and binary: the writer takes views of Arrow's own memory
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    """The values of a dictionary or an extension as themselves, and views as what all readers know."""
+    if isinstance(column, pa.ExtensionArray):
+        return _plain(column.storage)
+    if pa.types.is_dictionary(column.type):
+        return _plain(column.dictionary_decode())
+    known = {"string_view": pa.large_string(), "binary_view": pa.large_binary()}.get(str(column.type))
+    if known is None and pa.types.is_fixed_size_binary(column.type):
+        known = pa.binary()
+    return column if known is None else column.cast(known)
+
+
+def _arrays(column: pa.Array, encoding: str) -> NDArray[Any] | list[NDArray[Any]]:
+    """Lists of numbers, in the dtype that was asked for if all values fit it."""
+    arrays = nested_arrays(column)
+    wanted = np.dtype(encoding.split(":")[1]) if ":" in encoding else None
+    if isinstance(arrays, np.ndarray):
+        return arrays if wanted in (None, arrays.dtype) else _cast(arrays, wanted)
+    return [array if wanted in (None, array.dtype) else _cast(array, wanted) for array in arrays]
+
+
+def _cast(array: NDArray[Any], wanted: Any) -> NDArray[Any]:
+    with np.errstate(invalid="ignore", over="ignore"):
+        cast: NDArray[Any] = array.astype(wanted)
+    fits = np.can_cast(array.dtype, wanted, "same_kind") and (array.dtype.kind == "f" or bool((cast == array).all()))
+    if array.size and not fits:
+        raise ValueError(f"values of {array.dtype} do not fit {wanted}.")
+    return cast
 
 
 def _numpy(column: pa.Array) -> NDArray[Any]:
@@ -108,7 +144,13 @@ def nested_arrays(column: pa.Array) -> NDArray[Any] | list[NDArray[Any]]:
     Raises:
         ValueError: A row whose inner lists differ in length.
     """
-    if not pa.types.is_list(column.type):
+    if pa.types.is_fixed_size_list(column.type):
+        flat = nested_arrays(column.flatten())
+        size = column.type.list_size
+        if isinstance(flat, np.ndarray):
+            return flat.reshape(len(column), size, *flat.shape[1:])
+        return [_stacked(flat[k : k + size]) for k in range(0, len(flat), size)]
+    if not is_list(column.type):
         return _numpy(column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else column)
     ends = column.offsets.to_numpy()
     ends = ends - ends[0]
@@ -157,13 +199,14 @@ def _pil_image(pixels: NDArray[np.uint8], encoding: str) -> Any:
 
 def _json_value(kind: pa.DataType) -> Callable[[Any], Any]:
     """What turns a value of this type into what json knows."""
+    kind = plain_type(kind)
     if pa.types.is_struct(kind):
         inner = {kind.field(k).name: _json_value(kind.field(k).type) for k in range(kind.num_fields)}
         return _unless_none(lambda value: {name: inner[name](value[name]) for name in value})
     if pa.types.is_map(kind):
         key, item = _json_key(kind.key_type), _json_value(kind.item_type)
         return _unless_none(lambda value: {key(k): item(v) for k, v in value})
-    if pa.types.is_list(kind):
+    if is_list(kind):
         element = _json_value(kind.value_type)
         return _unless_none(lambda value: [element(each) for each in value])
     if pa.types.is_date(kind):
@@ -172,9 +215,9 @@ def _json_value(kind: pa.DataType) -> Callable[[Any], Any]:
         return _unless_none(lambda value: _in_utc(value).isoformat())
     if pa.types.is_duration(kind):
         return _unless_none(lambda value: round(value.total_seconds() * 1e6))
-    if pa.types.is_decimal(kind):
+    if pa.types.is_decimal(kind) or pa.types.is_time(kind):
         return _unless_none(str)
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+    if "binary" in str(kind):
         return _unless_none(lambda value: base64.b64encode(value).decode())
     return lambda value: value
 
@@ -186,3 +229,23 @@ def _json_key(kind: pa.DataType) -> Callable[[Any], str]:
 
 def _unless_none(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: None if value is None else convert(value)
+
+
+def fill_nulls(batch: pa.RecordBatch, values: Mapping[str, Any]) -> pa.RecordBatch:
+    """The batch with these values in the place of nulls, by column."""
+    for name, value in values.items():
+        k = batch.schema.get_field_index(name)
+        if k >= 0 and batch.column(k).null_count:
+            column = _plain(batch.column(k))
+            batch = batch.set_column(k, name, column.fill_null(pa.scalar(value, column.type)))
+    return batch
+
+
+def drop_nulls(batch: pa.RecordBatch, columns: Mapping[str, str]) -> pa.RecordBatch:
+    """The rows that have a value in every one of these columns that is not json."""
+    keep = None
+    for name, encoding in columns.items():
+        if encoding != "json" and batch.column(name).null_count:
+            valid = batch.column(name).is_valid()
+            keep = valid if keep is None else pa.compute.and_(keep, valid)
+    return batch if keep is None else batch.filter(keep)

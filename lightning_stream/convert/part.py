@@ -1,0 +1,117 @@
+"""Writing one part of a dataset, so that it can be written again, twice at once, or in vain.
+
+A process may be killed, tried again, or run twice. So a shard's name holds a digest of its bytes,
+``part-00003/shard.00000.<digest>.mds``: attempts that write the same bytes write the same files, each put whole or not
+at all, and an attempt that writes other bytes writes them elsewhere. Which attempt counts is said by its receipt.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from lightning_stream.convert.job import Job
+from lightning_stream.convert.receipt import Receipt, digest_of
+from lightning_stream.formats.index import INDEX_NAME
+from lightning_stream.writer import MDSWriter
+from lightning_stream.writer.batch import Pieces
+from lightning_stream.writer.target import Target
+
+_JOINS: Mapping[str, Callable[[Any, Any], Any]] = {"min": min, "max": max, "bytes": operator.add}
+
+
+class RefusedError(Exception):
+    """A value that its encoding does not take: trying again would not help."""
+
+
+class PartWriter(MDSWriter):
+    """An `MDSWriter` whose shards are named by their bytes, and that keeps its index entries instead of putting them.
+
+    Args:
+        job: The dataset.
+        number: The part's.
+    """
+
+    def __init__(self, job: Job, number: int) -> None:
+        super().__init__(out=job.out, columns=job.columns, exist_ok=True, **job.writer)
+        self._part = _PartTarget(job, number)
+        self._target = self._part
+
+    @property
+    def shards(self) -> list[dict[str, Any]]:
+        """The index entries, once finished; their files named relative to the dataset's root."""
+        return self._part.entries
+
+
+class _PartTarget(Target):
+    def __init__(self, job: Job, number: int) -> None:
+        super().__init__(job.out, job.keep_local, job.options)
+        self._folder = f"part-{number:05}"
+        self._digests: dict[str, str] = {}
+        self.entries: list[dict[str, Any]] = []
+
+    def put(self, name: str, data: Any, *, anew: bool = False) -> None:
+        parts = [data] if isinstance(data, bytes) else data
+        if name == INDEX_NAME:
+            self.entries = [self._named(entry) for entry in json.loads(b"".join(parts))["shards"]]
+            return
+        self._digests[_stem(name)] = digest_of(*parts)
+        super().put(self._final(name), data, anew=anew)
+
+    def _named(self, entry: dict[str, Any]) -> dict[str, Any]:
+        for key in ("raw_data", "zip_data"):
+            if entry[key] is not None:
+                entry[key]["basename"] = self._final(entry[key]["basename"])
+        return entry
+
+    def _final(self, name: str) -> str:
+        stem = _stem(name)
+        return f"{self._folder}/{stem}.{self._digests[stem]}{name[len(stem) :]}"
+
+
+class Statistics:
+    """Lowest and highest number, and bytes of texts and binary values, of each column.
+
+    Attributes:
+        columns: What was found, by column.
+    """
+
+    def __init__(self) -> None:
+        self.columns: dict[str, dict[str, Any]] = {}
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Look at a batch, as `batch_columns` gives it."""
+        for name, column in values.items():
+            if isinstance(column, Pieces):
+                self.merge(name, {"bytes": sum(map(len, column))})
+            elif isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in "iuf" and len(column):
+                self.merge(name, _extremes(column))
+
+    def merge(self, name: str, found: Mapping[str, Any]) -> None:
+        """Join in what was found elsewhere for a column."""
+        held = self.columns.setdefault(name, {})
+        for key, value in found.items():
+            held[key] = _JOINS[key](held[key], value) if key in held else value
+
+
+def merged_statistics(receipts: Iterable[Receipt]) -> dict[str, dict[str, Any]]:
+    """Of several parts together."""
+    total = Statistics()
+    for receipt in receipts:
+        for name, found in receipt.statistics.items():
+            total.merge(name, found)
+    return total.columns
+
+
+def _extremes(column: Any) -> dict[str, Any]:
+    if column.dtype.kind == "f":
+        column = column[np.isfinite(column)]
+    return {"min": column.min().item(), "max": column.max().item()} if len(column) else {}
+
+
+def _stem(name: str) -> str:
+    return ".".join(name.split(".")[:2])

@@ -1,0 +1,69 @@
+"""What a process gives for a part that it wrote. Only what receipts list can enter an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import xxhash
+import zstandard
+
+CONTROL = "_conversion"
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What was written of one part.
+
+    Attributes:
+        partition: Its number.
+        begins: Digest of the rows it began with: tells whether a later run has the same part.
+        num_samples: Rows written.
+        shards: Index entries, their files named relative to the dataset's root.
+        statistics: Lowest, highest and bytes of values, by column.
+        nulls: Null values by column, where there are any: then nothing it wrote counts.
+        refused: Why a value could not be written: then nothing it wrote counts.
+    """
+
+    partition: int
+    begins: str
+    num_samples: int = 0
+    shards: tuple[dict[str, Any], ...] = ()
+    statistics: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    nulls: Mapping[str, int] = field(default_factory=dict)
+    refused: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether what it lists may enter an index."""
+        return not self.nulls and not self.refused
+
+    def to_bytes(self) -> bytes:
+        """As compressed json."""
+        return zstandard.ZstdCompressor().compress(json.dumps(asdict(self), sort_keys=True).encode())
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Receipt:
+        """Read it back."""
+        held = json.loads(zstandard.ZstdDecompressor().decompress(data))
+        return cls(**{**held, "shards": tuple(held["shards"])})
+
+    def files(self) -> dict[str, int]:
+        """Bytes by name of every file that is stored."""
+        stored = [entry["zip_data"] or entry["raw_data"] for entry in self.shards]
+        return {file["basename"]: file["bytes"] for file in stored}
+
+
+def receipt_name(fingerprint: str, partition: int) -> str:
+    """Where a receipt lies while the conversion is under way."""
+    return f"{CONTROL}/{fingerprint}/{partition:05}.json.zst"
+
+
+def digest_of(*parts: Any) -> str:
+    """16 hex digits that tell these bytes from others."""
+    total = xxhash.xxh3_128()
+    for part in parts:
+        total.update(part)
+    return str(total.hexdigest()[:16])
