@@ -11,7 +11,7 @@ import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from lightning_stream.formats.index import INDEX_NAME, Index, ShardEntry
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.order import Snapshot, StreamWeights
 from lightning_stream.storage import Store, open_store
+from lightning_stream.storage.threads import DaemonPool
 
 
 class Stream:
@@ -72,7 +73,7 @@ class Stream:
             if place is not None and os.fspath(place).rstrip("/").endswith(f"/{INDEX_NAME}"):
                 folder = os.fspath(place).rstrip("/").removesuffix(f"/{INDEX_NAME}")
                 raise ValueError(f"a stream is named by its folder, not by its index; found {place}. Pass {folder!r}")
-        self.remote = None if remote is None else os.fspath(remote)
+        self.remote = None if remote is None else os.path.expanduser(os.fspath(remote))  # noqa: PTH111 - may be a URL
         self.local = None if local is None else Path(local)
         self.split = split or ""
         self.weights = StreamWeights(proportion=proportion, repeat=repeat, choose=choose)
@@ -153,14 +154,22 @@ class _Process:
         self.pid = os.getpid()
         self.lock = threading.RLock()
         self.open: OrderedDict[int, _OpenShard] = OrderedDict()
-        self.fetches: dict[int, Future[Any]] = {}
+        self.fetches: dict[int, Future[Lease]] = {}
         self.awaited: Counter[int] = Counter()  # batches announced by read_ahead that still need the shard
-        self.pool = ThreadPoolExecutor(fetch_threads, thread_name_prefix="fetch")
+        self.pool = DaemonPool(fetch_threads, "fetch")
 
     def close(self) -> None:
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        self.pool.close()
+        while self.fetches:
+            self.fetches.popitem()[1].add_done_callback(_let_go)
         while self.open:
             self.open.popitem()[1].close()
+
+
+def _let_go(fetch: Future[Lease]) -> None:
+    """What was fetched for nobody may be evicted."""
+    if not fetch.cancelled() and fetch.exception() is None:
+        fetch.result().close()
 
 
 class SampleReader:
@@ -300,14 +309,9 @@ class SampleReader:
 
     def fetch(self, shards: NDArray[np.int64]) -> None:
         """Have shards in the cache, several fetched at once; returns when all were, raises the first failure."""
-        with ThreadPoolExecutor(self.config.fetch_threads, thread_name_prefix="fetch") as pool:
-            fetches = [pool.submit(cache.ensure, entry) for cache, entry in map(self.entry, shards.tolist())]
-            try:
-                for fetch in fetches:
-                    fetch.result()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        with DaemonPool(self.config.fetch_threads, "fetch") as pool:
+            for fetch in [pool.submit(cache.ensure, entry) for cache, entry in map(self.entry, shards.tolist())]:
+                fetch.result()
 
     def plan(self, next_use: Callable[[int], float]) -> None:
         """Under a cache limit: evict what is needed latest, by shard number; without one nothing is evicted."""

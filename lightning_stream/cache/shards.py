@@ -8,7 +8,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +19,7 @@ from lightning_stream.storage.files import FULL, HELD, before_boot, publish, pub
 from lightning_stream.storage.folders import CacheFolder, default_folder
 from lightning_stream.storage.ledger import Holding
 from lightning_stream.storage.local import LocalStore
+from lightning_stream.storage.threads import DaemonPool
 
 from .config import CacheConfig
 from .fetch import Bringer, is_full, size_of, verify
@@ -193,7 +194,7 @@ class ShardCache:
     def prefetch(self, entries: Iterable[ShardEntry], *, workers: int = 4) -> Iterator[tuple[ShardEntry, Path]]:
         """Fetch shards, several at once; yields them in the given order, and raises the first failure in that order."""
         waiting: deque[tuple[ShardEntry, Future[Path]]] = deque()
-        pool = ThreadPoolExecutor(workers, thread_name_prefix="lightning_stream-fetch")
+        pool = DaemonPool(workers, "fetch")
         try:
             for entry in entries:
                 waiting.append((entry, pool.submit(self.ensure, entry)))
@@ -204,7 +205,7 @@ class ShardCache:
                 first, folder = waiting.popleft()
                 yield first, folder.result()
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.close()
 
     def plan(self, next_use: Callable[[str], float | None] | None) -> None:
         """Say what this process will need: a raw basename to when (smaller is sooner), None for not again.

@@ -7,7 +7,6 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -15,6 +14,7 @@ from typing import BinaryIO, TypeVar
 from lightning_stream.errors import StoreError, UnavailableError
 
 from .base import Body, BodyStore, ObjectEntry, Store
+from .threads import DaemonPool
 
 # Not the global generator: fetching threads must not disturb what a sample's transform draws.
 _jitter = random.SystemRandom()
@@ -119,27 +119,40 @@ class RetryingStore(BodyStore):
 
     def _get_parts(self, name: str, to: Path, num_bytes: int) -> int:
         begins = range(0, num_bytes, self.policy.part_bytes)
-        with to.open("wb", buffering=0) as file:
-            fd = file.fileno()
+        draft = _Draft(to)
 
-            def part(begin: int) -> tuple[int, str | None]:
-                return self._get_part(name, fd, begin, min(begin + self.policy.part_bytes, num_bytes))
+        def part(begin: int) -> tuple[int, str | None]:
+            return self._get_part(name, draft, begin, min(begin + self.policy.part_bytes, num_bytes))
 
-            with ThreadPoolExecutor(min(self.policy.parts_at_once, len(begins))) as pool:
-                parts = list(pool.map(part, begins))
-            _same_version({version for _, version in parts}, f"{self.url}/{name}")
-            return sum(written for written, _ in parts)
+        with DaemonPool(min(self.policy.parts_at_once, len(begins)), "parts") as pool:
+            parts = [future.result() for future in [pool.submit(part, begin) for begin in begins]]
+        _same_version({version for _, version in parts}, f"{self.url}/{name}")
+        return sum(written for written, _ in parts)
 
-    def _get_part(self, name: str, fd: int, begin: int, end: int) -> tuple[int, str | None]:
+    def _get_part(self, name: str, draft: _Draft, begin: int, end: int) -> tuple[int, str | None]:
         position = begin
         with self.open(name, begin, end) as body:
             for chunk in body:
-                view = memoryview(chunk)
-                while view:
-                    written = os.pwrite(fd, view, position)
-                    position += written
-                    view = view[written:]
+                draft.write(chunk, position)
+                position += len(chunk)
         return position - begin, body.version
+
+
+class _Draft:
+    """A file that parts are written to, open as long as any of them may still write: also one left behind."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+
+    def write(self, chunk: bytes, position: int) -> None:
+        view = memoryview(chunk)
+        while view:
+            written = os.pwrite(self._fd, view, position)
+            position += written
+            view = view[written:]
+
+    def __del__(self) -> None:
+        os.close(self._fd)
 
 
 class _Patience:

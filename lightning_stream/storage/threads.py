@@ -1,0 +1,92 @@
+"""Threads that move bytes, and that nobody waits for when a process ends.
+
+The standard library's pool joins its threads as the interpreter exits: one stuck in a dead connection would keep
+a job that was stopped, or a loader's worker, alive for as long as its patience lasts. What is killed in the middle of a
+fetch leaves only a draft, so there is nothing to wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T")
+_Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
+
+
+class DaemonPool:
+    """Runs calls in daemon threads, at most so many at once, in the order they were given. A context manager.
+
+    Args:
+        num_threads: How many; each is started when it is first needed.
+        name: Of the threads.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._num_threads = num_threads
+        self._name = name
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._guard = threading.Lock()
+        self._started = 0
+        self._closed = False
+
+    def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
+        """Run a call in a thread; its result or error is the future's."""
+        future: Future[T] = Future()
+        with self._guard:
+            if self._closed:
+                raise RuntimeError("this pool is closed")
+            self._calls.put((future, call, args))
+            if not self._idle.acquire(blocking=False) and self._started < self._num_threads:
+                self._started += 1
+                threading.Thread(
+                    target=_serve, args=(self._calls, self._idle), name=f"{self._name}-{self._started}", daemon=True
+                ).start()
+        return future
+
+    def close(self) -> None:
+        """Cancel what has not begun; what has goes on, and is not waited for. Again is no error."""
+        with self._guard:
+            if self._closed:
+                return
+            self._closed = True
+            with contextlib.suppress(Empty):
+                while (waiting := self._calls.get_nowait()) is not None:
+                    waiting[0].cancel()
+            for _ in range(self._started):
+                self._calls.put(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _serve(calls: SimpleQueue[_Call | None], idle: threading.Semaphore) -> None:
+    """A thread's life. It knows its queue, not its pool, which may so be forgotten without being closed."""
+    while (given := calls.get()) is not None:
+        _run(*given)
+        del given  # not held while waiting: a call may refer to much
+        idle.release()
+
+
+def _run(future: Future[Any], call: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call(*args))
+    except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it, whatever it is
+        future.set_exception(error)
+        del future  # its error's traceback holds this frame: else a ring, and what it holds would stay a while

@@ -1,0 +1,97 @@
+"""Threads that move bytes: bounded, in order, and never what a process waits for at its end."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import pytest
+
+from lightning_stream.storage.threads import DaemonPool
+
+
+def test_calls_run_in_order_in_so_many_threads_and_no_more() -> None:
+    gate, seen = threading.Event(), set()
+
+    def call(number: int) -> int:
+        seen.add(threading.current_thread().name)
+        gate.wait(10)
+        return number
+
+    with DaemonPool(3, "few") as pool:
+        futures = [pool.submit(call, number) for number in range(20)]
+        gate.set()
+        assert [future.result(10) for future in futures] == list(range(20))
+    assert len(seen) <= 3
+
+
+def test_an_error_is_the_futures() -> None:
+    with DaemonPool(1, "few") as pool, pytest.raises(ZeroDivisionError):
+        pool.submit(lambda: 1 // 0).result(10)
+
+
+def test_closing_cancels_what_has_not_begun_and_waits_for_nothing() -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def stuck() -> str:
+        begun.set()
+        return "done" if gate.wait(10) else "late"
+
+    pool = DaemonPool(1, "few")
+    running, waiting = pool.submit(stuck), pool.submit(stuck)
+    begun.wait(10)
+    pool.close()
+    with pytest.raises(CancelledError):
+        waiting.result(10)
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(stuck)
+    gate.set()
+    assert running.result(10) == "done"
+
+
+def test_a_pool_that_is_forgotten_ends_its_threads() -> None:
+    pool = DaemonPool(2, "forgotten")
+    pool.submit(int).result(10)
+    del pool
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while any(thread.name.startswith("forgotten") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+TESTS = Path(__file__).resolve().parent.parent
+FETCH = """
+import sys
+import numpy as np
+from lightning_stream.reader import CacheDefaults, ReaderConfig, SampleReader, Stream
+stream = Stream(remote=sys.argv[1], local=sys.argv[2], options={"timeout_s": 60.0})
+reader = SampleReader([stream], CacheDefaults(), ReaderConfig())
+from servers.shards import make_dataset
+from pathlib import Path
+reader.indexes = [make_dataset(Path(sys.argv[2]) / "unused", 8)]
+reader.read_ahead(np.arange(80))
+import socket
+socket.create_connection(("127.0.0.1", int(sys.argv[3]))).recv(1)  # until the fetch is on its way
+"""
+
+
+def test_a_process_ends_at_once_though_a_store_does_not_answer(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("exit")
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as told:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}/x"
+        port = str(told.getsockname()[1])
+        process = subprocess.Popen([sys.executable, "-c", FETCH, address, str(folder), port], cwd=TESTS)
+        connection, _ = told.accept()
+        request, _ = silent.accept()
+        begun = time.monotonic()
+        connection.close()
+        assert process.wait(30) == 0
+        assert time.monotonic() - begun < 10
+        request.close()
