@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -45,26 +46,48 @@ def photo_folder(photos: str, needed: int) -> str:
     return str(folder)
 
 
-def load(session: Any, folder: str) -> Any:
-    """One row per picture: its bytes as they are, its class as a number, and where it came from."""
+def list_pictures(session: Any, folder: str) -> Any:
+    """One row per picture: where it is, and its class as a number. Reads no picture."""
     from pyspark.sql import functions as f
 
     files = session.read.format("binaryFile").option("pathGlobFilter", "*.jpg").option("recursiveFileLookup", "true")
-    label = f.element_at(f.split("path", "/"), -2)
-    number = f.array_position(f.array(*map(f.lit, CLASSES)), label).cast("int") - 1
-    rows = files.load(folder).select(f.col("content").alias("image"), number.alias("label"), "path")
-    return rows.where("label >= 0")
+    number = f.array_position(f.array(*map(f.lit, CLASSES)), class_of("path")).cast("int") - 1
+    return files.load(folder).select("path", number.alias("label")).where("label >= 0")
 
 
-def split(rows: Any, num_train: int | None, num_val: int) -> dict[str, Any]:
-    """Pictures to train on and to hold out, chosen by a hash of class and name: the same on every run."""
+def class_of(path: str) -> Any:
+    """The folder that a file lies in."""
     from pyspark.sql import functions as f
 
-    key = f.xxhash64(f.array_join(f.slice(f.split("path", "/"), -2, 2), "/"))
-    mixed = rows.orderBy(key, "path")
-    val = mixed.limit(num_val)
-    rest = rows.join(val.select("path"), "path", "left_anti").select(*rows.columns).orderBy(key, "path")
-    return {"train": rest if num_train is None else rest.limit(num_train), "val": val}
+    return f.element_at(f.split(path, "/"), -2)
+
+
+def load(session: Any, folder: str, num_train: int | None, num_val: int) -> dict[str, Any]:
+    """Pictures to train on and to hold out, chosen by a hash of class and name: the same on every run.
+
+    One row per picture: its bytes as they are, its class as a number, and where it came from.
+    """
+    from pyspark.sql import functions as f
+
+    listed = list_pictures(session, folder)
+    name = f.array_join(f.slice(f.split("path", "/"), -2, 2), "/")
+    mixed = listed.orderBy(f.xxhash64(name), "path").select("path", "label")
+    chosen = mixed.collect() if num_train is None else mixed.limit(num_val + num_train).collect()
+    if len(chosen) <= num_val:
+        raise SystemExit(
+            f"{folder} holds {len(chosen)} pictures of {', '.join(CLASSES)}; --val {num_val} takes them all."
+        )
+    return {"train": _contents(session, chosen[num_val:]), "val": _contents(session, chosen[:num_val])}
+
+
+def _contents(session: Any, chosen: list[Any]) -> Any:
+    """The chosen pictures with their bytes: Spark reads these files and no others."""
+    from pyspark.sql import functions as f
+
+    paths = [re.sub(r"([\\{}\[\]*?])", r"\\\1", row["path"]) for row in chosen]
+    files = session.read.format("binaryFile").load(paths)
+    labels = f.broadcast(session.createDataFrame(chosen, "path string, label int"))
+    return files.select("path", f.col("content").alias("image")).join(labels, "path").select("image", "label", "path")
 
 
 # 2. Save data to a volume
@@ -146,14 +169,14 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--master", default="local[2]")
     options = parser.parse_args()
-    session = local_session(options.master, conf={"spark.log.level": "ERROR"})
+    session = local_session(options.master, conf={"spark.log.level": "ERROR", "spark.ui.showConsoleProgress": "false"})
     from pyspark.ml.torch.distributor import TorchDistributor
 
     out = options.out or tempfile.mkdtemp(prefix="flowers-shards-")
     num_train = None if options.train == "all" else int(options.train)
     began = time.perf_counter()
-    rows = load(session, photo_folder(options.photos, (num_train or 1000) + options.val))
-    save(split(rows, num_train, options.val), out)
+    folder = photo_folder(options.photos, (num_train or 1000) + options.val)
+    save(load(session, folder, num_train, options.val), out)
     print(f"saved to {out} in {time.perf_counter() - began:.1f} s", file=sys.stderr)
     results = {"one process": train(out, options.epochs, options.network)}
     distributor = TorchDistributor(num_processes=options.processes, local_mode=False, use_gpu=torch.cuda.is_available())
