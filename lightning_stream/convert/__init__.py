@@ -1,1 +1,39 @@
-"""Conversion of datasets to MDS shards, in parts that are each written whole or not at all."""
+"""From the files people have to MDS shards, in parallel processes: each row exactly once, the same bytes every time.
+
+::
+
+    from lightning_stream.convert import convert
+
+    done = convert("photos/", "shards/", held_out=0.1)      # class folders of images
+    done = convert("rows/*.parquet", "s3://bucket/rows")    # columns from the schema
+    done = convert("texts.jsonl.gz", "texts", columns={"text": "str"}, compression="zstd:7")
+    print(done)                                             # counts, bytes, seconds
+
+or ``python -m lightning_stream.convert SOURCE OUT``. See `convert` for all settings. Names are loaded on first use;
+Parquet and Arrow files need the ``convert`` extra (pyarrow), other kinds nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_stream.convert.api import convert
+    from lightning_stream.convert.conversion import Converted
+
+_HOME = {"convert": "api", "Converted": "conversion"}
+
+__all__ = ["Converted", "convert"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'lightning_stream.convert' has no attribute {name!r}")
+    value = getattr(import_module(f"lightning_stream.convert.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -106,8 +106,7 @@ def _arrays(column: pa.Array, encoding: str) -> NDArray[Any] | list[NDArray[Any]
 def _cast(array: NDArray[Any], wanted: Any) -> NDArray[Any]:
     with np.errstate(invalid="ignore", over="ignore"):
         cast: NDArray[Any] = array.astype(wanted)
-    fits = np.can_cast(array.dtype, wanted, "same_kind") and (array.dtype.kind == "f" or bool((cast == array).all()))
-    if array.size and not fits:
+    if cast.dtype.kind != "f" and not np.array_equal(cast, array):
         raise ValueError(f"values of {array.dtype} do not fit {wanted}.")
     return cast
 

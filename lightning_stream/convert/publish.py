@@ -173,6 +173,7 @@ def _manifest(job: Job, receipts: Sequence[Receipt], about: Mapping[str, Any], i
         "fingerprint": job.fingerprint,
         "columns": dict(job.columns),
         "num_samples": sum(receipt.num_samples for receipt in receipts),
+        "num_bytes": sum(sum(receipt.files().values()) for receipt in receipts),
         "num_shards": sum(len(receipt.shards) for receipt in receipts),
         "index": digest_of(index),
         "partitions": {f"part-{receipt.partition:05}": receipt.num_samples for receipt in receipts},

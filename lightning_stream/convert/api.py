@@ -1,0 +1,135 @@
+"""`convert`: files of rows to MDS shards, each row exactly once, the same bytes however many processes write them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from lightning_stream.convert.conversion import Conversion, Converted, Settings, writer_settings
+from lightning_stream.convert.files import Places
+from lightning_stream.convert.job import is_remote
+from lightning_stream.convert.nulls import NullRule
+from lightning_stream.convert.plan import part_size
+from lightning_stream.convert.sources.choose import open_source
+from lightning_stream.convert.split import HeldOut
+from lightning_stream.formats.sizes import parse_bytes
+from lightning_stream.storage.files import FileLock
+from lightning_stream.writer.base import Out
+
+_WAIT_S = 24 * 3600.0
+
+
+def convert(
+    source: Places,
+    out: Out,
+    *,
+    columns: Mapping[str, str] | None = None,
+    compression: str | None = "zstd",
+    hashes: Iterable[str] | None = ("xxh3_64",),
+    size_limit: int | str | None = "64mb",
+    num_workers: int | None = None,
+    kind: str | None = None,
+    transform: Callable[[dict[str, Any]], Any] | None = None,
+    fill_nulls: Mapping[str, Any] | None = None,
+    drop_nulls: bool = False,
+    held_out: float | None = None,
+    held_out_by: str | None = None,
+    seed: int = 0,
+    exist_ok: bool = False,
+    keep_local: bool = False,
+    progress_bar: bool = False,
+    part_bytes: int | str | None = None,
+    source_options: Mapping[str, Any] | None = None,
+    source_store_options: Mapping[str, Any] | None = None,
+    store_options: Mapping[str, Any] | None = None,
+) -> Converted:
+    """Write files of rows as an MDS dataset, in parallel processes.
+
+    Every row is in the dataset exactly once, whatever becomes of the processes. index.json comes last: without it there
+    is no dataset, and then the same call again writes only the parts that are missing. The same source and settings
+    give the same files, however many processes write them. ``manifest.json`` beside the index tells schema, row counts,
+    source files and statistics; if it tells of this very source and these settings, nothing is written again.
+
+    Args:
+        source: A file, a folder, a pattern with ``*``, or a list of these; paths, or URLs of any store.
+        out: Where to: a local folder, a URL, or (local folder, URL).
+        columns: Encodings by column name: only these are written. None for all, inferred from the source's schema, or
+            from its first rows where it has none.
+        compression: E.g. ``"zstd"`` or ``"zstd:7"``; None for none.
+        hashes: Digests of every file that the index holds.
+        size_limit: Bytes of a shard, as a number or ``"64mb"``.
+        num_workers: Processes; None for one per processor. 1 writes in this process.
+        kind: What the files are, where their names do not tell: ``parquet``, ``jsonl``, ``csv``, ``tsv``, ``images``...
+        transform: Called with each row (a dict of Python values); gives a sample, None to leave the row out, or an
+            iterable of samples. For repeatable files it must be deterministic. Without ``columns``, the first sample
+            decides them.
+        fill_nulls: Values to write in the place of nulls, by column.
+        drop_nulls: Leave out rows with nulls in columns that have no null (all but json).
+        held_out: Share of the rows that goes into ``out/val``, while the others go into ``out/train``.
+        held_out_by: A column: rows with the same value there are held out together.
+        seed: Chooses which rows are held out.
+        exist_ok: Replace what is at ``out``, if it is not this very dataset.
+        keep_local: With a pair, keep the local copies too.
+        progress_bar: Show a line that counts rows on stderr.
+        part_bytes: Bytes of the source that one process writes at a time, e.g. ``"256mb"``. None chooses by its size.
+        source_options: For the reader, e.g. ``{"delimiter": ";"}``.
+        source_store_options: For the store of the source.
+        store_options: For the store of ``out``.
+
+    Raises:
+        ValueError: Settings, columns or values that cannot be written; null values, with column and count; no rows.
+        FormatError: A file is not what its name says.
+        NotFoundError: No such files.
+        FileExistsError: ``out`` holds something else; says what differs.
+        LightningStreamError: Workers died over and over.
+    """
+    begin = time.perf_counter()
+    found = open_source(source, kind, source_options, source_store_options)
+    if held_out is None and held_out_by is not None:
+        raise ValueError("held_out_by says which rows stay together; it needs held_out, the share of them.")
+    settings = Settings(
+        out=_placed(out),
+        keep_local=keep_local,
+        store_options=store_options,
+        columns=None if columns is None else dict(columns),
+        writer=writer_settings(compression, hashes, size_limit),
+        transform=transform,
+        nulls=NullRule(dict(fill_nulls or {}), drop_nulls),
+        held_out=None if held_out is None else HeldOut(held_out, seed, held_out_by),
+        part_bytes=part_size(found) if part_bytes is None else max(1, parse_bytes(part_bytes, "part_bytes")),
+        exist_ok=exist_ok,
+    )
+    conversion = Conversion(found, settings)
+    with _alone(settings.out):
+        return conversion.run(_processes(num_workers), progress_bar, begin)
+
+
+def _placed(out: Any) -> Any:
+    """A place that means the same in every process."""
+    if isinstance(out, (tuple, list)):
+        return tuple(map(_placed, out))
+    place = os.fspath(out)
+    if not place:
+        raise ValueError("out must name a folder or a URL; got an empty text.")
+    return place.rstrip("/") if is_remote(place) else str(Path(place.removeprefix("file://")).expanduser().absolute())
+
+
+def _processes(num_workers: int | None) -> int:
+    if num_workers is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if num_workers < 1:
+        raise ValueError(f"num_workers must be 1 or more (1 writes in this process); got {num_workers}.")
+    return num_workers
+
+
+def _alone(out: Any) -> Any:
+    """Held by the one process of this machine that writes there: others wait, and then find it done."""
+    place = Path(out[-1] if isinstance(out, tuple) else out)
+    if is_remote(str(out[-1] if isinstance(out, tuple) else out)):
+        return nullcontext()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(place.with_name(f".{place.name}.lock"), _WAIT_S)

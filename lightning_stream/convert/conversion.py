@@ -1,0 +1,312 @@
+"""One source on its way into one place: what is there already, what is missing, and what becomes of it."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+from lightning_stream.convert.files import stamps_digest
+from lightning_stream.convert.job import Job
+from lightning_stream.convert.nulls import NullRule
+from lightning_stream.convert.plan import parts_of
+from lightning_stream.convert.pool import run_parts
+from lightning_stream.convert.progress import Progress
+from lightning_stream.convert.publish import MANIFEST, begin, check, publish
+from lightning_stream.convert.receipt import Receipt, digest_of, receipt_name
+from lightning_stream.convert.sources.base import Found
+from lightning_stream.convert.sources.choose import Source
+from lightning_stream.convert.split import TRAIN, VAL, HeldOut
+from lightning_stream.convert.work import Work, samples_of
+from lightning_stream.errors import NotFoundError
+from lightning_stream.formats.compression import check_compression
+from lightning_stream.formats.hashing import check_hashes
+from lightning_stream.formats.index import INDEX_NAME
+from lightning_stream.formats.sizes import parse_bytes
+from lightning_stream.storage import Store
+from lightning_stream.writer.infer import infer_columns
+
+_LOG = logging.getLogger(__name__)
+_VERSION = 1
+_LISTED_FILES = 10_000
+_REPLACE = "pass exist_ok=True"
+_FILL = "Fill them (fill_nulls={column: value}), leave the rows out (drop_nulls=True), or ask for 'json' in columns=."
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a source is written. What decides the bytes enters the fingerprint."""
+
+    out: Any
+    keep_local: bool
+    store_options: Mapping[str, Any] | None
+    columns: Mapping[str, str] | None
+    writer: Mapping[str, Any]
+    transform: Callable[[dict[str, Any]], Any] | None
+    nulls: NullRule
+    held_out: HeldOut | None
+    part_bytes: int
+    exist_ok: bool
+
+    def told(self) -> dict[str, Any]:
+        """Those that decide what is written, as json knows it."""
+        return {
+            "version": _VERSION,
+            "columns": self.columns,
+            **{name: self.writer[name] for name in ("compression", "hashes", "size_limit")},
+            "transform": source_text(self.transform),
+            "nulls": asdict(self.nulls),
+            "held_out": None if self.held_out is None else asdict(self.held_out),
+            "part_bytes": self.part_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written.
+
+    Attributes:
+        place: Folder or URL of the dataset, or of its splits.
+        num_samples: By split; ``""`` is the whole.
+        num_shards: By split.
+        num_bytes: Bytes stored.
+        columns: Encoding by column name.
+        seconds: How long it took.
+        is_new: False if it was there already, from the same source and settings.
+    """
+
+    place: str
+    num_samples: dict[str, int]
+    num_shards: dict[str, int]
+    num_bytes: int
+    columns: dict[str, str]
+    seconds: float
+    is_new: bool
+
+    @property
+    def total(self) -> int:
+        """Samples of all splits."""
+        return sum(self.num_samples.values())
+
+    def __str__(self) -> str:
+        splits = ", ".join(f"{count:,} {split or 'samples'}" for split, count in self.num_samples.items())
+        told = f"{splits} in {sum(self.num_shards.values()):,} shards, {self.num_bytes / 1e6:,.1f} MB, at {self.place}"
+        if not self.is_new:
+            return f"{told}: there already, from the same source and settings"
+        return f"{told}, in {self.seconds:,.1f} s ({self.total / max(self.seconds, 1e-9):,.0f} per s)"
+
+
+class Conversion:
+    """One source under some settings. Reads only what is needed to know its columns.
+
+    Args:
+        source: What is converted.
+        settings: How, and where to.
+
+    Raises:
+        ValueError: Columns that there are not, or that cannot be inferred.
+    """
+
+    def __init__(self, source: Source, settings: Settings) -> None:
+        self._source, self._settings = source, settings
+        self._stamps = {
+            "kind": source.reader.kind,
+            "reader": dict(source.reader.settings),
+            "num_files": len(source.files),
+            "num_bytes": sum(file.num_bytes for file in source.files),
+            "stamps": stamps_digest(source.files),
+        }
+        about = json.dumps([self._stamps, settings.told()], sort_keys=True, default=repr)
+        self.fingerprint = hashlib.sha256(about.encode()).hexdigest()[:16]
+
+    def run(self, num_workers: int, progress_bar: bool, began: float) -> Converted:
+        """Write what is missing, and publish it.
+
+        Raises:
+            FileExistsError: Something else is at the place.
+        """
+        places = self._places()
+        held = self._held(places)
+        if len(held) == len(places):
+            return self._result(held, began, is_new=False)
+        self._refuse_other(places)
+        found, columns = self._columns()
+        jobs = {split: self._job(out, columns) for split, out in places.items() if split not in held}
+        receipts = self._write(found, jobs, num_workers, progress_bar)
+        about = {**found.about, "source": self._told_source(), "settings": self._settings.told(), "read": found.columns}
+        for split in jobs:
+            check(receipts[split], f"{self._source.place}{split and f' (split {split})'}", _FILL)
+        for split, job in jobs.items():
+            publish(job, receipts[split], True, json.loads(json.dumps(about, default=repr)))
+        return self._result(self._held(places), began, is_new=True)
+
+    def _places(self) -> dict[str, Any]:
+        """Where each split goes."""
+        out = self._settings.out
+        if self._settings.held_out is None:
+            return {"": out}
+        return {
+            split: tuple(f"{one}/{split}" for one in out) if isinstance(out, tuple) else f"{out}/{split}"
+            for split in (TRAIN, VAL)
+        }
+
+    def _job(self, out: Any, columns: Mapping[str, str]) -> Job:
+        settings = self._settings
+        return Job(out, settings.keep_local, settings.store_options, columns, settings.writer, self.fingerprint)
+
+    def _held(self, places: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """The manifests of the splits that are there, whole, from this source and these settings."""
+        found = {}
+        for split, out in places.items():
+            stores = self._job(out, {}).stores
+            manifest = _manifest(stores[-1]) or {}
+            if manifest.get("fingerprint") == self.fingerprint and all(_is_whole(each, manifest) for each in stores):
+                found[split] = manifest
+        return found
+
+    def _refuse_other(self, places: Mapping[str, Any]) -> None:
+        """Raise FileExistsError if another dataset is there, and say how it differs."""
+        if self._settings.exist_ok:
+            return
+        for out in places.values():
+            store = self._job(out, {}).store
+            manifest = _manifest(store)
+            if manifest is not None and manifest.get("fingerprint") != self.fingerprint and "settings" in manifest:
+                raise FileExistsError(
+                    f"{store.url} holds a dataset of another conversion: {self._difference(manifest)}. Write to a new "
+                    f"place, or {_REPLACE} to replace it."
+                )
+
+    def _difference(self, manifest: Mapping[str, Any]) -> str:
+        now = json.loads(json.dumps({**self._settings.told(), "source": self._told_source()}, default=repr))
+        before = {**manifest["settings"], "source": manifest["source"]}
+        told = [
+            f"{name} was {before.get(name)!r:.60}, is {now[name]!r:.60}"
+            for name in sorted(now.keys() - {"source"})
+            if before.get(name) != now[name]
+        ]
+        old, new = before["source"], now["source"]
+        if old["stamps"] != new["stamps"]:
+            told.append(
+                f"the source had {old['num_files']:,} files of {old['num_bytes']:,} bytes, has {new['num_files']:,} of "
+                f"{new['num_bytes']:,}" + _changed_files(old.get("files", []), new.get("files", []))
+            )
+        return "; ".join(told) or "the source is read in another way"
+
+    def _told_source(self) -> dict[str, Any]:
+        files = self._source.files
+        told = {**self._stamps, "place": self._source.place}
+        if len(files) <= _LISTED_FILES:
+            told["files"] = [{"name": file.name, "bytes": file.num_bytes, "stamp": file.stamp} for file in files]
+        return told
+
+    def _columns(self) -> tuple[Found, dict[str, str]]:
+        """What is read, and what is written."""
+        settings, source = self._settings, self._source
+        if settings.transform is None:
+            found = source.reader.find_columns(source.files, settings.columns)
+            return found, dict(settings.columns or found.columns)
+        found = source.reader.find_columns(source.files, None)
+        if settings.columns is not None:
+            return found, dict(settings.columns)
+        for span in source.reader.spans(source.files[0], settings.part_bytes):
+            for batch in source.reader.read(span, found.columns):
+                for sample in islice(samples_of(batch, settings.transform), 1):
+                    return found, infer_columns(sample)
+        raise ValueError("transform gave no sample for the first file, to infer columns from. Pass columns=.")
+
+    def _write(
+        self, found: Found, jobs: Mapping[str, Job], num_workers: int, progress_bar: bool
+    ) -> dict[str, list[Receipt]]:
+        """The receipts of all parts, by split, in order."""
+        settings, source = self._settings, self._source
+        parts = parts_of(source, settings.part_bytes)
+        done = frozenset.intersection(*(begin(job, settings.exist_ok, _REPLACE) for job in jobs.values()))
+        if done:
+            _LOG.info("going on with an earlier run: %d of %d parts are written already", len(done), len(parts))
+        work = Work(source.reader, found.columns, jobs, settings.transform, settings.nulls, settings.held_out)
+        progress = Progress(len(parts), len(done), progress_bar)
+        missing = [part for part in parts if part.number not in done]
+        try:
+            run_parts(work, missing, num_workers, progress)
+        finally:
+            progress.close()
+        earlier = {split: _earlier(job, done) for split, job in jobs.items()}
+        return {
+            split: [earlier[split].get(part.number) or progress.receipts[part.number][split] for part in parts]
+            for split in jobs
+        }
+
+    def _result(self, manifests: Mapping[str, Mapping[str, Any]], began: float, *, is_new: bool) -> Converted:
+        out = self._settings.out
+        first = next(iter(manifests.values()))
+        return Converted(
+            str(out[-1] if isinstance(out, tuple) else out),
+            {split: manifest["num_samples"] for split, manifest in manifests.items()},
+            {split: manifest["num_shards"] for split, manifest in manifests.items()},
+            sum(manifest["num_bytes"] for manifest in manifests.values()),
+            dict(first["columns"]),
+            time.perf_counter() - began,
+            is_new,
+        )
+
+
+def writer_settings(
+    compression: str | None, hashes: Iterable[str] | None, size_limit: int | str | None
+) -> dict[str, Any]:
+    """A writer's settings, checked, in one form for each meaning.
+
+    Raises:
+        ValueError: One that is none.
+    """
+    return {
+        "compression": check_compression(compression),
+        "hashes": list(check_hashes(hashes)),
+        "size_limit": None if size_limit is None else parse_bytes(size_limit, "size_limit"),
+        "max_workers": 1,
+    }
+
+
+def source_text(function: Callable[..., Any] | None) -> str:
+    """What tells a function from another: its source, or else its code."""
+    if function is None:
+        return ""
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        code = getattr(function, "__code__", None)
+        return repr(function) if code is None else repr((code.co_code, code.co_consts, code.co_names))
+
+
+def _earlier(job: Job, done: Iterable[int]) -> dict[int, Receipt]:
+    store = job.store
+    return {number: Receipt.from_bytes(store.read(receipt_name(job.fingerprint, number))) for number in done}
+
+
+def _manifest(store: Store) -> dict[str, Any] | None:
+    try:
+        found = json.loads(store.read(MANIFEST))
+    except (NotFoundError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _is_whole(store: Store, manifest: Mapping[str, Any]) -> bool:
+    """Whether the index that this manifest was written with is there."""
+    try:
+        return digest_of(store.read(INDEX_NAME)) == manifest.get("index")
+    except NotFoundError:
+        return False
+
+
+def _changed_files(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> str:
+    before = {file["name"]: file for file in old}
+    now = {file["name"]: file for file in new}
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return f"; changed: {', '.join(changed[:3])}{' ...' if len(changed) > 3 else ''}" if changed else ""

@@ -1,0 +1,230 @@
+"""The files that a conversion reads: found in folders, by patterns and in stores, and told from changed ones."""
+
+from __future__ import annotations
+
+import bz2
+import fnmatch
+import gzip
+import io
+import lzma
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias, cast
+
+import xxhash
+import zstandard
+
+from lightning_stream.convert.job import is_remote
+from lightning_stream.errors import NotFoundError
+from lightning_stream.storage import Store, open_store
+
+Places: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
+_BUFFER_BYTES = 1 << 22
+_ASKING_THREADS = 16
+_WILD = frozenset("*?[")
+_ENDINGS = (".gz", ".zst", ".bz2", ".xz")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file, local or in a store. Picklable.
+
+    Attributes:
+        root: The folder or URL that it was found in.
+        name: Its path below the root.
+        num_bytes: Its size.
+        stamp: What tells this content from another of the same size: time of change, or the store's version.
+        options: For the store.
+    """
+
+    root: str
+    name: str
+    num_bytes: int
+    stamp: str
+    options: Mapping[str, Any] | None = None
+
+    @property
+    def path(self) -> Path | None:
+        """Where it lies, if on this machine."""
+        return None if is_remote(self.root) else Path(self.root) / self.name
+
+    @property
+    def place(self) -> str:
+        """Its full path or URL, for messages."""
+        return f"{self.root}/{self.name}"
+
+    @property
+    def ending(self) -> str:
+        """The lower-case suffix that tells its kind, without that of its compression."""
+        return Path(_bare(self.name)).suffix.lower()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is compressed as a whole, so that it can only be read from its beginning."""
+        return self.name.lower().endswith(_ENDINGS)
+
+    def open(self) -> BinaryIO:
+        """Its bytes, seekable, as stored."""
+        path = self.path
+        if path is not None:
+            return path.open("rb")
+        raw = _Ranges(open_store(self.root, self.options), self.name, self.num_bytes)
+        return cast(BinaryIO, io.BufferedReader(raw, _BUFFER_BYTES))
+
+    @contextmanager
+    def unpacked(self) -> Iterator[BinaryIO]:
+        """Its bytes, decompressed by what its name ends with."""
+        make = _UNPACKERS.get(Path(self.name).suffix.lower(), nullcontext)
+        with self.open() as file, make(file) as plain:
+            yield plain
+
+    def read(self) -> bytes:
+        """All of it, as stored."""
+        path = self.path
+        return open_store(self.root, self.options).read(self.name) if path is None else path.read_bytes()
+
+    def digest(self) -> str:
+        """Hex digest of its bytes."""
+        total = xxhash.xxh3_128()
+        with self.open() as file:
+            while block := file.read(_BUFFER_BYTES):
+                total.update(block)
+        return str(total.hexdigest())
+
+
+def _zstd(file: BinaryIO) -> BinaryIO:
+    reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True, closefd=False)
+    return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, reader), _BUFFER_BYTES))
+
+
+_UNPACKERS: Mapping[str, Callable[[BinaryIO], Any]] = {
+    ".gz": lambda file: gzip.GzipFile(fileobj=file),
+    ".zst": _zstd,
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+}
+
+
+class _Ranges(io.RawIOBase):
+    """An object of a store as a file."""
+
+    def __init__(self, store: Store, name: str, num_bytes: int) -> None:
+        self._store, self._name, self._num_bytes, self._at = store, name, num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._at + len(buffer), self._num_bytes)
+        if end <= self._at:
+            return 0
+        data = self._store.get_range(self._name, self._at, end)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def find_files(source: Places, options: Mapping[str, Any] | None = None) -> list[SourceFile]:
+    """All files of a source, hidden ones left out: those of a folder sorted by name, those of a list in its order.
+
+    Args:
+        source: A file, a folder (searched at any depth), a pattern with ``*``, or a list of these; paths or URLs.
+        options: For stores.
+
+    Raises:
+        NotFoundError: One of them names no file.
+    """
+    places = [source] if isinstance(source, (str, os.PathLike)) else list(source)
+    found: list[SourceFile] = []
+    for given in places:
+        place = os.fspath(given)
+        files = _in_store(place, options) if is_remote(place) else _on_disk(place)
+        if not files:
+            raise NotFoundError(f"a source must name files; {place} names none. Check the path.")
+        found += files
+    return found
+
+
+def _on_disk(place: str) -> list[SourceFile]:
+    path = Path(place.removeprefix("file://")).expanduser().absolute()
+    if path.is_file():
+        return [_local(path.parent, path.name, path.stat())]
+    if path.is_dir():
+        return sorted(_below(path, path, ""), key=lambda file: file.name)
+    if not _WILD & set(str(path)):
+        return []
+    root = Path(*_before_wild(path.parts))
+    names = [str(found.relative_to(root)) for found in root.glob(str(path.relative_to(root))) if found.is_file()]
+    return [_local(root, name, (root / name).stat()) for name in sorted(names) if not _hidden(name)]
+
+
+def _below(root: Path, folder: Path | str, above: str) -> Iterable[SourceFile]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if _hidden(entry.name):
+                continue
+            if entry.is_dir():
+                yield from _below(root, entry.path, f"{above}{entry.name}/")
+            elif entry.is_file():
+                yield _local(root, above + entry.name, entry.stat())
+
+
+def _before_wild(parts: Iterable[str]) -> Iterable[str]:
+    for part in parts:
+        if _WILD & set(part):
+            return
+        yield part
+
+
+def _local(root: Path, name: str, known: os.stat_result) -> SourceFile:
+    return SourceFile(str(root), name, known.st_size, str(known.st_mtime_ns))
+
+
+def _in_store(url: str, options: Mapping[str, Any] | None) -> list[SourceFile]:
+    url = url.rstrip("/")
+    root = "/".join(_before_wild(url.split("/")))
+    entries = list(open_store(root, options).list(""))
+    if root == url and not entries:  # one object
+        root, _, only = url.rpartition("/")
+        entries = [entry for entry in open_store(root, options).list(only) if entry.name == only]
+    pattern = url[len(root) + 1 :] if root != url and _WILD & set(url) else "*"
+    store = open_store(root, options)
+    kept = [entry for entry in entries if not _hidden(entry.name) and fnmatch.fnmatchcase(entry.name, pattern)]
+    with ThreadPoolExecutor(_ASKING_THREADS) as threads:
+        stamps = list(threads.map(lambda entry: _version(store, entry.name) if entry.num_bytes else "", kept))
+    return [SourceFile(root, e.name, e.num_bytes, stamp, options) for e, stamp in zip(kept, stamps, strict=True)]
+
+
+def _version(store: Store, name: str) -> str:
+    with store.open(name, 0, 1) as body:
+        return body.version or ""
+
+
+def _hidden(name: str) -> bool:
+    return any(part.startswith((".", "_")) for part in name.split("/"))
+
+
+def _bare(name: str) -> str:
+    return name[: -len(Path(name).suffix)] if name.lower().endswith(_ENDINGS) else name
+
+
+def stamps_digest(files: Sequence[SourceFile]) -> str:
+    """Hex digest that changes when a file is added, removed, renamed or changed."""
+    total = xxhash.xxh3_128()
+    for file in files:
+        total.update(f"{file.name}\0{file.num_bytes}\0{file.stamp}\n".encode())
+    return str(total.hexdigest())

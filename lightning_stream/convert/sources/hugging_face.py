@@ -1,0 +1,58 @@
+"""What Hugging Face's datasets write into an Arrow schema: images and class labels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from lightning_stream.convert.arrow_schema import arrow_columns
+from lightning_stream.convert.sources.base import Found
+from lightning_stream.convert.sources.sniff import image_encoding
+
+
+def features_of(schema: pa.Schema, first: Any, asked: Mapping[str, str] | None) -> Found:
+    """The columns of a schema, with images and class labels as ``datasets`` notes them.
+
+    Args:
+        schema: Of Arrow or Parquet.
+        first: A batch with at least one row, if there is any.
+        asked: Encodings by column name; None for all, inferred.
+    """
+    features = _noted(schema)
+    images = [name for name, kind in features.items() if kind.get("_type") == "Image" and name in schema.names]
+    for name in images:
+        schema = schema.set(schema.get_field_index(name), pa.field(name, pa.binary()))
+    columns = arrow_columns(schema, asked)
+    for name in images if asked is None else ():
+        value = None if first is None or not first.num_rows else image_bytes(first.column(name))[0].as_py()
+        columns[name] = image_encoding(value or b"")
+    classes = {name: kind["names"] for name, kind in features.items() if kind.get("_type") == "ClassLabel"}
+    about: dict[str, Any] = {"schema": {field.name: str(field.type) for field in schema}}
+    if classes:
+        about["classes"] = {name: names for name, names in classes.items() if name in columns}
+    return Found(columns, about)
+
+
+def image_bytes(column: pa.Array) -> pa.Array:
+    """The files of a column of images: a struct of bytes and a path, or plain bytes."""
+    return column.field("bytes") if pa.types.is_struct(column.type) else column
+
+
+def with_files(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch with its images as their files' bytes."""
+    noted = _noted(batch.schema)
+    for k, field in enumerate(batch.schema):
+        if noted.get(field.name, {}).get("_type") == "Image" and pa.types.is_struct(field.type):
+            batch = batch.set_column(k, field.name, image_bytes(batch.column(k)))
+    return batch
+
+
+def _noted(schema: pa.Schema) -> dict[str, Any]:
+    noted = (schema.metadata or {}).get(b"huggingface")
+    if noted is None:
+        return {}
+    features = json.loads(noted).get("info", {}).get("features") or {}
+    return {name: kind for name, kind in features.items() if isinstance(kind, dict)}

@@ -1,0 +1,114 @@
+"""Files of lines: cut anywhere, since a line belongs to the piece that it begins in."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, BinaryIO
+
+import zstandard
+
+from lightning_stream.convert.files import SourceFile
+from lightning_stream.convert.sources.base import Batch, Found, Reader, Span
+from lightning_stream.convert.sources.rows import SAMPLED_ROWS, columns_of, infer_rows
+from lightning_stream.errors import FormatError
+
+_BLOCK_BYTES = 1 << 22
+DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError)
+
+
+def line_spans(file: SourceFile, part_bytes: int) -> list[Span]:
+    """A file of lines in pieces; one that is compressed stays whole."""
+    if file.is_packed or file.num_bytes <= part_bytes:
+        return [Span(file, 0, None, file.num_bytes)]
+    count = round(file.num_bytes / part_bytes)
+    cuts = [file.num_bytes * k // count for k in range(count + 1)]
+    return [Span(file, begin, end, end - begin) for begin, end in pairwise(cuts)]
+
+
+def line_blocks(span: Span) -> Iterator[tuple[int, list[bytes]]]:
+    """The lines that begin within a span, without their ends, in blocks of a few MiB; each with its place in bytes.
+
+    Raises:
+        FormatError: The file ends too early for its compression.
+    """
+    try:
+        with span.file.unpacked() as file:
+            yield from _blocks(file, span)
+    except DAMAGED as error:
+        raise FormatError(f"{span.file.place} cannot be read ({error}). Fetch it again.") from error
+
+
+def _blocks(file: BinaryIO, span: Span) -> Iterator[tuple[int, list[bytes]]]:
+    at = span.begin
+    if at:
+        file.seek(at - 1)
+        at += len(file.readline()) - 1  # a line that began before is not ours
+    while span.end is None or at < span.end:
+        room = _BLOCK_BYTES if span.end is None else min(_BLOCK_BYTES, span.end - at)
+        block = file.read(room)
+        if not block:
+            return
+        if not block.endswith(b"\n"):
+            block += file.readline()
+        yield at, block.split(b"\n")[: -1 if block.endswith(b"\n") else None]
+        at += len(block)
+
+
+@dataclass(frozen=True)
+class JsonlReader(Reader):
+    """One JSON object in each line."""
+
+    kind = "jsonl"
+
+    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
+        """From the first rows of some files."""
+        rows: list[Mapping[str, Any]] = []
+        for file in spread(files):
+            before = len(rows)
+            for batch in self._rows(Span(file, 0, None, file.num_bytes)):
+                rows += batch[0]
+                if len(rows) - before >= SAMPLED_ROWS:
+                    break
+        return Found(infer_rows(rows, asked, files[0].root), {})
+
+    def spans(self, file: SourceFile, part_bytes: int) -> list[Span]:
+        """Anywhere, unless it is compressed."""
+        return line_spans(file, part_bytes)
+
+    def read(self, span: Span, columns: Mapping[str, str]) -> Iterator[Batch]:
+        """A few MiB of lines at a time."""
+        for rows, where in self._rows(span):
+            yield Batch(columns_of(rows, columns), where)
+
+    def _rows(self, span: Span) -> Iterator[tuple[list[Mapping[str, Any]], str]]:
+        for at, lines in line_blocks(span):
+            where = f"{span.file.place}, lines from byte {at:,}"
+            filled = [line for line in lines if line and not line.isspace()]
+            if filled:
+                yield _parsed(filled, where), where
+
+
+def _parsed(lines: Sequence[bytes], where: str) -> list[Mapping[str, Any]]:
+    rows: list[Mapping[str, Any]] = []
+    for number, line in enumerate(lines):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise FormatError(f"{where}: line {number + 1} of them is no JSON ({error}): {line[:60]!r}.") from error
+        if not isinstance(row, dict):
+            raise FormatError(f"{where}: each line must be a JSON object; line {number + 1} of them is {line[:60]!r}.")
+        rows.append(row)
+    return rows
+
+
+def spread(files: Sequence[SourceFile], count: int = 8) -> list[SourceFile]:
+    """Some of the files: the first, and others from all over."""
+    filled = [file for file in files if file.num_bytes] or list(files)
+    step = max(1, len(filled) // count)
+    return filled[::step][:count]

@@ -1,0 +1,175 @@
+"""What one process does: read a part, and write it to every split that has a share in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_stream.convert.job import Job
+from lightning_stream.convert.nulls import NullRule, settled, taken
+from lightning_stream.convert.part import PartWriter, RefusedError, Statistics
+from lightning_stream.convert.plan import Part
+from lightning_stream.convert.receipt import Receipt, receipt_name
+from lightning_stream.convert.sources.base import Batch, Reader
+from lightning_stream.convert.split import HeldOut
+
+Tell = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all parts have in common. Picklable.
+
+    Attributes:
+        reader: Reads the source.
+        read: The columns that are read, with their encodings.
+        jobs: The datasets that are written: by the name of the split, or one named ``""``. Rows of other splits are
+            left out.
+        transform: From a row to a sample, None for none, or several samples; None to write the rows as they are.
+        nulls: What becomes of null values.
+        held_out: Which rows go to the split that is held out; None where there is one dataset.
+    """
+
+    reader: Reader
+    read: Mapping[str, str]
+    jobs: Mapping[str, Job]
+    transform: Callable[[dict[str, Any]], Any] | None
+    nulls: NullRule
+    held_out: HeldOut | None
+
+    def run(self, part: Part, tell: Tell) -> dict[str, Receipt]:
+        """Write a part, and then its receipts; give them by split.
+
+        Args:
+            part: Which.
+            tell: Called with a number of rows when so many more are written.
+        """
+        receipts = self._written(part, tell)
+        for split, receipt in receipts.items():
+            if all(each.is_good for each in receipts.values()):
+                job = self.jobs[split]
+                job.store.put(receipt_name(job.fingerprint, part.number), receipt.to_bytes())
+        return receipts
+
+    def _written(self, part: Part, tell: Tell) -> dict[str, Receipt]:
+        nulls: dict[str, int] = {}
+        outs = {split: _Out(PartWriter(job, part.number), Statistics()) for split, job in self.jobs.items()}
+        try:
+            with ExitStack() as open_writers:
+                for out in outs.values():
+                    open_writers.enter_context(out.writer)
+                self._write(part, outs, nulls, tell)
+        except RefusedError as error:
+            return {split: Receipt(part.number, "", refused=str(error)) for split in outs}
+        return {split: out.receipt(part.number, nulls) for split, out in outs.items()}
+
+    def _write(self, part: Part, outs: Mapping[str, _Out], nulls: dict[str, int], tell: Tell) -> None:
+        row = 0
+        for batch in _refusing(self.reader.read_all(part.spans, self.read)):
+            if self.transform is not None:
+                for sample in samples_of(batch, self.transform):
+                    out = outs.get(self._split(part.number, row, sample))
+                    if out is not None:
+                        out.add_sample(sample, batch.where)
+                    row += 1
+                tell(row)
+                continue
+            found = _settled(batch, self.read, self.nulls, nulls)
+            if found is None:
+                continue
+            values, num_rows = found
+            if num_rows:
+                self._add(outs, values, part.number, row, num_rows, batch.where)
+                row += num_rows
+                tell(row)
+
+    def _split(self, part: int, row: int, sample: Mapping[str, Any]) -> str:
+        return "" if self.held_out is None else self.held_out.of_sample(part, row, sample)
+
+    def _add(
+        self, outs: Mapping[str, _Out], values: dict[str, Any], part: int, row: int, num_rows: int, where: str
+    ) -> None:
+        if self.held_out is None:
+            outs[""].add(values, where)
+            return
+        for split, kept in self.held_out.of_rows(part, row, num_rows, values).items():
+            if len(kept) and split in outs:
+                outs[split].add({name: taken(column, kept) for name, column in values.items()}, where)
+
+
+@dataclass(frozen=True)
+class _Out:
+    writer: PartWriter
+    statistics: Statistics
+
+    def add(self, values: dict[str, Any], where: str) -> None:
+        try:
+            self.writer.write_batch(values)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RefusedError(f"{where}: {error}") from error
+        self.statistics.add(values)
+
+    def add_sample(self, sample: Mapping[str, Any], where: str) -> None:
+        try:
+            self.writer.write(sample)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RefusedError(f"{where}: {error}") from error
+
+    def receipt(self, number: int, nulls: Mapping[str, int]) -> Receipt:
+        shards = tuple(self.writer.shards)
+        return Receipt(number, "", self.writer.num_samples, shards, self.statistics.columns, nulls)
+
+
+def _settled(batch: Batch, columns: Mapping[str, str], rule: NullRule, nulls: dict[str, int]) -> Any:
+    try:
+        return settled(batch.columns, columns, rule, nulls)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RefusedError(f"{batch.where}: {error}") from error
+
+
+def _refusing(given: Iterable[Any]) -> Iterator[Any]:
+    """The same; a ValueError on the way is about a value, and not to be tried again."""
+    source = iter(given)
+    while True:
+        try:
+            each = next(source)
+        except StopIteration:
+            return
+        except ValueError as error:
+            raise RefusedError(str(error)) from error
+        yield each
+
+
+def samples_of(batch: Batch, transform: Callable[[dict[str, Any]], Any]) -> Iterator[Mapping[str, Any]]:
+    """The samples that a transform makes of a batch's rows.
+
+    Raises:
+        TypeError: It gives something else than samples.
+    """
+    for row in rows_of(batch):
+        made = transform(row)
+        if made is None:
+            continue
+        if isinstance(made, Mapping):
+            yield made
+        elif isinstance(made, Iterable) and not isinstance(made, (str, bytes)):
+            yield from made
+        else:
+            raise TypeError(
+                "transform must give a sample (a dict), several, or None to leave the row out; got "
+                f"{type(made).__name__}."
+            )
+
+
+def rows_of(batch: Batch) -> Iterator[dict[str, Any]]:
+    """The rows of a batch as dicts of Python values."""
+    values = batch.columns
+    if hasattr(values, "to_pylist"):
+        yield from values.to_pylist()
+        return
+    names = list(values)
+    columns = [column.tolist() if getattr(column, "ndim", 0) == 1 else column for column in values.values()]
+    for row in zip(*columns, strict=True):
+        yield dict(zip(names, row, strict=True))

@@ -1,0 +1,119 @@
+"""Arrow's types are written as they are documented, from Parquet as from any other Arrow file."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pa = pytest.importorskip("pyarrow", reason="needs pyarrow: uv sync --extra convert")
+pq = pytest.importorskip("pyarrow.parquet")
+
+from lightning_stream.convert import convert  # noqa: E402
+
+PLAIN: dict[str, Any] = {"compression": None, "num_workers": 1}
+WHEN = dt.datetime(2024, 2, 29, 12, 30, 0, 250)
+MICROS = int(WHEN.replace(tzinfo=dt.timezone.utc).timestamp()) * 10**6 + 250
+COLUMNS: list[tuple[str, Any, Any, str, Any]] = [
+    ("i8", pa.int8(), -3, "int8", np.int8(-3)),
+    ("u64", pa.uint64(), 2**64 - 1, "uint64", np.uint64(2**64 - 1)),
+    ("half", pa.float16(), np.float16(1.5), "float16", np.float16(1.5)),
+    ("double", pa.float64(), 0.1, "float64", np.float64(0.1)),
+    ("flag", pa.bool_(), True, "uint8", np.uint8(1)),
+    ("price", pa.decimal128(10, 2), Decimal("12.50"), "str_decimal", Decimal("12.50")),
+    ("text", pa.string(), "naïve", "str", "naïve"),
+    ("large", pa.large_string(), "naïve", "str", "naïve"),
+    ("word", pa.dictionary(pa.int8(), pa.string()), "red", "str", "red"),
+    ("blob", pa.binary(), b"\0\xff", "bytes", b"\0\xff"),
+    ("hash", pa.binary(4), b"abcd", "bytes", b"abcd"),
+    ("day", pa.date32(), WHEN.date(), "int32", np.int32(WHEN.date().toordinal() - 719163)),
+    ("moment", pa.timestamp("ns", "UTC"), WHEN, "int64", np.int64(MICROS)),
+    ("wall", pa.timestamp("us"), WHEN, "int64", np.int64(MICROS)),
+    ("clock", pa.time64("us"), WHEN.time(), "int64", np.int64(45_000 * 10**6 + 250)),
+    ("span", pa.duration("ms"), dt.timedelta(seconds=90), "int64", np.int64(90 * 10**6)),
+    ("tokens", pa.list_(pa.int32()), [1, 2, 3], "ndarray:int32", np.array([1, 2, 3], np.int32)),
+    ("large_list", pa.large_list(pa.int16()), [1], "ndarray:int16", np.array([1], np.int16)),
+    ("fixed", pa.list_(pa.float32(), 2), [1.0, 2.0], "ndarray:float32:2", np.array([1, 2], np.float32)),
+    ("grid", pa.list_(pa.list_(pa.uint8(), 2), 2), [[1, 2], [3, 4]], "ndarray:uint8:2,2", np.uint8([[1, 2], [3, 4]])),
+    ("words", pa.list_(pa.string()), ["a", None], "json", ["a", None]),
+    ("nested", pa.struct([("d", pa.date32()), ("b", pa.binary())]), {"d": WHEN.date(), "b": b"a"}, "json",
+     {"d": "2024-02-29", "b": "YQ=="}),
+]  # fmt: skip
+
+
+def table_of(count: int) -> Any:
+    return pa.table({name: pa.array([value] * count, kind) for name, kind, value, _, _ in COLUMNS})
+
+
+def test_every_type_comes_back_as_documented(tmp_path: Path, samples_of: Any) -> None:
+    pq.write_table(table_of(5), tmp_path / "in.parquet")
+    done = convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN)
+    assert done.columns == {name: encoding for name, _, _, encoding, _ in COLUMNS}
+    sample = samples_of(tmp_path / "out")[4]
+    for name, _, _, _, expected in COLUMNS:
+        if isinstance(expected, np.ndarray):
+            np.testing.assert_array_equal(sample[name], expected, strict=True)
+        else:
+            assert (sample[name], type(sample[name])) == (expected, type(expected)), name
+
+
+def test_a_file_is_cut_between_row_groups_and_rows_keep_their_order(tmp_path: Path, samples_of: Any) -> None:
+    (tmp_path / "in").mkdir()
+    for part in range(2):
+        table = pa.table({"k": list(range(part * 1000, part * 1000 + 1000))})
+        pq.write_table(table, tmp_path / "in" / f"{part}.parquet", row_group_size=100, compression="none")
+    (tmp_path / "in" / "_SUCCESS").write_text("")
+    done = convert(tmp_path / "in", tmp_path / "out", **PLAIN, part_bytes=1500)
+    assert [sample["k"] for sample in samples_of(tmp_path / "out")] == list(range(2000))
+    assert done.num_shards[""] > 4
+
+
+def test_nulls_of_arrow_columns_are_counted_filled_or_left_out(tmp_path: Path, samples_of: Any) -> None:
+    table = pa.table({"k": list(range(9)), "t": ["a", None, "c"] * 3, "v": [[1.0], [1.0], [None]] * 3})
+    pq.write_table(table, tmp_path / "in.parquet")
+    with pytest.raises(ValueError, match=r"t: 3, v \(elements of arrays\): 3"):
+        convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN)
+    chosen = {"columns": {"k": "int8", "t": "str"}, **PLAIN}
+    convert(tmp_path / "in.parquet", tmp_path / "filled", **chosen, fill_nulls={"t": ""})
+    assert [(s["k"], s["t"]) for s in samples_of(tmp_path / "filled")][:3] == [(0, "a"), (1, ""), (2, "c")]
+    convert(tmp_path / "in.parquet", tmp_path / "dropped", **chosen, drop_nulls=True)
+    assert [s["k"] for s in samples_of(tmp_path / "dropped")] == [0, 2, 3, 5, 6, 8]
+
+
+def test_arrays_take_another_dtype_only_if_their_values_fit(tmp_path: Path, samples_of: Any) -> None:
+    pq.write_table(pa.table({"t": [[1, 2], [300]]}), tmp_path / "in.parquet")
+    convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN, columns={"t": "ndarray:uint16"})
+    assert samples_of(tmp_path / "out")[1]["t"].tolist() == [300]
+    with pytest.raises(ValueError, match=r"'t'.*do not fit uint8"):
+        convert(tmp_path / "in.parquet", tmp_path / "out2", **PLAIN, columns={"t": "ndarray:uint8"})
+
+
+def test_columns_that_cannot_be_written_are_told_together(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"n": pa.nulls(3), "t": ["a"] * 3}), tmp_path / "in.parquet")
+    with pytest.raises(ValueError, match=r"'n'.*null"):
+        convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN)
+    with pytest.raises(ValueError, match=r"'t'.*not written as 'int'.*'x' is no column"):
+        convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN, columns={"t": "int", "x": "str"})
+
+
+def test_images_and_classes_as_datasets_notes_them(tmp_path: Path, samples_of: Any) -> None:
+    image = pytest.importorskip("PIL.Image")
+    image.new("RGB", (4, 3), (9, 9, 9)).save(tmp_path / "a.jpg")
+    data = (tmp_path / "a.jpg").read_bytes()
+    features = {"img": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["no", "yes"]}}
+    schema = pa.schema(
+        [("img", pa.struct([("bytes", pa.binary()), ("path", pa.string())])), ("label", pa.int64())],
+        metadata={"huggingface": json.dumps({"info": {"features": features}})},
+    )
+    table = pa.table({"img": [{"bytes": data, "path": None}] * 2, "label": [0, 1]}, schema=schema)
+    pq.write_table(table, tmp_path / "in.parquet")
+    done = convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN)
+    assert done.columns == {"img": "jpeg", "label": "int64"}
+    assert samples_of(tmp_path / "out")[1]["img"].size == (4, 3)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["classes"] == {"label": ["no", "yes"]}

@@ -1,0 +1,200 @@
+"""Every row of a source is in the dataset exactly once, and the same files come of it whoever writes them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+from lightning_stream.convert import convert
+from lightning_stream.convert.command_line import main
+from lightning_stream.errors import FormatError, NotFoundError
+
+PLAIN: dict[str, Any] = {"compression": None, "num_workers": 1}
+
+
+def test_json_lines_come_back_in_order_and_with_inferred_columns(
+    rows_file: Path, tmp_path: Path, samples_of: Any
+) -> None:
+    done = convert(rows_file, tmp_path / "out", **PLAIN, part_bytes="20kb")
+    assert done.columns == {"k": "int64", "x": "float64", "text": "str", "tokens": "ndarray:int64"}
+    assert done.num_samples == {"": 3000}
+    samples = samples_of(tmp_path / "out")
+    assert [sample["k"] for sample in samples] == list(range(3000))
+    assert samples[7]["text"] == "wört 7"
+    np.testing.assert_array_equal(samples[8]["tokens"], np.arange(4))
+    assert len(list((tmp_path / "out").glob("part-*"))) == done.num_shards[""] > 3
+
+
+def test_the_files_do_not_depend_on_the_number_of_processes(rows_file: Path, tmp_path: Path, files_of: Any) -> None:
+    for count in (1, 2):
+        convert(rows_file, tmp_path / str(count), part_bytes="30kb", num_workers=count)
+    assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
+
+
+@pytest.mark.parametrize("part_bytes", [5, 60, 1000])
+def test_lines_fall_to_one_part_each_wherever_a_file_is_cut(tmp_path: Path, samples_of: Any, part_bytes: int) -> None:
+    texts = ["", "a", "bb" * 30, "\u20ac", "c", "", "d" * 100]
+    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"t": text}) for text in texts))  # no newline at the end
+    convert(tmp_path / "in.jsonl", tmp_path / "out", **PLAIN, part_bytes=part_bytes)
+    assert [sample["t"] for sample in samples_of(tmp_path / "out")] == texts
+
+
+def test_compressed_lines_are_read_and_damaged_ones_refused(tmp_path: Path, samples_of: Any) -> None:
+    data = b'{"a": 1}\n{"a": 2}\n'
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "1.jsonl.gz").write_bytes(gzip.compress(data))
+    (tmp_path / "in" / "2.jsonl.zst").write_bytes(zstandard.compress(data) + zstandard.compress(data))
+    convert(tmp_path / "in", tmp_path / "out", **PLAIN)
+    assert [sample["a"] for sample in samples_of(tmp_path / "out")] == [1, 2] * 3
+    (tmp_path / "in" / "1.jsonl.gz").write_bytes(gzip.compress(data)[:-9])
+    with pytest.raises(FormatError, match=r"1\.jsonl\.gz"):
+        convert(tmp_path / "in", tmp_path / "out2", **PLAIN)
+    assert not (tmp_path / "out2" / "index.json").exists()
+
+
+def test_csv_is_read_with_quotes_numbers_and_truth_values(tmp_path: Path, samples_of: Any) -> None:
+    (tmp_path / "in.csv").write_text('id,ratio,name,flag\n1,0.5,"a, ""b""\nc",True\n-2,3,,false\n')
+    done = convert(tmp_path / "in.csv", tmp_path / "out", **PLAIN)
+    assert done.columns == {"id": "int64", "ratio": "float64", "name": "str", "flag": "uint8"}
+    assert [
+        tuple(sample[name] for name in ("id", "ratio", "name", "flag")) for sample in samples_of(tmp_path / "out")
+    ] == [
+        (1, 0.5, 'a, "b"\nc', 1),
+        (-2, 3.0, "", 0),
+    ]
+
+
+def test_an_image_folder_keeps_bytes_and_numbers_its_classes(tmp_path: Path, files_of: Any) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for k in range(12):
+        path = tmp_path / "in" / ("cat", "dog", "emu")[k % 3] / f"{k}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.new("RGB", (9 + k, 5), (20 * k, 3, 9)).save(path)
+    (tmp_path / "in" / "LICENSE.txt").write_text("free")
+    done = convert(tmp_path / "in", tmp_path / "out", **PLAIN)
+    assert done.columns == {"image": "jpeg", "label": "int", "name": "str"}
+    shards = b"".join(data for name, data in files_of(tmp_path / "out").items() if name.endswith(".mds"))
+    assert all(path.read_bytes() in shards for path in (tmp_path / "in").rglob("*.jpg"))
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["classes"] == {"label": ["cat", "dog", "emu"]}
+    assert manifest["statistics"]["label"] == {"min": 0, "max": 2}
+
+
+def test_nulls_are_refused_with_counts_or_filled_or_left_out(tmp_path: Path, samples_of: Any) -> None:
+    rows = [{"a": k, "b": None if k % 4 == 0 else "x"} if k % 5 else {"b": "y", "a": None} for k in range(20)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = tmp_path / "in.jsonl"
+    with pytest.raises(ValueError, match=r"a: 4, b: 4\. .*fill_nulls"):
+        convert(source, tmp_path / "out", **PLAIN)
+    convert(source, tmp_path / "filled", **PLAIN, fill_nulls={"a": -1, "b": "?"})
+    assert [s["a"] for s in samples_of(tmp_path / "filled")] == [k if k % 5 else -1 for k in range(20)]
+    convert(source, tmp_path / "dropped", **PLAIN, drop_nulls=True)
+    assert [s["a"] for s in samples_of(tmp_path / "dropped")] == [k for k in range(20) if k % 5 and k % 4]
+
+
+def test_a_transform_gives_one_sample_none_or_several(rows_file: Path, tmp_path: Path, samples_of: Any) -> None:
+    def halves(row: dict[str, Any]) -> Any:
+        if row["k"] % 2:
+            return None
+        return [{"n": row["k"]}, {"n": -row["k"]}] if row["k"] % 4 else {"n": row["k"]}
+
+    convert(rows_file, tmp_path / "out", **PLAIN, transform=halves)
+    expected = [n for k in range(0, 3000, 2) for n in ((k, -k) if k % 4 else (k,))]
+    assert [sample["n"] for sample in samples_of(tmp_path / "out")] == expected
+
+
+def test_held_out_rows_are_a_share_and_the_rest_is_the_rest(rows_file: Path, tmp_path: Path, samples_of: Any) -> None:
+    done = convert(rows_file, tmp_path / "out", **PLAIN, held_out=0.1, part_bytes="40kb")
+    train, val = ([s["k"] for s in samples_of(tmp_path / "out" / name)] for name in ("train", "val"))
+    assert sorted(train + val) == list(range(3000))
+    assert done.num_samples == {"train": len(train), "val": len(val)}
+    assert 200 < len(val) < 400
+
+
+def test_rows_of_one_key_are_held_out_together_also_when_the_source_grows(tmp_path: Path, samples_of: Any) -> None:
+    lines = [json.dumps({"author": f"a{k % 40}", "k": k}) + "\n" for k in range(400)]
+    held = []
+    for count in (200, 400):
+        (tmp_path / "in.jsonl").write_text("".join(lines[:count]))
+        out = tmp_path / f"out{count}"
+        convert(tmp_path / "in.jsonl", out, **PLAIN, held_out=0.3, held_out_by="author")
+        authors = [{s["author"] for s in samples_of(out / split)} for split in ("train", "val")]
+        assert not authors[0] & authors[1]
+        held.append(authors[1])
+    assert held[0] == held[1]
+
+
+def test_a_finished_conversion_is_found_and_a_changed_one_refused_by_name(
+    rows_file: Path, tmp_path: Path, files_of: Any
+) -> None:
+    out = tmp_path / "out"
+    assert convert(rows_file, out, **PLAIN).is_new
+    before = files_of(out)
+    again = convert(rows_file, out, **PLAIN)
+    assert not again.is_new
+    assert again.total == 3000
+    assert files_of(out) == before
+    with pytest.raises(FileExistsError, match="compression was None, is 'zstd'"):
+        convert(rows_file, out, num_workers=1)
+    rows_file.write_text(rows_file.read_text() + '{"k": 3000, "x": 0.0, "text": "", "tokens": [1]}\n')
+    with pytest.raises(FileExistsError, match=r"changed: rows\.jsonl"):
+        convert(rows_file, out, **PLAIN)
+    assert files_of(out) == before
+    assert convert(rows_file, out, **PLAIN, exist_ok=True).total == 3001
+    convert(rows_file, tmp_path / "anew", **PLAIN)
+    assert files_of(out) == files_of(tmp_path / "anew")
+
+
+def test_a_folder_in_use_is_left_alone(rows_file: Path, tmp_path: Path, files_of: Any) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"notes\.txt"):
+        convert(rows_file, tmp_path / "out", **PLAIN)
+    convert(rows_file, tmp_path / "out", **PLAIN, exist_ok=True)
+    assert files_of(tmp_path / "out")["notes.txt"] == b"mine"
+
+
+def test_what_cannot_be_written_says_where_and_leaves_no_dataset(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"a": k if k < 30_000 else "x", "b": "-" * 200}) + "\n" for k in range(30_001)))
+    with pytest.raises(ValueError, match=r"in\.jsonl.*'a'"):
+        convert(path, tmp_path / "out", **PLAIN)
+    assert not (tmp_path / "out" / "index.json").exists()
+    with pytest.raises(ValueError, match="has no column c"):
+        convert(path, tmp_path / "out2", **PLAIN, columns={"c": "str"})
+    with pytest.raises(NotFoundError, match="names none"):
+        convert(tmp_path / "absent", tmp_path / "out3")
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ValueError, match="empty"):
+        convert(tmp_path / "empty.jsonl", tmp_path / "out4")
+
+
+def test_a_script_without_a_guard_may_use_processes(rows_file: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from lightning_stream.convert import convert\n"
+        f"print(convert({str(rows_file)!r}, {str(tmp_path / 'out')!r}, num_workers=2, part_bytes=50_000))\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert done.stdout.count("3,000 samples") == 1
+
+
+def test_the_command_line_converts_and_tells(
+    rows_file: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [str(rows_file), "out", "--compression", "zstd:7", "--column", "k=int32", "--workers", "1"]
+    assert main(arguments) == 0
+    told = capsys.readouterr()
+    assert "3,000 samples in 1 shards" in told.out
+    assert "1 of 1 parts" in told.err
+    assert main([*arguments[:-2], "--quiet", "--size-limit", "1kb"]) == 1
+    assert "size_limit was" in capsys.readouterr().err
