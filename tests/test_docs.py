@@ -1,0 +1,66 @@
+"""The pages of the documentation: their code runs, what they quote is said by the code, and the site builds."""
+
+from __future__ import annotations
+
+import ast
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+
+
+def _texts(source: Path) -> str:
+    """All texts of a module, with an ellipsis for what is filled in."""
+    parts = []
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            parts.append("".join(str(one.value) if isinstance(one, ast.Constant) else "…" for one in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            parts.append(node.value)
+    return "\n".join(parts)
+
+
+def test_messages_that_the_troubleshooting_page_explains_are_messages_of_the_code() -> None:
+    said = "\n".join(_texts(one) for one in sorted((ROOT / "lightning_stream").rglob("*.py")))
+    headings = re.findall(r"^### `(.+?)`", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
+    assert len(headings) > 15
+    unsaid = [part for heading in headings for part in heading.split("…") if part.strip() not in said]
+    assert not unsaid
+
+
+@pytest.mark.parametrize("page", ["start.md", "migrating.md"])
+def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"{page}, block {number}", "exec"), names)
+    assert list(tmp_path.rglob("index.json"))
+
+
+@pytest.mark.skipif(
+    find_spec("mkdocstrings") is None, reason="the site's tools are not here: uv sync --group docs brings them"
+)
+@pytest.mark.filterwarnings("ignore")  # the tools' own
+def test_the_site_builds_without_a_broken_link_or_anything_from_elsewhere(tmp_path: Path) -> None:
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site")))  # strict: a broken link raises
+    pages = list((tmp_path / "site").glob("*.html"))
+    assert {"index.html", "concepts.html", "api.html"} <= {page.name for page in pages}
+    concepts = (tmp_path / "site" / "concepts.html").read_text()
+    drawings = re.findall(r'<img[^>]+src="(drawings/[^"]+)"', concepts)
+    assert len(drawings) >= 4
+    assert all((tmp_path / "site" / one).stat().st_size > 1000 for one in drawings)
+    loaded = [
+        link
+        for page in pages
+        for link in re.findall(r'<(?:script|link)[^>]+(?:src|href)="(https?:[^"]+)"', page.read_text())
+    ]
+    assert not [link for link in loaded if not link.endswith("/") or "fonts" in link]
