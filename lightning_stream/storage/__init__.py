@@ -11,6 +11,7 @@ from typing import Any
 from .base import Body, ObjectEntry, Store, read_options
 from .local import LocalStore
 from .retry import RetryingStore, RetryPolicy
+from .schemes import check_scheme
 
 _POLICY = {field.name for field in fields(RetryPolicy)}
 
@@ -29,16 +30,18 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None) -> Sto
             :class:`RetryPolicy`. What is not given comes from the variables that users of that store already set.
 
     Raises:
-        ValueError: An option that this store does not have.
+        ValueError: An option that this store does not have, or a URL of no store.
     """
     text = str(url)
     given = dict(options or {})
+    check_scheme(text)
     policy = RetryPolicy(**{name: given.pop(name) for name in _POLICY & set(given)})
     if text.startswith("dbfs:"):
         return RetryingStore(
             _databricks("dbfs", text[len("dbfs:") :], {**given, "timeout_s": policy.timeout_s}), policy
         )
     scheme, colon, rest = text.partition("://")
+    scheme = scheme.lower() if colon else scheme
     if not colon or scheme == "file":
         if given:
             raise ValueError(f"a local folder has no options; got {', '.join(sorted(given))}")

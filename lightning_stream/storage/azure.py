@@ -187,16 +187,25 @@ class AzureStore(BodyStore):
         if kinds & {"ClientAuthenticationError", "CredentialUnavailableError"} or status in (401, 403):
             return AccessError(f"{where}: refused ({_said(error)}). {_REMEDY}")
         if status == 404 or "ResourceNotFoundError" in kinds:
-            return NotFoundError(f"{where}: no such blob or container. Check the URL and the account.")
+            return self._missing(where, error)
         if status == 416:
             return _PastTheEndError(f"{where}: past its end")
         if status in (408, 429) or status >= 500:
             return UnavailableError(f"{where}: {_said(error)}. The store is overloaded or in trouble.")
         if kinds & {"ServiceRequestError", "ServiceResponseError", "IncompleteReadError", "OSError", "HTTPError"}:
             return UnavailableError(f"{where}: {_said(error)}. Look at the network.")
+        if isinstance(error, ValueError) and "HTTPS" in str(error):
+            return AccessError(f"{where}: a login is not sent over http:// ({reason_of(error)}). {_REMEDY}")
         if "AzureError" in kinds:
             return StoreError(f"{where}: {_said(error)}. Check the URL and the options.")
         return None
+
+    def _missing(self, where: str, error: Exception) -> NotFoundError:
+        if getattr(error, "error_code", None) == "ContainerNotFound":
+            return NotFoundError(
+                f"{where}: there is no container {self._container_name!r}. Check the URL and the account."
+            )
+        return NotFoundError(f"{where}: no such blob. Check the URL and the account.")
 
 
 class _PastTheEndError(StoreError):

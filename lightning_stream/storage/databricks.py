@@ -221,7 +221,7 @@ class DatabricksStore(BodyStore):
         if kinds & {"Unauthenticated", "PermissionDenied"}:
             return AccessError(f"{where}: refused ({reason_of(error)}). {_REMEDY} The user needs READ VOLUME there.")
         if "NotFound" in kinds:
-            return NotFoundError(f"{where}: no such file or volume. Check the path.")
+            return NotFoundError(f"{where}: no such file or volume ({reason_of(error)}). Check the path.")
         passing = {"TooManyRequests", "InternalError", "TemporarilyUnavailable", "DeadlineExceeded", "TimeoutError"}
         # The client's own errors are OSErrors, whatever they are about.
         if kinds & passing or (isinstance(error, OSError) and "DatabricksError" not in kinds):

@@ -29,6 +29,7 @@ from .base import (
 )
 from .s3 import S3Options, S3Store
 
+_SAID_BYTES = 1000
 _HOME = "https://storage.googleapis.com"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
@@ -95,8 +96,8 @@ class GcsStore(BodyStore):
         def request() -> Any:
             answer = self._client()[1].get(address, headers=headers, stream=True, timeout=self._options.timeout_s)
             if answer.status_code >= 400 and answer.status_code != 416:
-                answer.close()
-                raise _StatusError(answer.status_code)
+                with answer:
+                    raise _StatusError(answer.status_code, answer.raw.read(_SAID_BYTES, decode_content=True))
             return answer
 
         answer = attempt(request, explain)
@@ -203,7 +204,9 @@ class GcsStore(BodyStore):
         if "GoogleAuthError" in kinds and "TransportError" not in kinds:
             return AccessError(f"{where}: no usable credentials ({reason_of(error)}). {_REMEDY}")
         if status == 404:
-            return NotFoundError(f"{where}: no such object or bucket. Check the URL.")
+            if "bucket does not exist" in str(error):
+                return NotFoundError(f"{where}: there is no bucket {self._bucket!r}. Check the URL.")
+            return NotFoundError(f"{where}: no such object. Check the URL.")
         if status in (401, 403):
             return AccessError(f"{where}: refused ({reason_of(error)}). {_REMEDY}")
         if status in (408, 429) or status >= 500:
@@ -224,6 +227,6 @@ _REMEDY = (
 class _StatusError(Exception):
     """An answer that is no success."""
 
-    def __init__(self, code: int) -> None:
-        super().__init__(f"status {code}")
+    def __init__(self, code: int, said: bytes) -> None:
+        super().__init__(f"status {code}: {said.decode(errors='replace')}")
         self.code = code

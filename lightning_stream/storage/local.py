@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from .base import CHUNK_BYTES, Body, BodyStore, ObjectEntry, attempt, check_name
 from .files import publish
 
 _DRAFT = ".draft-"
+_OF_DATABRICKS = re.compile(r"/(?:dbfs/(?=.)|(?=Volumes/.))(.+)")  # paths that Databricks mounts on its own machines
 
 
 class LocalStore(BodyStore):
@@ -81,7 +83,9 @@ class LocalStore(BodyStore):
     def _explain(self, path: Path, error: Exception) -> Exception | None:
         if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
             lacking = "" if self.folder.is_dir() else f" (nor the folder {self.folder})"
-            return NotFoundError(f"no such file: {path}{lacking}. Check the path.")
+            there = _OF_DATABRICKS.match(str(self.folder)) if lacking else None
+            hint = f" Outside Databricks, that is dbfs:/{there[1]}." if there else ""
+            return NotFoundError(f"no such file: {path}{lacking}. Check the path.{hint}")
         if isinstance(error, PermissionError):
             return AccessError(
                 f"no right to use {path} as user {os.getuid()}. Check the owner and mode of its folders."

@@ -116,6 +116,7 @@ class S3Store(BodyStore):
         self._signed = PerProcess(self._make_signed)
         self._unsigned = PerProcess(self._make_unsigned)
         self._public = False
+        self._without_credentials = False  # known once a client was made
 
     @property
     def url(self) -> str:
@@ -231,6 +232,7 @@ class S3Store(BodyStore):
         options = self._options.resolved()
         session = self._session(options)
         signed = options.anonymous is not True and session.get_credentials() is not None
+        self._without_credentials = not signed and not options.anonymous
         return self._client(session, options, signed=signed)
 
     def _make_unsigned(self) -> Any:
@@ -303,6 +305,11 @@ class S3Store(BodyStore):
             return UnavailableError(f"{where}: {said}. The store is overloaded or in trouble; ask for less at once.")
         if code in _NOT_FOUND or status == 404:
             return NotFoundError(f"{where}: no such object. Check the URL.")
+        if (code in _ACCESS or status in (401, 403)) and self._without_credentials:
+            return AccessError(
+                f"{where}: it is not public ({said}), and no AWS credentials were found. Set AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or log in (`aws sso login`); on the worker nodes too."
+            )
         if code in _ACCESS or status in (401, 403):
             return AccessError(
                 f"{where}: refused ({said}). Check the credentials, their right to this bucket, the region and the "

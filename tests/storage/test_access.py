@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import sys
@@ -22,6 +21,7 @@ from lightning_stream.storage import open_store
 from lightning_stream.storage.base import scrub
 
 KEY, SECRET = "TESTKEY", "TESTSECRET"
+AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # published
 QUICK = {"retries": 0, "timeout_s": 5.0}
 VARIABLES = (
     *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION"),
@@ -88,7 +88,6 @@ def test_a_public_bucket_is_read_though_the_credentials_are_wrong(gateway: str, 
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"access_key_id": "WRONG", "secret_access_key": "S3CRET"},
         {"access_key_id": KEY, "secret_access_key": "S3CRET"},
     ],
@@ -105,6 +104,13 @@ def test_a_missing_bucket_is_told_from_a_missing_object(gateway: str) -> None:
         s3("s3://nowhere/data", gateway, **keys).read("x")
     with pytest.raises(NotFoundError, match="no such object"):
         s3("s3://private/data", gateway, **keys).read("y")
+
+
+def test_missing_credentials_are_told_from_wrong_ones(gateway: str) -> None:
+    with pytest.raises(
+        AccessError, match=r"s3://private/data/x: it is not public .*no AWS credentials were found.*Set"
+    ):
+        s3("s3://private/data", gateway).read("x")
 
 
 def test_requester_pays_is_said_in_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +151,33 @@ def test_a_wrong_google_key_file_is_an_access_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/no/such/key.json")
     with pytest.raises(AccessError, match="no usable credentials"):
         open_store("gs://bucket", QUICK).read("x")
+
+
+def test_google_tells_a_missing_bucket_from_a_missing_object() -> None:
+    with FakeGcs() as server:
+        with pytest.raises(NotFoundError, match="gs://nowhere/x/y: there is no bucket 'nowhere'"):
+            open_store("gs://nowhere/x", {**QUICK, "endpoint_url": server.url}).read("y")
+        with pytest.raises(NotFoundError, match="gs://bucket/x/y: no such object"):
+            open_store("gs://bucket/x", {**QUICK, "endpoint_url": server.url}).read("y")
+
+
+def test_azure_tells_container_blob_and_refusal_apart(tmp_path: Path) -> None:
+    from azure.storage.blob import ContainerClient
+
+    with processes.azurite(tmp_path) as endpoint:
+        keys = {"account": "devstoreaccount1", "account_key": AZURITE_KEY, "endpoint_url": endpoint}
+        credential = {"account_name": keys["account"], "account_key": AZURITE_KEY}
+        with ContainerClient(endpoint, "container", credential) as client:
+            client.create_container()
+        for url, options, kind, said in (
+            ("azure://nowhere/x", keys, NotFoundError, "there is no container 'nowhere'"),
+            ("azure://container/x", keys, NotFoundError, "azure://container/x/y: no such blob"),
+            ("azure://container/x", {**keys, "account_key": "U0VDUkVU"}, AccessError, "refused.*AZURE_STORAGE_KEY"),
+            ("azure://container/x", {"endpoint_url": endpoint}, AccessError, "a login is not sent over http://"),
+        ):
+            with pytest.raises(kind, match=said) as caught:
+                open_store(url, {**QUICK, **options}).read("y")
+            assert "U0VDUkVU" not in str(caught.value)
 
 
 def test_azure_without_an_account_asks_for_one() -> None:
@@ -202,10 +235,36 @@ def test_unknown_options_are_refused_together(url: str) -> None:
         open_store(url, {"colour": 1, "shape": 2})
 
 
-def test_wrong_urls_are_refused() -> None:
-    for url in ("s3:///x", "hf://org", "abfss://container@host/x", "nosuch://x/y"):
-        with pytest.raises(ValueError, match=r"://|fsspec|store"), contextlib.ExitStack():
-            open_store(url).read("x")
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("s4://b/x", r"no store is known for s4://; known are s3://.*Did you mean s3a?://BUCKET/FOLDER\?"),
+        ("azur://c/x", "Did you mean azure://"),
+        ("dfbs:/Volumes/a/b/c", "no URL: 'dfbs:/Volumes/a/b/c'. Did you mean dbfs:/Volumes/CATALOG"),
+        ("s3:/bucket/x", "Did you mean s3://BUCKET/FOLDER"),
+        ("https//host/x", "Did you mean https://HOST"),
+        ("wholly-unlike://user:S3CRET@h/x", "known are s3://"),
+        ("s3:///x", "names a bucket"),
+        ("hf://org", "hf://datasets/"),
+        ("abfss://container@host/x", "an ADLS URL is"),
+    ],
+)
+def test_wrong_urls_are_refused_with_what_was_meant(url: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        open_store(url).read("x")
+    assert "S3CRET" not in str(caught.value)
+
+
+def test_schemes_are_known_in_capitals_and_as_plugins_and_colons_may_be_in_paths(tmp_path: Path) -> None:
+    assert open_store("S3://bucket/x").url == "s3://bucket/x"
+    assert open_store("memory://x").url == "memory://x"
+    assert open_store("simplecache::memory://x").url == "simplecache::memory://x"
+    assert open_store("run:7/x").url.endswith("run:7/x")
+    with pytest.raises(NotFoundError, match=r"dbfs:/Volumes/a/b/c"):
+        open_store("/Volumes/a/b/c").read("x")
+
+
+def test_a_local_folder_has_no_options() -> None:
     with pytest.raises(ValueError, match="local folder has no options"):
         open_store("/x", {"region": "y"})
 
