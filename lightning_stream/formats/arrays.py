@@ -90,16 +90,25 @@ class _FixedArray(ViewEncoding):
 
 
 def as_array(value: Any, name: str) -> NDArray[Any]:
-    """The value as a numpy array, if it is one or offers ``__array__`` (tensors do).
+    """The value as a numpy array, if it is one or offers ``__array__`` (tensors do, of any device, with gradients).
 
     Raises:
-        TypeError: It is not, or does not.
+        TypeError: It is not, or does not, or its numbers are of a kind that numpy lacks.
     """
     if isinstance(value, np.ndarray):
         return value
     if not hasattr(value, "__array__"):
         raise TypeError(f"{name} takes a numpy array, or what offers __array__; got {type_name(value)} {value!r:.60}.")
-    return np.asarray(value)
+    if hasattr(value, "detach"):  # a torch tensor: only one without gradients in main memory is an array
+        value = value.detach().cpu()
+    try:
+        return np.asarray(value)
+    except (TypeError, RuntimeError) as error:
+        dtype = getattr(value, "dtype", "?")
+        raise TypeError(
+            f"{name} takes numbers that numpy has; got {type_name(value)} of {dtype}. Convert it first, "
+            "e.g. with .float()."
+        ) from error
 
 
 def check_dtype(array: NDArray[Any], dtype: np.dtype[Any], name: str) -> None:

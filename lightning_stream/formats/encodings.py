@@ -119,7 +119,13 @@ def _always(encoding: Encoding) -> _Registered:
 def _from_entry_point(name: str) -> _Registered | None:
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == name:
-            loaded = point.load()
+            try:
+                loaded = point.load()
+            except (ImportError, AttributeError) as error:
+                raise ValueError(
+                    f"encoding {name!r} is offered by the entry point {point.value!r}, which cannot be loaded "
+                    f"({type(error).__name__}: {error}). Install or mend the package that offers it."
+                ) from error
             return _REGISTER.setdefault(name, _always(loaded() if isinstance(loaded, type) else loaded))
     return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,18 @@ def mds_schema(
     """
     if not columns:
         raise ValueError("columns must name at least one column and its encoding, e.g. {'text': 'str'}.")
+    require_names(columns)
     names = tuple(sorted(columns))
     encodings = tuple(columns[name] for name in names)
     sizes = tuple(get_encoding(encoding).size for encoding in encodings)
     return Schema("mds", names, encodings, sizes, compression, hashes, size_limit)
+
+
+def require_names(columns: Iterable[object]) -> None:
+    """Raise TypeError unless all names of columns are text."""
+    wrong = next((name for name in columns if not isinstance(name, str)), None)
+    if wrong is not None:
+        raise TypeError(f"names of columns must be text; got {wrong!r}.")
 
 
 def schema_object(schema: Schema) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class WriterConfig:
         size_limit: int | str | None,
         **others: object,
     ) -> WriterConfig:
-        """Check a writer's settings.
+        """Check a writer's settings. An empty compression is none.
 
         Raises:
             ValueError: An unknown compression or hash, or a size limit beyond what offsets of 32 bits can describe.
@@ -54,4 +54,4 @@ class WriterConfig:
         limit = None if size_limit is None else parse_bytes(size_limit, "size_limit")
         if limit is not None and limit > MAX_FILE_BYTES:
             raise ValueError(f"size_limit must stay under 4 GiB, since offsets have 32 bits; got {size_limit!r}.")
-        return cls(check_compression(compression), check_hashes(hashes), limit, **others)  # type: ignore[arg-type]
+        return cls(check_compression(compression or None), check_hashes(hashes), limit, **others)  # type: ignore[arg-type]

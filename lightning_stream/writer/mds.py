@@ -10,7 +10,7 @@ from lightning_stream.writer.base import Out, ShardWriter
 from lightning_stream.writer.config import WriterConfig
 from lightning_stream.writer.infer import infer_batch_columns, infer_columns
 from lightning_stream.writer.packers import MdsPacker, Packer
-from lightning_stream.writer.target import Target
+from lightning_stream.writer.target import Target, with_retries
 
 
 class MDSWriter(ShardWriter):
@@ -28,6 +28,7 @@ class MDSWriter(ShardWriter):
         append: Add shards to the dataset at ``out``, under a new version of its index; the old version stays beside it.
         max_workers: Threads that hash, compress and put shards; 0 to do that in the caller's.
         progress_bar: Report shards on stderr.
+        retry: How often a failed request to the remote store is tried again; None for what suits the store.
         store_options: For the remote store.
 
     Raises:
@@ -47,6 +48,7 @@ class MDSWriter(ShardWriter):
         append: bool = False,
         max_workers: int | None = None,
         progress_bar: bool = False,
+        retry: int | None = None,
         store_options: Mapping[str, Any] | None = None,
     ) -> None:
         config = WriterConfig.make(
@@ -58,7 +60,7 @@ class MDSWriter(ShardWriter):
             max_workers=max_workers,
             progress_bar=progress_bar,
         )
-        super().__init__(Target(out, keep_local, store_options), config, columns)
+        super().__init__(Target(out, keep_local, with_retries(store_options, retry)), config, columns)
         for encoding in (self._columns or {}).values():
             get_encoding(encoding)
 

@@ -21,7 +21,7 @@ _FILE_KEYS = ("raw_data", "raw_meta", "zip_data", "zip_meta")
 
 def merge_index(
     indexes: Sequence[Places] | Places,
-    out: Places | None = None,
+    out: Places | bool | None = None,
     keep_local: bool = True,
     download_timeout: float = 60.0,
     *,
@@ -31,7 +31,8 @@ def merge_index(
 
     ``merge_index(root)`` takes every index below ``root``, at any depth, sorted by path with numbers as numbers
     (part2 before part10); below a folder that has an index, none is looked for. ``merge_index([index, ...], root)``
-    takes those given, in their order.
+    takes those given, in their order. As in mosaicml-streaming, ``keep_local`` and ``download_timeout`` may follow by
+    position: ``merge_index(root, False, 30)``.
 
     Args:
         indexes: The root, as a path, a URL, or (local path, URL): the URL is read; or a list of such for the indexes
@@ -48,7 +49,10 @@ def merge_index(
     """
     listed = isinstance(indexes, Sequence) and not isinstance(indexes, (str, tuple))
     root = out if listed else indexes
-    if root is None or (not listed and out is not None):
+    if not listed and isinstance(out, bool):  # a root, followed by keep_local
+        download_timeout = download_timeout if isinstance(keep_local, bool) else keep_local
+        keep_local = out
+    elif root is None or isinstance(root, bool) or (not listed and out is not None):
         raise ValueError("merge_index takes a root, or a list of indexes and a root.")
     options = {"timeout_s": download_timeout, **(store_options or {})}
     target = Target(root, keep_local, options)
@@ -64,7 +68,8 @@ def merge_index(
 
 
 def _last(place: Any) -> str:
-    return os.fspath(place[-1] if isinstance(place, (tuple, list)) else place).rstrip("/")
+    last = place[-1] if isinstance(place, (tuple, list)) else place
+    return os.path.expanduser(os.fspath(last)).rstrip("/")  # noqa: PTH111 - may be a URL
 
 
 def _below(index: str, root: str) -> str:

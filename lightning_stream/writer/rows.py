@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+from lightning_stream.formats.pack import require_names
 from lightning_stream.formats.schema import SEPARATORS, Schema
 from lightning_stream.writer.base import Out, ShardWriter
 from lightning_stream.writer.config import WriterConfig
 from lightning_stream.writer.infer import infer_batch_columns, infer_columns
 from lightning_stream.writer.packers import Packer, RowPacker
-from lightning_stream.writer.target import Target
+from lightning_stream.writer.target import Target, with_retries
 
 
 class _RowWriter(ShardWriter):
@@ -28,6 +29,7 @@ class _RowWriter(ShardWriter):
         append: Add shards to the dataset at ``out``, under a new version of its index.
         max_workers: Threads that hash, compress and put shards; 0 to do that in the caller's.
         progress_bar: Report shards on stderr.
+        retry: How often a failed request to the remote store is tried again; None for what suits the store.
         store_options: For the remote store.
 
     Raises:
@@ -50,6 +52,7 @@ class _RowWriter(ShardWriter):
         append: bool = False,
         max_workers: int | None = None,
         progress_bar: bool = False,
+        retry: int | None = None,
         store_options: Mapping[str, Any] | None = None,
     ) -> None:
         config = WriterConfig.make(
@@ -61,7 +64,7 @@ class _RowWriter(ShardWriter):
             max_workers=max_workers,
             progress_bar=progress_bar,
         )
-        super().__init__(Target(out, keep_local, store_options), config, columns)
+        super().__init__(Target(out, keep_local, with_retries(store_options, retry)), config, columns)
         if not newline:
             raise ValueError("newline must not be empty.")
         self._newline = newline
@@ -76,6 +79,7 @@ class _RowWriter(ShardWriter):
     def _packer_of(self, columns: Mapping[str, str]) -> Packer:
         if not columns:
             raise ValueError("columns must name at least one column and its type, e.g. {'text': 'str'}.")
+        require_names(columns)
         config, names = self._config, tuple(sorted(columns))
         kinds = tuple(columns[name] for name in names)
         sizes: tuple[None, ...] = (None,) * len(names)

@@ -37,7 +37,7 @@ class Target:
         places = tuple(out) if isinstance(out, (tuple, list)) else (out,)
         if not 1 <= len(places) <= 2 or not all(isinstance(place, (str, os.PathLike)) for place in places):
             raise ValueError(f"out must be a path, a URL, or (local path, URL); got {out!r}.")
-        urls = [os.fspath(place) for place in places]
+        urls = [os.path.expanduser(place) for place in places]  # noqa: PTH111 - may be URLs
         self._urls = urls if len(urls) == 1 or keep_local else urls[1:]
         self._stores: list[Store] = []
         self._anew = False
@@ -102,6 +102,11 @@ class Target:
 
     def __str__(self) -> str:
         return " and ".join(store.url for store in self._stores) or "the writer's folder"
+
+
+def with_retries(options: Mapping[str, Any] | None, retries: int | None) -> Mapping[str, Any] | None:
+    """A store's options, with the number of retries among them unless None."""
+    return options if retries is None else {"retries": retries, **(options or {})}
 
 
 def _is_remote(url: str) -> bool:

@@ -157,6 +157,15 @@ class Tensor:
         return self._array
 
 
+def test_tensors_with_gradients_are_stored_and_kinds_that_numpy_lacks_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+    encode = get_encoding("ndarray").encode
+    assert encode(torch.ones(2, requires_grad=True)) == encode(np.ones(2, np.float32))
+    for name in ("ndarray", "ndarray:float32:2"):
+        with pytest.raises(TypeError, match=rf"{name} takes numbers that numpy has; got .*Tensor of torch.bfloat16"):
+            get_encoding(name).encode(torch.ones(2, dtype=torch.bfloat16))
+
+
 def test_tensors_are_taken_through_array() -> None:
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     for name in ("ndarray", "ndarray:float32", "ndarray:float32:2,3"):
@@ -359,3 +368,15 @@ def test_packages_offer_encodings_by_entry_point(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(EntryPoint, "load", lambda self: Hexed)
     assert "hexed" in encoding_names()
     assert get_encoding("hexed").decode(get_encoding("hexed").encode(b"abc")) == b"abc"
+
+
+def test_an_entry_point_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import EntryPoint
+
+    from lightning_stream.formats import encodings
+
+    points = [EntryPoint("gone", place, encodings.ENTRY_POINT_GROUP) for place in ("no_such_module:X", "json:nothing")]
+    for point in points:
+        monkeypatch.setattr(encodings, "entry_points", lambda group, point=point: [point])
+        with pytest.raises(ValueError, match=f"'gone' is offered by the entry point '{point.value}', which cannot be"):
+            get_encoding("gone")

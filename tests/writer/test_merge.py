@@ -72,6 +72,24 @@ def test_a_remote_root_is_merged_there_and_kept_locally_if_asked(tmp_path: Path)
     merge_index(urls, (str(tmp_path / "local"), f"file://{tmp_path}/remote"))
 
 
+def test_a_root_may_be_followed_by_keep_local_and_timeout_as_in_mosaicml_streaming(tmp_path: Path) -> None:
+    partition(tmp_path / "remote" / "p", 0)
+    for arguments, kept in (((False,), False), ((False, 30), False), ((True, 30), True)):
+        merge_index((str(tmp_path / "local"), f"file://{tmp_path}/remote"), *arguments)
+        assert (tmp_path / "local" / "index.json").exists() == kept
+        assert read(tmp_path / "remote") == list(range(10))
+    with pytest.raises(ValueError, match="takes a root, or a list"):
+        merge_index([str(tmp_path / "remote" / "p")], True)
+
+
+def test_a_place_may_begin_with_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    partition("~/set/p", 0)  # type: ignore[arg-type]
+    merge_index(["~/set/p/index.json"], "~/set")
+    merge_index("~/set")
+    assert read(tmp_path / "set") == list(range(10))
+
+
 def test_nothing_to_merge_and_a_damaged_partition_are_errors_and_put_nothing(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"no index\.json in any folder below"):
         merge_index(tmp_path)

@@ -369,6 +369,15 @@ def test_values_beyond_the_columns_are_told_of_once_or_refused_never_dropped_sil
     assert read_all(tmp_path / "inferred") == [row] * 2
 
 
+@pytest.mark.parametrize("form", [MDSWriter, JSONWriter])
+def test_settings_as_mosaicml_streaming_takes_them(tmp_path: Path, form: type[MDSWriter]) -> None:
+    with form(out=tmp_path / "out", columns={"a": "int"}, compression="", hashes=[], retry=3) as writer:
+        writer.write({"a": 1})
+    assert read_all(tmp_path / "out") == [{"a": 1}]
+    with pytest.raises(TypeError, match="names of columns must be text; got 3"):
+        form(out=tmp_path / "two", columns={3: "str"}).write({3: "x"})  # type: ignore[dict-item]
+
+
 def test_a_photo_column_takes_no_other_bytes(tmp_path: Path) -> None:
     image, jpeg = pytest.importorskip("PIL.Image").new("RGB", (4, 3)), BytesIO()
     image.save(jpeg, "jpeg")
