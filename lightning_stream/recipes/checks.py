@@ -18,7 +18,7 @@ from lightning_stream.formats.compression import check_compression
 from lightning_stream.formats.hashing import check_hashes
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.recipes.command_line import nearest
-from lightning_stream.recipes.places import last_checkpoint
+from lightning_stream.recipes.places import last_checkpoint, last_of_composer
 
 _HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 _AT_LEAST_ONE = (
@@ -188,7 +188,8 @@ def _check_together(values: Mapping[str, Any]) -> list[str]:
                 f"{accumulate} accumulated micro-batches; use a multiple of {parts}."
             )
     if values.get("ckpt_path") == "last" and isinstance(values.get("folder"), str):
-        last = last_checkpoint(Path(values["folder"]))
+        under_composer = str(trainer.get("_target_")).endswith(".ComposerRun")
+        last = (last_of_composer if under_composer else last_checkpoint)(Path(values["folder"]))
         if not last.is_file():
             problems.append(
                 f"ckpt_path: 'last' continues from {last.absolute()}, which does not exist. Leave ckpt_path away to "

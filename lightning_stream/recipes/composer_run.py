@@ -15,6 +15,9 @@ import torch
 from lightning_stream.errors import missing_extra
 from lightning_stream.recipes.classifier import ImageClassifier, rise_and_fall
 from lightning_stream.recipes.flowers import PhotoData
+from lightning_stream.recipes.places import composer_checkpoints, last_of_composer
+
+_PATIENCE_S = 3600.0  # of all processes for each other; a conversion may take its time
 
 
 class ComposerRun:
@@ -39,7 +42,7 @@ class ComposerRun:
         seed: int = 1,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.folder = Path(folder) / "composer"
+        self.folder = composer_checkpoints(Path(folder))
         self.max_epochs = max_epochs
         self.save_every = save_every
         self.num_kept = num_kept
@@ -56,11 +59,8 @@ class ComposerRun:
         """
         if find_spec("composer") is None:
             raise missing_extra("mosaicml", "composer", "trainer=composer")
-        from composer.utils import dist
-
-        with dist.run_local_rank_zero_first():
-            datamodule.prepare_data()
-        latest = self.folder / "latest-rank0.pt"
+        self._prepare(datamodule)
+        latest = last_of_composer(self.folder.parent)
         trainer = self._trainer(model, datamodule, str(latest) if ckpt_path == "last" else ckpt_path)
         trainer.fit()
         found = {
@@ -70,6 +70,18 @@ class ComposerRun:
         accuracies = {stage: float(metric.compute()) for stage, metric in found.items()}
         trainer.close()
         return accuracies
+
+    def _prepare(self, data: Any) -> None:
+        """Convert on one process of each node, while the others wait."""
+        from composer.utils import dist
+
+        from lightning_stream.trainers.composer import name_node
+
+        name_node()
+        if dist.get_world_size() > 1:
+            dist.initialize_dist(self.options.get("device"), float(self.options.get("dist_timeout", _PATIENCE_S)))
+        with dist.run_local_rank_zero_first():
+            data.prepare_data()
 
     def _trainer(self, model: ImageClassifier, data: PhotoData, load_path: str | None) -> Any:
         from composer import Trainer

@@ -15,3 +15,13 @@ def checkpoints(folder: Path) -> Path:
 def last_checkpoint(folder: Path) -> Path:
     """The checkpoint that ``ckpt_path=last`` goes on from."""
     return checkpoints(folder) / LAST
+
+
+def composer_checkpoints(folder: Path) -> Path:
+    """The folder of a run's checkpoints under Composer."""
+    return folder / "composer"
+
+
+def last_of_composer(folder: Path) -> Path:
+    """The checkpoint that ``ckpt_path=last`` goes on from under Composer: of the first rank, which has all."""
+    return composer_checkpoints(folder) / "latest-rank0.pt"

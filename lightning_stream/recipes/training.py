@@ -21,7 +21,8 @@ from lightning_stream.recipes.callbacks import RunStopped
 from lightning_stream.recipes.checks import find_problems
 from lightning_stream.recipes.command_line import fail, mark_started, wants_traceback
 from lightning_stream.recipes.composer_run import ComposerRun
-from lightning_stream.recipes.places import checkpoints, last_checkpoint
+from lightning_stream.recipes.launching import one_job
+from lightning_stream.recipes.places import checkpoints, composer_checkpoints, last_checkpoint
 from lightning_stream.recipes.summary import RunSummary, summarise
 
 _SIGNALLED = 128  # a shell's exit code for "ended by signal n" is this plus n
@@ -35,6 +36,11 @@ def train(config: DictConfig) -> RunSummary | None:
             stopped the run.
     """
     mark_started()
+    with one_job(config):
+        return _checked(config)
+
+
+def _checked(config: DictConfig) -> RunSummary | None:
     if problems := find_problems(config):
         raise fail(["This config cannot be run:", *(f"  {problem}" for problem in problems)])
     try:
@@ -85,8 +91,10 @@ def _run_composer(config: DictConfig, model: Any, data: Any) -> None:
     """The same data and model under Composer, which keeps its own checkpoints and needs none of the callbacks."""
     keep_config(config, Path(config.folder))
     accuracies = instantiate(config.trainer, _convert_="all").fit(model, data, config.ckpt_path)
+    if rank_zero_only.rank:
+        return
     print("Accuracy: " + ", ".join(f"{stage} {value:.3f}" for stage, value in accuracies.items()))
-    print(f"Checkpoints: {Path(config.folder) / 'composer'}; go on with ckpt_path=last")
+    print(f"Checkpoints: {composer_checkpoints(Path(config.folder))}; go on with ckpt_path=last")
 
 
 def checkpoint_to_continue(ckpt_path: str | None, folder: Path) -> str | None:

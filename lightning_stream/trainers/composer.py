@@ -89,7 +89,7 @@ def data_spec(
         ValueError: Settings that contradict each other.
         MissingExtraError: Composer is not installed.
     """
-    _name_node()
+    name_node()
     follower = None if evaluation else StreamingPosition(on_missing_state)
     loader = ComposerLoader(
         _dataset(dataset, dataset_arguments),
@@ -135,7 +135,7 @@ def _dataset(given: DatasetLike | None, arguments: Mapping[str, Any]) -> Streami
     return StreamingDataset(**arguments) if given is None else StreamingDataset(streams=given, **arguments)
 
 
-def _name_node() -> None:
-    """Composer asks for NODE_RANK whenever it loads a checkpoint; torchrun names it GROUP_RANK."""
+def name_node() -> None:
+    """Give NODE_RANK, which Composer asks for to load a checkpoint, where torchrun has named it GROUP_RANK."""
     if "GROUP_RANK" in os.environ:
         os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
