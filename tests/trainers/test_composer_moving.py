@@ -51,9 +51,18 @@ def test_mosaicml_streamings_checkpoint_at_an_epochs_end_continues_with_the_next
     assert resumed.steps == {k: ids for k, ids in enumerate(MOSAIC["steps"]) if k >= STEPS_PER_EPOCH}
 
 
+@pytest.mark.parametrize(("file", "step"), [("mosaic_14ba.pt", 14), ("mosaic_1ep.pt", STEPS_PER_EPOCH)])
+def test_a_file_that_mosaicml_streaming_left_continues_as_it_is(
+    shards: Path, tmp_path: Path, file: str, step: int
+) -> None:
+    """Written in an environment of its own, by golden/make_mosaic_checkpoints.py."""
+    resumed = Run(shards, tmp_path, Path(__file__).parent / "golden" / file, data=MOSAIC["arguments"])
+    assert resumed.steps == {k: ids for k, ids in enumerate(MOSAIC["steps"]) if k >= step}
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_run_of_mosaicml_streaming_continues_on_two_devices(shards: Path, tmp_path: Path) -> None:
     path = _checkpoint_of_mosaic(shards, tmp_path, 4, MOSAIC["states"]["4"])
     launch(tmp_path / "again", shards, 2, load_path=str(path), data=MOSAIC["arguments"])
