@@ -1,23 +1,59 @@
-"""An image classifier for Lightning: a torchvision network, its optimizer and schedule, and exact accuracies."""
+"""An image classifier: a torchvision network that learns from streamed uint8 images."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_stream.recipes.callbacks import batch_in_training
+from lightning_stream.dataset import StreamingDataset
+from lightning_stream.recipes.evaluation import tally
+from lightning_stream.recipes.picture import Prediction, draw_predictions, save_picture
+from lightning_stream.recipes.task import VAL, Batch, Judged, Shown, TaskData, TaskModel
 from lightning_stream.recipes.weights import build_network, load_weights
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_SHOWN = 24
 
 
-class ImageClassifier(LightningModule):
+class ImageData(TaskData):
+    """Images and labels, streamed as batches of ``{"image": uint8[n, 3, h, w], "label": int64[n]}``."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes; a label is an index into them."""
+        raise NotImplementedError
+
+    @property
+    def source(self) -> str:
+        """What the pictures are, and where they come from, for people."""
+        raise NotImplementedError
+
+    @property
+    def kind(self) -> str:
+        """What to call the pictures: ``"photos"``, ``"drawings (not photos)"``."""
+        return "photos"
+
+    @property
+    def held_out(self) -> StreamingDataset:
+        """The validation samples, to be read by index."""
+        dataset = self.datasets[VAL]
+        assert dataset is not None
+        return dataset
+
+
+def recognised(num_train: int, num_val: int, num_classes: int, history: Mapping[int, Mapping[str, float]]) -> str:
+    """One sentence on what was learnt."""
+    validated = [values["val/accuracy"] for _, values in sorted(history.items()) if "val/accuracy" in values]
+    share = f": {validated[-1]:.1%} of the held-out ones are recognised" if validated else ""
+    return f"Learnt from {num_train}, held out {num_val}{share} (by chance it would be {1 / num_classes:.0%})."
+
+
+class ImageClassifier(TaskModel):
     """Classifies uint8 images; learns from batches of ``{"image": uint8[n, 3, h, w], "label": int64[n]}``.
 
     The network is made when the trainer sets up, for as many classes as the data has.
@@ -50,30 +86,26 @@ class ImageClassifier(LightningModule):
         channels_last: bool = True,
         seed: int = 1,
     ) -> None:
-        super().__init__()
+        super().__init__(learning_rate, weight_decay, warmup)
         self.name = network
         self.num_classes = num_classes
         self.weights = weights
         self.network_options = dict(network_options or {})
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.warmup = warmup
         self.label_smoothing = label_smoothing
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.seed = seed
         self.network: nn.Module | None = None
         self.mean: Tensor
         self.std: Tensor
-        self.history: dict[int, dict[str, float]] = {}
-        self._counts = {"train": (0, 0), "val": (0, 0)}  # right and all, in the current pass
         self.register_buffer("mean", 255 * torch.tensor(_MEAN).reshape(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", 255 * torch.tensor(_STD).reshape(1, 3, 1, 1), persistent=False)
 
-    def configure_model(self) -> None:
-        """Make the network, unless that was done."""
+    def build(self, data: TaskData) -> None:
+        """Make the network, unless that was done, for as many classes as the data has."""
         if self.network is not None:
             return
-        classes = self.num_classes or len(self.trainer.datamodule.classes)  # type: ignore[attr-defined]
+        assert isinstance(data, ImageData)
+        classes = self.num_classes or len(data.classes)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             network = build_network(self.name, classes, self.network_options)
@@ -88,91 +120,36 @@ class ImageClassifier(LightningModule):
         logits: Tensor = self.network(pixels.contiguous(memory_format=self.memory_format))
         return logits
 
-    def training_step(self, batch: Mapping[str, Any], _batch_idx: int) -> Tensor:
-        """This micro-batch's part of the mean loss of its optimizer step.
-
-        Gradients are averaged over ranks, and over accumulated micro-batches; the factors undo that, so that a step's
-        gradient is the mean over its samples, each counted once, on any number of devices.
-        """
-        made_of = batch_in_training(self.trainer)
-        parts = self.trainer.world_size * self.trainer.accumulate_grad_batches
-        counts = torch.from_numpy(~made_of.filler).to(self.device)
+    def judge(self, batch: Batch) -> Judged:
+        """Cross-entropy; its smoothing of labels is for learning only, and in no measure."""
         logits, labels = self(batch["image"]), batch["label"]
-        losses = functional.cross_entropy(logits, labels, label_smoothing=self.label_smoothing, reduction="none")
-        loss = (losses * counts).sum() * (parts / (made_of.end - made_of.begin))
-        self._count("train", logits[counts], labels[counts])
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(logits))
-        return loss
+        losses = functional.cross_entropy(logits, labels, reduction="none")
+        right = logits.argmax(1) == labels
+        learnt = losses
+        if self.label_smoothing:
+            learnt = functional.cross_entropy(logits, labels, label_smoothing=self.label_smoothing, reduction="none")
+        return Judged(learnt, tally(right, losses))
 
-    def validation_step(self, batch: Mapping[str, Any], _batch_idx: int) -> None:
-        """Count what is right."""
-        logits = self(batch["image"])
-        loss = functional.cross_entropy(logits, batch["label"])
-        self._count("val", logits, batch["label"])
-        self.log("val/loss", loss, batch_size=len(logits), sync_dist=True)
-
-    def configure_optimizers(self) -> Any:
-        """AdamW; the learning rate rises, then falls along a cosine, over all steps of the run."""
-        assert self.network is not None
-        matrices = [p for p in self.network.parameters() if p.ndim > 1]
-        others = [p for p in self.network.parameters() if p.ndim <= 1]
-        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate)
-        total, warmup = max(1, int(self.trainer.estimated_stepping_batches)), self.warmup
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step / total, warmup))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    # Accuracy, counted exactly over ranks and across a resume
-
-    def _count(self, stage: str, logits: Tensor, labels: Tensor) -> None:
-        right, total = self._counts[stage]
-        self._counts[stage] = (right + int((logits.argmax(1) == labels).sum()), total + len(labels))
-
-    def _note(self, stage: str, epoch: int) -> None:
-        """Put the accuracy of the pass that ends into the history and the log."""
-        counts = torch.tensor(self._counts[stage], dtype=torch.float64, device=self.device)
-        right, total = self.trainer.strategy.reduce(counts, reduce_op="sum").tolist()
-        if total:
-            self.history.setdefault(epoch, {})[stage] = right / total
-
-    def on_train_epoch_start(self) -> None:
-        """Count from zero; what a checkpoint at an epoch's very end left uncounted belongs to the one before."""
-        if self._counts["train"][1] and self.current_epoch:
-            self._note("train", self.current_epoch - 1)
-        self._counts["train"] = (0, 0)
-
-    def on_validation_epoch_start(self) -> None:
-        """Count from zero."""
-        self._counts["val"] = (0, 0)
-
-    def on_validation_epoch_end(self) -> None:
-        """Note both accuracies, before any checkpoint of this validation is written."""
-        if self.trainer.sanity_checking:
-            return
-        for stage in ("train", "val"):
-            self._note(stage, self.current_epoch)
-        for stage, accuracy in self.history.get(self.current_epoch, {}).items():
-            self.log(f"{stage}/accuracy", accuracy, prog_bar=True)
-
-    def on_train_epoch_end(self) -> None:
-        """Note the train accuracy, also where this epoch had no validation."""
-        self._note("train", self.current_epoch)
-        self._counts["train"] = (0, 0)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep what was counted, as plain values."""
-        checkpoint["accuracy"] = {"history": self.history, "counts": self._counts}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on counting."""
-        kept = checkpoint.get("accuracy", {})
-        self.history = {int(epoch): dict(values) for epoch, values in kept.get("history", {}).items()}
-        self._counts = {**self._counts, **kept.get("counts", {})}
+    def show(self, data: TaskData, folder: Path) -> Shown:
+        """Some held-out samples with what the model says of them."""
+        assert isinstance(data, ImageData)
+        return Shown({"picture": str(picture_of(data, self, folder / "predictions.png"))})
 
 
-def rise_and_fall(done: float, warmup: float) -> float:
-    """The share of the highest learning rate once `done` of the run is over, both in [0, 1]."""
-    if done < warmup:
-        return 0.04 + 0.96 * done / warmup
-    fallen = min(1.0, (done - warmup) / max(1e-9, 1 - warmup))
-    return 0.002 + 0.998 * 0.5 * (1 + math.cos(math.pi * fallen))
+@torch.inference_mode()
+def picture_of(data: ImageData, model: ImageClassifier, path: Path) -> Path:
+    """Ask the model about some held-out samples, and draw them with what it says."""
+    model.eval()
+    dataset, classes = data.held_out, data.classes
+    assert dataset.transform is not None
+    some = range(min(_SHOWN, dataset.size))
+    seen = torch.stack([dataset.transform(dataset[index])["image"] for index in some])
+    likely = model(seen.to(model.device)).softmax(1).cpu()
+    shown = [
+        Prediction(sample["image"], classes[sample["label"]], classes[int(row.argmax())], float(row.max()))
+        for sample, row in zip((dataset[index] for index in some), likely, strict=True)
+    ]
+    right = sum(prediction.label == prediction.predicted for prediction in shown)
+    title = f"Held-out {data.kind}: of these {len(shown)}, {right} are recognised"
+    save_picture(draw_predictions(shown, title, f"None of them was trained on. Source: {data.source}."), path)
+    return path

@@ -1,4 +1,4 @@
-"""The recipes' classifier and data under MosaicML Composer: the same streamed photos, another trainer.
+"""The recipes' models and data under MosaicML Composer: the same streamed samples, another trainer.
 
 Composer is imported when a run begins: a config that names this file can be checked without it.
 """
@@ -10,22 +10,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lightning_stream.errors import missing_extra
-from lightning_stream.recipes.classifier import ImageClassifier, rise_and_fall
-from lightning_stream.recipes.flowers import PhotoData
 from lightning_stream.recipes.places import composer_checkpoints, last_of_composer
+from lightning_stream.recipes.task import TRAIN, VAL, TaskData, TaskModel
 
 _PATIENCE_S = 3600.0  # of all processes for each other; a conversion may take its time
 
 
 class ComposerRun:
-    """Trains the recipes' classifier on the recipes' data under Composer; stands where Lightning's `Trainer` does.
+    """Trains a recipe's model on its data under Composer; stands where Lightning's `Trainer` does.
 
     Args:
         folder: Checkpoints go into its ``composer``.
         max_epochs: Epochs of the whole run.
+        max_steps: Optimizer steps of the whole run, where these are fewer; -1 for no such limit.
         save_every: How often a checkpoint is written, in Composer's words.
         num_kept: Checkpoints that are kept.
         seed: Of dropout.
@@ -37,6 +35,7 @@ class ComposerRun:
         *,
         folder: str,
         max_epochs: int = 12,
+        max_steps: int = -1,
         save_every: str = "20ba",
         num_kept: int = 2,
         seed: int = 1,
@@ -44,13 +43,14 @@ class ComposerRun:
     ) -> None:
         self.folder = composer_checkpoints(Path(folder))
         self.max_epochs = max_epochs
+        self.max_steps = max_steps
         self.save_every = save_every
         self.num_kept = num_kept
         self.seed = seed
         self.options = dict(options or {})
 
-    def fit(self, model: ImageClassifier, datamodule: PhotoData, ckpt_path: str | None = None) -> dict[str, float]:
-        """Train; gives the last accuracies by stage.
+    def fit(self, model: TaskModel, datamodule: TaskData, ckpt_path: str | None = None) -> dict[str, float]:
+        """Train; gives the last measures, under names such as ``val/accuracy``.
 
         Args:
             model: What to train.
@@ -63,13 +63,14 @@ class ComposerRun:
         latest = last_of_composer(self.folder.parent)
         trainer = self._trainer(model, datamodule, str(latest) if ckpt_path == "last" else ckpt_path)
         trainer.fit()
-        found = {
-            "train": trainer.state.train_metrics["MulticlassAccuracy"],
-            "val": trainer.state.eval_metrics["eval"]["MulticlassAccuracy"],
+        state = trainer.state
+        measured = {
+            f"{stage}/{name}": float(metric.compute())
+            for stage, metrics in ((TRAIN, state.train_metrics), (VAL, state.eval_metrics["eval"]))
+            for name, metric in metrics.items()
         }
-        accuracies = {stage: float(metric.compute()) for stage, metric in found.items()}
         trainer.close()
-        return accuracies
+        return measured
 
     def _prepare(self, data: Any) -> None:
         """Convert on one process of each node, while the others wait."""
@@ -83,27 +84,34 @@ class ComposerRun:
         with dist.run_local_rank_zero_first():
             data.prepare_data()
 
-    def _trainer(self, model: ImageClassifier, data: PhotoData, load_path: str | None) -> Any:
+    def _trainer(self, model: TaskModel, data: TaskData, load_path: str | None) -> Any:
         from composer import Trainer
 
-        from lightning_stream.recipes.composer_model import ComposerClassifier
+        from lightning_stream.recipes.composer_model import ComposerTask
         from lightning_stream.trainers.composer import data_spec
 
-        classifier = ComposerClassifier(model, len(data.classes))
-        optimizer = torch.optim.AdamW(classifier.parameters(), model.learning_rate, weight_decay=model.weight_decay)
+        model.build(data)
+        optimizer = model.optimizer()
         workers: dict[str, Any] = {"num_workers": data.num_workers, "persistent_workers": data.num_workers > 0}
-        train = data_spec(data.datasets["train"], global_batch_size=data.global_batch_size, tail=data.tail, **workers)
+        train = data_spec(
+            data.datasets["train"],
+            global_batch_size=data.global_batch_size,
+            tail=data.tail,
+            token_column=data.token_column,
+            **workers,
+        )
         held_out = data_spec(data.datasets["val"], batch_size=data.eval_batch_size, evaluation=True, **workers)
         total = self.max_epochs * len(train.dataloader)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step / total, model.warmup))
+        limited = 0 <= self.max_steps < total
+        total = self.max_steps if limited else total
         return Trainer(
-            model=classifier,
+            model=ComposerTask(model),
             train_dataloader=train,
             eval_dataloader=held_out,
             optimizers=optimizer,
-            schedulers=schedule,
+            schedulers=model.schedule(optimizer, total),
             step_schedulers_every_batch=True,
-            max_duration=f"{self.max_epochs}ep",
+            max_duration=f"{self.max_steps}ba" if limited else f"{self.max_epochs}ep",
             save_folder=str(self.folder),
             save_interval=self.save_every,
             save_overwrite=True,

@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lightning_stream.dataset import StreamingDataset
+from lightning_stream.recipes.classifier import ImageData, recognised
 from lightning_stream.recipes.conversion import TRAIN, VAL, Conversion, ConversionConfig, Description, summary_of
 from lightning_stream.recipes.images import AugmentedImage, PlainImage
 from lightning_stream.recipes.photos import photo_source
-from lightning_stream.trainers.lightning import StreamingDataModule
 
 
-class PhotoData(StreamingDataModule):
+class PhotoData(ImageData):
     """Photos that are converted once, then streamed.
 
     Args:
@@ -33,16 +32,33 @@ class PhotoData(StreamingDataModule):
         return self.conversion.run()
 
     @property
+    def place(self) -> str:
+        """Folder or URL of the shards."""
+        return self.conversion.place
+
+    @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes; a label is an index into them."""
         return self.description.classes
 
     @property
-    def held_out(self) -> StreamingDataset:
-        """The validation samples, to be read by index."""
-        dataset = self.datasets[VAL]
-        assert dataset is not None
-        return dataset
+    def source(self) -> str:
+        """Where the pictures come from."""
+        return self.description.title
+
+    @property
+    def kind(self) -> str:
+        """Drawings are no photos."""
+        return "drawings (not photos)" if self.description.drawn else "photos"
+
+    def notes(self, history: Mapping[int, Mapping[str, float]]) -> tuple[str, ...]:
+        """How many, how well they are told apart, and what they are."""
+        described = self.description
+        pictures = "drawings made by this package, not photos" if described.drawn else described.title
+        return (
+            recognised(described.num_train, described.num_val, len(described.classes), history),
+            f"The pictures are {pictures}.",
+        )
 
 
 def _convert(conversion: Conversion) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ class TaskData(StreamingDataModule):
     A trainer without a Lightning trainer calls `prepare_data` once per node, and makes loaders from `datasets` with
     `global_batch_size`, `eval_batch_size`, `num_workers` and `tail`.
     """
+
+    token_column: str = "input_ids"
+    """Whose elements are tokens, for trainers that count them; a batch without it has none."""
 
     @property
     def place(self) -> str:
@@ -60,8 +63,21 @@ class Judged:
     tally: Tensor
 
 
+@dataclass(frozen=True)
+class Shown:
+    """A trained model at work.
+
+    Attributes:
+        files: What was drawn or written, by a word for it.
+        notes: Sentences and samples for the summary.
+    """
+
+    files: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
 class TaskModel(LightningModule):
-    """A model of a recipe. It defines `build` and `judge`; `measures` and `picture` where it has more to tell.
+    """A model of a recipe. It defines `build` and `judge`; `measures` and `show` where it has more to tell.
 
     Args:
         learning_rate: Its highest value.
@@ -90,16 +106,17 @@ class TaskModel(LightningModule):
         raise NotImplementedError
 
     def judge(self, batch: Batch) -> Judged:
-        """Look at a batch; each sample's result must not depend on the others beside it."""
+        """Look at a batch, with or without a gradient; gives each sample's own loss and counts."""
         raise NotImplementedError
 
-    def measures(self, counted: Tally) -> dict[str, float]:
+    @staticmethod
+    def measures(counted: Tally) -> dict[str, float]:
         """What is told of a pass over samples."""
         return {"accuracy": counted.accuracy, "loss": counted.loss}
 
-    def picture(self, data: TaskData, folder: Path) -> dict[str, str]:  # noqa: ARG002
-        """Draw or write what shows the trained model at work; gives the files by name. Nothing, by default."""
-        return {}
+    def show(self, data: TaskData, folder: Path) -> Shown:  # noqa: ARG002
+        """Draw or write into `folder` what shows the trained model at work. Nothing, by default."""
+        return Shown()
 
     # For any trainer
 

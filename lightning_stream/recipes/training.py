@@ -90,10 +90,10 @@ def _run(config: DictConfig) -> RunSummary | None:
 def _run_composer(config: DictConfig, model: Any, data: Any) -> None:
     """The same data and model under Composer, which keeps its own checkpoints and needs none of the callbacks."""
     keep_config(config, Path(config.folder))
-    accuracies = instantiate(config.trainer, _convert_="all").fit(model, data, config.ckpt_path)
+    measured = instantiate(config.trainer, _convert_="all").fit(model, data, config.ckpt_path)
     if rank_zero_only.rank:
         return
-    print("Accuracy: " + ", ".join(f"{stage} {value:.3f}" for stage, value in accuracies.items()))
+    print("Measured: " + ", ".join(f"{name} {value:.3f}" for name, value in measured.items()))
     print(f"Checkpoints: {composer_checkpoints(Path(config.folder))}; go on with ckpt_path=last")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_stream.errors import FormatError, NotFoundError
-from lightning_stream.recipes.classifier import rise_and_fall
+from lightning_stream.recipes.task import rise_and_fall
 from lightning_stream.recipes.weights import build_network, load_weights
 
 SMALL = {"width_mult": 0.25}
