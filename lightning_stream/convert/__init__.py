@@ -2,11 +2,12 @@
 
 ::
 
-    from lightning_stream.convert import convert
+    from lightning_stream.convert import Inputs, convert
 
     done = convert("photos/", "shards/", held_out=0.1)      # class folders of images
     done = convert("rows/*.parquet", "s3://bucket/rows")    # columns from the schema
     done = convert("texts.jsonl.gz", "texts", columns={"text": "str"}, compression="zstd:7")
+    done = convert(Inputs(paths, samples_of_path), "mine")  # whatever a function gives for each path
     print(done)                                             # counts, bytes, seconds
 
 or ``python -m lightning_stream.convert SOURCE OUT``. See `convert` for all settings. Names are loaded on first use;
@@ -21,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_stream.convert.api import convert
     from lightning_stream.convert.conversion import Converted
+    from lightning_stream.convert.sources.function import Inputs
 
-_HOME = {"convert": "api", "Converted": "conversion"}
+_HOME = {"convert": "api", "Converted": "conversion", "Inputs": "sources.function"}
 
-__all__ = ["Converted", "convert"]
+__all__ = ["Converted", "Inputs", "convert"]
 
 
 def __getattr__(name: str) -> Any:

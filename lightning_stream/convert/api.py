@@ -15,6 +15,7 @@ from lightning_stream.convert.job import is_remote
 from lightning_stream.convert.nulls import NullRule
 from lightning_stream.convert.plan import part_size
 from lightning_stream.convert.sources.choose import open_source
+from lightning_stream.convert.sources.function import Inputs
 from lightning_stream.convert.split import HeldOut
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.storage.files import FileLock
@@ -24,7 +25,7 @@ _WAIT_S = 24 * 3600.0
 
 
 def convert(
-    source: Places,
+    source: Places | Inputs,
     out: Out,
     *,
     columns: Mapping[str, str] | None = None,
@@ -55,7 +56,8 @@ def convert(
     source files and statistics; if it tells of this very source and these settings, nothing is written again.
 
     Args:
-        source: A file, a folder, a pattern with ``*``, or a list of these; paths, or URLs of any store.
+        source: A file, a folder, a pattern with ``*``, or a list of these; paths, or URLs of any store. Or `Inputs`,
+            with a function that gives the samples of each.
         out: Where to: a local folder, a URL, or (local folder, URL).
         columns: Encodings by column name: only these are written. None for all, inferred from the source's schema, or
             from its first rows where it has none.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import logging
 import time
@@ -12,6 +11,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
+from lightning_stream.convert.code import source_text
 from lightning_stream.convert.files import stamps_digest
 from lightning_stream.convert.job import Job
 from lightning_stream.convert.nulls import NullRule
@@ -271,17 +271,6 @@ def writer_settings(
         "size_limit": None if size_limit is None else parse_bytes(size_limit, "size_limit"),
         "max_workers": 1,
     }
-
-
-def source_text(function: Callable[..., Any] | None) -> str:
-    """What tells a function from another: its source, or else its code."""
-    if function is None:
-        return ""
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        code = getattr(function, "__code__", None)
-        return repr(function) if code is None else repr((code.co_code, code.co_consts, code.co_names))
 
 
 def _earlier(job: Job, done: Iterable[int]) -> dict[int, Receipt]:

@@ -103,6 +103,7 @@ def _zstd(file: BinaryIO) -> BinaryIO:
 
 _UNPACKERS: Mapping[str, Callable[[BinaryIO], Any]] = {
     ".gz": lambda file: gzip.GzipFile(fileobj=file),
+    ".tgz": lambda file: gzip.GzipFile(fileobj=file),
     ".zst": _zstd,
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,

@@ -55,10 +55,11 @@ def _plain(batch: Mapping[str, Any], columns: Mapping[str, str], rule: NullRule,
         if name in rule.fill:
             held[name] = [rule.fill[name] if value is None else value for value in held[name]]
     if rule.drop:
-        kept = [k for k, row in enumerate(zip(*(held[name] for name in lists), strict=True)) if None not in row]
+        rows = zip(*(held[name] for name in lists), strict=True)
+        kept = [k for k, row in enumerate(rows) if all(value is not None for value in row)]
         held = {name: taken(values, kept) for name, values in held.items()} if lists else held
     for name in lists:
-        count = held[name].count(None)
+        count = sum(value is None for value in held[name])  # not count(): arrays compare by element
         if count:
             nulls[name] = nulls.get(name, 0) + count
     return {} if nulls else {name: _fitted(name, values, columns[name]) for name, values in held.items()}

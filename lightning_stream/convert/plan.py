@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lightning_stream.convert.sources.base import Span
 from lightning_stream.convert.sources.choose import Source
+from lightning_stream.convert.sources.function import FunctionReader
 
 _SMALLEST, _LARGEST, _PARTS = 32 << 20, 512 << 20, 32
 
@@ -32,7 +33,9 @@ class Part:
 
 
 def part_size(source: Source) -> int:
-    """Bytes of a part, where the user does not say: a 32nd of the source, but 32 to 512 MiB."""
+    """Bytes of a part, where the user does not say: a 32nd of the source, but 32 to 512 MiB; an input by itself."""
+    if isinstance(source.reader, FunctionReader):
+        return 1
     total = sum(file.num_bytes for file in source.files)
     return max(_SMALLEST, min(_LARGEST, total // _PARTS))
 

@@ -15,6 +15,7 @@ pa = pytest.importorskip("pyarrow", reason="needs pyarrow: uv sync --extra conve
 pq = pytest.importorskip("pyarrow.parquet")
 
 from lightning_stream.convert import convert  # noqa: E402
+from lightning_stream.errors import FormatError  # noqa: E402
 
 PLAIN: dict[str, Any] = {"compression": None, "num_workers": 1}
 WHEN = dt.datetime(2024, 2, 29, 12, 30, 0, 250)
@@ -117,3 +118,36 @@ def test_images_and_classes_as_datasets_notes_them(tmp_path: Path, samples_of: A
     assert samples_of(tmp_path / "out")[1]["img"].size == (4, 3)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["classes"] == {"label": ["no", "yes"]}
+
+
+@pytest.mark.parametrize("make", ["new_file", "new_stream"])
+def test_arrow_files_and_streams_give_the_same_rows(tmp_path: Path, samples_of: Any, make: str) -> None:
+    table = pa.table({"k": list(range(1000)), "t": [f"t{k}" for k in range(1000)]})
+    with getattr(pa.ipc, make)(str(tmp_path / "in.arrow"), table.schema) as out:
+        out.write_table(table, max_chunksize=64)
+    done = convert(tmp_path / "in.arrow", tmp_path / "out", **PLAIN, part_bytes=4000)
+    assert [(s["k"], s["t"]) for s in samples_of(tmp_path / "out")] == [(k, f"t{k}") for k in range(1000)]
+    assert done.num_shards[""] > 2
+
+
+def test_what_datasets_saved_to_disk_is_read_in_its_order(tmp_path: Path, samples_of: Any) -> None:
+    (tmp_path / "train").mkdir()
+    for k, name in enumerate(("b.arrow", "a.arrow")):
+        table = pa.table({"k": list(range(k * 10, k * 10 + 10))})
+        with pa.ipc.new_stream(str(tmp_path / "train" / name), table.schema) as out:
+            out.write_table(table)
+    state = {"_data_files": [{"filename": "b.arrow"}, {"filename": "a.arrow"}]}
+    (tmp_path / "train" / "state.json").write_text(json.dumps(state))
+    (tmp_path / "train" / "dataset_info.json").write_text("{}")
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    convert(tmp_path / "train", tmp_path / "out", **PLAIN)
+    assert [s["k"] for s in samples_of(tmp_path / "out")] == list(range(20))
+    with pytest.raises(ValueError, match="splits train"):
+        convert(tmp_path, tmp_path / "out2", **PLAIN)
+
+
+@pytest.mark.parametrize("name", ["in.parquet", "in.arrow"])
+def test_files_that_are_no_arrow_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"no table at all, and long enough to be one")
+    with pytest.raises(FormatError, match=name):
+        convert(tmp_path / name, tmp_path / "out", **PLAIN)

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_stream.convert.files import Places, SourceFile, find_files
+from lightning_stream.convert.sources.arrays import NumpyReader
 from lightning_stream.convert.sources.base import Reader
 from lightning_stream.convert.sources.delimited import DelimitedReader
+from lightning_stream.convert.sources.function import FunctionReader, Inputs
 from lightning_stream.convert.sources.images import SUFFIXES, ImageFolderReader
 from lightning_stream.convert.sources.lines import JsonlReader
+from lightning_stream.convert.sources.saved import saved_files
+from lightning_stream.convert.sources.tars import TarReader
+from lightning_stream.convert.sources.texts import TextReader
 from lightning_stream.errors import FormatError, missing_extra
 
 _KIND_OF = {
     ".parquet": "parquet", ".pq": "parquet",
+    ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow",
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
     ".csv": "csv", ".tsv": "tsv",
+    ".tar": "webdataset", ".tgz": "webdataset",
+    ".npy": "numpy", ".npz": "numpy",
+    ".txt": "text", ".text": "text", ".md": "text",
     **dict.fromkeys(SUFFIXES, "images"),
 }  # fmt: skip
+# Files that often lie beside others to describe them: they tell the kind only where they are alone.
+_BESIDE = (".json", ".txt", ".text", ".md")
 
 
 @dataclass(frozen=True)
@@ -38,12 +50,15 @@ class Source:
 
 
 def open_source(
-    source: Places, kind: str | None = None, options: Mapping[str, Any] | None = None, store_options: Any = None
+    source: Places | Inputs,
+    kind: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    store_options: Any = None,
 ) -> Source:
     """Find the files of a source, and the reader for them.
 
     Args:
-        source: A file, folder or pattern, or a list of these; paths or URLs.
+        source: A file, folder or pattern, or a list of these, paths or URLs; or inputs of the user's own.
         kind: The kind of its files; None to tell it by their names.
         options: For the reader, e.g. ``{"delimiter": ";"}``.
         store_options: For the store it lies in.
@@ -53,22 +68,26 @@ def open_source(
         ValueError: Files of several kinds, or of none that is known; an unknown kind or option.
         MissingExtraError: The reader needs a package that is not installed.
     """
-    found = find_files(source, store_options)
-    kinds = Counter(_KIND_OF[file.ending] for file in found if file.ending in _KIND_OF)
-    chosen = kind or _only(kinds, source)
+    if isinstance(source, Inputs):
+        made = FunctionReader(source)
+        return Source(f"{len(source.inputs):,} inputs", made.files, made)
+    found = saved_files(find_files(source, store_options))
+    chosen = kind or _only(found, source)
     if chosen not in _MAKERS:
         raise ValueError(f"kind must be one of {', '.join(sorted(_MAKERS))}; got {chosen!r}.")
     files = [file for file in found if _KIND_OF.get(file.ending) == chosen] or found
-    if kind is not None and len(files) < len(found):
-        files = files if any(_KIND_OF.get(file.ending) == kind for file in found) else found
     try:
         reader = _MAKERS[chosen](files, **dict(options or {}))
     except TypeError as error:
         raise ValueError(f"source_options do not fit kind {chosen!r}: {error}.") from error
-    return Source(str(source), tuple(files), reader)
+    place = source if isinstance(source, (str, os.PathLike)) else ", ".join(map(str, source))
+    return Source(f"{place!s:.200}", tuple(files), reader)
 
 
-def _only(kinds: Counter[str], source: Places) -> str:
+def _only(found: Sequence[SourceFile], source: Places) -> str:
+    kinds = Counter(_KIND_OF[file.ending] for file in found if file.ending in _KIND_OF)
+    told = Counter(_KIND_OF[file.ending] for file in found if file.ending in _KIND_OF and file.ending not in _BESIDE)
+    kinds = told or kinds
     if len(kinds) == 1:
         return next(iter(kinds))
     if not kinds:
@@ -76,16 +95,24 @@ def _only(kinds: Counter[str], source: Places) -> str:
             f"{source} holds no file of a known kind ({', '.join(sorted(_MAKERS))}). Pass kind= if their names do not "
             "tell it."
         )
-    told = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
-    raise ValueError(f"a source must be of one kind; {source} holds files of several ({told}). Pass kind=.")
+    counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
+    raise ValueError(f"a source must be of one kind; {source} holds files of several ({counts}). Pass kind=.")
 
 
-def _parquet(files: Sequence[SourceFile]) -> Reader:  # noqa: ARG001 - makers are called alike
+def _parquet(_: Sequence[SourceFile]) -> Reader:
     try:
         from lightning_stream.convert.sources.parquet import ParquetReader
     except ModuleNotFoundError as error:
         raise missing_extra("pyarrow", "convert", "reading Parquet files") from error
     return ParquetReader()
+
+
+def _arrow(_: Sequence[SourceFile]) -> Reader:
+    try:
+        from lightning_stream.convert.sources.ipc import IpcReader
+    except ModuleNotFoundError as error:
+        raise missing_extra("pyarrow", "convert", "reading Arrow files") from error
+    return IpcReader()
 
 
 def _delimited(kind: str, default: str) -> Callable[..., Reader]:
@@ -97,8 +124,12 @@ def _delimited(kind: str, default: str) -> Callable[..., Reader]:
 
 _MAKERS: dict[str, Callable[..., Reader]] = {
     "parquet": _parquet,
+    "arrow": _arrow,
     "jsonl": lambda _: JsonlReader(),
     "csv": _delimited("csv", ","),
     "tsv": _delimited("tsv", "\t"),
     "images": ImageFolderReader.over,
+    "webdataset": lambda _, strict=True: TarReader(strict),
+    "numpy": lambda _, column="array": NumpyReader(column),
+    "text": lambda _, lines=False: TextReader(lines),
 }

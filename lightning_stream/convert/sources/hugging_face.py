@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute
 
 from lightning_stream.convert.arrow_schema import arrow_columns
 from lightning_stream.convert.sources.base import Found
 from lightning_stream.convert.sources.sniff import image_encoding
+
+_FILES = ("Image", "Audio", "Video")  # features that are a struct of a file's bytes and its path
 
 
 def features_of(schema: pa.Schema, first: Any, asked: Mapping[str, str] | None) -> Found:
@@ -22,7 +26,7 @@ def features_of(schema: pa.Schema, first: Any, asked: Mapping[str, str] | None) 
         asked: Encodings by column name; None for all, inferred.
     """
     features = _noted(schema)
-    images = [name for name, kind in features.items() if kind.get("_type") == "Image" and name in schema.names]
+    images = [name for name, kind in features.items() if kind.get("_type") in _FILES and name in schema.names]
     for name in images:
         schema = schema.set(schema.get_field_index(name), pa.field(name, pa.binary()))
     columns = arrow_columns(schema, asked)
@@ -37,15 +41,27 @@ def features_of(schema: pa.Schema, first: Any, asked: Mapping[str, str] | None) 
 
 
 def image_bytes(column: pa.Array) -> pa.Array:
-    """The files of a column of images: a struct of bytes and a path, or plain bytes."""
-    return column.field("bytes") if pa.types.is_struct(column.type) else column
+    """The files of a column of them: a struct of bytes and a path, or plain bytes. Null where there is neither."""
+    if not pa.types.is_struct(column.type):
+        return column
+    data = pa.compute.struct_field(column, "bytes")
+    if not data.null_count:
+        return data
+    paths = pa.compute.struct_field(column, "path").to_pylist()
+    return pa.array(
+        [
+            Path(path).read_bytes() if held is None and path and Path(path).is_file() else held
+            for held, path in zip(data.to_pylist(), paths, strict=True)
+        ],
+        pa.large_binary(),
+    )
 
 
 def with_files(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The batch with its images as their files' bytes."""
     noted = _noted(batch.schema)
     for k, field in enumerate(batch.schema):
-        if noted.get(field.name, {}).get("_type") == "Image" and pa.types.is_struct(field.type):
+        if noted.get(field.name, {}).get("_type") in _FILES and pa.types.is_struct(field.type):
             batch = batch.set_column(k, field.name, image_bytes(batch.column(k)))
     return batch
 

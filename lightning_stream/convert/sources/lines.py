@@ -78,8 +78,8 @@ class JsonlReader(Reader):
         return Found(infer_rows(rows, asked, files[0].root), {})
 
     def spans(self, file: SourceFile, part_bytes: int) -> list[Span]:
-        """Anywhere, unless it is compressed."""
-        return line_spans(file, part_bytes)
+        """Anywhere, unless it is compressed, or one array of objects."""
+        return super().spans(file, part_bytes) if _is_array(file) else line_spans(file, part_bytes)
 
     def read(self, span: Span, columns: Mapping[str, str]) -> Iterator[Batch]:
         """A few MiB of lines at a time."""
@@ -87,11 +87,37 @@ class JsonlReader(Reader):
             yield Batch(columns_of(rows, columns), where)
 
     def _rows(self, span: Span) -> Iterator[tuple[list[Mapping[str, Any]], str]]:
+        if _is_array(span.file):
+            yield _array(span.file), span.file.place
+            return
         for at, lines in line_blocks(span):
             where = f"{span.file.place}, lines from byte {at:,}"
             filled = [line for line in lines if line and not line.isspace()]
             if filled:
                 yield _parsed(filled, where), where
+
+
+def _is_array(file: SourceFile) -> bool:
+    """Whether it is no file of lines but one JSON array, as ``.json`` may be."""
+    if file.ending != ".json":
+        return False
+    try:
+        with file.unpacked() as plain:
+            return plain.read(64).lstrip()[:1] == b"["
+    except DAMAGED as error:
+        raise FormatError(f"{file.place} cannot be read ({error}). Fetch it again.") from error
+
+
+def _array(file: SourceFile) -> list[Mapping[str, Any]]:
+    with file.unpacked() as plain:
+        try:
+            rows = json.load(plain)
+        except ValueError as error:
+            raise FormatError(f"{file.place} is no JSON ({error}).") from error
+    wrong = next((row for row in rows if not isinstance(row, dict)), None)
+    if wrong is not None:
+        raise FormatError(f"{file.place} must be an array of JSON objects; it holds {wrong!s:.60}.")
+    return list(rows)
 
 
 def _parsed(lines: Sequence[bytes], where: str) -> list[Mapping[str, Any]]:
