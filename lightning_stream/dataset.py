@@ -268,12 +268,10 @@ class StreamingDataset(IterableDataset[Any]):
             return [self[i] for i in np.asarray(index).reshape(-1).tolist()]
         if isinstance(index, bool) or not hasattr(index, "__index__"):
             raise TypeError(f"an index is a whole number, a slice, or a list or array of them; found {index!r}")
-        number = operator.index(index)
-        if not -self.size <= number < self.size:
-            raise IndexError(
-                f"the dataset has {self.size} samples: index {number} is not in [-{self.size}, {self.size})"
-            )
-        return self.reader.sample(number % self.size)
+        number, size = operator.index(index), self.size
+        if not -size <= number < size:
+            raise IndexError(f"the dataset has {size} samples: index {number} is not in [-{size}, {size})")
+        return self.reader.sample(number % size)
 
     def read_batch(
         self, ids: Iterable[int] | NDArray[np.int64], out: Mapping[str, Any] | None = None
