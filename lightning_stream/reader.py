@@ -23,8 +23,10 @@ from numpy.typing import NDArray
 from lightning_stream.cache import CacheConfig, Lease, ShardCache
 from lightning_stream.formats.columns import gather, gather_mixed
 from lightning_stream.formats.index import INDEX_NAME, Index, ShardEntry
+from lightning_stream.formats.mds import MdsShard
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.order import Snapshot, StreamWeights
+from lightning_stream.sample_ranges import SampleRanges
 from lightning_stream.storage import Store, open_store
 from lightning_stream.storage.threads import DaemonPool
 
@@ -150,13 +152,14 @@ class _OpenShard:
 class _Process:
     """What a reader holds in one process: mapped shards, and threads that fetch the next ones."""
 
-    def __init__(self, fetch_threads: int) -> None:
+    def __init__(self, config: ReaderConfig) -> None:
         self.pid = os.getpid()
         self.lock = threading.RLock()
         self.open: OrderedDict[int, _OpenShard] = OrderedDict()
         self.fetches: dict[int, Future[Lease]] = {}
         self.awaited: Counter[int] = Counter()  # batches announced by read_ahead that still need the shard
-        self.pool = DaemonPool(fetch_threads, "fetch")
+        self.pool = DaemonPool(config.fetch_threads, "fetch")
+        self.ranges = SampleRanges(config.allow_unsafe_types, config.decoders)
 
     def close(self) -> None:
         self.pool.close()
@@ -237,9 +240,11 @@ class SampleReader:
         """Read one sample: column name to value."""
         offsets = self.snapshot.shard_offsets
         number = int(offsets.searchsorted(sample_id, side="right")) - 1
-        process = self._mine()
+        within, process = sample_id - int(offsets[number]), self._mine()
+        if part := self._by_range(process, [number], lambda _: np.array([within])):
+            return part[number].sample(0)
         with process.lock:
-            sample = self._shard(process, number).sample(sample_id - int(offsets[number]))
+            sample = self._shard(process, number).sample(within)
             self._trim(process)
             return sample
 
@@ -269,8 +274,11 @@ class SampleReader:
         numbers, which = _distinct(of_shard)
         within = ids - self.snapshot.shard_offsets[of_shard]
         process = self._mine()
+        parts = self._by_range(process, numbers.tolist(), lambda k: np.unique(within[which == k]))
+        for k in (numbers.searchsorted(number) for number in parts):
+            within[which == k] = np.unique(within[which == k], return_inverse=True)[1]
         with process.lock:
-            shards = [self._shard(process, number) for number in numbers.tolist()]
+            shards = [parts.get(number) or self._shard(process, number) for number in numbers.tolist()]
             if self._mixed_columns is None:
                 columns = gather(shards, which, within, out)
             else:
@@ -331,8 +339,26 @@ class SampleReader:
     def _mine(self) -> _Process:
         """This process's handles: those of the process that forked us stay its own."""
         if self._process is None or self._process.pid != os.getpid():
-            self._process = _Process(self.config.fetch_threads)
+            self._process = _Process(self.config)
         return self._process
+
+    def _by_range(
+        self, process: _Process, numbers: list[int], indices: Callable[[int], NDArray[np.int64]]
+    ) -> dict[int, MdsShard]:
+        """Of shards neither here nor on their way: the samples wanted of the k-th alone, where that is cheaper."""
+        if all(cache.in_place for cache in self.caches):
+            return {}
+        found = {}
+        for k, number in enumerate(numbers):
+            if number not in process.open and number not in process.fetches:
+                samples = indices(k)
+                if self.ranges_are_cheaper(number, len(samples)):
+                    found[number] = (*self.entry(number), samples)
+        return process.ranges.shards(found) if found else {}
+
+    def ranges_are_cheaper(self, number: int, num_samples: int) -> bool:
+        """Whether so many samples of a shard that is not here cost less by ranges than the shard."""
+        return self._mine().ranges.cheaper(number, *self.entry(number), num_samples)
 
     def _shard(self, process: _Process, number: int) -> Shard:
         """A mapped shard, fetched where it is not here. The caller holds the process's lock."""

@@ -24,6 +24,7 @@ class SubsetReader(SampleReader):
         super().__init__(whole.streams, whole.defaults, whole.config)
         self.whole = whole
         self._snapshot, self._ids = whole.snapshot.subset(ids)
+        self._sorted = np.sort(self._ids)
 
     @property
     def snapshot(self) -> Snapshot:
@@ -43,8 +44,17 @@ class SubsetReader(SampleReader):
         return self.whole.batch(self._ids[ids], out)
 
     def read_ahead(self, ids: NDArray[np.int64]) -> None:
-        """Begin to fetch the shards of these samples of the subset."""
-        self.whole.read_ahead(self._ids[ids])
+        """Begin to fetch the shards of these samples of the subset, but for those of which it has so few that ranges
+        will bring them."""
+        wanted = self._ids[ids]
+        shards = self.whole.snapshot.shards_of(wanted)
+        whole = [number for number in np.unique(shards).tolist() if not self._is_few(number)]
+        self.whole.read_ahead(wanted[np.isin(shards, whole)])
+
+    def _is_few(self, number: int) -> bool:
+        """Whether all samples that the subset has of a shard cost less than the shard."""
+        begin, end = np.searchsorted(self._sorted, self.whole.snapshot.shard_offsets[number : number + 2])
+        return self.whole.ranges_are_cheaper(number, int(end - begin))
 
     def done_with(self, ids: NDArray[np.int64]) -> None:
         """Take back what `read_ahead` announced."""

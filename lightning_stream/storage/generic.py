@@ -175,6 +175,16 @@ class FsspecStore(BodyStore):
         return StoreError(f"{where}: {reason_of(error)}. Check the URL and the options.")
 
 
+def protocols() -> list[str]:
+    """The schemes that fsspec knows here, those of installed plugins included; none without it."""
+    try:
+        import fsspec
+    except ImportError:
+        return []
+    known: list[str] = fsspec.available_protocols()
+    return known
+
+
 def _read(file: Any, num_bytes: int) -> Iterator[bytes]:
     while num_bytes > 0 and (chunk := file.read(min(_BLOCK_BYTES, num_bytes))):
         num_bytes -= len(chunk)

@@ -48,10 +48,6 @@ def _meant(scheme: str) -> str:
 
 
 def _of_fsspec() -> list[str]:
-    """The schemes that fsspec knows here, those of installed plugins included; none without it."""
-    try:
-        import fsspec
-    except ImportError:
-        return []
-    known: list[str] = fsspec.available_protocols()
-    return known
+    from .generic import protocols
+
+    return protocols()

@@ -1,0 +1,162 @@
+"""Some samples of shards that are not here: by ranges of their bytes, where that costs less than the shards.
+
+A raw MDS shard begins with the table of where its samples lie. One range brings the table, one more each sample, or
+each run of neighbours. The samples are then written down as a small shard of their own, which is read like any other.
+A range cannot be compared with the hash of its file: what stands in for it is that the table must fit the index, that
+all ranges come from one version of the object, and that each sample's columns must fill it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.cache import ShardCache
+from lightning_stream.errors import FormatError
+from lightning_stream.formats.mds import MdsShard
+from lightning_stream.formats.schema import ShardEntry
+from lightning_stream.storage.threads import DaemonPool
+
+_Ints = NDArray[np.int64]
+# What a request costs, in bytes that could have come meanwhile: about 35 ms at 60 MB/s.
+REQUEST_BYTES = 2 << 20
+_GAP_BYTES = REQUEST_BYTES // 8  # neighbours so near come in one range, with what lies between
+_THREADS = 16
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Where a shard's samples lie: uint32[num_samples + 1]; and of which version of the object that is true."""
+
+    offsets: NDArray[np.uint32]
+    version: str | None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Samples that lie near each other: ``first`` to ``last`` of the shard, the last included."""
+
+    first: int
+    last: int
+
+
+class SampleRanges:
+    """Reads samples by ranges, as long as that is cheaper than their shards. Thread-safe; of one process.
+
+    Args:
+        allow_unsafe_types, decoders: See `open_shard`.
+    """
+
+    def __init__(self, allow_unsafe_types: bool, decoders: Mapping[str, Callable[[bytes], Any]] | None) -> None:
+        self._options: dict[str, Any] = {"allow_unsafe_types": allow_unsafe_types, "decoders": decoders}
+        self._tables: dict[int, _Table] = {}
+        self._spent: Counter[int] = Counter()  # bytes, requests counted as such, by shard
+        self._guard = threading.Lock()
+        self._pool = DaemonPool(_THREADS, "range")
+
+    def cheaper(self, number: int, cache: ShardCache, entry: ShardEntry, num_samples: int) -> bool:
+        """Whether so many samples of a shard are had for less than the shard, what was spent on it before included.
+
+        Never where the user named a hash that all that is read must have, nor for shards that are compressed, of
+        another format, or here.
+        """
+        raw = entry.raw
+        demanded = cache.config.validate_hash not in (None, "auto")
+        raw_mds = entry.format == "mds" and entry.compressed is None
+        if demanded or cache.in_place or not raw_mds:
+            return False
+        table = 0 if number in self._tables else REQUEST_BYTES + 4 * entry.num_samples
+        wanted = num_samples * (REQUEST_BYTES + raw.num_bytes // max(1, entry.num_samples))
+        if self._spent[number] + table + wanted > REQUEST_BYTES + raw.num_bytes:
+            return False
+        return not cache.present(entry)
+
+    def shards(self, wanted: Mapping[int, tuple[ShardCache, ShardEntry, _Ints]]) -> dict[int, MdsShard]:
+        """By shard number, the samples of ascending, distinct indices as a shard of their own, numbered from 0.
+
+        Raises:
+            StoreError: The store could not give them.
+            FormatError: What it gave is not what the index says.
+        """
+        unknown = [number for number in wanted if number not in self._tables]
+        tables = [self._pool.submit(self._fetch_table, number, *wanted[number][:2]) for number in unknown]
+        for table in tables:
+            table.result()
+        parts = [
+            (number, part, self._pool.submit(self._fetch_part, number, *wanted[number][:2], part))
+            for number in wanted
+            for part in self._parts(number, wanted[number][2])
+        ]
+        content: dict[int, dict[int, bytes]] = {number: {} for number in wanted}
+        for number, part, fetch in parts:
+            content[number] |= self._cut(number, part, fetch.result())
+        with tempfile.TemporaryDirectory(prefix="lightning_stream-") as folder:
+            return {
+                number: self._write_down(entry, [content[number][index] for index in indices.tolist()], Path(folder))
+                for number, (_, entry, indices) in wanted.items()
+            }
+
+    def _fetch_table(self, number: int, cache: ShardCache, entry: ShardEntry) -> None:
+        end = 4 * (entry.num_samples + 2)
+        content, version = _range(cache, entry, 0, end)
+        offsets = np.frombuffer(content[4:], "<u4")
+        fits = len(content) == end and int.from_bytes(content[:4], "little") == entry.num_samples
+        fits = fits and int(offsets[0]) >= end and int(offsets[-1]) == entry.raw.num_bytes
+        if not fits or (offsets[1:] < offsets[:-1]).any():
+            raise FormatError(
+                f"{cache.store.url}/{entry.raw.basename}: it does not begin as a shard of {entry.num_samples} samples "
+                f"in {entry.raw.num_bytes:,} bytes, which its index says it is. Compare it with the dataset's source."
+            )
+        with self._guard:
+            self._tables[number] = _Table(offsets, version)
+            self._spent[number] += REQUEST_BYTES + end
+
+    def _parts(self, number: int, indices: _Ints) -> list[_Part]:
+        offsets = self._tables[number].offsets
+        gaps = offsets[indices[1:]].astype(np.int64) - offsets[indices[:-1] + 1]
+        firsts = np.flatnonzero(np.concatenate([[True], gaps > _GAP_BYTES]))
+        lasts = np.append(firsts[1:], len(indices)) - 1
+        return [_Part(int(indices[a]), int(indices[b])) for a, b in zip(firsts, lasts, strict=True)]
+
+    def _fetch_part(self, number: int, cache: ShardCache, entry: ShardEntry, part: _Part) -> bytes:
+        table = self._tables[number]
+        begin, end = int(table.offsets[part.first]), int(table.offsets[part.last + 1])
+        content, version = _range(cache, entry, begin, end)
+        where = f"{cache.store.url}/{entry.raw.basename}"
+        if len(content) != end - begin:
+            raise FormatError(f"{where}: it ends within the bytes {begin:,} to {end:,}, which its index promises.")
+        if version != table.version:
+            with self._guard:
+                self._tables.pop(number, None)
+            raise FormatError(f"{where}: it was replaced while it was read. Read again; write datasets to new names.")
+        with self._guard:
+            self._spent[number] += REQUEST_BYTES + len(content)
+        return content
+
+    def _cut(self, number: int, part: _Part, content: bytes) -> dict[int, bytes]:
+        offsets = self._tables[number].offsets[part.first : part.last + 2].astype(np.int64)
+        edges = (offsets - offsets[0]).tolist()
+        return {part.first + k: content[edges[k] : edges[k + 1]] for k in range(len(edges) - 1)}
+
+    def _write_down(self, entry: ShardEntry, samples: list[bytes], folder: Path) -> MdsShard:
+        sizes = np.array([4 * (len(samples) + 2), *map(len, samples)], np.int64)
+        head = len(samples).to_bytes(4, "little") + np.cumsum(sizes).astype("<u4").tobytes()
+        content = b"".join([head, *samples])
+        path = folder / entry.raw.basename
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        raw = replace(entry.raw, num_bytes=len(content), hashes={})
+        return MdsShard(replace(entry, num_samples=len(samples), raw=raw), folder, **self._options)
+
+
+def _range(cache: ShardCache, entry: ShardEntry, begin: int, end: int) -> tuple[bytes, str | None]:
+    with cache.store.open(entry.raw.basename, begin, end) as body:
+        return b"".join(body), body.version

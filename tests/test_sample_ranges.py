@@ -1,0 +1,153 @@
+"""Random access to shards that are not here: what is asked of the server is counted there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+TESTS = str(Path(__file__).resolve().parent)
+if TESTS not in sys.path:
+    sys.path.insert(0, TESTS)
+
+from servers.web import WebServer  # noqa: E402
+
+from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream.errors import FormatError  # noqa: E402
+
+WIDTH, NUM_SAMPLES, SHARD_BYTES = 1 << 16, 240, 6 << 20
+
+
+@dataclass
+class Served:
+    """A server with data, and what it was asked since the last look: (shard, first and last byte, or None)."""
+
+    server: WebServer
+
+    def asked(self) -> list[tuple[str, str | None]]:
+        both = zip(self.server.asked, self.server.headers, strict=True)
+        found = [(path.rpartition("/")[2], headers.get("Range")) for (_, path), headers in both if "shard" in path]
+        self.server.asked.clear()
+        self.server.headers.clear()
+        return found
+
+    def dataset(self, folder: Path, part: str = "raw", **options: Any) -> StreamingDataset:
+        dataset = StreamingDataset(remote=f"{self.server.url}/{part}", local=folder, **options)
+        assert dataset.size == NUM_SAMPLES
+        return dataset
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("data")
+    for part, options in (("raw", {}), ("packed", {"compression": "zstd"}), ("small", {"size_limit": 1 << 18})):
+        options = {"size_limit": SHARD_BYTES, "hashes": ["xxh3_64"], **options}
+        with MDSWriter(out=folder / part, columns={"id": "int", "x": "bytes"}, **options) as writer:
+            for number in range(NUM_SAMPLES):
+                writer.write(sample(number))
+    return {f"/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in folder.rglob("*.*")}
+
+
+@pytest.fixture(autouse=True)
+def small_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that cost as much as 512 KiB, so that some pay beside shards of a few MiB."""
+    monkeypatch.setattr("lightning_stream.sample_ranges.REQUEST_BYTES", 1 << 19)
+
+
+@pytest.fixture
+def served(data: dict[str, bytes]) -> Iterator[Served]:
+    with WebServer() as server:
+        server.objects.update(data)
+        yield Served(server)
+
+
+def sample(number: int) -> dict[str, Any]:
+    return {"id": number, "x": np.random.default_rng(number).bytes(WIDTH + number)}
+
+
+def test_a_sample_costs_the_table_and_its_bytes_and_the_next_only_its_bytes(served: Served, tmp_path: Path) -> None:
+    dataset = served.dataset(tmp_path)
+    assert dataset[7] == sample(7)
+    table, one = served.asked()
+    first_shard = dataset.reader.entry(0)[1]
+    assert table == ("shard.00000.mds", f"bytes=0-{4 * (first_shard.num_samples + 2) - 1}")
+    begin, end = map(int, (one[1] or "").removeprefix("bytes=").split("-"))
+    assert WIDTH < end - begin < WIDTH + 100
+    assert dataset[-1] == sample(NUM_SAMPLES - 1)
+    assert dataset[8] == sample(8)
+    assert [name for name, _ in served.asked()] == ["shard.00002.mds", "shard.00002.mds", "shard.00000.mds"]
+    assert not list(tmp_path.glob("shard*"))
+
+
+def test_once_ranges_have_cost_as_much_as_the_shard_it_is_fetched(served: Served, tmp_path: Path) -> None:
+    dataset = served.dataset(tmp_path)
+    assert [dataset[number] for number in range(20)] == [sample(number) for number in range(20)]
+    asked = served.asked()
+    assert 5 < len(asked) < 14
+    assert [value for _, value in asked].count(None) == 1
+    assert asked[-1] == ("shard.00000.mds", None)
+    assert (tmp_path / "shard.00000.mds").exists()
+
+
+def test_a_batch_asks_neighbours_in_one_range_and_keeps_its_order(served: Served, tmp_path: Path) -> None:
+    dataset = served.dataset(tmp_path)
+    ids = [101, 3, 4, 5, 3, 230]
+    batch = dataset.read_batch(ids)
+    assert batch["id"].tolist() == ids
+    assert [bytes(x) for x in batch["x"]] == [sample(number)["x"] for number in ids]
+    assert sorted(name for name, _ in served.asked()) == [f"shard.0000{k}.mds" for k in (0, 0, 1, 1, 2, 2)]
+
+
+def test_a_batch_takes_from_shards_that_are_here_and_from_others(served: Served, tmp_path: Path) -> None:
+    dataset = served.dataset(tmp_path)
+    dataset.reader.fetch(np.array([1]))
+    served.asked()
+    ids = [1, 100, 2]
+    assert dataset.read_batch(ids)["id"].tolist() == ids
+    assert {name for name, _ in served.asked()} == {"shard.00000.mds"}
+
+
+@pytest.mark.parametrize(("part", "options"), [("raw", {"validate_hash": "xxh3_64"}), ("packed", {}), ("small", {})])
+def test_whole_shards_where_a_hash_is_demanded_or_ranges_bring_nothing(
+    served: Served, tmp_path: Path, part: str, options: dict[str, Any]
+) -> None:
+    dataset = served.dataset(tmp_path, part, **options)
+    assert dataset[7] == sample(7)
+    assert [value for _, value in served.asked()] == [None]
+    assert dataset[8] == sample(8)
+    assert len(served.asked()) <= (part == "small")
+
+
+def test_training_fetches_whole_shards_once(served: Served, tmp_path: Path) -> None:
+    dataset = served.dataset(tmp_path, shuffle=True)
+    seen = [number for batch in StreamingDataLoader(dataset, 16) for number in batch["id"].tolist()]
+    assert sorted(seen) == list(range(NUM_SAMPLES))
+    assert sorted(served.asked()) == [(f"shard.0000{k}.mds", None) for k in range(3)]
+
+
+def test_a_subset_of_few_samples_reads_only_these(served: Served, tmp_path: Path) -> None:
+    part = served.dataset(tmp_path).subset([5, 150, 231])
+    assert [part[k]["id"] for k in range(3)] == [5, 150, 231]
+    assert all(value is not None for _, value in served.asked())
+    seen = [number for batch in StreamingDataLoader(part, 3) for number in batch["id"].tolist()]
+    assert seen == [5, 150, 231]
+    asked = served.asked()
+    assert len(asked) == 3
+    assert all(value is not None for _, value in asked)
+
+
+def test_a_shard_that_was_replaced_is_not_mixed_with_the_new_one(served: Served, tmp_path: Path) -> None:
+    dataset = served.dataset(tmp_path)
+    assert dataset[1] == sample(1)
+    served.server.objects["/raw/shard.00000.mds"] = b"\0" * len(served.server.objects["/raw/shard.00000.mds"])
+    with pytest.raises(FormatError, match=r"raw/shard\.00000\.mds: it was replaced"):
+        dataset[2]
+    with pytest.raises(FormatError, match=r"does not begin as a shard of \d+ samples in .* which its index says"):
+        dataset[2]
