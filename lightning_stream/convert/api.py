@@ -39,7 +39,9 @@ def convert(
     drop_nulls: bool = False,
     held_out: float | None = None,
     held_out_by: str | None = None,
+    shuffle: bool = False,
     seed: int = 0,
+    scratch: str | os.PathLike[str] | None = None,
     exist_ok: bool = False,
     keep_local: bool = False,
     progress_bar: bool = False,
@@ -73,7 +75,10 @@ def convert(
         drop_nulls: Leave out rows with nulls in columns that have no null (all but json).
         held_out: Share of the rows that goes into ``out/val``, while the others go into ``out/train``.
         held_out_by: A column: rows with the same value there are held out together.
-        seed: Chooses which rows are held out.
+        shuffle: Write the rows in a random order over the whole source: good where it lies sorted, e.g. by class. Rows
+            pass through files on this machine, about as large as the dataset without compression.
+        seed: Chooses the random order, and which rows are held out.
+        scratch: A folder for those files; None for one beside a local ``out``, else among temporary files.
         exist_ok: Replace what is at ``out``, if it is not this very dataset.
         keep_local: With a pair, keep the local copies too.
         progress_bar: Show a line that counts rows on stderr.
@@ -103,7 +108,9 @@ def convert(
         nulls=NullRule(dict(fill_nulls or {}), drop_nulls),
         held_out=None if held_out is None else HeldOut(held_out, seed, held_out_by),
         part_bytes=part_size(found) if part_bytes is None else max(1, parse_bytes(part_bytes, "part_bytes")),
+        shuffle_seed=seed if shuffle else None,
         exist_ok=exist_ok,
+        scratch=None if scratch is None else os.fspath(scratch),
     )
     conversion = Conversion(found, settings)
     with _alone(settings.out):

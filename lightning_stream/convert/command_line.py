@@ -40,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             drop_nulls=given.drop_nulls,
             held_out=given.held_out,
             held_out_by=given.held_out_by,
+            shuffle=given.shuffle,
             seed=given.seed,
+            scratch=given.scratch,
             exist_ok=given.exist_ok,
             progress_bar=not given.quiet,
             part_bytes=given.part_bytes,
@@ -75,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--drop-nulls", action="store_true", help="leave out rows with nulls")
     parser.add_argument("--held-out", type=float, metavar="SHARE", help="write OUT/train and OUT/val, e.g. 0.1")
     parser.add_argument("--held-out-by", metavar="COLUMN", help="hold out rows with the same value there together")
-    parser.add_argument("--seed", type=int, default=0, help="chooses the rows that are held out (default: 0)")
+    parser.add_argument("--shuffle", action="store_true", help="write the rows in a random order over the whole source")
+    parser.add_argument("--seed", type=int, default=0, help="of the order and of the rows held out (default: 0)")
+    parser.add_argument("--scratch", metavar="FOLDER", help="where a shuffle keeps rows meanwhile")
     parser.add_argument("--exist-ok", action="store_true", help="replace another dataset at OUT")
     parser.add_argument("--quiet", action="store_true", help="no progress line")
     _add_pairs(parser, "--source-option", "NAME=VALUE", "for the reader, e.g. delimiter=;")

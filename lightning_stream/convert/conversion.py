@@ -20,8 +20,10 @@ from lightning_stream.convert.pool import run_parts
 from lightning_stream.convert.progress import Progress
 from lightning_stream.convert.publish import MANIFEST, begin, check, publish
 from lightning_stream.convert.receipt import Receipt, digest_of, receipt_name
+from lightning_stream.convert.shuffle import buckets_of, end_spill, shuffled_listing, spill_folder, write_shuffled
 from lightning_stream.convert.sources.base import Found
 from lightning_stream.convert.sources.choose import Source
+from lightning_stream.convert.spill import Buckets
 from lightning_stream.convert.split import TRAIN, VAL, HeldOut
 from lightning_stream.convert.work import Work, samples_of
 from lightning_stream.errors import NotFoundError
@@ -52,7 +54,9 @@ class Settings:
     nulls: NullRule
     held_out: HeldOut | None
     part_bytes: int
+    shuffle_seed: int | None
     exist_ok: bool
+    scratch: str | None
 
     def told(self) -> dict[str, Any]:
         """Those that decide what is written, as json knows it."""
@@ -64,6 +68,7 @@ class Settings:
             "nulls": asdict(self.nulls),
             "held_out": None if self.held_out is None else asdict(self.held_out),
             "part_bytes": self.part_bytes,
+            "shuffle_seed": self.shuffle_seed,
         }
 
 
@@ -114,7 +119,7 @@ class Conversion:
     """
 
     def __init__(self, source: Source, settings: Settings) -> None:
-        self._source, self._settings = source, settings
+        self._settings = settings
         self._stamps = {
             "kind": source.reader.kind,
             "reader": dict(source.reader.settings),
@@ -124,6 +129,13 @@ class Conversion:
         }
         about = json.dumps([self._stamps, settings.told()], sort_keys=True, default=repr)
         self.fingerprint = hashlib.sha256(about.encode()).hexdigest()[:16]
+        self._source = source
+        self._buckets: Buckets | None = None
+        if settings.shuffle_seed is not None and source.reader.is_listing:
+            self._source = shuffled_listing(source, settings.shuffle_seed)
+        elif settings.shuffle_seed is not None:
+            folder = spill_folder(self._job(settings.out, {}), settings.scratch)
+            self._buckets = buckets_of(source, settings.part_bytes, settings.shuffle_seed, folder)
 
     def run(self, num_workers: int, progress_bar: bool, began: float) -> Converted:
         """Write what is missing, and publish it.
@@ -138,12 +150,15 @@ class Conversion:
         self._refuse_other(places)
         found, columns = self._columns()
         jobs = {split: self._job(out, columns) for split, out in places.items() if split not in held}
-        receipts = self._write(found, jobs, num_workers, progress_bar)
+        receipts, statistics = self._write(found, jobs, num_workers, progress_bar)
         about = {**found.about, "source": self._told_source(), "settings": self._settings.told(), "read": found.columns}
         for split in jobs:
             check(receipts[split], f"{self._source.place}{split and f' (split {split})'}", _FILL)
         for split, job in jobs.items():
-            publish(job, receipts[split], True, json.loads(json.dumps(about, default=repr)))
+            told = {**about, "statistics": statistics[split]} if split in statistics else about
+            publish(job, receipts[split], True, json.loads(json.dumps(told, default=repr)))
+        if self._buckets is not None:
+            end_spill(self._buckets)
         return self._result(self._held(places), began, is_new=True)
 
     def _places(self) -> dict[str, Any]:
@@ -223,25 +238,31 @@ class Conversion:
 
     def _write(
         self, found: Found, jobs: Mapping[str, Job], num_workers: int, progress_bar: bool
-    ) -> dict[str, list[Receipt]]:
-        """The receipts of all parts, by split, in order."""
+    ) -> tuple[dict[str, list[Receipt]], dict[str, Any]]:
+        """The receipts of all parts, by split, in order; and statistics that are not in them."""
         settings, source = self._settings, self._source
         parts = parts_of(source, settings.part_bytes)
         done = frozenset.intersection(*(begin(job, settings.exist_ok, _REPLACE) for job in jobs.values()))
         if done:
-            _LOG.info("going on with an earlier run: %d of %d parts are written already", len(done), len(parts))
+            _LOG.info("going on with an earlier run: %d parts are written already", len(done))
         work = Work(source.reader, found.columns, jobs, settings.transform, settings.nulls, settings.held_out)
-        progress = Progress(len(parts), len(done), progress_bar)
-        missing = [part for part in parts if part.number not in done]
-        try:
-            run_parts(work, missing, num_workers, progress)
-        finally:
-            progress.close()
-        earlier = {split: _earlier(job, done) for split, job in jobs.items()}
-        return {
-            split: [earlier[split].get(part.number) or progress.receipts[part.number][split] for part in parts]
-            for split in jobs
-        }
+
+        def run(task: Any, pieces: Sequence[Any], phase: str) -> dict[int, dict[str, Receipt]]:
+            progress = Progress(len(pieces), phase, progress_bar)
+            try:
+                run_parts(task, pieces, num_workers, progress)
+            finally:
+                progress.close()
+            return progress.receipts
+
+        statistics: dict[str, Any] = {}
+        if self._buckets is None:
+            receipts = run(work, [part for part in parts if part.number not in done], "converting")
+        else:
+            receipts, statistics = write_shuffled(work, parts, self._buckets, done, run)
+        for number in done:
+            receipts[number] = {split: _earlier(job, number) for split, job in jobs.items()}
+        return {split: [receipts[number][split] for number in sorted(receipts)] for split in jobs}, statistics
 
     def _result(self, manifests: Mapping[str, Mapping[str, Any]], began: float, *, is_new: bool) -> Converted:
         out = self._settings.out
@@ -273,9 +294,8 @@ def writer_settings(
     }
 
 
-def _earlier(job: Job, done: Iterable[int]) -> dict[int, Receipt]:
-    store = job.store
-    return {number: Receipt.from_bytes(store.read(receipt_name(job.fingerprint, number))) for number in done}
+def _earlier(job: Job, number: int) -> Receipt:
+    return Receipt.from_bytes(job.store.read(receipt_name(job.fingerprint, number)))
 
 
 def _manifest(store: Store) -> dict[str, Any] | None:

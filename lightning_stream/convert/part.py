@@ -19,6 +19,7 @@ from lightning_stream.convert.receipt import Receipt, digest_of
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.writer import MDSWriter
 from lightning_stream.writer.batch import Pieces
+from lightning_stream.writer.batch_encode import EncodedBatch
 from lightning_stream.writer.target import Target
 
 _JOINS: Mapping[str, Callable[[Any, Any], Any]] = {"min": min, "max": max, "bytes": operator.add}
@@ -40,6 +41,11 @@ class PartWriter(MDSWriter):
         super().__init__(out=job.out, columns=job.columns, exist_ok=True, **job.writer)
         self._part = _PartTarget(job, number)
         self._target = self._part
+
+    def write_encoded(self, batch: EncodedBatch) -> None:
+        """Add rows that are bytes of these columns already."""
+        self._add_encoded(self._packer or self._open(None, None), batch)
+        self.num_samples += len(batch.sizes)
 
     @property
     def shards(self) -> list[dict[str, Any]]:

@@ -10,21 +10,35 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any
+from typing import Any, Protocol
 
-from lightning_stream.convert.plan import Part
 from lightning_stream.convert.receipt import Receipt
-from lightning_stream.convert.work import Work
 from lightning_stream.errors import LightningStreamError
 
 _MOST_TRIES = 3
 _PERIOD_S = 0.5
 _CODE = "from lightning_stream.convert.worker import main; main()"
 
-Seen = Callable[[Part, int, "dict[str, Receipt] | None"], None]
+
+class Piece(Protocol):
+    """What is written at a time: a part, or a bucket. Picklable, and its text names it."""
+
+    @property
+    def number(self) -> int:
+        """Which it is."""
 
 
-def run_parts(work: Work, parts: Sequence[Part], num_workers: int, seen: Seen) -> None:
+class Task(Protocol):
+    """What is done with each piece. Picklable."""
+
+    def run(self, part: Any, tell: Callable[[int], None], /) -> dict[str, Receipt]:
+        """Write a piece, telling of its rows; give its receipts by split."""
+
+
+Seen = Callable[[Any, int, "dict[str, Receipt] | None"], None]
+
+
+def run_parts(work: Task, parts: Sequence[Piece], num_workers: int, seen: Seen) -> None:
     """Write all parts, in this process if one is enough.
 
     Args:
@@ -68,12 +82,12 @@ def run_parts(work: Work, parts: Sequence[Part], num_workers: int, seen: Seen) -
 class _Worker:
     process: subprocess.Popen[bytes]
     pipe: Connection[Any, Any]
-    part: Part
+    part: Piece
     is_idle: bool = False
     _tail: list[str] = field(default_factory=list)
 
     @classmethod
-    def start(cls, data: bytes, part: Part) -> _Worker:
+    def start(cls, data: bytes, part: Piece) -> _Worker:
         ours, theirs = Pipe()
         # Not multiprocessing's spawn: that would import the user's script again, which need not be guarded for it.
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -103,7 +117,7 @@ class _Worker:
             seen(self.part, 0, {split: Receipt.from_bytes(data) for split, data in said.items()})
         return True
 
-    def give(self, queue: deque[Part]) -> bool:
+    def give(self, queue: deque[Piece]) -> bool:
         """Give it the next part; False if it is dead."""
         try:
             self.pipe.send(queue[0])
@@ -139,7 +153,7 @@ def _raise(error: bytes | None, told: str) -> None:
     raise raised from LightningStreamError(f"in a worker:\n{told}")
 
 
-def pickled(work: Work) -> bytes:
+def pickled(work: Task) -> bytes:
     """The work as bytes that another process understands.
 
     Raises:
@@ -152,7 +166,7 @@ def pickled(work: Work) -> bytes:
     return _by_value(work, None) if b"__main__" in data else data
 
 
-def _by_value(work: Work, error: Exception | None) -> bytes:
+def _by_value(work: Task, error: Exception | None) -> bytes:
     try:
         import cloudpickle  # type: ignore[import-not-found,unused-ignore]
     except ImportError:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from typing import Any
 
-from lightning_stream.convert.plan import Part
 from lightning_stream.convert.receipt import Receipt
 
 _PERIOD_S = 0.2
@@ -16,22 +16,22 @@ class Progress:
     """Counts while parts are written.
 
     Args:
-        num_parts: All of them.
-        num_done: Those of an earlier run.
+        num_parts: That are to be written.
+        phase: What is done with them.
         shown: Whether to write the line.
 
     Attributes:
         receipts: Of the parts that are written now, by number.
     """
 
-    def __init__(self, num_parts: int, num_done: int, shown: bool) -> None:
+    def __init__(self, num_parts: int, phase: str, shown: bool) -> None:
         self.receipts: dict[int, dict[str, Receipt]] = {}
-        self._num_parts, self._num_done, self._shown = num_parts, num_done, shown
+        self._num_parts, self._phase, self._shown = num_parts, phase, shown
         self._rows: dict[int, int] = {}
         self._begin = time.monotonic()
         self._next = 0.0
 
-    def __call__(self, part: Part, rows: int, receipts: dict[str, Receipt] | None) -> None:
+    def __call__(self, part: Any, rows: int, receipts: dict[str, Receipt] | None) -> None:
         """Take news of a part."""
         if receipts is not None:
             self.receipts[part.number] = receipts
@@ -43,15 +43,15 @@ class Progress:
             self._tell(now - self._begin)
 
     def _tell(self, seconds: float) -> None:
-        done, rows = self._num_done + len(self.receipts), sum(self._rows.values())
+        done, rows = len(self.receipts), sum(self._rows.values())
         full = round(20 * done / max(1, self._num_parts))
-        line = f"[{'#' * full}{'.' * (20 - full)}] {done:,} of {self._num_parts:,} parts, {rows:,} rows"
+        line = f"{self._phase} [{'#' * full}{'.' * (20 - full)}] {done:,} of {self._num_parts:,} parts, {rows:,} rows"
         sys.stderr.write(f"\r{line}, {rows / max(seconds, 1e-9):,.0f} per s\x1b[K")
         sys.stderr.flush()
 
     def close(self) -> None:
         """End the line."""
-        if self._shown:
+        if self._shown and self._rows:
             sys.stderr.write("\n")
 
 

@@ -13,6 +13,7 @@ from lightning_stream.convert.part import PartWriter, RefusedError, Statistics
 from lightning_stream.convert.plan import Part
 from lightning_stream.convert.receipt import Receipt, receipt_name
 from lightning_stream.convert.sources.base import Batch, Reader
+from lightning_stream.convert.spill import SpillWriter
 from lightning_stream.convert.split import HeldOut
 
 Tell = Callable[[int], None]
@@ -46,16 +47,21 @@ class Work:
             part: Which.
             tell: Called with a number of rows when so many more are written.
         """
-        receipts = self._written(part, tell)
+        receipts = self.written(part, tell)
         for split, receipt in receipts.items():
             if all(each.is_good for each in receipts.values()):
                 job = self.jobs[split]
                 job.store.put(receipt_name(job.fingerprint, part.number), receipt.to_bytes())
         return receipts
 
-    def _written(self, part: Part, tell: Tell) -> dict[str, Receipt]:
+    def writer(self, split: str, part: int) -> PartWriter | SpillWriter:
+        """What takes the rows of a part that belong to a split."""
+        return PartWriter(self.jobs[split], part)
+
+    def written(self, part: Part, tell: Tell) -> dict[str, Receipt]:
+        """Write a part; its receipts, that are not put anywhere yet."""
         nulls: dict[str, int] = {}
-        outs = {split: _Out(PartWriter(job, part.number), Statistics()) for split, job in self.jobs.items()}
+        outs = {split: _Out(self.writer(split, part.number), Statistics()) for split in self.jobs}
         try:
             with ExitStack() as open_writers:
                 for out in outs.values():
@@ -63,7 +69,12 @@ class Work:
                 self._write(part, outs, nulls, tell)
         except RefusedError as error:
             return {split: Receipt(part.number, "", refused=str(error)) for split in outs}
-        return {split: out.receipt(part.number, nulls) for split, out in outs.items()}
+        receipts = {split: out.receipt(part.number, nulls) for split, out in outs.items()}
+        self.finish(part, {split: out.writer for split, out in outs.items()}, receipts)
+        return receipts
+
+    def finish(self, part: Part, writers: Mapping[str, Any], receipts: Mapping[str, Receipt]) -> None:
+        """Called when all rows of a part are written."""
 
     def _write(self, part: Part, outs: Mapping[str, _Out], nulls: dict[str, int], tell: Tell) -> None:
         row = 0
@@ -101,7 +112,7 @@ class Work:
 
 @dataclass(frozen=True)
 class _Out:
-    writer: PartWriter
+    writer: PartWriter | SpillWriter
     statistics: Statistics
 
     def add(self, values: dict[str, Any], where: str) -> None:

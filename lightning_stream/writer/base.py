@@ -16,6 +16,7 @@ import numpy as np
 from lightning_stream.formats.pack import MAX_FILE_BYTES
 from lightning_stream.writer.append import Appended
 from lightning_stream.writer.batch import batch_columns
+from lightning_stream.writer.batch_encode import EncodedBatch
 from lightning_stream.writer.config import WriterConfig
 from lightning_stream.writer.gathered import Gathered, Pool
 from lightning_stream.writer.land import land_shard
@@ -96,7 +97,10 @@ class ShardWriter(ABC):
             self.num_samples += num_rows
 
     def _add_rows(self, packer: Packer, columns: dict[str, Any], num_rows: int) -> None:
-        batch = packer.encode_batch(columns, num_rows)
+        self._add_encoded(packer, packer.encode_batch(columns, num_rows))
+
+    def _add_encoded(self, packer: Packer, batch: EncodedBatch) -> None:
+        num_rows = len(batch.sizes)
         ends = np.cumsum(batch.sizes + packer.extra_bytes)
         begin = taken = 0
         while begin < num_rows:
