@@ -85,6 +85,8 @@ class StreamingDataset(IterableDataset[Any]):
             decoded: the same one in every world, so that all ranks keep step.
         on_bad_shard: The same where a shard is missing in the store, or has other bytes than the index says.
         quarantine: File that lists what was bad, a JSON object a line; None for one in the first cache folder.
+        start_by_range: Whether samples whose shards are still on their way may come by ranges of their own: the first
+            batches need not wait for whole shards. What comes so cannot be compared with the hashes of the index.
         stream_name: Accepted for compatibility.
 
     Raises:
@@ -127,6 +129,7 @@ class StreamingDataset(IterableDataset[Any]):
         on_bad_sample: Policy = "raise",
         on_bad_shard: Policy = "raise",
         quarantine: str | os.PathLike[str] | None = None,
+        start_by_range: bool = False,
     ) -> None:
         if streams is not None and (remote is not None or local is not None or split is not None):
             raise ValueError("pass either streams=, or remote=/local=/split= of a single one, not both")
@@ -161,9 +164,8 @@ class StreamingDataset(IterableDataset[Any]):
             shared=shared_cache,
         )
         defaults = CacheDefaults(config, retries=download_retry, timeout_s=download_timeout)
-        self.reader = SampleReader(
-            self.streams, defaults, ReaderConfig(allow_unsafe_types=allow_unsafe_types, decoders=decoders)
-        )
+        reading = ReaderConfig(allow_unsafe_types=allow_unsafe_types, decoders=decoders, start_by_range=start_by_range)
+        self.reader = SampleReader(self.streams, defaults, reading)
         self.bad_data = bad_data(on_bad_sample, on_bad_shard, quarantine, shuffle_seed)
         self.read_by_loader = False  # a StreamingDataLoader then has the position
         self._shared = SharedPosition()

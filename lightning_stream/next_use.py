@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,3 +55,15 @@ class NextUse:
             by_shard = np.argsort(shards, kind="stable")
             self._stretch = (begin, end, shards[by_shard], by_shard + begin)
         return self._stretch
+
+
+def next_use_of_file(numbers: Mapping[str, int], next_use: Callable[[int], float], basename: str) -> float | None:
+    """When a file is needed next; None for what is not of this dataset, of which nothing is known.
+
+    Args:
+        numbers: Shard number by file.
+        next_use: When a shard is needed next, by its number.
+        basename: The file.
+    """
+    number = numbers.get(basename)
+    return None if number is None else next_use(number)

@@ -25,6 +25,7 @@ from lightning_stream.formats.columns import gather, gather_mixed
 from lightning_stream.formats.index import INDEX_NAME, Index, ShardEntry
 from lightning_stream.formats.mds import MdsShard
 from lightning_stream.formats.shard import Shard, open_shard
+from lightning_stream.next_use import next_use_of_file
 from lightning_stream.order import Snapshot, StreamWeights
 from lightning_stream.sample_ranges import SampleRanges
 from lightning_stream.storage import Store, open_store
@@ -131,12 +132,14 @@ class ReaderConfig:
         fetch_threads: Shards fetched at the same time.
         allow_unsafe_types: Whether the ``pkl`` encoding may be decoded: it runs code that the data names.
         decoders: Column name to what turns its stored bytes into a value, instead of its encoding.
+        start_by_range: Whether samples of shards that are still on their way may come by ranges of their own.
     """
 
     max_open_shards: int = 256
     fetch_threads: int = 4
     allow_unsafe_types: bool = False
     decoders: Mapping[str, Callable[[bytes], Any]] | None = None
+    start_by_range: bool = False
 
 
 @dataclass
@@ -328,7 +331,7 @@ class SampleReader:
         for stream, (cache, index) in enumerate(zip(self.caches, self.indexes, strict=True)):
             first = int(self.snapshot.stream_offsets[stream])
             numbers = {index.entry(shard).raw.basename: first + shard for shard in range(index.num_shards)}
-            cache.plan(partial(_next_use_of, numbers, next_use))
+            cache.plan(partial(next_use_of_file, numbers, next_use))
 
     def close(self) -> None:
         """Let go of every mapped shard."""
@@ -350,7 +353,9 @@ class SampleReader:
             return {}
         found = {}
         for k, number in enumerate(numbers):
-            if number not in process.open and number not in process.fetches:
+            fetch = process.fetches.get(number)
+            is_late = fetch is None or (self.config.start_by_range and not fetch.done())
+            if number not in process.open and is_late:
                 samples = indices(k)
                 if self.ranges_are_cheaper(number, len(samples)):
                     found[number] = (*self.entry(number), samples)
@@ -382,12 +387,6 @@ class SampleReader:
         """Close the shards used longest ago; never in the middle of a batch, which may span more than the bound."""
         while len(process.open) > self.config.max_open_shards:
             process.open.popitem(last=False)[1].close()
-
-
-def _next_use_of(numbers: Mapping[str, int], next_use: Callable[[int], float], basename: str) -> float | None:
-    """When a file is needed next; None for what is not of this dataset, of which nothing is known."""
-    number = numbers.get(basename)
-    return None if number is None else next_use(number)
 
 
 def _distinct(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ TESTS = str(Path(__file__).resolve().parent)
 if TESTS not in sys.path:
     sys.path.insert(0, TESTS)
 
-from servers.web import WebServer  # noqa: E402
+from servers.web import Handler, WebServer  # noqa: E402
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.errors import FormatError  # noqa: E402
@@ -25,11 +26,27 @@ from lightning_stream.errors import FormatError  # noqa: E402
 WIDTH, NUM_SAMPLES, SHARD_BYTES = 1 << 16, 240, 6 << 20
 
 
+class SlowServer(WebServer):
+    """Answers requests for whole shards only once `slow` is set."""
+
+    slow: threading.Event | None = None
+
+    def handler(self) -> type[Handler]:
+        return _SlowHandler
+
+
+class _SlowHandler(Handler):
+    def answer(self) -> None:
+        if self.owner.slow and "shard" in self.where and "Range" not in self.headers:
+            self.owner.slow.wait(20)
+        super().answer()
+
+
 @dataclass
 class Served:
     """A server with data, and what it was asked since the last look: (shard, first and last byte, or None)."""
 
-    server: WebServer
+    server: SlowServer
 
     def asked(self) -> list[tuple[str, str | None]]:
         both = zip(self.server.asked, self.server.headers, strict=True)
@@ -63,7 +80,7 @@ def small_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def served(data: dict[str, bytes]) -> Iterator[Served]:
-    with WebServer() as server:
+    with SlowServer() as server:
         server.objects.update(data)
         yield Served(server)
 
@@ -130,6 +147,19 @@ def test_training_fetches_whole_shards_once(served: Served, tmp_path: Path) -> N
     seen = [number for batch in StreamingDataLoader(dataset, 16) for number in batch["id"].tolist()]
     assert sorted(seen) == list(range(NUM_SAMPLES))
     assert sorted(served.asked()) == [(f"shard.0000{k}.mds", None) for k in range(3)]
+
+
+def test_a_start_by_range_waits_for_no_shard_and_still_fetches_each_once(served: Served, tmp_path: Path) -> None:
+    served.server.slow = threading.Event()
+    dataset = served.dataset(tmp_path, shuffle=True, start_by_range=True)
+    batches = iter(StreamingDataLoader(dataset, 4))
+    seen = next(batches)["id"].tolist()  # though no shard can have come yet
+    served.server.slow.set()
+    seen += [number for batch in batches for number in batch["id"].tolist()]
+    assert sorted(seen) == list(range(NUM_SAMPLES))
+    asked = served.asked()
+    assert sorted(name for name, value in asked if value is None) == [f"shard.0000{k}.mds" for k in range(3)]
+    assert 0 < sum(value is not None for _, value in asked) < 40
 
 
 def test_a_subset_of_few_samples_reads_only_these(served: Served, tmp_path: Path) -> None:
