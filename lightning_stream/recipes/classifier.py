@@ -12,9 +12,10 @@ from torch.nn import functional
 
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.recipes.evaluation import tally
+from lightning_stream.recipes.images import as_picture
 from lightning_stream.recipes.picture import Prediction, draw_predictions, save_picture
 from lightning_stream.recipes.task import VAL, Batch, Judged, Shown, TaskData, TaskModel
-from lightning_stream.recipes.weights import build_network, load_weights
+from lightning_stream.recipes.weights import build_network, load_weights, look_closely
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _SHOWN = 24
@@ -64,6 +65,7 @@ class ImageClassifier(TaskModel):
         weights: File of weights to start from, read with ``weights_only=True``; its head is left out where the number
             of classes differs. None to start from scratch.
         network_options: More arguments of the network.
+        small_images: Whether a ResNet looks at each pixel at first, as pictures of 32 pixels need.
         learning_rate: Its highest value.
         weight_decay: Of all weights with more than one dimension.
         warmup: Share of all steps in which the learning rate rises; it falls along a cosine after.
@@ -79,6 +81,7 @@ class ImageClassifier(TaskModel):
         num_classes: int | None = None,
         weights: str | None = None,
         network_options: Mapping[str, Any] | None = None,
+        small_images: bool = False,
         learning_rate: float = 0.002,
         weight_decay: float = 0.02,
         warmup: float = 0.1,
@@ -91,6 +94,7 @@ class ImageClassifier(TaskModel):
         self.num_classes = num_classes
         self.weights = weights
         self.network_options = dict(network_options or {})
+        self.small_images = small_images
         self.label_smoothing = label_smoothing
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.seed = seed
@@ -109,6 +113,8 @@ class ImageClassifier(TaskModel):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             network = build_network(self.name, classes, self.network_options)
+            if self.small_images:
+                look_closely(network)
         if self.weights is not None:
             load_weights(network, self.weights)
         self.network = network.to(memory_format=self.memory_format)
@@ -146,7 +152,7 @@ def picture_of(data: ImageData, model: ImageClassifier, path: Path) -> Path:
     seen = torch.stack([dataset.transform(dataset[index])["image"] for index in some])
     likely = model(seen.to(model.device)).softmax(1).cpu()
     shown = [
-        Prediction(sample["image"], classes[sample["label"]], classes[int(row.argmax())], float(row.max()))
+        Prediction(as_picture(sample["image"]), classes[sample["label"]], classes[int(row.argmax())], float(row.max()))
         for sample, row in zip((dataset[index] for index in some), likely, strict=True)
     ]
     right = sum(prediction.label == prediction.predicted for prediction in shown)

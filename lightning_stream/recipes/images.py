@@ -60,6 +60,40 @@ class PlainImage:
         return _with_pixels(sample, _resized(sample["image"], (left, top, left + side, top + side), self.size))
 
 
+@dataclass(frozen=True)
+class ShiftedPixels:
+    """Small pictures that are pixels already: shifted by up to `margin`, mirrored half of the time.
+
+    Attributes:
+        margin: Pixels; what comes in from outside is black.
+    """
+
+    margin: int = 4
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """The sample with its image, uint8[3, h, w], as a tensor of the same shape."""
+        image, margin = sample["image"], self.margin
+        down, right, mirrored = torch.rand(3).tolist()
+        top, left = int(down * (2 * margin + 1)), int(right * (2 * margin + 1))
+        wide = np.pad(image, ((0, 0), (margin, margin), (margin, margin)))
+        seen = wide[:, top : top + image.shape[1], left : left + image.shape[2]]
+        return {**sample, "image": torch.from_numpy((seen[:, :, ::-1] if mirrored < 0.5 else seen).copy())}
+
+
+@dataclass(frozen=True)
+class PlainPixels:
+    """Small pictures that are pixels already, as they are."""
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """The sample with its image, uint8[3, h, w], as a tensor."""
+        return {**sample, "image": torch.from_numpy(np.array(sample["image"]))}
+
+
+def as_picture(image: Any) -> Image.Image:
+    """A sample's image to look at, whether it was decoded or is pixels, uint8[3, h, w]."""
+    return image if isinstance(image, Image.Image) else Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
+
+
 def _random_box(size: tuple[int, int], smallest: float, chance: list[float]) -> Box:
     """A crop of random area, shape and place that lies inside the picture."""
     width, height = size

@@ -89,7 +89,8 @@ class PhotoFolder:
         """What it is, for people."""
         return f"the photos in {self.folder}"
 
-    def _files(self) -> dict[PhotoKey, Path]:
+    def files(self) -> dict[PhotoKey, Path]:
+        """All photos' files, by class and name."""
         classes = sorted(path for path in self.folder.iterdir() if path.is_dir() and not path.name.startswith("."))
         return {
             (label.name, path.name): path
@@ -101,14 +102,14 @@ class PhotoFolder:
     def fingerprint(self) -> str:
         """Digest of names and contents."""
         total = xxhash.xxh3_128()
-        for (label, name), path in self._files().items():
+        for (label, name), path in self.files().items():
             total.update(f"{label}/{name}\0{xxhash.xxh3_128_hexdigest(path.read_bytes())}\n".encode())
         return f"folder{total.hexdigest()}"
 
     @contextmanager
     def open(self) -> Iterator[Mapping[PhotoKey, Callable[[], bytes]]]:
         """All photos, read from their files."""
-        yield {key: path.read_bytes for key, path in self._files().items()}
+        yield {key: path.read_bytes for key, path in self.files().items()}
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,20 @@ def build_network(name: str, num_classes: int, options: Mapping[str, Any]) -> nn
     return network
 
 
+def look_closely(network: nn.Module) -> None:
+    """Let a ResNet begin with each pixel of a small picture, where it would begin with each fourth.
+
+    Raises:
+        ValueError: It is no ResNet.
+    """
+    first = getattr(network, "conv1", None)
+    if not isinstance(first, nn.Conv2d) or not hasattr(network, "maxpool"):
+        raise ValueError(f"small_images is for ResNets; {type(network).__name__} has no conv1 and maxpool.")
+    network.conv1 = nn.Conv2d(first.in_channels, first.out_channels, 3, padding=1, bias=False)
+    nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")
+    network.maxpool = nn.Identity()
+
+
 def load_weights(network: nn.Module, path: str | Path) -> None:
     """Put a file's weights into a network, except for the last layer where its shape differs.
 
