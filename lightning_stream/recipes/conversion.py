@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -23,6 +24,7 @@ from lightning_stream.writer import MDSWriter
 DESCRIPTION = "photos.json"
 COLUMNS = {"image": "jpeg", "label": "int", "name": "str"}
 TRAIN, VAL = "train", "val"
+LOCAL, SPARK = "local", "spark"
 _VERSION = 1
 _WAIT_S = 6 * 3600.0
 
@@ -36,14 +38,18 @@ class ConversionConfig:
         hashes: Digests that the index holds for every file.
         size_limit: Bytes of a shard, e.g. ``"512kb"``.
         held_out: Share of each class that goes into the val set, in (0, 1).
+        convert: Who does it: ``"local"``, this process; or ``"spark"``, Spark's executors.
     """
 
     compression: str | None = "zstd"
     hashes: tuple[str, ...] = ("xxh3_64",)
     size_limit: int | str = "512kb"
     held_out: float = 0.1
+    convert: str = LOCAL
 
     def __post_init__(self) -> None:
+        if self.convert not in (LOCAL, SPARK):
+            raise ValueError(f"convert must be {LOCAL!r} or {SPARK!r}; found {self.convert!r}.")
         if not 0 < self.held_out < 1:
             raise ValueError(f"held_out is a share of the photos, in (0, 1); found {self.held_out}.")
 
@@ -154,7 +160,8 @@ class Conversion:
     def _convert(self, place: str) -> Description:
         with self.source.open() as photos:
             classes = tuple(sorted({label for label, _ in photos}))
-            counts, unreadable = self._write(photos, classes, place)
+            write = self._write_by_spark if self.config.convert == SPARK else self._write
+            counts, unreadable = write(photos, classes, place)
         done = Description(self.source.title, self.source.drawn, classes, counts[TRAIN], counts[VAL], unreadable)
         for split, count in counts.items():
             if not count:
@@ -184,14 +191,31 @@ class Conversion:
                 counts[VAL if held_out else TRAIN] += 1
         return counts, tuple(unreadable)
 
-    def _writer(self, place: str) -> MDSWriter:
+    def _write_by_spark(
+        self, photos: Mapping[PhotoKey, Callable[[], bytes]], classes: tuple[str, ...], place: str
+    ) -> tuple[dict[str, int], tuple[str, ...]]:
+        from lightning_stream.recipes.spark_photos import as_folder, spark_session, write_sets
+
+        sets: dict[str, list[PhotoKey]] = {TRAIN: [], VAL: []}
+        for key in writing_order(photos):
+            sets[VAL if is_held_out(key, self.config.held_out) else TRAIN].append(key)
+        with spark_session() as session, as_folder(self.source, photos) as folder:
+            return write_sets(session, folder, sets, classes, place, self._settings)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
         config = self.config
+        return {
+            "columns": COLUMNS,
+            "compression": config.compression,
+            "hashes": config.hashes,
+            "size_limit": config.size_limit,
+        }
+
+    def _writer(self, place: str) -> MDSWriter:
         return MDSWriter(
             out=place,
-            columns=COLUMNS,
-            compression=config.compression,
-            hashes=config.hashes,
-            size_limit=config.size_limit,
+            **self._settings,
             exist_ok=True,  # on a URL, an attempt that was cut short may have left shards, though no index
         )
 
@@ -212,7 +236,10 @@ def as_jpeg(data: bytes) -> bytes | None:
 
 
 def _fingerprint(source: PhotoSource, config: ConversionConfig) -> str:
-    settings = json.dumps([_VERSION, source.fingerprint(), asdict(config), COLUMNS], sort_keys=True)
+    told = asdict(config)
+    if config.convert == LOCAL:
+        del told["convert"]  # as fingerprints were before there was a choice
+    settings = json.dumps([_VERSION, source.fingerprint(), told, COLUMNS], sort_keys=True)
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from lightning_stream.recipes.classifier import ImageData, recognised
 from lightning_stream.recipes.conversion import TRAIN, VAL, Conversion, ConversionConfig, Description, summary_of
@@ -75,6 +75,7 @@ def flower_data(
     drawn_seed: int = 1,
     downloads: str = "runs/downloads",
     held_out: float = 0.1,
+    convert: Literal["local", "spark"] = "local",
     remote: str = "runs/shards/flowers",
     local: str | None = "runs/cache/flowers",
     compression: str | None = "zstd",
@@ -98,6 +99,8 @@ def flower_data(
         drawn_count, drawn_seed: How many drawings, and which.
         downloads: Where a downloaded archive is kept.
         held_out: Share of each class that is never trained on.
+        convert: Who makes the shards: ``"local"``, this process; or ``"spark"``, the executors of the active Spark
+            session, or of one on this machine.
         remote: Folder or URL for the shards.
         local: Folder for the cache; None for the default one.
         compression, hashes, size_limit: Of the shards.
@@ -111,7 +114,7 @@ def flower_data(
         persistent_workers: Whether they live on from epoch to epoch.
     """
     source = photo_source(photos, count=drawn_count, seed=drawn_seed, sha256=photos_sha256, downloads=downloads)
-    config = ConversionConfig(compression, tuple(hashes), size_limit, held_out)
+    config = ConversionConfig(compression, tuple(hashes), size_limit, held_out, convert)
     conversion = Conversion.plan(source, remote, config)
     caches = {split: f"{local}/{conversion.fingerprint}/{split}" if local else None for split in (TRAIN, VAL)}
     common = {"shuffle_seed": seed, "cache_limit": cache_limit}

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_stream.errors import LightningStreamError
+from lightning_stream.errors import LightningStreamError, MissingExtraError
 from lightning_stream.recipes.callbacks import RunStopped
 from lightning_stream.recipes.checks import find_problems
 from lightning_stream.recipes.command_line import fail, mark_started, wants_traceback
@@ -45,7 +45,7 @@ def _checked(config: DictConfig) -> RunSummary | None:
         raise fail(["This config cannot be run:", *(f"  {problem}" for problem in problems)])
     try:
         return _run(config)
-    except LightningStreamError as error:
+    except (LightningStreamError, MissingExtraError) as error:
         if wants_traceback():
             raise
         raise fail([f"{type(error).__name__}: {error}"]) from error

@@ -61,13 +61,11 @@ def local_session(
     Raises:
         MissingExtraError: There is no pyspark, or no Java; says what to install.
     """
-    try:
-        from pyspark.sql import SparkSession
-    except ImportError as error:
-        raise missing_extra("pyspark", "spark", "a Spark session") from error
-    active: SparkSession | None = SparkSession.getActiveSession()
+    active = active_session()
     if active is not None:
         return active
+    from pyspark.sql import SparkSession
+
     _use_java(find_java())
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
@@ -75,6 +73,20 @@ def local_session(
     for name, value in {**_DEFAULTS, **(conf or {})}.items():
         builder = builder.config(name, str(value))
     return builder.getOrCreate()
+
+
+def active_session() -> SparkSession | None:
+    """The session that this process has, e.g. a notebook's.
+
+    Raises:
+        MissingExtraError: There is no pyspark.
+    """
+    try:
+        from pyspark.sql import SparkSession
+    except ImportError as error:
+        raise missing_extra("pyspark", "spark", "a Spark session") from error
+    active: SparkSession | None = SparkSession.getActiveSession()
+    return active
 
 
 def _use_java(java: Path) -> None:
