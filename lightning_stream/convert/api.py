@@ -17,6 +17,7 @@ from lightning_stream.convert.plan import part_size
 from lightning_stream.convert.sources.choose import open_source
 from lightning_stream.convert.sources.function import Inputs
 from lightning_stream.convert.split import HeldOut
+from lightning_stream.convert.worker import IN_WORKER
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.storage.files import FileLock
 from lightning_stream.writer.base import Out
@@ -95,6 +96,11 @@ def convert(
         LightningStreamError: Workers died over and over.
     """
     begin = time.perf_counter()
+    if IN_WORKER in os.environ:
+        raise RuntimeError(
+            "a worker process imports the script that its functions are in, and came upon convert() there. Put what "
+            "the script does under: if __name__ == '__main__'."
+        )
     found = open_source(source, kind, source_options, source_store_options)
     if held_out is None and held_out_by is not None:
         raise ValueError("held_out_by says which rows stay together; it needs held_out, the share of them.")

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_stream.convert.receipt import Receipt
@@ -154,16 +155,25 @@ def _raise(error: bytes | None, told: str) -> None:
 
 
 def pickled(work: Task) -> bytes:
-    """The work as bytes that another process understands.
+    """The work as bytes that `worker.unpickled` understands, with where to find functions of the user's script.
 
     Raises:
-        ValueError: Its transform is of this script or notebook, and there is no cloudpickle.
+        ValueError: A function is of a notebook, or made on the way, and there is no cloudpickle.
     """
     try:
         data = pickle.dumps(work)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         return _by_value(work, error)
-    return _by_value(work, None) if b"__main__" in data else data
+    if b"__main__" not in data:
+        return pickle.dumps((None, data))
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return pickle.dumps((("module", spec.name), data))
+    path = getattr(main, "__file__", None)
+    if path is not None and Path(path).is_file():
+        return pickle.dumps((("script", str(Path(path).absolute())), data))
+    return _by_value(work, None)
 
 
 def _by_value(work: Task, error: Exception | None) -> bytes:
@@ -171,8 +181,7 @@ def _by_value(work: Task, error: Exception | None) -> bytes:
         import cloudpickle  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         raise ValueError(
-            "with several processes, transform must be a function that they can import: put it into a module of its "
-            "own, or install cloudpickle, or pass num_workers=1."
+            "with several processes, functions must be such as they can import: put yours into a module of its own "
+            "(not into a notebook, another function, or a lambda), or install cloudpickle, or pass num_workers=1."
         ) from error
-    data: bytes = cloudpickle.dumps(work)
-    return data
+    return pickle.dumps((None, cloudpickle.dumps(work)))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import runpy
 import signal
 import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any
 
 _TELL_S = 0.3
+IN_WORKER = "LIGHTNING_STREAM_CONVERT_WORKER"
 
 
 def main() -> None:
     """Serve the connection whose number is the first argument."""
+    os.environ[IN_WORKER] = "1"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it ends its workers itself
     pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
     try:
@@ -25,7 +30,7 @@ def main() -> None:
 
 def _serve(pipe: Connection[Any, Any]) -> None:
     try:
-        work = pickle.loads(pipe.recv_bytes())  # noqa: S301 - from the process that started this one
+        work = unpickled(pipe.recv_bytes())
     except Exception as error:  # noqa: BLE001 - told to the parent
         pipe.send(("failed", _portable(error)))
         return
@@ -37,6 +42,18 @@ def _serve(pipe: Connection[Any, Any]) -> None:
             pipe.send(("failed", _portable(error)))
         else:
             pipe.send(("done", {split: receipt.to_bytes() for split, receipt in receipts.items()}))
+
+
+def unpickled(data: bytes) -> Any:
+    """What `pool.pickled` packed, from the process that started this one."""
+    main, packed = pickle.loads(data)  # noqa: S301 - our own
+    if main is not None:
+        kind, name = main
+        run = runpy.run_module if kind == "module" else runpy.run_path
+        module = ModuleType("__mp_main__")  # as multiprocessing does: what is guarded in the script is not run
+        module.__dict__.update(run(name, run_name="__mp_main__"))
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+    return pickle.loads(packed)  # noqa: S301 - our own
 
 
 class _Teller:

@@ -187,6 +187,19 @@ def test_a_script_without_a_guard_may_use_processes(rows_file: Path, tmp_path: P
     assert done.stdout.count("3,000 samples") == 1
 
 
+@pytest.mark.slow
+def test_a_transform_of_a_script_needs_the_guard_and_says_so(rows_file: Path, tmp_path: Path) -> None:
+    function = "from lightning_stream.convert import convert\ndef only_k(row):\n    return {'k': row['k']}\n"
+    call = f"convert({str(rows_file)!r}, 'out', num_workers=2, part_bytes=50_000, transform=only_k)"
+    (tmp_path / "script.py").write_text(f"{function}print({call})\n")
+    command = [sys.executable, "script.py"]
+    failed = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert "if __name__ == '__main__'" in failed.stderr
+    (tmp_path / "script.py").write_text(f"{function}if __name__ == '__main__':\n    print({call})\n")
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert "3,000 samples" in done.stdout
+
+
 def test_the_command_line_converts_and_tells(
     rows_file: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

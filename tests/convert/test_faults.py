@@ -1,0 +1,81 @@
+"""Whoever is killed, whenever: no dataset, or the whole one, and the same bytes in the end."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import convert_inputs
+
+from lightning_stream.convert import Inputs, convert
+from lightning_stream.errors import LightningStreamError
+
+SIZE = {"size_limit": 20_000}
+
+
+def inputs_of(tmp_path: Path, read: Any, count: int = 4) -> Inputs:
+    return Inputs([(str(tmp_path), k) for k in range(count)], read)
+
+
+def shards_of(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: data for name, data in files.items() if name != "manifest.json"}
+
+
+def test_a_killed_worker_is_replaced_and_changes_nothing(tmp_path: Path, files_of: Any) -> None:
+    convert(inputs_of(tmp_path, convert_inputs.samples), tmp_path / "whole", **SIZE, num_workers=1)
+    convert(inputs_of(tmp_path, convert_inputs.dying_once), tmp_path / "out", **SIZE, num_workers=2)
+    assert (tmp_path / "died").exists()
+    assert shards_of(files_of(tmp_path / "out")) == shards_of(files_of(tmp_path / "whole"))
+
+
+def test_a_part_that_kills_its_workers_ends_the_conversion_and_says_so(tmp_path: Path) -> None:
+    with pytest.raises(LightningStreamError, match=r"3 died \(signal 9\) over part 1 .*num_workers=1"):
+        convert(inputs_of(tmp_path, convert_inputs.dying), tmp_path / "out", **SIZE, num_workers=2)
+    assert not (tmp_path / "out" / "index.json").exists()
+
+
+def test_what_a_worker_raises_is_raised_here_with_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(LookupError, match="input 1 is gone") as caught:
+        convert(inputs_of(tmp_path, convert_inputs.raising), tmp_path / "out", **SIZE, num_workers=2)
+    assert "convert_inputs.py" in str(caught.value.__cause__)
+    assert not (tmp_path / "out" / "index.json").exists()
+
+
+def test_a_rerun_reads_only_what_is_missing(tmp_path: Path, files_of: Any) -> None:
+    settings: dict[str, Any] = {**SIZE, "num_workers": 1}
+    with pytest.raises(LookupError):
+        convert(inputs_of(tmp_path, convert_inputs.raising), tmp_path / "out", **settings)
+    (tmp_path / "read").unlink()
+    with pytest.raises(LookupError):
+        convert(inputs_of(tmp_path, convert_inputs.raising), tmp_path / "out", **settings)
+    assert Counter((tmp_path / "read").read_text().split()) == {"0": 1, "1": 1}  # 0 to know the columns
+
+
+@pytest.mark.parametrize("order", [pytest.param("plain", marks=pytest.mark.slow), "shuffle"])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_a_conversion_killed_at_any_instant_is_finished_by_the_same_call(
+    tmp_path: Path, files_of: Any, order: str, seed: int
+) -> None:
+    draw = random.Random(seed)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    convert_inputs.run(str(tmp_path), str(whole), 12, num_workers=1, shuffle=order == "shuffle")
+    command = [sys.executable, "-m", "support.convert_inputs", str(tmp_path), str(out), "12", order]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for _ in range(1 + seed):
+        process = subprocess.Popen(command, env=env)
+        time.sleep(draw.uniform(0.5, 2.5))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not (out / "index.json").exists() or shards_of(files_of(out)) >= shards_of(files_of(whole))
+    subprocess.run(command, env=env, check=True)
+    assert files_of(out) == files_of(whole)
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", "out", "read"}
+    assert not [path.name for path in out.rglob("*") if path.name.startswith((".", "_"))]

@@ -1,0 +1,50 @@
+"""Source and dataset may both lie in stores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_stream.convert import convert
+from lightning_stream.storage import open_store
+
+pytest.importorskip("fsspec", reason="needs fsspec: uv sync --group test")
+
+
+def test_a_source_in_a_store_gives_the_same_shards_in_a_store(rows_file: Path, tmp_path: Path, files_of: Any) -> None:
+    source, out = "memory://convert-source", "memory://convert-out"
+    data = rows_file.read_bytes()
+    open_store(source).put("folder/rows.jsonl", data)
+    open_store(source).put("folder/notes.txt", b"not rows")
+    settings: dict[str, Any] = {"num_workers": 1, "part_bytes": "40kb"}
+    convert(f"{source}/folder", out, **settings)
+    convert(rows_file, tmp_path / "local", **settings)
+    stored = {entry.name: open_store(out).read(entry.name) for entry in open_store(out).list("")}
+    local = files_of(tmp_path / "local")
+    assert {name: data for name, data in stored.items() if name != "manifest.json"} == {
+        name: data for name, data in local.items() if name != "manifest.json"
+    }
+    assert not convert(f"{source}/folder", out, **settings).is_new
+    for one in (f"{source}/folder/rows.jsonl", f"{source}/folder/*.jsonl", [f"{source}/folder/rows.jsonl"]):
+        assert convert(one, tmp_path / "again", **settings, exist_ok=True).total == 3000
+
+
+def test_a_shuffle_into_a_store_leaves_nothing_on_this_machine(
+    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    done = convert(rows_file, "memory://convert-shuffled", num_workers=1, shuffle=True)
+    assert done.total == 3000
+    assert not list((tmp_path / "scratch").glob("*"))
+    assert json.loads(open_store("memory://convert-shuffled").read("manifest.json"))["num_samples"] == 3000
+
+
+def test_a_pair_keeps_local_copies_only_if_asked(rows_file: Path, tmp_path: Path, files_of: Any) -> None:
+    pair = (tmp_path / "local", tmp_path / "remote")
+    convert(rows_file, pair, num_workers=1)
+    assert not (tmp_path / "local").exists()
+    convert(rows_file, (tmp_path / "local", tmp_path / "both"), num_workers=1, keep_local=True)
+    assert files_of(tmp_path / "local") == files_of(tmp_path / "both") == files_of(tmp_path / "remote")
