@@ -79,7 +79,7 @@ def gather_mixed(
 def gather_mapped(files: Sequence[Mapped], which: _Ints | None, indices: _Ints, out: Buffers | None) -> Batch:
     """As `gather`, over mapped files of one plan; ``which`` None means that there is one."""
     plan = files[0].plan
-    spans = np.array([one.span for one in files])
+    spans = np.array([one.span for one in files], np.int64)
     begin, end = int(spans[:, 0].min()), int(spans[:, 1].max())
     if which is None:
         which_spans = spans
@@ -87,7 +87,7 @@ def gather_mapped(files: Sequence[Mapped], which: _Ints | None, indices: _Ints, 
         _check_range(which, len(files), "shard")
         which_spans = spans[which]
     begins, ends, firsts, counts = which_spans.T
-    _check_range(indices, counts, "sample")
+    _check_range(indices, counts.view(np.uint64), "sample")
     batch = _Located(plan, Stretch(begin, end), len(indices))
     if plan.stride is None:
         batch.locate_variable(begins - begin, ends - begin, indices)
@@ -101,9 +101,10 @@ def gather_mapped(files: Sequence[Mapped], which: _Ints | None, indices: _Ints, 
 
 
 def _check_range(values: _Ints, limit: int | _Ints, what: str) -> None:
-    wrong = (values < 0) | (values >= limit)
+    wrong = values.view(np.uint64) >= limit  # negative numbers, too, are beyond then
     if wrong.any():
         k = int(np.flatnonzero(wrong)[0])
+        limit = np.asarray(limit)
         raise IndexError(f"{what} {values[k]} is out of range: there are {np.broadcast_to(limit, values.shape)[k]}.")
 
 
