@@ -21,7 +21,7 @@ def launch(out: Path, shards: Path, world: int, launcher: str = "composer", **op
     """Run one link of a chain to its end; the exit code."""
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
-    env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "FSDP_VERSION": "2"}
     argument = json.dumps({"shards": str(shards), "out": str(out), **options})
     program = ["-m", "support.composer_worker", argument]
     if world > 1 and launcher == "composer":
@@ -30,7 +30,7 @@ def launch(out: Path, shards: Path, world: int, launcher: str = "composer", **op
     elif world > 1:
         start = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={_free_port()}"]
         program = [*start, *program]
-    done = subprocess.run([sys.executable, *program], env=env, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run([sys.executable, *program], env=env, capture_output=True, text=True, timeout=900, check=False)
     if "stop_at" not in options:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     return done.returncode

@@ -11,7 +11,17 @@ torch = pytest.importorskip("torch", reason="the trainers need torch: uv sync")
 pytest.importorskip("composer", reason="Composer is not installed: uv sync --no-dev --extra composer")
 
 from support.composer_chains import launch, newest, ranks_of, steps_of  # noqa: E402
-from support.composer_runs import EPOCHS, NUM_SAMPLES, STEPS_PER_EPOCH, Run, checkpoints, write_shards  # noqa: E402
+from support.composer_runs import (  # noqa: E402
+    EPOCHS,
+    GLOBAL_BATCH,
+    NUM_SAMPLES,
+    STEPS_PER_EPOCH,
+    Run,
+    checkpoints,
+    write_shards,
+)
+
+from lightning_stream.trainers.positions import read_position  # noqa: E402
 
 pytestmark = [
     pytest.mark.distributed,
@@ -77,7 +87,7 @@ def test_torchrun_continues_at_the_end_of_an_epoch(shards: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("launcher", ["composer", "torchrun"])
 @pytest.mark.parametrize("worlds", [[1, 2, 4, 1], [4, 1, 2]], ids=str)
 @pytest.mark.parametrize(
@@ -96,7 +106,7 @@ def test_longer_chains_are_exact(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("method", ["random", "stratified", "per_stream", "device_per_stream"])
 def test_mixtures_are_exact_over_worlds(tmp_path: Path, method: str) -> None:
     write_shards(tmp_path / "mix" / "a", 100)
@@ -106,7 +116,7 @@ def test_mixtures_are_exact_over_worlds(tmp_path: Path, method: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600)
 def test_autoresume_goes_on_in_another_world(shards: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"run_name": "run", "autoresume": True, "save_interval": "7ba"}
     launch(tmp_path, shards, 1, max_duration="15ba", **options)
@@ -118,7 +128,7 @@ def test_autoresume_goes_on_in_another_world(shards: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("signum", ["SIGTERM", "SIGKILL"])
 def test_a_stopped_run_continues_from_its_last_checkpoint_in_another_world(
     shards: Path, tmp_path: Path, signum: str
@@ -133,7 +143,7 @@ def test_a_stopped_run_continues_from_its_last_checkpoint_in_another_world(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600)
 def test_ranks_that_share_samples_stop_and_resume_also_right_after_the_tail(shards: Path, tmp_path: Path) -> None:
     load_path, seen = None, {}
     for stop in (4, STEPS_PER_EPOCH, 14):
@@ -147,6 +157,21 @@ def test_ranks_that_share_samples_stop_and_resume_also_right_after_the_tail(shar
     assert seen == whole.steps
     state = torch.load(load_path, weights_only=False)["state"]["timestamp"]
     assert state["Timestamp"]["sample"] == sum(len(ids) for ids in seen.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_sharded_checkpoints_continue_over_2_4_and_1_devices(shards: Path, tmp_path: Path) -> None:
+    """FSDP2, which Composer runs on a CPU too; its optimizer's state over other worlds is not ours to compare."""
+    options = {"parallelism_config": {"fsdp": {"state_dict_type": "sharded"}}, "save_interval": "100ba"}
+    load_path, seen = None, {}
+    for world, stop, epoch in ((2, 4, 0), (4, 14, 1), (1, 18, 1)):
+        out = tmp_path / str(stop)
+        launch(out, shards, world, "torchrun", load_path=load_path, max_duration=f"{stop}ba", **options)
+        seen |= steps_of(out)
+        load_path = str(out / "ckpt" / f"ep{epoch}-ba{stop}")
+        assert read_position(load_path)["position"] == GLOBAL_BATCH * (stop - STEPS_PER_EPOCH * epoch)
+    assert seen == Run(shards, tmp_path / "whole", max_duration="18ba").steps
 
 
 def test_an_evaluation_of_fewer_samples_than_devices_is_refused(tmp_path: Path) -> None:
