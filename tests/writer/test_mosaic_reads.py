@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 from decimal import Decimal
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_stream.formats.encodings import get_encoding
+from lightning_stream.formats.compression import COMPRESSIONS
+from lightning_stream.formats.encodings import encoding_names, get_encoding
+from lightning_stream.formats.hashing import HASHES
 from lightning_stream.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter, merge_index
 
 # Reads every dataset of a folder and says what each value is, in a way that both environments agree on.
@@ -40,7 +43,10 @@ def plain(value):
 
 result = {}
 for folder in sorted(Path(sys.argv[1]).iterdir()):
-    dataset = StreamingDataset(local=str(folder), batch_size=1, allow_unsafe_types=True)
+    where = {"local": str(folder)}
+    if folder.name.startswith("hash-"):  # fetched, so that it is checked
+        where = {"remote": str(folder), "local": f"{sys.argv[2]}/{folder.name}", "validate_hash": folder.name[5:]}
+    dataset = StreamingDataset(**where, batch_size=1, allow_unsafe_types=True)
     rows = [{name: plain(value) for name, value in dataset[i].items()} for i in range(len(dataset))]
     result[folder.name] = rows
 print(json.dumps(result))
@@ -61,25 +67,63 @@ def plain(value: Any) -> Any:
 
 def samples(count: int) -> list[dict[str, Any]]:
     image = Image.effect_noise((9, 7), 50).convert("RGB")
+    plain_image = Image.new("RGB", (16, 8), (90, 90, 90))  # every JPEG library decodes it to the same pixels
+    jpeg = BytesIO()
+    plain_image.save(jpeg, "jpeg")
     return [
         {
             "bytes": b"\0" * k, "str": "é" * k, "int": -k, "uint8": k, "float16": 0.5, "float64": k / 3,
             "str_int": 10**30, "str_float": k / 7, "str_decimal": Decimal("1.50"), "json": {"k": [k, None]},
             "pkl": (1, k), "pil": image, "png": image, "ndarray": np.arange(k + 1, dtype=">i4"),
             "ndarray:float32": np.ones((k + 1, 2), np.float32), "ndarray:int16:2,3": np.full((2, 3), k, np.int16),
-            "list[pil]": [image] * k, "list[png]": [],
+            "list[pil]": [image] * k, "list[png]": [image] * (k % 2), "list[jpeg]": [plain_image] * k,
+            "jpeg": plain_image, "jpeg_array": [jpeg.getvalue()] * (k + 1), "jpegarray": [jpeg.getvalue()],
+            "uint16": 2**16 - k - 1, "uint32": 2**32 - k - 1, "uint64": 2**64 - k - 1, "int8": -k, "int16": -k,
+            "int32": -k, "int64": -k, "float32": k / 3,
         }
         for k in range(count)
     ]  # fmt: skip
 
 
-def test_mosaicml_streaming_reads_what_we_write(tmp_path: Path) -> None:
+@pytest.fixture
+def python() -> str:
     python = os.environ.get("LIGHTNING_STREAM_MOSAIC_PYTHON")
     if not python:
-        pytest.skip("LIGHTNING_STREAM_MOSAIC_PYTHON names no python that has mosaicml-streaming")
+        pytest.skip("LIGHTNING_STREAM_MOSAIC_PYTHON=/path/to/python names none that has mosaicml-streaming")
+    return python
+
+
+def read_by_mosaic(python: str, folder: Path, cache: Path) -> dict[str, list[Any]]:
+    command = [python, "-W", "ignore", "-c", READER, str(folder), str(cache)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_mosaicml_streaming_reads_every_compression_and_checks_every_hash(python: str, tmp_path: Path) -> None:
+    rows = [{"id": k, "text": f"row {k}"} for k in range(40)]
+    for compression in COMPRESSIONS:
+        name = compression.replace(":", "-")
+        with MDSWriter(out=tmp_path / "in" / name, compression=compression, size_limit=500) as writer:
+            for row in rows:
+                writer.write(row)
+    for hash_name in HASHES:
+        out = tmp_path / "in" / f"hash-{hash_name}"
+        with MDSWriter(out=out, compression="zstd", hashes=[hash_name]) as writer:
+            for row in rows:
+                writer.write(row)
+    read = read_by_mosaic(python, tmp_path / "in", tmp_path / "cache")
+    assert len(read) == 58 + 17
+    expected = [{"id": repr(row["id"]), "text": row["text"]} for row in rows]
+    assert [name for name, found in read.items() if found != expected] == []
+
+
+def test_mosaicml_streaming_reads_what_we_write(python: str, tmp_path: Path) -> None:
     wanted: dict[str, list[Any]] = {}
     rows = samples(12)
     columns = {name: name for name in rows[0]}
+    families = {name.split(":")[0] for name in columns}
+    assert families == set(encoding_names()) - {"tensors", "video", "audio"}  # those are ours alone
     for compression in (None, "zstd:5", "br:3", "gz", "bz2:1", "snappy"):
         name = f"mds-{compression}".replace(":", "-")
         with MDSWriter(
@@ -109,9 +153,7 @@ def test_mosaicml_streaming_reads_what_we_write(tmp_path: Path) -> None:
         with MDSWriter(out=tmp_path / "appended", columns={"id": "int"}, append=append) as writer:
             writer.write_batch({"id": np.arange(5)})
     wanted["appended"] = wanted["merged"]
-    result = subprocess.run([python, "-c", READER, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    read = json.loads(result.stdout.splitlines()[-1])
+    read = read_by_mosaic(python, tmp_path, tmp_path)
     expected = {
         name: [{key: plain(value) for key, value in row.items()} for row in rows] for name, rows in wanted.items()
     }
