@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
@@ -198,6 +198,24 @@ def is_held_out(text: str, share: float) -> bool:
     return xxhash.xxh3_64_intdigest(text.encode()) / 2**64 < share
 
 
+class ConvertedText(Protocol):
+    """Text that becomes shards: one set, or several."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Makes its tokens."""
+
+    @property
+    def place(self) -> str:
+        """Where the shards are."""
+
+    def describe(self) -> TextDescription | None:
+        """What they hold; None where there are none yet."""
+
+    def run(self) -> TextDescription:
+        """Convert, unless it was done."""
+
+
 class TextData(TaskData):
     """Blocks of tokens, as batches of ``{"tokens": uint16[n, block], "documents": int32[n, block]}``.
 
@@ -209,7 +227,7 @@ class TextData(TaskData):
 
     token_column = "tokens"
 
-    def __init__(self, conversion: TextConversion, datasets: Mapping[str, Mapping[str, Any]], **settings: Any) -> None:
+    def __init__(self, conversion: ConvertedText, datasets: Mapping[str, Mapping[str, Any]], **settings: Any) -> None:
         super().__init__(datasets[TRAIN], datasets[VAL], prepare=self._convert, **settings)
         self.conversion = conversion
 
