@@ -163,6 +163,11 @@ def _end_when_asked(trainer: int) -> None:
     os._exit(0)
 
 
+def read_ahead_depth(predownload: int | None, device_batch_size: int) -> int:
+    """Micro-batches that a worker looks ahead of the one it delivers."""
+    return _READ_AHEAD_BATCHES if predownload is None else -(-predownload // device_batch_size)
+
+
 def read_ahead(
     dataset: Readable, plan: BatchPlan, infos: Iterator[BatchInfo], device_batch_size: int
 ) -> Iterator[BatchInfo]:
@@ -170,8 +175,7 @@ def read_ahead(
     next_use = NextUse(plan.order, dataset.reader.snapshot)
     next_use.advance(plan.bounds(0)[0] if plan.num_batches else 0)
     dataset.reader.plan(next_use)
-    ahead = dataset.predownload
-    depth = _READ_AHEAD_BATCHES if ahead is None else -(-ahead // device_batch_size)
+    depth = read_ahead_depth(dataset.predownload, device_batch_size)
     waiting: deque[BatchInfo] = deque()
     for info in infos:
         dataset.reader.read_ahead(info.ids)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lightning_stream.order import RunOrder
 from lightning_stream.order.downloads import estimate_factor, warning_about
-from lightning_stream.order.quality import Quality, measure
+from lightning_stream.order.quality import Quality, active_shards, max_active, measure
 from lightning_stream.reader import SampleReader
 
 if TYPE_CHECKING:
@@ -24,16 +26,101 @@ def quality(reader: SampleReader, run: RunOrder, batch_size: int) -> Quality:
     return measure(run, batch_size=batch_size, shard_bytes=shard_bytes)
 
 
-def tell(reader: SampleReader, run: RunOrder, settings: BatchSettings) -> None:
+@dataclass(frozen=True)
+class ReadAhead:
+    """What the workers of one rank may have begun to fetch before it is trained on.
+
+    Attributes:
+        workers: Processes that read.
+        batches: Micro-batches each of them looks ahead.
+        finished: Micro-batches each of them may have finished that nobody took yet.
+    """
+
+    workers: int
+    batches: int
+    finished: int
+
+    @property
+    def span(self) -> int:
+        """Micro-batches from the first not yet taken to the last whose shards are being fetched."""
+        return self.workers * (self.batches + 1 + self.finished)
+
+
+@dataclass(frozen=True)
+class CacheNeed:
+    """What the cache of one node must hold at once, so that nothing is fetched twice.
+
+    Attributes:
+        active_shards, active_bytes: What the order keeps active: used before, and to be used again.
+        entering_shards, entering_bytes: What the read-ahead may bring meanwhile; until they are unpacked, the
+            compressed files too.
+    """
+
+    active_shards: int
+    active_bytes: int
+    entering_shards: int
+    entering_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return self.active_bytes + self.entering_bytes
+
+
+def cache_need(
+    reader: SampleReader, run: RunOrder, settings: BatchSettings, ahead: ReadAhead, window: int | None = None
+) -> CacheNeed:
+    """What a node's cache must hold at once; under another window, where one is given."""
+    if window is not None:
+        run = RunOrder(run.snapshot, run.weights, replace(run.config, window=window))
+    nodes, active = settings.world.num_nodes, active_shards(run)
+    sizes = np.sort(np.concatenate([index.raw_bytes for index in reader.indexes]))[::-1]
+    span = ahead.span * settings.device_batch_size * settings.world.num_replicas
+    entering = min(_entering(run, span), len(sizes) - active)
+    packed = _packed_ratio(reader)
+    kept = packed if reader.defaults.config.keep_zip else 0.0
+    return CacheNeed(
+        -(-active // nodes),
+        int((1 + kept) * sizes[:active].sum()) // nodes,
+        -(-entering // nodes),
+        int((1 + packed) * sizes[active : active + entering].sum()) // nodes,
+    )
+
+
+def _entering(run: RunOrder, num_samples: int) -> int:
+    """Shards that may become active within so many samples: in the worst moment, at once in all canonical nodes."""
+    snapshot, config = run.snapshot, run.config
+    if config.mosaic is not None:
+        shards = snapshot.shards_of(run.epoch(0).ids(0, run.num_samples))
+        return max_active(shards, num_samples) - max_active(shards)
+    nodes = config.canonical_nodes if config.shuffle else 1
+    streams = (snapshot.sizes,) if config.batching_method == "random" else snapshot.shard_sizes
+    return sum(
+        min(len(sizes), nodes * math.ceil(num_samples / nodes / max(1.0, float(np.mean(sizes))))) for sizes in streams
+    )
+
+
+def _packed_ratio(reader: SampleReader) -> float:
+    """Compressed bytes for each raw one, from some shards."""
+    raw = packed = 0
+    for index in reader.indexes:
+        for number in range(0, index.num_shards, max(1, index.num_shards // 16)):
+            for file, compressed in index.entry(number).files:
+                raw += file.num_bytes
+                packed += 0 if compressed is None else compressed.num_bytes
+    return packed / max(1, raw)
+
+
+def tell(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahead: ReadAhead) -> None:
     """Refuse a cache that is too small, and log what rank 0 should know.
 
     Raises:
-        ValueError: The cache limit is below what the order keeps active on a node: it would fetch for ever.
+        ValueError: The cache limit is below what a node needs at once: it would fetch the same shards again and again.
     """
     limit = reader.defaults.config.limit_bytes
     world = settings.world
     if limit is not None and not all(cache.in_place for cache in reader.caches):
-        _check_limit(quality(reader, run, settings.global_batch_size), limit, run, world.num_nodes)
+        _check_limit(reader, run, settings, ahead, limit)
     if world.rank:
         return
     if world.num_nodes > 1:
@@ -44,14 +131,28 @@ def tell(reader: SampleReader, run: RunOrder, settings: BatchSettings) -> None:
         _log.info("Shuffle: %s", quality(reader, run, settings.global_batch_size))
 
 
-def _check_limit(need: Quality, limit_bytes: int, run: RunOrder, num_nodes: int) -> None:
-    per_node = need.cache_bytes // num_nodes
-    if per_node <= limit_bytes:
+def _check_limit(
+    reader: SampleReader, run: RunOrder, settings: BatchSettings, ahead: ReadAhead, limit_bytes: int
+) -> None:
+    need = cache_need(reader, run, settings, ahead)
+    if need.num_bytes <= limit_bytes:
         return
-    fitting = max(1, run.config.window * limit_bytes // per_node)
+
+    def fits(ahead: ReadAhead, window: int | None = None) -> bool:
+        return cache_need(reader, run, settings, ahead, window).num_bytes <= limit_bytes
+
+    remedies = [f"cache_limit={need.num_bytes}"]
+    less = [n for n in range(ahead.batches) if fits(replace(ahead, batches=n))]
+    if less:
+        remedies.append(f"predownload={less[-1] * settings.device_batch_size}")
+    if run.config.shuffle and run.config.mosaic is None:
+        windows = [w for w in range(1, run.config.window) if fits(ahead, w)]
+        remedies += [f"window={windows[-1]} (it is {run.config.window}), which shuffles less"] if windows else []
+    if len(remedies) == 1:
+        remedies.append("fewer workers, a smaller num_canonical_nodes, or smaller shards")
     raise ValueError(
-        "a cache must hold the shards that the order keeps active, or each is fetched again and again: cache_limit "
-        f"is {limit_bytes / 1e6:.1f} MB, and {need.active_shards // num_nodes} active shards take "
-        f"{per_node / 1e6:.1f} MB on each node. Raise cache_limit, write smaller shards, or pass window={fitting} "
-        f"(it is {run.config.window}), which shuffles less"
+        "a cache must hold the shards that the order keeps active and those read ahead, or each is fetched again and "
+        f"again: cache_limit is {limit_bytes / 1e6:.3f} MB, and on each node {need.active_shards} active shards take "
+        f"{need.active_bytes / 1e6:.3f} MB and {need.entering_shards} that each rank's {ahead.workers} workers read "
+        f"ahead {need.entering_bytes / 1e6:.3f} MB: together {need.num_bytes:,} bytes. Pass {', or '.join(remedies)}"
     )

@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from lightning_stream.batch_source import BatchSettings, BatchSource, order_in, warm
+from lightning_stream.batch_source import BatchSettings, BatchSource, order_in, read_ahead_depth, warm
 from lightning_stream.batches import BatchInfo, count_micro_batches
 from lightning_stream.dataset import StreamingDataset
-from lightning_stream.forecast import tell
+from lightning_stream.forecast import ReadAhead, tell
 from lightning_stream.order import OrderConfig, Position, RunOrder, Tail, World, explain, ledger, trace
 from lightning_stream.order.tracing import Explanation, TracedBatch
 from lightning_stream.runtime import WorldLike, detect_world
@@ -212,9 +212,13 @@ class StreamingDataLoader(DataLoader[Any]):
             self._position, self._handed_out = position, False
         if self._told != settings:
             self._told = settings
-            tell(self._streaming.reader, run, settings)
+            tell(self._streaming.reader, run, settings, self._reads_ahead(settings))
             self._refuse_nothing(settings)
         return position
+
+    def _reads_ahead(self, settings: BatchSettings) -> ReadAhead:
+        depth = read_ahead_depth(self._streaming.predownload, settings.device_batch_size)
+        return ReadAhead(max(1, self.num_workers), depth, self.prefetch_factor or 0)
 
     def _refuse_nothing(self, settings: BatchSettings) -> None:
         self._streaming.reader.require_samples()

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
-from lightning_stream.forecast import quality  # noqa: E402
+from lightning_stream.forecast import ReadAhead, cache_need  # noqa: E402
 from lightning_stream.next_use import NextUse  # noqa: E402
 from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights  # noqa: E402
 from lightning_stream.storage import LocalStore  # noqa: E402
@@ -61,11 +61,9 @@ def test_no_shard_is_fetched_twice_where_the_limit_holds_what_is_active(
         "shuffle": True, "shuffle_seed": seed, "window": window, "num_canonical_nodes": nodes, "predownload": 8,
     }  # fmt: skip
     free = StreamingDataset(remote=shards, local=tmp_path / "free", **options)
-    run = free.order(StreamingDataLoader(free, 4).settings().order)
-    shard_bytes = int(free.reader.indexes[0].raw_bytes.max())
-    limit = (
-        quality(free.reader, run, 4).cache_bytes + 2 * shard_bytes
-    )  # evicting what was used longest ago fetches some twice
+    settings = StreamingDataLoader(free, 4).settings()
+    # Evicting what was used longest ago would fetch some twice.
+    limit = cache_need(free.reader, free.order(settings.order), settings, ReadAhead(1, 2, 0)).num_bytes
     assert limit < 0.5 * free.reader.indexes[0].raw_bytes.sum()
     dataset = StreamingDataset(remote=shards, local=tmp_path / "cache", cache_limit=limit, **options)
     fetched.clear()

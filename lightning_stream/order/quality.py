@@ -139,14 +139,14 @@ def max_active_shards(order: EpochOrder, snapshot: Snapshot) -> int:
     return max_active(snapshot.shards_of(order.ids(0, order.num_samples)))
 
 
-def max_active(shards: NDArray[np.int64]) -> int:
-    """As :func:`max_active_shards`, of the shards used one after another."""
+def max_active(shards: NDArray[np.int64], ahead: int = 0) -> int:
+    """As :func:`max_active_shards`, of shards used one after another; each is needed `ahead` uses before its first."""
     if not len(shards):
         return 0
     _, first = np.unique(shards, return_index=True)
     _, behind = np.unique(shards[::-1], return_index=True)
     change = np.zeros(len(shards) + 1, dtype=np.int64)
-    np.add.at(change, first, 1)
+    np.add.at(change, np.maximum(0, first - ahead), 1)
     np.add.at(change, len(shards) - behind, -1)
     return int(np.cumsum(change).max())
 
