@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 PIECE_BYTES = 1 << 23  # numpy asks for huge pages from 4 MiB on, and then making them is cheap
+_HUGE_PAGE_BYTES = 1 << 21
 _LARGE_BYTES = 1 << 14  # kept as they are from here on: copying would cost more than a part of its own
 
 
@@ -26,7 +27,7 @@ class Pool:
     def take(self) -> memoryview:
         """A piece, of any content."""
         with self._lock:
-            return self._free.pop() if self._free else np.empty(PIECE_BYTES, np.uint8).data
+            return self._free.pop() if self._free else _fresh()
 
     def give_back(self, pieces: list[memoryview]) -> None:
         """Take pieces back."""
@@ -37,6 +38,13 @@ class Pool:
         """Let go of the memory."""
         with self._lock:
             self._free.clear()
+
+
+def _fresh() -> memoryview:
+    """A piece that begins where a huge page does: else a quarter of it would be made of small ones."""
+    memory = np.empty(PIECE_BYTES + _HUGE_PAGE_BYTES, np.uint8)
+    begin = -memory.ctypes.data % _HUGE_PAGE_BYTES
+    return memory[begin : begin + PIECE_BYTES].data
 
 
 class Gathered:
