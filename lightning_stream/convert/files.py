@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
@@ -21,6 +21,7 @@ import zstandard
 from lightning_stream.convert.job import is_remote
 from lightning_stream.errors import NotFoundError
 from lightning_stream.storage import Store, open_store
+from lightning_stream.storage.base import scrub
 
 Places: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 _BUFFER_BYTES = 1 << 22
@@ -45,7 +46,7 @@ class SourceFile:
     name: str
     num_bytes: int
     stamp: str
-    options: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
     def path(self) -> Path | None:
@@ -55,7 +56,7 @@ class SourceFile:
     @property
     def place(self) -> str:
         """Its full path or URL, for messages."""
-        return f"{self.root}/{self.name}"
+        return scrub(f"{self.root}/{self.name}")
 
     @property
     def ending(self) -> str:
