@@ -52,6 +52,11 @@ class BatchInfo:
         """Samples that count: filler excluded."""
         return int(self.filler.size - np.count_nonzero(self.filler))
 
+    @property
+    def num_substituted(self) -> int:
+        """Samples that another one was delivered for: filler excluded."""
+        return int(np.count_nonzero((self.delivered != self.ids) & ~self.filler)) if self.substitutions else 0
+
 
 def micro_batches(
     plan: BatchPlan, device_batch_size: int, worker: int = 0, num_workers: int = 1

@@ -97,6 +97,7 @@ class StreamingDataLoader(DataLoader[Any]):
         self._told: BatchSettings | None = None  # the settings whose forecast was told
         self._summed = (0, 0, 0)  # the ledger's expected sum: of this epoch, up to this position, so much
         self.last_batch: BatchInfo | None = None
+        self.num_substituted = 0  # samples delivered to this rank in place of bad ones so far; all ranks' add up
         self._on_batch: Callable[[BatchInfo], object] | None = None
         self._trained: Callable[[], Position] | None = None
         super().__init__(
@@ -194,6 +195,7 @@ class StreamingDataLoader(DataLoader[Any]):
                     position = self._after(position, info)
                     self._position, self._handed_out = position, not info.ends_epoch
                 self.last_batch = info
+                self.num_substituted += info.num_substituted
                 if self._on_batch is not None:
                     self._on_batch(info)
                 yield batch

@@ -92,8 +92,11 @@ def test_a_bad_sample_is_replaced_by_the_one_the_order_plans(shards: Path, tmp_p
     (one,) = made
     planned = replacements(dataset.snapshot, dataset.shuffle_seed, 0, one.position, BAD)
     assert (one.drawn, one.delivered) == (BAD, next(planned))
+    assert loader.num_substituted == 1
+    list(loader)
+    assert loader.num_substituted == 2  # over all epochs
     assert sorted([*seen, BAD]) == sorted([*range(NUM_SAMPLES), one.delivered, *loader_filler(loader)])
-    (line,) = map(json.loads, (tmp_path / "cache" / "quarantine.jsonl").read_text().splitlines())
+    line = json.loads((tmp_path / "cache" / "quarantine.jsonl").read_text())
     assert (line["sample"], line["delivered"], line["position"]) == (BAD, one.delivered, one.position)
     assert "cannot be decoded" in line["reason"]
 
@@ -118,6 +121,7 @@ def test_substitutions_are_the_same_in_every_world(shards: Path, tmp_path: Path,
             for rank in range(num_ranks)
         ]  # fmt: skip
         worlds.append(steps_of(loaders))
+        assert sum(loader.num_substituted for loader in loaders) == len(bad)
         lines = [json.loads(line) for line in (tmp_path / f"{number}.jsonl").read_text().splitlines()]
         assert {line["sample"] for line in lines} == bad
     assert len(worlds[0]) == 8
