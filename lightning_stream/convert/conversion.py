@@ -12,12 +12,19 @@ from itertools import islice
 from typing import Any
 
 from lightning_stream.convert.code import source_text
-from lightning_stream.convert.files import stamps_digest
 from lightning_stream.convert.job import Job
 from lightning_stream.convert.nulls import NullRule
 from lightning_stream.convert.plan import parts_of
 from lightning_stream.convert.pool import run_parts
 from lightning_stream.convert.progress import Progress
+from lightning_stream.convert.provenance import (
+    Digests,
+    check_unchanged,
+    noted_source,
+    same_content,
+    source_difference,
+    told_source,
+)
 from lightning_stream.convert.publish import MANIFEST, begin, check, publish
 from lightning_stream.convert.receipt import Receipt, digest_of, receipt_name
 from lightning_stream.convert.shuffle import buckets_of, end_spill, shuffled_listing, spill_folder, write_shuffled
@@ -36,7 +43,6 @@ from lightning_stream.writer.infer import infer_columns
 
 _LOG = logging.getLogger(__name__)
 _VERSION = 1
-_LISTED_FILES = 10_000
 _REPLACE = "pass exist_ok=True"
 _FILL = "Fill them (fill_nulls={column: value}), leave the rows out (drop_nulls=True), or ask for 'json' in columns=."
 
@@ -120,16 +126,9 @@ class Conversion:
 
     def __init__(self, source: Source, settings: Settings) -> None:
         self._settings = settings
-        self._stamps = {
-            "kind": source.reader.kind,
-            "reader": dict(source.reader.settings),
-            "num_files": len(source.files),
-            "num_bytes": sum(file.num_bytes for file in source.files),
-            "stamps": stamps_digest(source.files),
-        }
-        about = json.dumps([self._stamps, settings.told()], sort_keys=True, default=repr)
+        about = json.dumps([noted_source(source), settings.told()], sort_keys=True, default=repr)
         self.fingerprint = hashlib.sha256(about.encode()).hexdigest()[:16]
-        self._source = source
+        self._listed = self._source = source  # as it lies, and in the order in which it is read
         self._buckets: Buckets | None = None
         if settings.shuffle_seed is not None and source.reader.is_listing:
             self._source = shuffled_listing(source, settings.shuffle_seed)
@@ -150,13 +149,16 @@ class Conversion:
         self._refuse_other(places)
         found, columns = self._columns()
         jobs = {split: self._job(out, columns) for split, out in places.items() if split not in held}
-        receipts, statistics = self._write(found, jobs, num_workers, progress_bar)
-        about = {**found.about, "source": self._told_source(), "settings": self._settings.told(), "read": found.columns}
-        for split in jobs:
-            check(receipts[split], f"{self._source.place}{split and f' (split {split})'}", _FILL)
+        with Digests(self._listed) as digests:
+            receipts, statistics = self._write(found, jobs, num_workers, progress_bar)
+            for split in jobs:
+                check(receipts[split], f"{self._source.place}{split and f' (split {split})'}", _FILL)
+            source = told_source(self._listed, digests.wait())
+        check_unchanged(self._listed)
+        about = {**found.about, "source": source, "settings": self._settings.told(), "read": found.columns}
         for split, job in jobs.items():
             told = {**about, "statistics": statistics[split]} if split in statistics else about
-            publish(job, receipts[split], True, json.loads(json.dumps(told, default=repr)))
+            publish(job, receipts[split], True, _as_json(told))
         if self._buckets is not None:
             end_spill(self._buckets)
         return self._result(self._held(places), began, is_new=True)
@@ -181,9 +183,19 @@ class Conversion:
         for split, out in places.items():
             stores = self._job(out, {}).stores
             manifest = _manifest(stores[-1]) or {}
-            if manifest.get("fingerprint") == self.fingerprint and all(_is_whole(each, manifest) for each in stores):
+            if self._is_ours(manifest) and all(_is_whole(each, manifest) for each in stores):
                 found[split] = manifest
         return found
+
+    def _is_ours(self, manifest: Mapping[str, Any]) -> bool:
+        if manifest.get("fingerprint") == self.fingerprint:
+            return True
+        if manifest.get("settings") != _as_json(self._settings.told()):
+            return False
+        reader = self._listed.reader
+        source = manifest["source"]
+        alike = (source["kind"], source["reader"]) == (reader.kind, _as_json(dict(reader.settings)))
+        return alike and same_content(self._listed, source)
 
     def _refuse_other(self, places: Mapping[str, Any]) -> None:
         """Raise FileExistsError if another dataset is there, and say how it differs."""
@@ -199,27 +211,14 @@ class Conversion:
                 )
 
     def _difference(self, manifest: Mapping[str, Any]) -> str:
-        now = json.loads(json.dumps({**self._settings.told(), "source": self._told_source()}, default=repr))
-        before = {**manifest["settings"], "source": manifest["source"]}
+        now, before = _as_json(self._settings.told()), manifest["settings"]
         told = [
             f"{name} was {before.get(name)!r:.60}, is {now[name]!r:.60}"
-            for name in sorted(now.keys() - {"source"})
+            for name in sorted(now)
             if before.get(name) != now[name]
         ]
-        old, new = before["source"], now["source"]
-        if old["stamps"] != new["stamps"]:
-            told.append(
-                f"the source had {old['num_files']:,} files of {old['num_bytes']:,} bytes, has {new['num_files']:,} of "
-                f"{new['num_bytes']:,}" + _changed_files(old.get("files", []), new.get("files", []))
-            )
+        told += filter(None, [source_difference(self._listed, manifest["source"])])
         return "; ".join(told) or "the source is read in another way"
-
-    def _told_source(self) -> dict[str, Any]:
-        files = self._source.files
-        told = {**self._stamps, "place": self._source.place}
-        if len(files) <= _LISTED_FILES:
-            told["files"] = [{"name": file.name, "bytes": file.num_bytes, "stamp": file.stamp} for file in files]
-        return told
 
     def _columns(self) -> tuple[Found, dict[str, str]]:
         """What is read, and what is written."""
@@ -314,8 +313,7 @@ def _is_whole(store: Store, manifest: Mapping[str, Any]) -> bool:
         return False
 
 
-def _changed_files(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> str:
-    before = {file["name"]: file for file in old}
-    now = {file["name"]: file for file in new}
-    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    return f"; changed: {', '.join(changed[:3])}{' ...' if len(changed) > 3 else ''}" if changed else ""
+def _as_json(told: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as it comes back from a file."""
+    held: dict[str, Any] = json.loads(json.dumps(told, default=repr))
+    return held

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 import zstandard
 
 from lightning_stream.convert import convert
@@ -151,6 +152,29 @@ def test_a_finished_conversion_is_found_and_a_changed_one_refused_by_name(
     assert convert(rows_file, out, **PLAIN, exist_ok=True).total == 3001
     convert(rows_file, tmp_path / "anew", **PLAIN)
     assert files_of(out) == files_of(tmp_path / "anew")
+
+
+def test_a_source_that_was_only_touched_or_copied_is_the_same(rows_file: Path, tmp_path: Path) -> None:
+    convert(rows_file, tmp_path / "out", **PLAIN, shuffle=True)
+    (noted,) = json.loads((tmp_path / "out" / "manifest.json").read_text())["source"]["files"]
+    assert noted["xxh3_128"] == xxhash.xxh3_128_hexdigest(rows_file.read_bytes())
+    rows_file.touch()
+    assert not convert(rows_file, tmp_path / "out", **PLAIN, shuffle=True).is_new
+    data = rows_file.read_bytes()
+    rows_file.write_bytes(data.replace(b"0.25", b"0.75"))
+    with pytest.raises(FileExistsError, match="changed"):
+        convert(rows_file, tmp_path / "out", **PLAIN, shuffle=True)
+
+
+def test_a_source_that_changes_while_it_is_read_gives_no_dataset(rows_file: Path, tmp_path: Path) -> None:
+    def meddling(row: dict[str, Any]) -> dict[str, Any]:
+        if row["k"] == 1000:
+            rows_file.touch()
+        return row
+
+    with pytest.raises(FormatError, match="was changed meanwhile"):
+        convert(rows_file, tmp_path / "out", **PLAIN, transform=meddling)
+    assert not (tmp_path / "out" / "index.json").exists()
 
 
 def test_a_folder_in_use_is_left_alone(rows_file: Path, tmp_path: Path, files_of: Any) -> None:
