@@ -15,7 +15,7 @@ date                                        int32                  days since 19
 timestamp                                   int64                  microseconds since 1970-01-01 UTC
 timestamp_ntz                               int64                  the same, of the time as written
 interval day to second                      int64                  microseconds
-array of numbers or booleans, also nested   ndarray:<dtype>        array; rows may differ in shape
+array of numbers or booleans, also nested   ndarray:<dtype>        array; rows may differ in shape, none may be empty
 Spark ML vector                             ndarray:float64        array, dense
 the image source's struct                   pil                    PIL image, RGB
 struct, map, other arrays                   json                   dict, list; dates as ISO text, decimals as text,
