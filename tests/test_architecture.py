@@ -22,7 +22,7 @@ FLOORS = {
     "local_dataset": 4,
     "runtime": 4, "dataset": 4, "loader": 4,
     "trainers": 5, "spark": 5,
-    "recipes": 6, "cli": 6,
+    "recipes": 6, "cli": 7,
 }  # fmt: skip
 TORCH_FROM_FLOOR = 4
 FLOORS_OF_ONE_ROOM = (3, 4)  # several files, one room without a folder of its own

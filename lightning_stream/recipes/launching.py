@@ -64,10 +64,11 @@ def child_arguments(arguments: Sequence[str], job_folder: str | None) -> list[st
 
 
 def flags_of(arguments: Sequence[str]) -> list[str]:
-    """A command line's flags, with their values, less those that ask for a sweep."""
+    """A command line's flags with their values, and a subcommand, less what asks for a sweep."""
     kept: list[str] = []
     for before, argument in zip(("", *arguments), arguments, strict=False):
-        if before in _WITH_VALUE or (argument.startswith("-") and argument not in _SWEEP):
+        subcommand = "=" not in argument and not argument.startswith(("-", "~"))
+        if before in _WITH_VALUE or subcommand or (argument.startswith("-") and argument not in _SWEEP):
             kept.append(argument)
     return kept
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import signal
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,15 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
+import lightning_stream
 from lightning_stream.errors import LightningStreamError, MissingExtraError
 from lightning_stream.recipes.callbacks import RunStopped
-from lightning_stream.recipes.checks import find_problems
-from lightning_stream.recipes.command_line import fail, mark_started, wants_traceback
-from lightning_stream.recipes.composer_run import ComposerRun
+from lightning_stream.recipes.checks import refusal
+from lightning_stream.recipes.command_line import fail, mark_composed, wants_traceback
 from lightning_stream.recipes.launching import one_job
-from lightning_stream.recipes.places import checkpoints, composer_checkpoints, last_checkpoint
+from lightning_stream.recipes.loop_summary import summarise_loop
+from lightning_stream.recipes.places import LIGHTNING, TORCH, checkpoint_meant, checkpoints, last_checkpoint, trainer_of
+from lightning_stream.recipes.stores import reaching
 from lightning_stream.recipes.summary import RunSummary, summarise
 
 _SIGNALLED = 128  # a shell's exit code for "ended by signal n" is this plus n
@@ -35,20 +39,21 @@ def train(config: DictConfig) -> RunSummary | None:
         SystemExit: 2 for a config or data that cannot be used, after all reasons were printed; 128 + n where signal n
             stopped the run.
     """
-    mark_started()
+    mark_composed()
     with one_job(config):
-        return _checked(config)
+        if sentences := refusal(config):
+            raise fail(sentences)
+        return _told(config)
 
 
-def _checked(config: DictConfig) -> RunSummary | None:
-    if problems := find_problems(config):
-        raise fail(["This config cannot be run:", *(f"  {problem}" for problem in problems)])
+def _told(config: DictConfig) -> RunSummary | None:
     try:
-        return _run(config)
-    except (LightningStreamError, MissingExtraError) as error:
-        if wants_traceback():
+        with reaching(OmegaConf.to_container(config.store, resolve=True)):  # type: ignore[arg-type]
+            return _run(config)
+    except (LightningStreamError, MissingExtraError, ValueError, TypeError) as error:
+        if wants_traceback() or not _is_told(error):
             raise
-        raise fail([f"{type(error).__name__}: {error}"]) from error
+        raise fail([f"{type(error).__name__}: {error}", "(HYDRA_FULL_ERROR=1 shows where.)"]) from error
     except SIGTERMException:  # several ranks: Lightning's own, which would end with 0, as if all were done
         signum: int = signal.SIGTERM
     except RunStopped as stop:
@@ -57,54 +62,71 @@ def _checked(config: DictConfig) -> RunSummary | None:
     raise SystemExit(_SIGNALLED + signum)
 
 
+def _is_told(error: BaseException) -> bool:
+    """Whether an error says in our words what to change: our own, or a wrong setting that our own code refused."""
+    if isinstance(error, (LightningStreamError, MissingExtraError)):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    file = Path(trace.tb_frame.f_code.co_filename) if trace is not None else Path()
+    return Path(lightning_stream.__file__).parent in file.parents and "recipes" not in file.parts
+
+
 def _run(config: DictConfig) -> RunSummary | None:
     _quieten()
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    folder = Path(config.folder)
-    continued = checkpoint_to_continue(config.ckpt_path, folder)
+    folder, kind = Path(config.folder), trainer_of(config.trainer._target_)
+    continued = None if config.ckpt_path is None else str(checkpoint_meant(config.ckpt_path, folder, kind))
     data: Any = instantiate(config.data, _convert_="all")
     model: Any = instantiate(config.model, _convert_="all")
-    if config.trainer._target_ == f"{ComposerRun.__module__}.{ComposerRun.__name__}":
-        _run_composer(config, model, data)
-        return None
+    if continued is None:
+        put_aside(checkpoints(folder, kind))
+    keep_config(config, folder)
+    try:
+        if kind == LIGHTNING:
+            summary = _run_lightning(config, model, data, continued)
+        else:
+            summary = _run_other(config, model, data, kind)
+    finally:
+        data.close()
+    if summary is not None:
+        print(summary.to_text())
+    return summary
+
+
+def _run_lightning(config: DictConfig, model: Any, data: Any, continued: str | None) -> RunSummary | None:
+    folder = Path(config.folder)
     callbacks = [instantiate(one, _convert_="all") for one in (config.get("callbacks") or {}).values() if one]
     if config.trainer.get("enable_progress_bar") is False:
         callbacks = [one for one in callbacks if not isinstance(one, ProgressBar)]
     trainer: Any = instantiate(config.trainer, callbacks=callbacks, _convert_="all")
-    if continued is None:
-        put_aside(checkpoints(folder))
-    keep_config(config, folder)
-    try:
-        trainer.fit(model, datamodule=data, ckpt_path=continued)
-        trainer.save_checkpoint(last_checkpoint(folder))
-        if not trainer.is_global_zero:
-            return None
-        summary = summarise(trainer, data, model, folder)
-    finally:
-        data.close()
-    print(summary.to_text())
-    return summary
+    trainer.fit(model, datamodule=data, ckpt_path=continued)
+    trainer.save_checkpoint(last_checkpoint(folder))
+    return summarise(trainer, data, model, folder) if trainer.is_global_zero else None
 
 
-def _run_composer(config: DictConfig, model: Any, data: Any) -> None:
-    """The same data and model under Composer, which keeps its own checkpoints and needs none of the callbacks."""
-    keep_config(config, Path(config.folder))
-    measured = instantiate(config.trainer, _convert_="all").fit(model, data, config.ckpt_path)
-    if rank_zero_only.rank:
-        return
+def _run_other(config: DictConfig, model: Any, data: Any, kind: str) -> RunSummary | None:
+    """A trainer that keeps its own checkpoints and needs none of Lightning's callbacks."""
+    run = instantiate(config.trainer, _convert_="all")
+    measured = run.fit(model, data, config.ckpt_path)
+    if not _speaks():
+        return None
+    if kind == TORCH:
+        return summarise_loop(run, data, model, int(os.environ.get("WORLD_SIZE", "1")))
+    _tell_measures(measured, checkpoints(Path(config.folder), kind))
+    return None
+
+
+def _tell_measures(measured: Mapping[str, float], folder: Path) -> None:
     print("Measured: " + ", ".join(f"{name} {value:.3f}" for name, value in measured.items()))
-    print(f"Checkpoints: {composer_checkpoints(Path(config.folder))}; go on with ckpt_path=last")
-
-
-def checkpoint_to_continue(ckpt_path: str | None, folder: Path) -> str | None:
-    """The checkpoint that `ckpt_path` means: ``last`` is the newest of the run's own folder."""
-    return str(last_checkpoint(folder)) if ckpt_path == "last" else ckpt_path
+    print(f"Checkpoints: {folder}; go on with ckpt_path=last")
 
 
 @rank_zero_only
 def keep_config(config: DictConfig, folder: Path) -> None:
-    """Write down what the run is made of."""
+    """Write down what the run is made of; what it takes from the environment stays a reference."""
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, folder / "config.yaml")
 
@@ -113,18 +135,25 @@ def keep_config(config: DictConfig, folder: Path) -> None:
 def put_aside(used: Path) -> None:
     """Keep an earlier run's checkpoints under another name, so that a new run of the same name starts anew."""
     if used.is_dir() and any(used.iterdir()):
-        earlier = used.with_name("checkpoints.earlier")
+        earlier = used.with_name(f"{used.name}.earlier")
         shutil.rmtree(earlier, ignore_errors=True)
         used.rename(earlier)
         print(f"Starting anew; the checkpoints of the earlier run are now in {earlier}.")
 
 
 def _say_how_to_go_on(stop: RunStopped, config: DictConfig) -> None:
+    if not _speaks():
+        return
     saved = f"saved {stop.saved}" if stop.saved else "the last periodic checkpoint serves"
     print(
         f"Stopped by a signal; {saved}. Go on with the same command and ckpt_path=last (run {config.name!r}).",
         flush=True,
     )
+
+
+def _speaks() -> bool:
+    """Whether this process is the first."""
+    return not int(getattr(rank_zero_only, "rank", 0))
 
 
 def _quieten() -> None:
