@@ -144,6 +144,13 @@ def test_a_folder_of_several_kinds_asks_which(tmp_path: Path, samples_of: Any) -
         convert(tmp_path / "in", tmp_path / "out2", **PLAIN, kind="csv", source_options={"comma": 1})
 
 
+@pytest.mark.parametrize("line", ["[1]", "{", '{"a": 1} {"a": 2}', '{"a": 1},', "x", "\udcff"])
+def test_lines_that_are_no_json_object_are_refused_with_their_number(tmp_path: Path, line: str) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b'{"a": 1}\n' + line.encode(errors="surrogateescape") + b"\n")
+    with pytest.raises(FormatError, match=r"in\.jsonl.*line 2"):
+        convert(tmp_path / "in.jsonl", tmp_path / "out", **PLAIN)
+
+
 def test_a_json_array_is_read_as_rows(tmp_path: Path, samples_of: Any) -> None:
     (tmp_path / "in.json").write_text(json.dumps([{"a": k} for k in range(5)], indent=1))
     convert(tmp_path / "in.json", tmp_path / "out", **PLAIN, part_bytes=10)
