@@ -199,6 +199,13 @@ class Conversion:
 
     def _refuse_other(self, places: Mapping[str, Any]) -> None:
         """Raise FileExistsError if another dataset is there, and say how it differs."""
+        if "" not in places:
+            root = self._job(self._settings.out, {}).store
+            if root.exists(INDEX_NAME):
+                raise FileExistsError(
+                    f"{root.url} holds a dataset without splits, beside which those of this one would be confusing. "
+                    "Write to a new place."
+                )
         if self._settings.exist_ok:
             return
         for out in places.values():

@@ -73,6 +73,18 @@ def test_csv_is_read_with_quotes_numbers_and_truth_values(tmp_path: Path, sample
     ]
 
 
+def test_csv_with_long_values_is_read_and_with_odd_rows_or_doubled_names_refused(
+    tmp_path: Path, samples_of: Any
+) -> None:
+    (tmp_path / "in.csv").write_text(f"a;b\n1;{'x' * 200_000}\n")
+    convert(tmp_path / "in.csv", tmp_path / "out", **PLAIN, source_options={"delimiter": ";"})
+    assert len(samples_of(tmp_path / "out")[0]["b"]) == 200_000
+    for text, match in (("a,a\n1,2\n", "differ in name"), ("a,b\n1,2\n3\n", "row 1 has 1"), ("a\n\xff\n", "utf-8")):
+        (tmp_path / "in.csv").write_bytes(text.encode("latin-1"))
+        with pytest.raises(FormatError, match=match):
+            convert(tmp_path / "in.csv", tmp_path / "out2", **PLAIN)
+
+
 def test_an_image_folder_keeps_bytes_and_numbers_its_classes(tmp_path: Path, files_of: Any) -> None:
     image = pytest.importorskip("PIL.Image")
     for k in range(12):
@@ -118,6 +130,9 @@ def test_held_out_rows_are_a_share_and_the_rest_is_the_rest(rows_file: Path, tmp
     assert sorted(train + val) == list(range(3000))
     assert done.num_samples == {"train": len(train), "val": len(val)}
     assert 200 < len(val) < 400
+    convert(rows_file, tmp_path / "whole", **PLAIN)
+    with pytest.raises(FileExistsError, match="without splits"):
+        convert(rows_file, tmp_path / "whole", **PLAIN, held_out=0.1, exist_ok=True)
 
 
 def test_rows_of_one_key_are_held_out_together_also_when_the_source_grows(tmp_path: Path, samples_of: Any) -> None:

@@ -18,6 +18,7 @@ from lightning_stream.convert.sources.rows import SAMPLED_ROWS, infer_rows
 from lightning_stream.errors import FormatError
 
 _ROWS = 8192
+_LONGEST_VALUE = (1 << 31) - 1  # the csv module stops at 128 KiB otherwise
 _TRUTH = {"true": 1, "false": 0}
 
 
@@ -66,8 +67,11 @@ class DelimitedReader(Reader):
             raise FormatError(f"{file.place} cannot be read as {self.kind}: {error}.") from error
 
     def _split(self, text: Any, file: SourceFile) -> Iterator[tuple[list[str], list[list[str]], str]]:
+        csv.field_size_limit(_LONGEST_VALUE)
         reader = csv.reader(text, delimiter=self.delimiter)
         names = list(self.names) if self.names is not None else next(reader, [])
+        if len(set(names)) < len(names):
+            raise FormatError(f"{file.place}: columns must differ in name; its first line is {', '.join(names):.200}.")
         done = 0
         while rows := [row for row in islice(reader, _ROWS) if row]:
             where = f"{file.place}, rows {done:,} to {done + len(rows):,}"

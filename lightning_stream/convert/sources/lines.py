@@ -8,7 +8,7 @@ import lzma
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, BinaryIO
 
 import zstandard
@@ -19,6 +19,7 @@ from lightning_stream.convert.sources.rows import SAMPLED_ROWS, columns_of, infe
 from lightning_stream.errors import FormatError
 
 _BLOCK_BYTES = 1 << 22
+_SAMPLED_PLACES = 8
 DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError)
 
 
@@ -67,14 +68,13 @@ class JsonlReader(Reader):
     kind = "jsonl"
 
     def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
-        """From the first rows of some files."""
+        """From some rows of some files: where they can be cut, from all over."""
         rows: list[Mapping[str, Any]] = []
         for file in spread(files):
-            before = len(rows)
-            for batch in self._rows(Span(file, 0, None, file.num_bytes)):
-                rows += batch[0]
-                if len(rows) - before >= SAMPLED_ROWS:
-                    break
+            spans = self.spans(file, max(_BLOCK_BYTES, file.num_bytes // _SAMPLED_PLACES))
+            for span in spans:
+                for found, _ in islice(self._rows(span), 1):
+                    rows += found[: SAMPLED_ROWS // len(spans)]
         return Found(infer_rows(rows, asked, files[0].root), {})
 
     def spans(self, file: SourceFile, part_bytes: int) -> list[Span]:
