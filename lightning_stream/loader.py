@@ -339,7 +339,12 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def accept(self, state: Mapping[str, Any]) -> Position:
         """As `load_state_dict`, but only say where the state would continue, without moving there."""
-        return self._streaming.accept(state, self.settings(order_in(state)), self.on_mismatch)
+        return self.builds_on(self._streaming.accept(state, self.settings(order_in(state)), self.on_mismatch))
+
+    def builds_on(self, proven: Position) -> Position:
+        """Go on with the ledger's sum of this position, instead of summing what came before anew."""
+        self._summed = (proven.epoch, proven.position, proven.ledger)
+        return proven
 
     def explain(self, position: Position | None = None) -> Explanation:
         """Which epoch, batch and sample ids come next, here or after a position."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import os
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,7 +19,13 @@ from lightning_stream.trainers.lightning_loops import loader_kept_as_it_is
 from lightning_stream.trainers.lightning_package import LightningDataModule
 from lightning_stream.trainers.lightning_position import StreamingCallback
 
-DatasetLike = StreamingDataset | Mapping[str, Any]
+DatasetLike = StreamingDataset | Mapping[str, Any] | str | os.PathLike[str]
+
+# Lightning warns of what does not hold here: our loaders' lengths are exact, and no validation data is no mistake.
+_OUT_OF_PLACE = (
+    "Your `IterableDataset` has `__len__` defined",
+    "You defined a `validation_step` but have no `val_dataloader`",
+)
 
 
 class StreamingDataModule(LightningDataModule):
@@ -25,7 +35,8 @@ class StreamingDataModule(LightningDataModule):
     continue on another number of nodes, devices and workers, or with another accumulation.
 
     Args:
-        train, val, test, predict: A `StreamingDataset`, or its keyword arguments as a mapping.
+        train, val, test, predict: A `StreamingDataset`; its keyword arguments as a mapping; or only where it is, a path
+            or URL.
         global_batch_size: Samples of one optimizer step over all replicas and accumulated micro-batches; each device
             gets ``global_batch_size / (replicas * accumulation)`` at a time.
         batch_size: Samples per device and micro-batch, instead.
@@ -39,10 +50,12 @@ class StreamingDataModule(LightningDataModule):
         replication: Groups of this many consecutive ranks get the same samples; None asks the trainer's strategy, which
             knows of tensor parallelism.
         prepare: Called once per node before anything is read, e.g. to convert the data.
-        seed_steps, on_missing_state, check_delivery, show_position: See `StreamingCallback`.
+        on_mismatch: Where the data or the order settings differ from the checkpoint's: ``"error"``, or ``"warn"`` to go
+            on under another order from there.
+        seed_steps, on_missing_state, check_delivery, show_position, record_delivery: See `StreamingCallback`.
 
     Raises:
-        ValueError: Neither or both of `global_batch_size` and `batch_size`.
+        ValueError: Neither or both of `global_batch_size` and `batch_size`; a dataset's argument that there is none of.
     """
 
     def __init__(
@@ -65,10 +78,12 @@ class StreamingDataModule(LightningDataModule):
         multiprocessing_context: Any = None,
         replication: int | None = None,
         prepare: Callable[[], object] | None = None,
+        on_mismatch: Literal["error", "warn"] = "error",
         seed_steps: int | None = None,
         on_missing_state: str = "error",
         check_delivery: bool = True,
         show_position: bool = True,
+        record_delivery: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         if (global_batch_size is None) == (batch_size is None):
@@ -76,10 +91,8 @@ class StreamingDataModule(LightningDataModule):
                 "pass either global_batch_size= (samples of one optimizer step over all devices) or batch_size= (per "
                 f"device); found global_batch_size={global_batch_size}, batch_size={batch_size}"
             )
-        self.datasets = {
-            name: given if given is None or isinstance(given, StreamingDataset) else StreamingDataset(**given)
-            for name, given in {"train": train, "val": val, "test": test, "predict": predict}.items()
-        }
+        given = {"train": train, "val": val, "test": test, "predict": predict}
+        self.datasets = {name: _dataset(name, what) for name, what in given.items()}
         self.global_batch_size = global_batch_size
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
@@ -89,6 +102,7 @@ class StreamingDataModule(LightningDataModule):
         self.pin_memory = pin_memory
         self.replication = replication
         self.prepare = prepare
+        self.on_mismatch: Literal["error", "warn"] = on_mismatch
         self._worker_arguments = {
             "collate_fn": collate_fn,
             "prefetch_factor": prefetch_factor,
@@ -97,9 +111,15 @@ class StreamingDataModule(LightningDataModule):
         }
         self._loaders: weakref.WeakSet[StreamingDataLoader] = weakref.WeakSet()
         self.position_callback = StreamingCallback(
-            seed_steps, on_missing_state, check_delivery=check_delivery, show_position=show_position
+            seed_steps,
+            on_missing_state,
+            check_delivery=check_delivery,
+            show_position=show_position,
+            record_delivery=record_delivery,
         )
         self.position_callback.make_loader = self._make_train_loader
+        for advice in _OUT_OF_PLACE if val is None else _OUT_OF_PLACE[:1]:
+            warnings.filterwarnings("ignore", advice)
 
     def prepare_data(self) -> None:
         """Run `prepare`; Lightning calls this once per node, before any process reads."""
@@ -127,15 +147,26 @@ class StreamingDataModule(LightningDataModule):
         self.position_callback.attach(loader)
         return loader
 
-    def val_dataloader(self) -> StreamingDataLoader | list[Any]:
-        """Each validation sample once, over any number of devices."""
+    @property
+    def val_dataloader(self) -> Callable[[], Any]:
+        """Makes the loader that gives each validation sample once, over any number of devices.
+
+        While training without `val` it is the base class's own, which Lightning takes to mean that there is none.
+        """
+        trainer: Any = self.trainer
+        if self.datasets["val"] is None and (trainer is None or trainer.state.fn == "fit"):
+            base: Callable[[], Any] = super().val_dataloader
+            return base
+        return self._val_dataloader
+
+    def _val_dataloader(self) -> StreamingDataLoader:
         return self._evaluation_loader("val")
 
-    def test_dataloader(self) -> StreamingDataLoader | list[Any]:
+    def test_dataloader(self) -> StreamingDataLoader:
         """Each test sample once, over any number of devices."""
         return self._evaluation_loader("test")
 
-    def predict_dataloader(self) -> StreamingDataLoader | list[Any]:
+    def predict_dataloader(self) -> StreamingDataLoader:
         """Each sample once, over any number of devices."""
         return self._evaluation_loader("predict")
 
@@ -160,12 +191,9 @@ class StreamingDataModule(LightningDataModule):
         )
 
     def _make_train_loader(self) -> StreamingDataLoader:
-        dataset = self.datasets["train"]
-        if dataset is None:
-            raise ValueError("the trainer asked for training data, but StreamingDataModule got none: pass train=")
         trainer: Any = self.trainer
         loader = StreamingDataLoader(
-            dataset,
+            self._dataset_for("train"),
             self.batch_size,
             global_batch_size=self.global_batch_size,
             accumulate=trainer.accumulate_grad_batches,
@@ -173,18 +201,16 @@ class StreamingDataModule(LightningDataModule):
             tail=self.tail,
             world=self.world(),
             pin_memory=self._pins(),
+            on_mismatch=self.on_mismatch,
             **self._worker_arguments,
         )
         return self._kept(loader)
 
-    def _evaluation_loader(self, name: str) -> StreamingDataLoader | list[Any]:
-        dataset = self.datasets[name]
-        if dataset is None:
-            return []
+    def _evaluation_loader(self, name: str) -> StreamingDataLoader:
         world = self.world()
         train_size = self.batch_size or max(1, (self.global_batch_size or 1) // world.num_replicas)
         loader = StreamingDataLoader(
-            dataset,
+            self._dataset_for(name),
             self.eval_batch_size or train_size,
             evaluation=True,
             num_workers=self.eval_num_workers,
@@ -193,6 +219,12 @@ class StreamingDataModule(LightningDataModule):
             **self._worker_arguments,
         )
         return self._kept(loader)
+
+    def _dataset_for(self, name: str) -> StreamingDataset:
+        dataset = self.datasets[name]
+        if dataset is None:
+            raise ValueError(f"the trainer asked for {name} data, but StreamingDataModule got none: pass {name}=")
+        return dataset
 
     def _kept(self, loader: StreamingDataLoader) -> StreamingDataLoader:
         self._loaders.add(loader)
@@ -205,6 +237,29 @@ class StreamingDataModule(LightningDataModule):
             trainer.strategy.root_device.type == "cuda"
         )
         return on_cuda if self.pin_memory is None else self.pin_memory
+
+
+def _dataset(name: str, given: DatasetLike | None) -> StreamingDataset | None:
+    """A dataset from what the user gave for it."""
+    if given is None or isinstance(given, StreamingDataset):
+        return given
+    if isinstance(given, str | os.PathLike):
+        return StreamingDataset(remote=given)
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"{name}= takes a StreamingDataset, a mapping of its arguments, or a path or URL; found "
+            f"{type(given).__name__}"
+        )
+    known = list(inspect.signature(StreamingDataset).parameters)
+    unknown = [str(key) for key in given if key not in known]
+    if unknown:
+        close = [match for key in unknown for match in difflib.get_close_matches(key, known, n=1)]
+        raise ValueError(
+            f"{name}= takes the arguments of StreamingDataset, and {', '.join(unknown)} "
+            f"{'is none' if len(unknown) == 1 else 'are none'} of them"
+            + (f": did you mean {', '.join(close)}?" if close else f". There are {', '.join(known)}")
+        )
+    return StreamingDataset(**given)
 
 
 def _replication_of(trainer: Any) -> int:

@@ -1,12 +1,15 @@
 """The private layouts of Lightning that we touch, all in this file.
 
-Tried on Lightning 2.4 to 2.6. Lightning restores counters, not data: after a resume it believes what its loops saved,
-which is wrong after a stop at the last batch of an epoch, inside an accumulation window, or on another number of
-devices. So the loops' counters in the checkpoint are rewritten from the data's position, which is always right.
+Tried on Lightning 2.4 to 2.6; `test_lightning_layouts` tells when one of them changes. Lightning restores counters, not
+data: after a resume it believes what its loops saved, which is wrong after a stop at the last batch of an epoch, inside
+an accumulation window, or on another number of devices. So the loops' counters in the checkpoint are rewritten from the
+data's position, which is always right.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +19,7 @@ from torch.utils.data import SequentialSampler
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
 
-TRIED_VERSIONS = ("2.4", "2.7")  # from, up to but excluding
+TRIED_VERSIONS = ((2, 4), (2, 7))  # from, up to but excluding
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,29 @@ class LoopPosition:
         return self.batch == 0
 
 
+def is_tried(version: str) -> bool:
+    """Whether the layouts in this file were tried on this version of Lightning."""
+    major, minor = version.split(".")[:2]
+    return TRIED_VERSIONS[0] <= (int(major), int(minor)) < TRIED_VERSIONS[1]
+
+
+def warn_if_untried(trainer: Any) -> None:
+    """Say so, once per fit, where this Lightning is one that nobody tried."""
+    package = type(trainer.fit_loop).__module__.partition(".loops.")[0]
+    version = getattr(sys.modules.get(package), "__version__", None)
+    if version is not None and not is_tried(version):
+        warnings.warn(
+            f"resuming exactly rests on layouts inside Lightning {_tried()}, and this is {version}: prove a resume "
+            "before you rely on it, or install one of those",
+            stacklevel=2,
+        )
+
+
+def _tried() -> str:
+    (major, minor), (end_major, end_minor) = TRIED_VERSIONS
+    return f"from {major}.{minor} up to, but without, {end_major}.{end_minor}"
+
+
 def rewrite_loops(checkpoint: dict[str, Any], at: LoopPosition) -> None:
     """Make the saved loops of a checkpoint agree with the data's position, in place.
 
@@ -61,7 +87,7 @@ def rewrite_loops(checkpoint: dict[str, Any], at: LoopPosition) -> None:
         raise StateError(
             "the counters in a Lightning checkpoint must follow the data's position, but this checkpoint, of Lightning "
             f"{checkpoint.get('pytorch-lightning_version')}, has an unknown layout (missing {error}). Resume it with "
-            f"Lightning {TRIED_VERSIONS[0]} up to {TRIED_VERSIONS[1]}"
+            f"Lightning {_tried()}"
         ) from error
 
 
@@ -106,6 +132,12 @@ def begin_epoch_afresh(trainer: Any) -> None:
     trainer.fit_loop.epoch_loop.restarting = False
 
 
+def train_loader_of(trainer: Any) -> Any:
+    """What the trainer trains on, made now if Lightning has not come to it yet."""
+    trainer.fit_loop.setup_data()
+    return trainer.train_dataloader
+
+
 def limited(num_batches: int, limit: float) -> int:
     """Micro-batches of an epoch under `limit_train_batches`."""
     return min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
@@ -114,7 +146,7 @@ def limited(num_batches: int, limit: float) -> int:
 def validation_is_due(trainer: Any, at: LoopPosition) -> bool:
     """Whether Lightning validates after this batch, by its own rules; time-based intervals never count as due."""
     interval = trainer.val_check_interval
-    if at.batch == 0 or not trainer.limit_val_batches or getattr(trainer, "_val_check_time_interval", None) is not None:
+    if at.batch == 0 or not trainer.enable_validation or getattr(trainer, "_val_check_time_interval", None) is not None:
         return False
     every = interval if isinstance(interval, int) else max(1, int(at.num_batches * interval))
     if trainer.check_val_every_n_epoch is None:

@@ -7,6 +7,7 @@ signal that is right for automatic and manual optimization, at any place where a
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -22,13 +23,16 @@ from lightning_stream.order import Position
 from lightning_stream.order.mosaic_state import is_mosaic_state
 from lightning_stream.sample_random import sample_seed
 from lightning_stream.trainers.lightning_delivery import DeliveryCheck
+from lightning_stream.trainers.lightning_ledger import DeliveryRecord
 from lightning_stream.trainers.lightning_loops import (
     LoopPosition,
     begin_epoch_afresh,
     limited,
     loader_states,
     rewrite_loops,
+    train_loader_of,
     validation_is_due,
+    warn_if_untried,
 )
 from lightning_stream.trainers.lightning_package import Callback
 from lightning_stream.trainers.lightning_rules import check_alignment, check_callbacks, check_loader
@@ -51,6 +55,8 @@ class StreamingCallback(Callback):
             the data anew.
         check_delivery: Compare every batch with the plan, and raise `LedgerError` at the first that differs.
         show_position: Show the position in the progress bar.
+        record_delivery: A folder where each rank writes down what it trained on, 8 bytes a step, for
+            `lightning_ledger.verify_delivery`; None writes nothing.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class StreamingCallback(Callback):
         *,
         check_delivery: bool = True,
         show_position: bool = True,
+        record_delivery: str | os.PathLike[str] | None = None,
     ) -> None:
         if on_missing_state not in ("error", "restart"):
             raise ValueError(f"on_missing_state is 'error' or 'restart'; found {on_missing_state!r}")
@@ -67,15 +74,20 @@ class StreamingCallback(Callback):
         self.on_missing_state = on_missing_state
         self.check_delivery = check_delivery
         self.show_position = show_position
+        self.record_delivery = record_delivery
         self.make_loader: Callable[[], StreamingDataLoader] | None = None  # the data module's, where there is one
         self._loader: StreamingDataLoader | None = None
         self._handed_out: deque[BatchInfo] = deque()
         self._delivery: DeliveryCheck | None = None
+        self._record: DeliveryRecord | None = None
         self._hide_position: Callable[[], None] = _nothing
         self._training: BatchInfo | None = None
         self._seen_step = 0
         self._committed: Position | None = None
+        self._proven: Position | None = None  # the last one with a ledger's sum of its own
         self._start: Mapping[str, Any] | None = None
+        self._first_epoch = 0
+        self._asked = False  # whether a checkpoint was asked for its position
         self._last_epoch_trained = _NEVER
         self._validated_step = _NEVER
         self._at_boundary = False
@@ -92,11 +104,16 @@ class StreamingCallback(Callback):
         self._loader = loader
         self._handed_out.clear()
         self._delivery = DeliveryCheck(loader) if self.check_delivery else None
+        self._record = None if self.record_delivery is None else DeliveryRecord(self.record_delivery, loader)
         loader.followed_by(self._handed_out.append, self._position)
         if self._committed is None and self._start is not None:
-            self._committed = loader.accept(self._start)
+            self._committed = self._proven = loader.accept(self._start)
+        if self._committed is None and self._first_epoch:
+            self._committed = replace(loader.first_position(), epoch=self._first_epoch)
         if self._committed is not None:
             loader.continue_from(self._committed)
+        if self._proven is not None:
+            loader.builds_on(self._proven)
 
     def start_at(self, state: Mapping[str, Any]) -> None:
         """Begin the data where the state of another run, e.g. under another trainer, stands; before `fit`."""
@@ -107,8 +124,7 @@ class StreamingCallback(Callback):
             return self._loader
         if self.make_loader is not None:
             return self.make_loader()
-        trainer.fit_loop.setup_data()
-        loader = trainer.train_dataloader
+        loader = train_loader_of(trainer)
         if not isinstance(loader, StreamingDataLoader):
             raise TypeError(
                 f"StreamingCallback keeps the position of a StreamingDataLoader; the trainer trains on "
@@ -127,22 +143,30 @@ class StreamingCallback(Callback):
         """
         if stage != "fit":
             return
+        warn_if_untried(trainer)
         check_callbacks(trainer)
         self._loader, self._training = None, None
         self._handed_out.clear()
+        self._asked, self._first_epoch = False, 0
         if trainer.global_step == 0:
-            self._committed = None
-        elif self._committed is not None and self._committed.position:
+            self._committed = self._proven = None
+        elif self._committed is None:  # the trainer has fitted before, with other data: its epochs count on
+            self._first_epoch = trainer.current_epoch
+        elif self._committed.position:
             self._committed = self._committed.next_epoch()  # a second fit begins with an epoch, as Lightning does
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Leave the progress bar as it was."""
+        """Leave the progress bar as it was, and close the record."""
         self._hide_position()
         self._hide_position = _nothing
+        if self._record is not None:
+            self._record.close()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin where the checkpoint stood."""
         self._seen_step = trainer.global_step
+        if trainer.ckpt_path is not None and not self._asked:  # Lightning asks nobody if it lacks "callbacks"
+            self._state_in({"global_step": trainer.global_step})
         loader = self._find_loader(trainer)
         check_loader(trainer, loader)
         if self._at_boundary:
@@ -163,6 +187,8 @@ class StreamingCallback(Callback):
         if self._delivery is not None:
             due = self._position() if pl_module.automatic_optimization else None
             self._delivery.compare(self._training, due)
+        if self._record is not None:
+            self._record.take(self._training)
         self._last_epoch_trained = self._training.epoch
         if self.seed_steps is not None:
             torch.manual_seed(
@@ -201,6 +227,8 @@ class StreamingCallback(Callback):
             self._commit(trainer, info)
         self._training = None
         self._seen_step = step
+        if self._record is not None:
+            self._record.commit()
 
     def _commit(self, trainer: Any, info: BatchInfo) -> None:
         position = self._position()
@@ -227,18 +255,20 @@ class StreamingCallback(Callback):
         """Plain values, the same on every rank; no collective."""
         if self._loader is None:  # before any data
             return {"position": None, "validated_step": _NEVER}
-        return {"position": self._loader.proven(self._position()).to_state(), "validated_step": self._validated_step}
+        self._proven = self._loader.proven(self._position())
+        return {"position": self._proven.to_state(), "validated_step": self._validated_step}
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Bring the state up to the optimizer's last step: an exception may have come before our batch end."""
         self._sync(trainer)
-        if trainer.fit_loop.epoch_loop is not None and self._loader is not None:
+        if self._loader is not None:
             checkpoint["callbacks"][STATE_KEY] = self.state_dict()
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Continue from the position, and make Lightning's counters agree with it before it restores them."""
         if trainer.state.fn != "fit":
             return
+        self._asked = True
         state, step = self._state_in(checkpoint), int(checkpoint["global_step"])
         if state is None:
             return
@@ -249,7 +279,7 @@ class StreamingCallback(Callback):
         self._validated_step = state["validated_step"]
         at = self._loop_position(trainer, loader, position, step)
         check_alignment(loader, at)
-        self._committed = position
+        self._committed = self._proven = position
         self._at_boundary = at.at_boundary
         self._last_epoch_trained = at.epoch if not at.at_boundary and position.epoch == at.epoch else _NEVER
         rewrite_loops(checkpoint, at)

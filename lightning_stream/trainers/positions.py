@@ -29,8 +29,11 @@ def read_position(checkpoint: str | os.PathLike[str], *, trusted: bool = False) 
 
     Raises:
         StateError: It holds none.
+        FileNotFoundError: There is no such file or folder.
     """
     path = Path(checkpoint)
+    if not path.exists():
+        raise FileNotFoundError(f"a position is read from a checkpoint's file or folder, but there is none at {path}")
     content = _read_folder(path) if path.is_dir() else _read_file(path, trusted)
     of_composer = (content.get("state") or {}).get("dataset_state") or {}
     of_lightning = (content.get("callbacks") or {}).get(_KEY) or {}

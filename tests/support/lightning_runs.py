@@ -87,9 +87,9 @@ class Run:
             callbacks = [*callbacks, keep_all(folder, every_n_train_steps=every)]
         torch.manual_seed(0)
         self.module = options.pop("recorder", Recorder)(**module_options)
-        self.data = StreamingDataModule(
+        self.data = options.pop("data_class", StreamingDataModule)(
             train={"remote": shards, "shuffle": True, **dataset_options},
-            val={"remote": shards},
+            val={"remote": shards} if options.pop("val", True) else None,
             eval_batch_size=32,
             **data_options,
         )

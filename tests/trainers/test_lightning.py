@@ -46,6 +46,8 @@ def test_every_epoch_trains_on_every_sample_once(shards: Path, tmp_path: Path) -
         {"reload_dataloaders_every_n_epochs": 1},
         {"module": {"dropout": 0.5}, "data": {"seed_steps": 1}},
         {"data": {"tail": "drop"}},
+        {"val": False},
+        {"val": False, "accumulate_grad_batches": 2},
     ],
     ids=str,
 )

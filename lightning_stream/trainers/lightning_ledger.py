@@ -1,0 +1,215 @@
+"""A run's own record of what it trained on: each rank appends one sum a step, and the whole is checked afterwards.
+
+A file holds the steps of one rank over one stretch of an epoch without a stop; its name says which. A run that was
+killed trains on some steps twice, from its last checkpoint on, so stretches may overlap; they must leave no gap.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.batches import BatchInfo
+from lightning_stream.dataset import StreamingDataset
+from lightning_stream.errors import LedgerError
+from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.order import BatchPlan, Position, RunOrder, Tail, World, ledger
+
+_START = "run.json"
+_NAME = "epoch{}-from{}-batch{}-{}-rank{}of{}by{}.ledger"
+_PATTERN = re.compile(r"epoch(\d+)-from(\d+)-batch(\d+)-(pad|drop|exact)-rank(\d+)of(\d+)by(\d+)\.ledger")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run's record showed.
+
+    Attributes:
+        num_steps: Optimizer steps compared.
+        first_difference: ``(epoch, position)`` of the first step that differs or is missing; None if none is.
+        sentence: The finding in words.
+    """
+
+    num_steps: int
+    first_difference: tuple[int, int] | None
+    sentence: str
+
+
+@dataclass(frozen=True, order=True)
+class _Stretch:
+    """Steps of an epoch that one world trained on one after the other."""
+
+    epoch: int
+    begin: int
+    batch_size: int
+    tail: Tail
+    num_ranks: int
+    replication: int
+
+    def plan(self, run: RunOrder) -> BatchPlan:
+        world = World(rank=0, num_ranks=self.num_ranks, ranks_per_node=self.num_ranks, replication=self.replication)
+        order = run.epoch(self.epoch)
+        return BatchPlan(order, batch_size=self.batch_size, world=world, tail=self.tail, start=self.begin)
+
+
+class DeliveryRecord:
+    """Writes down one rank's sums. Nothing is written before the first step is committed.
+
+    Args:
+        folder: Where to; made if missing. Ranks of other machines may write to folders of their own.
+        loader: Whose batches they are.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], loader: StreamingDataLoader) -> None:
+        self._folder, self._loader = Path(folder), loader
+        self._taken: list[BatchInfo] = []
+        self._file: BinaryIO | None = None
+        self._next = (-1, -1)
+
+    def take(self, info: BatchInfo) -> None:
+        """Note a micro-batch that is about to be trained on; a step begun before and not committed is done again."""
+        if self._taken and (info.epoch, info.begin) < (self._taken[-1].epoch, self._taken[-1].begin):
+            self._taken = []
+        self._taken.append(info)
+
+    def commit(self) -> None:
+        """Write the sums of the global batches taken, all of which the optimizer has used up."""
+        taken, self._taken = self._taken, []  # first: a signal's handler may come by here again
+        steps: dict[int, list[BatchInfo]] = defaultdict(list)
+        for info in taken:
+            steps[info.begin].append(info)
+        for infos in steps.values():
+            if infos[-1].completes_step:  # else the trainer's limit on an epoch ended it inside a step
+                self._write(infos)
+
+    def close(self) -> None:
+        """Close the file; a later commit opens another."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._next = None, (-1, -1)
+
+    def _write(self, infos: list[BatchInfo]) -> None:
+        first = infos[0]
+        if (first.epoch, first.begin) != self._next:
+            self._open(first)
+        assert self._file is not None
+        kept = [~info.filler for info in infos]
+        whole = sum(
+            ledger.total(info.epoch, info.positions[keep], info.delivered[keep])
+            for info, keep in zip(infos, kept, strict=True)
+        )
+        self._file.write(ledger.to_bytes(np.array([whole % ledger.MODULUS], dtype=np.uint64)))
+        listed = [one for info in infos for one in info.substitutions]
+        if listed:
+            with Path(f"{self._file.name}.substitutions").open("a", encoding="utf-8") as lines:
+                lines.writelines(f"{json.dumps([one.position, one.drawn, one.delivered])}\n" for one in listed)
+        self._next = (first.epoch, first.end)
+
+    def _open(self, first: BatchInfo) -> None:
+        settings = self._loader.settings()
+        world = settings.world
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if world.rank == 0 and not (self._folder / _START).exists():
+            draft = self._folder / f"{_START}.draft"
+            draft.write_text(json.dumps(self._loader.first_position().to_state()), encoding="utf-8")
+            draft.replace(self._folder / _START)
+        self.close()
+        path = self._folder / _NAME.format(
+            first.epoch, first.begin, settings.global_batch_size, settings.tail,
+            world.rank, world.num_ranks, world.replication,
+        )  # fmt: skip
+        Path(f"{path}.substitutions").unlink(missing_ok=True)
+        self._file = path.open("wb", buffering=0)  # a run from the same checkpoint, as before, makes the former void
+        weakref.finalize(self, self._file.close)  # an exception ends a run without asking its callbacks
+
+
+def verify_delivery(folder: str | os.PathLike[str], dataset: StreamingDataset) -> Verdict:
+    """Compare a run's record with the order of its data, step by step over all ranks, stops and worlds.
+
+    Args:
+        folder: What was given as `record_delivery`; the files of all ranks.
+        dataset: What was trained on.
+
+    Raises:
+        LedgerError: There is no whole record here.
+        StateError: The dataset is not the one that was trained on.
+    """
+    path = Path(folder)
+    stretches = _read_stretches(path)
+    if not stretches or not (path / _START).exists():
+        raise LedgerError(f"a run with record_delivery= leaves {_START} and *.ledger files; {path} lacks them")
+    start = Position.from_state(json.loads((path / _START).read_text(encoding="utf-8")))
+    run = dataset.order(start.order)
+    start.check(run)
+    return _compare(path, run, stretches)
+
+
+def _compare(folder: Path, run: RunOrder, stretches: Mapping[_Stretch, list[NDArray[np.uint64]]]) -> Verdict:
+    steps, epoch, reached, left = 0, min(stretches).epoch, 0, ""
+    for stretch in sorted(stretches):
+        plan, ranks = stretch.plan(run), stretches[stretch]
+        if stretch.epoch == epoch + 1:
+            if reached < plan.end:
+                left += f"; epoch {epoch} was left at position {reached}"
+            epoch, reached = stretch.epoch, 0
+        if stretch.epoch > epoch or stretch.begin > reached:
+            sentence = f"nothing is recorded of the steps from epoch {epoch}, position {reached} on"
+            return Verdict(steps, (epoch, reached), sentence)
+        count = min(map(len, ranks))
+        wanted = _corrected(ledger.of_steps(plan, 0, count), plan, folder, stretch)
+        found = ledger.verify(wanted, ranks, replication=stretch.replication)
+        if found.first_difference is not None:
+            position = plan.bounds(found.first_difference)[0]
+            sentence = f"epoch {epoch}, position {position} is the first step that differs: {found.sentence}"
+            return Verdict(steps + found.first_difference, (epoch, position), sentence)
+        steps += count
+        reached = max(reached, plan.bounds(count - 1)[1] if count else 0)
+    return Verdict(steps, None, f"all {steps} recorded steps saw exactly the planned samples{left}")
+
+
+def _read_stretches(folder: Path) -> Mapping[_Stretch, list[NDArray[np.uint64]]]:
+    found: dict[_Stretch, dict[int, NDArray[np.uint64]]] = defaultdict(dict)
+    for path in folder.glob("*.ledger"):
+        if match := _PATTERN.fullmatch(path.name):
+            epoch, begin, size, tail, rank, ranks, replication = match.groups()
+            stretch = _Stretch(int(epoch), int(begin), int(size), tail, int(ranks), int(replication))  # type: ignore[arg-type]
+            found[stretch][int(rank)] = ledger.from_bytes(path.read_bytes())
+    for stretch, ranks_found in found.items():
+        absent = sorted(set(range(stretch.num_ranks)) - set(ranks_found))
+        if absent:
+            raise LedgerError(
+                f"a record needs the files of all ranks, but of {stretch.num_ranks} ranks at epoch {stretch.epoch}, "
+                f"position {stretch.begin} those of {absent} are missing: put the folders of all machines together"
+            )
+    return {stretch: [ranks_found[rank] for rank in sorted(ranks_found)] for stretch, ranks_found in found.items()}
+
+
+def _corrected(wanted: NDArray[np.uint64], plan: BatchPlan, folder: Path, stretch: _Stretch) -> NDArray[np.uint64]:
+    """The planned sums with the substitutions that were listed."""
+    changes = set(_substitutions(folder, stretch))
+    for k in range(len(wanted)):
+        begin, end = plan.bounds(k)
+        here = [one for one in changes if begin <= one.position < end]
+        if here:
+            wanted[k] = ledger.substituted(int(wanted[k]), stretch.epoch, here)
+    return wanted
+
+
+def _substitutions(folder: Path, stretch: _Stretch) -> Iterable[ledger.Substitution]:
+    one = stretch
+    for rank in range(one.num_ranks):
+        name = _NAME.format(one.epoch, one.begin, one.batch_size, one.tail, rank, one.num_ranks, one.replication)
+        path = folder / f"{name}.substitutions"
+        if path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                yield ledger.Substitution(*json.loads(line))

@@ -1,0 +1,149 @@
+"""Chains of runs drawn from a seed: each stopped in its own way, each in a world of its own.
+
+A world's ranks run one after the other in this process, each as if it were one of several: which samples it gets is
+a matter of its place alone, and a checkpoint must be the same on all of them.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_stream import StreamingDataModule
+from lightning_stream.order import World
+from support.lightning_runs import EPOCHS, Run, Steps, checkpoints, keep_all
+from support.lightning_stops import At, Stopped, StopsIn, raise_stopped, saved_on_exception, send
+
+STEPS_PER_EPOCH = 11
+WAYS = ("max_steps", "killed", "exception", "signal", "clock", "epoch end", "validation")
+HOOKS = ("training_step", "training_step", "on_train_batch_end", "on_before_zero_grad")
+
+
+@dataclass(frozen=True)
+class Link:
+    """One run of a chain: where it runs, and how it ends."""
+
+    num_ranks: int
+    accumulate: int
+    workers: int
+    way: str
+    at: At | None
+    options: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        return f"{self.num_ranks} ranks x{self.accumulate} {self.workers}w, {self.way} {self.at} {dict(self.options)}"
+
+
+def draw_chain(seed: int, *, workers: tuple[int, ...] = (0,), num_links: int = 4) -> tuple[list[Link], dict[str, Any]]:
+    """A chain of runs, and what holds for all of them."""
+    rng = random.Random(seed)
+    shared: dict[str, Any] = {
+        "data": {"tail": rng.choice(("pad", "exact", "drop")), "persistent_workers": False},
+        "dataset": {"shuffle": rng.random() < 0.8, "shuffle_seed": rng.randrange(100), "num_canonical_nodes": 4},
+    }
+    begun, links = 0, []
+    for number in range(num_links):
+        ranks, accumulate = rng.choice((1, 1, 2, 4)), rng.choice((1, 2, 4))
+        step = min(begun + rng.choice((0, 1, 1, 2, 5, 11)), EPOCHS * STEPS_PER_EPOCH - 2)
+        way = rng.choice(WAYS)
+        hook = rng.choice(HOOKS if way == "exception" else ("training_step",))
+        micro = rng.randrange(accumulate) if hook == "training_step" else 0
+        options = {
+            "val_check_interval": rng.choice((1.0, 0.5, 3)),
+            "reload_dataloaders_every_n_epochs": rng.choice((0, 0, 1)),
+        }
+        last = number == num_links - 1
+        links.append(
+            Link(
+                ranks, accumulate, rng.choice(workers), "end" if last else way,
+                None if last else At(hook, max(step, 1), micro), tuple(options.items()),
+            )
+        )  # fmt: skip
+        begun = step
+    return links, shared
+
+
+def run_chain(shards: Path, folder: Path, links: list[Link], shared: dict[str, Any], rng: random.Random) -> Steps:
+    """The steps that counted: those of each run up to the checkpoint that the next one began with."""
+    steps: Steps = {}
+    ckpts: list[Path] | None = None
+    for number, link in enumerate(links):
+        seen: Steps = defaultdict(list)
+        saved: list[list[tuple[int, Path]]] = []
+        for rank in range(link.num_ranks):
+            own = folder / f"link{number}" / f"rank{rank}"
+            run = _run(shards, own, link, rank, ckpts and ckpts[rank % len(ckpts)], shared)
+            for step, ids in run.steps.items():
+                seen[step] += ids
+            saved.append(_saved(own, link))
+        if link.way == "end":
+            return steps | {step: sorted(ids) for step, ids in seen.items()}
+        begun = [(step, path) for step, path in saved[0] if step <= (link.at.step if link.at else 0)] or saved[0]
+        if not begun:
+            continue  # nothing was saved yet: the next run begins where this one did
+        chosen = rng.randrange(len(begun)) if link.way in ("clock", "killed", "validation", "epoch end") else -1
+        done, path = begun[chosen]
+        index = saved[0].index((done, path))
+        ckpts = [files[index][1] for files in saved]
+        _expect_the_same(ckpts)
+        steps |= {step: sorted(ids) for step, ids in seen.items() if step < done}
+    raise AssertionError("a chain ends with a run that ends")
+
+
+def _run(shards: Path, own: Path, link: Link, rank: int, ckpt: Path | None, shared: dict[str, Any]) -> Run:
+    def as_one_of(**arguments: Any) -> StreamingDataModule:
+        return OneOf(World(rank=rank, num_ranks=link.num_ranks, ranks_per_node=link.num_ranks), **arguments)
+
+    options: dict[str, Any] = {
+        **dict(link.options), **shared, "data": {**shared["data"], "num_workers": link.workers},
+        "accumulate_grad_batches": link.accumulate, "data_class": as_one_of, "callbacks": [],
+    }  # fmt: skip
+    options |= _ending(link, own)
+    return Run(shards, own, ckpt, **options)
+
+
+class OneOf(StreamingDataModule):
+    """A data module that takes its process for one of several."""
+
+    def __init__(self, as_world: World, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.as_world = as_world
+
+    def world(self) -> World:
+        return self.as_world
+
+
+def _ending(link: Link, own: Path) -> dict[str, Any]:
+    at = link.at
+    if at is None:
+        return {}
+    if link.way in ("exception", "signal"):
+        act: Callable[[], None] = send(signal.SIGTERM) if link.way == "signal" else raise_stopped
+        return {
+            "recorder": lambda: StopsIn(at, act), "raises": (Stopped, SystemExit),
+            "callbacks": [saved_on_exception(own / "ckpt", "OnExceptionCheckpoint")],
+        }  # fmt: skip
+    when: dict[str, Any] = {
+        "max_steps": {"every_n_train_steps": 1}, "killed": {"every_n_train_steps": 3},
+        "clock": {"train_time_interval": timedelta(microseconds=1)},
+        "epoch end": {"every_n_epochs": 1, "save_on_train_epoch_end": True},
+        "validation": {"save_on_train_epoch_end": False},
+    }[link.way]  # fmt: skip
+    return {"callbacks": [keep_all(own, **when)], "max_steps": at.step + (2 if link.way == "killed" else 0)}
+
+
+def _saved(own: Path, link: Link) -> list[tuple[int, Path]]:
+    return checkpoints(own) if (own / "ckpt").exists() else []
+
+
+def _expect_the_same(paths: list[Path]) -> None:
+    states = [torch.load(path, weights_only=True)["callbacks"]["lightning_stream"] for path in paths]
+    assert all(state == states[0] for state in states), states

@@ -1,0 +1,104 @@
+"""What `StreamingDataModule` may be given, and what it says where it was given something else."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning.pytorch")
+
+import lightning.pytorch as pl
+import torch
+from support.lightning_runs import NUM_SAMPLES, Recorder, Run, checkpoints
+
+from lightning_stream import StreamingDataModule
+from lightning_stream.errors import SettingsMismatch, StateError
+from lightning_stream.trainers.positions import read_position
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint.*")
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "enable_checkpointing": False,
+}  # fmt: skip
+
+
+class TrainsOnly(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+        self.seen: list[int] = []
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        self.seen += batch["id"].tolist()
+        return self.net(batch["x"]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("kind", [str, Path, lambda path: f"file://{path}"], ids=["str", "path", "url"])
+def test_a_place_is_enough(shards: Path, tmp_path: Path, kind: Any) -> None:
+    module = TrainsOnly()
+    data = StreamingDataModule(train=kind(shards), batch_size=16)
+    pl.Trainer(max_epochs=1, **QUIET).fit(module, datamodule=data)
+    assert sorted(set(module.seen)) == list(range(NUM_SAMPLES))
+
+
+@pytest.mark.parametrize("module", [TrainsOnly, Recorder])
+@pytest.mark.parametrize("val", [False, True])
+def test_a_whole_run_warns_of_nothing(shards: Path, tmp_path: Path, module: Any, val: bool) -> None:
+    if module is TrainsOnly and val:
+        return  # Lightning says that nobody looks at the validation data, and is right
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        data = StreamingDataModule(
+            train={"remote": shards, "shuffle": True}, val=str(shards) if val else None, batch_size=16
+        )
+        trainer = pl.Trainer(max_epochs=1, **QUIET)
+        trainer.fit(module(), datamodule=data)
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        pl.Trainer(max_epochs=2, **QUIET).fit(module(), datamodule=data, ckpt_path=tmp_path / "a.ckpt")
+    of_torch = "isinstance(treespec, LeafSpec)"  # Lightning's own use of torch
+    assert [str(one.message) for one in caught if of_torch not in str(one.message)] == []
+
+
+def test_what_is_not_there_is_asked_for_by_name(shards: Path) -> None:
+    data = StreamingDataModule(train=str(shards), batch_size=16)
+    trainer = pl.Trainer(max_epochs=1, **QUIET)
+    with pytest.raises(ValueError, match="asked for val data, but StreamingDataModule got none: pass val="):
+        trainer.validate(Recorder(), datamodule=data)
+    with pytest.raises(ValueError, match="asked for train data, but StreamingDataModule got none: pass train="):
+        trainer.fit(Recorder(), datamodule=StreamingDataModule(val=str(shards), batch_size=16))
+
+
+def test_a_name_misspelt_is_told_with_the_one_meant(shards: Path) -> None:
+    with pytest.raises(ValueError, match=r"train= takes .*, and shufle is none of them: did you mean shuffle\?"):
+        StreamingDataModule(train={"remote": shards, "shufle": True}, batch_size=16)
+    with pytest.raises(ValueError, match=r"val= .* and qqq, zzz are none of them\. There are streams, remote, "):
+        StreamingDataModule(val={"remote": shards, "qqq": 1, "zzz": 2}, batch_size=16)
+    with pytest.raises(TypeError, match=r"test= takes a StreamingDataset, a mapping .*; found int"):
+        StreamingDataModule(test=3, batch_size=16)  # type: ignore[arg-type]
+
+
+def test_a_mismatch_is_refused_or_taken_with_a_warning(shards: Path, tmp_path: Path) -> None:
+    Run(shards, tmp_path, every_n_train_steps=5, max_epochs=1)
+    path = checkpoints(tmp_path)[0][1]
+    other: dict[str, Any] = {"dataset": {"shuffle_seed": 7}, "max_epochs": 1}
+    with pytest.raises(SettingsMismatch, match="on_mismatch='warn'"):
+        Run(shards, tmp_path / "refused", path, **other)
+    with pytest.warns(UserWarning, match="seed was 9176 and is 7 now"):
+        run = Run(shards, tmp_path / "taken", path, data={"on_mismatch": "warn"}, **other)
+    assert sorted(run.steps) == list(range(5, 11))
+
+
+def test_a_checkpoint_that_is_not_there_is_said_to_be_missing(shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is none at"):
+        read_position(tmp_path / "nope.ckpt")
+    with pytest.raises(FileNotFoundError, match=r"nope\.ckpt"):
+        Run(shards, tmp_path, tmp_path / "nope.ckpt")
+    torch.save({"state_dict": {}}, tmp_path / "bare.ckpt")
+    with pytest.raises(StateError, match="holds the data's position"):
+        read_position(tmp_path / "bare.ckpt")

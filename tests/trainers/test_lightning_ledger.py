@@ -1,0 +1,127 @@
+"""The ledger in checkpoints is whole after a resume, and a run's own record tells what was trained on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("lightning.pytorch")
+
+import torch
+from support.lightning_chains import OneOf
+from support.lightning_runs import GLOBAL_BATCH, Run, checkpoints
+from support.lightning_stops import At, Stopped, StopsIn, saved_on_exception
+
+from lightning_stream import StreamingDataset
+from lightning_stream.errors import LedgerError
+from lightning_stream.order import World, ledger
+from lightning_stream.trainers.lightning_ledger import verify_delivery
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:.*{text}.*")
+    for text in ("callbacks used to create the checkpoint", "The dirpath has changed", "no last checkpoint available")
+]
+
+
+def ledgers(folder: Path) -> dict[int, str]:
+    states = {step: torch.load(path, weights_only=True)["callbacks"] for step, path in checkpoints(folder)}
+    return {step: state["lightning_stream"]["position"]["ledger"] for step, state in states.items()}
+
+
+def test_the_ledger_of_a_resumed_run_goes_on_from_the_one_it_was_given(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Run(shards, tmp_path, every_n_train_steps=1, max_epochs=2)
+    proven, saved = ledgers(tmp_path), dict(checkpoints(tmp_path))
+    assert len(set(proven.values())) == 21  # the two ends of epochs have none yet
+    begun = []
+    expected = ledger.expected
+    monkeypatch.setattr(ledger, "expected", lambda order, a, b: begun.append((order.epoch, a)) or expected(order, a, b))
+    for step in (4, 15):
+        begun.clear()
+        Run(shards, tmp_path / str(step), saved[step], every_n_train_steps=1, max_epochs=2)
+        assert ledgers(tmp_path / str(step)) == {s: one for s, one in proven.items() if s > step}
+        assert (step // 11, 0) not in begun  # what was proven before is not summed again
+    assert len(whole.steps) == 22
+
+
+def test_a_ledger_that_proves_another_past_stays_wrong(shards: Path, tmp_path: Path) -> None:
+    Run(shards, tmp_path, every_n_train_steps=5, max_epochs=1)
+    path = checkpoints(tmp_path)[0][1]
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["callbacks"]["lightning_stream"]["position"]["ledger"] = "0" * 16
+    torch.save(checkpoint, path)
+    Run(shards, tmp_path / "again", path, every_n_train_steps=5, max_epochs=1)
+    assert ledgers(tmp_path)[10] != ledgers(tmp_path / "again")[10]
+
+
+def dataset(shards: Path, **options: Any) -> StreamingDataset:
+    return StreamingDataset(remote=shards, shuffle=True, **options)
+
+
+@pytest.mark.parametrize("tail", ["pad", "exact"])
+def test_a_record_over_stops_and_worlds_says_that_all_steps_were_delivered(
+    shards: Path, tmp_path: Path, tail: str
+) -> None:
+    ckpt: Path | None = None
+    for link, (ranks, accumulate, stop) in enumerate([(1, 1, 5), (2, 2, 14), (4, 1, None)]):
+        for rank in range(ranks):
+            own = tmp_path / f"{link}.{rank}"
+            world = World(rank=rank, num_ranks=ranks, ranks_per_node=ranks)
+            Run(
+                shards, own, ckpt, accumulate_grad_batches=accumulate, callbacks=[saved_on_exception(own, "first")],
+                data={"record_delivery": tmp_path / "record", "tail": tail}, raises=Stopped,
+                recorder=lambda stop=stop: StopsIn(None if stop is None else At("training_step", stop)),
+                data_class=lambda world=world, **arguments: OneOf(world, **arguments),
+            )  # fmt: skip
+        ckpt = own / "on_exception.ckpt"
+    verdict = verify_delivery(tmp_path / "record", dataset(shards))
+    assert verdict.first_difference is None
+    assert verdict.num_steps == 33
+    assert verdict.sentence == "all 33 recorded steps saw exactly the planned samples"
+
+    victim = tmp_path / "record" / f"epoch1-from48-batch16-{tail}-rank2of4by1.ledger"
+    sums = np.frombuffer(victim.read_bytes(), "<u8").copy()
+    sums[3] += 1
+    victim.write_bytes(sums.tobytes())
+    found = verify_delivery(tmp_path / "record", dataset(shards))
+    assert found.first_difference == (1, 48 + 3 * GLOBAL_BATCH)
+    assert "epoch 1, position 96 is the first step that differs" in found.sentence
+    victim.unlink()
+    with pytest.raises(LedgerError, match=r"of 4 ranks at epoch 1, position 48 those of \[2\] are missing"):
+        verify_delivery(tmp_path / "record", dataset(shards))
+
+
+def test_a_record_tells_a_gap_and_an_epoch_cut_short(shards: Path, tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    with pytest.raises(LedgerError, match=r"leaves run\.json and"):
+        verify_delivery(tmp_path, dataset(shards))
+    Run(shards, tmp_path, limit_train_batches=4, data={"record_delivery": record})
+    verdict = verify_delivery(record, dataset(shards))
+    assert verdict.sentence == (
+        "all 12 recorded steps saw exactly the planned samples; epoch 0 was left at position 64; epoch 1 was left at "
+        "position 64"
+    )
+    first = record / "epoch0-from0-batch16-pad-rank0of1by1.ledger"
+    first.rename(record / "epoch0-from16-batch16-pad-rank0of1by1.ledger")
+    assert verify_delivery(record, dataset(shards)).first_difference == (0, 0)
+
+
+def test_a_planned_substitution_is_no_difference(shards: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(shards, damaged)
+    index = json.loads((damaged / "index.json").read_text())
+    (damaged / index["shards"][3]["raw_data"]["basename"]).unlink()
+    options = {
+        "remote": damaged, "local": tmp_path / "cache", "on_bad_shard": "substitute", "quarantine": tmp_path / "bad"
+    }  # fmt: skip
+    Run(damaged, tmp_path, dataset=options, data={"record_delivery": tmp_path / "record"}, limit_val_batches=0)
+    assert list((tmp_path / "record").glob("*.substitutions"))
+    verdict = verify_delivery(tmp_path / "record", dataset(damaged))
+    assert verdict.first_difference is None, verdict.sentence
+    assert verdict.num_steps == 33
