@@ -22,8 +22,10 @@ class ComposerRun:
 
     Args:
         folder: Checkpoints go into its ``composer``.
-        max_epochs: Epochs of the whole run.
+        max_epochs: Epochs of the whole run; -1 for as many as `max_steps` takes.
         max_steps: Optimizer steps of the whole run, where these are fewer; -1 for no such limit.
+        val_check_interval: Optimizer steps between validations, over epochs.
+        check_val_every_n_epoch: Epochs between validations, where `val_check_interval` does not say.
         save_every: How often a checkpoint is written, in Composer's words.
         num_kept: Checkpoints that are kept.
         seed: Of dropout.
@@ -36,6 +38,8 @@ class ComposerRun:
         folder: str,
         max_epochs: int = 12,
         max_steps: int = -1,
+        val_check_interval: int | None = None,
+        check_val_every_n_epoch: int | None = 1,
         save_every: str = "20ba",
         num_kept: int = 2,
         seed: int = 1,
@@ -44,6 +48,7 @@ class ComposerRun:
         self.folder = composer_checkpoints(Path(folder))
         self.max_epochs = max_epochs
         self.max_steps = max_steps
+        self.eval_interval = f"{val_check_interval}ba" if val_check_interval else f"{check_val_every_n_epoch or 1}ep"
         self.save_every = save_every
         self.num_kept = num_kept
         self.seed = seed
@@ -102,7 +107,7 @@ class ComposerRun:
         )
         held_out = data_spec(data.datasets["val"], batch_size=data.eval_batch_size, evaluation=True, **workers)
         total = self.max_epochs * len(train.dataloader)
-        limited = 0 <= self.max_steps < total
+        limited = self.max_steps >= 0 and (self.max_epochs < 0 or self.max_steps < total)
         total = self.max_steps if limited else total
         return Trainer(
             model=ComposerTask(model),
@@ -112,6 +117,7 @@ class ComposerRun:
             schedulers=model.schedule(optimizer, total),
             step_schedulers_every_batch=True,
             max_duration=f"{self.max_steps}ba" if limited else f"{self.max_epochs}ep",
+            eval_interval=self.eval_interval,
             save_folder=str(self.folder),
             save_interval=self.save_every,
             save_overwrite=True,
