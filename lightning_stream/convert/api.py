@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from lightning_stream.convert.plan import part_size
 from lightning_stream.convert.sources.choose import open_source
 from lightning_stream.convert.sources.function import Inputs
 from lightning_stream.convert.split import HeldOut
+from lightning_stream.convert.transform import Transform
 from lightning_stream.convert.worker import IN_WORKER
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.storage.files import FileLock
@@ -36,6 +37,7 @@ def convert(
     num_workers: int | None = None,
     kind: str | None = None,
     transform: Callable[[dict[str, Any]], Any] | None = None,
+    transform_rows: Callable[[Iterator[dict[str, Any]]], Iterable[Mapping[str, Any]]] | None = None,
     fill_nulls: Mapping[str, Any] | None = None,
     drop_nulls: bool = False,
     held_out: float | None = None,
@@ -72,6 +74,8 @@ def convert(
         transform: Called with each row (a dict of Python values); gives a sample, None to leave the row out, or an
             iterable of samples. For repeatable files it must be deterministic. Without ``columns``, the first sample
             decides them.
+        transform_rows: Called instead with the rows of each part, as an iterator; gives their samples: for what needs
+            several rows at once, e.g. texts to blocks of tokens. Parts are as ``part_bytes`` says.
         fill_nulls: Values to write in the place of nulls, by column.
         drop_nulls: Leave out rows with nulls in columns that have no null (all but json).
         held_out: Share of the rows that goes into ``out/val``, while the others go into ``out/train``.
@@ -110,7 +114,7 @@ def convert(
         store_options=store_options,
         columns=None if columns is None else dict(columns),
         writer=writer_settings(compression, hashes, size_limit),
-        transform=transform,
+        transform=Transform(transform, transform_rows),
         nulls=NullRule(dict(fill_nulls or {}), drop_nulls),
         held_out=None if held_out is None else HeldOut(held_out, seed, held_out_by),
         part_bytes=part_size(found) if part_bytes is None else max(1, parse_bytes(part_bytes, "part_bytes")),

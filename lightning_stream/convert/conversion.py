@@ -6,12 +6,11 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
-from lightning_stream.convert.code import source_text
 from lightning_stream.convert.job import Job
 from lightning_stream.convert.nulls import NullRule
 from lightning_stream.convert.plan import parts_of
@@ -32,7 +31,8 @@ from lightning_stream.convert.sources.base import Found
 from lightning_stream.convert.sources.choose import Source
 from lightning_stream.convert.spill import Buckets
 from lightning_stream.convert.split import TRAIN, VAL, HeldOut
-from lightning_stream.convert.work import Work, samples_of
+from lightning_stream.convert.transform import Transform
+from lightning_stream.convert.work import Work
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.compression import check_compression
 from lightning_stream.formats.hashing import check_hashes
@@ -56,7 +56,7 @@ class Settings:
     store_options: Mapping[str, Any] | None
     columns: Mapping[str, str] | None
     writer: Mapping[str, Any]
-    transform: Callable[[dict[str, Any]], Any] | None
+    transform: Transform
     nulls: NullRule
     held_out: HeldOut | None
     part_bytes: int
@@ -70,7 +70,7 @@ class Settings:
             "version": _VERSION,
             "columns": self.columns,
             **{name: self.writer[name] for name in ("compression", "hashes", "size_limit")},
-            "transform": source_text(self.transform),
+            "transform": self.transform.told,
             "nulls": asdict(self.nulls),
             "held_out": None if self.held_out is None else asdict(self.held_out),
             "part_bytes": self.part_bytes,
@@ -230,16 +230,15 @@ class Conversion:
     def _columns(self) -> tuple[Found, dict[str, str]]:
         """What is read, and what is written."""
         settings, source = self._settings, self._source
-        if settings.transform is None:
+        if not settings.transform.is_given:
             found = source.reader.find_columns(source.files, settings.columns)
             return found, dict(settings.columns or found.columns)
         found = source.reader.find_columns(source.files, None)
         if settings.columns is not None:
             return found, dict(settings.columns)
-        for span in source.reader.spans(source.files[0], settings.part_bytes):
-            for batch in source.reader.read(span, found.columns):
-                for sample in islice(samples_of(batch, settings.transform), 1):
-                    return found, infer_columns(sample)
+        spans = source.reader.spans(source.files[0], settings.part_bytes)
+        for sample, _ in islice(settings.transform.samples(source.reader.read_all(spans, found.columns)), 1):
+            return found, infer_columns(sample)
         raise ValueError("transform gave no sample for the first file, to infer columns from. Pass columns=.")
 
     def _write(

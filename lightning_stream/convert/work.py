@@ -15,8 +15,10 @@ from lightning_stream.convert.receipt import Receipt, receipt_name
 from lightning_stream.convert.sources.base import Batch, Reader
 from lightning_stream.convert.spill import SpillWriter
 from lightning_stream.convert.split import HeldOut
+from lightning_stream.convert.transform import Transform
 
 Tell = Callable[[int], None]
+_TELL_ROWS = 100
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Work:
         read: The columns that are read, with their encodings.
         jobs: The datasets that are written: by the name of the split, or one named ``""``. Rows of other splits are
             left out.
-        transform: From a row to a sample, None for none, or several samples; None to write the rows as they are.
+        transform: What becomes of rows.
         nulls: What becomes of null values.
         held_out: Which rows go to the split that is held out; None where there is one dataset.
     """
@@ -36,7 +38,7 @@ class Work:
     reader: Reader
     read: Mapping[str, str]
     jobs: Mapping[str, Job]
-    transform: Callable[[dict[str, Any]], Any] | None
+    transform: Transform
     nulls: NullRule
     held_out: HeldOut | None
 
@@ -78,15 +80,17 @@ class Work:
 
     def _write(self, part: Part, outs: Mapping[str, _Out], nulls: dict[str, int], tell: Tell) -> None:
         row = 0
-        for batch in _refusing(self.reader.read_all(part.spans, self.read)):
-            if self.transform is not None:
-                for sample in samples_of(batch, self.transform):
-                    out = outs.get(self._split(part.number, row, sample))
-                    if out is not None:
-                        out.add_sample(sample, batch.where)
-                    row += 1
-                tell(row)
-                continue
+        batches = _refusing(self.reader.read_all(part.spans, self.read))
+        if self.transform.is_given:
+            for sample, where in self.transform.samples(batches):
+                out = outs.get(self._split(part.number, row, sample))
+                if out is not None:
+                    out.add_sample(sample, where or str(part))
+                row += 1
+                if row % _TELL_ROWS == 0:
+                    tell(row)
+            return
+        for batch in batches:
             found = _settled(batch, self.read, self.nulls, nulls)
             if found is None:
                 continue
@@ -151,36 +155,3 @@ def _refusing(given: Iterable[Any]) -> Iterator[Any]:
         except ValueError as error:
             raise RefusedError(str(error)) from error
         yield each
-
-
-def samples_of(batch: Batch, transform: Callable[[dict[str, Any]], Any]) -> Iterator[Mapping[str, Any]]:
-    """The samples that a transform makes of a batch's rows.
-
-    Raises:
-        TypeError: It gives something else than samples.
-    """
-    for row in rows_of(batch):
-        made = transform(row)
-        if made is None:
-            continue
-        if isinstance(made, Mapping):
-            yield made
-        elif isinstance(made, Iterable) and not isinstance(made, (str, bytes)):
-            yield from made
-        else:
-            raise TypeError(
-                "transform must give a sample (a dict), several, or None to leave the row out; got "
-                f"{type(made).__name__}."
-            )
-
-
-def rows_of(batch: Batch) -> Iterator[dict[str, Any]]:
-    """The rows of a batch as dicts of Python values."""
-    values = batch.columns
-    if hasattr(values, "to_pylist"):
-        yield from values.to_pylist()
-        return
-    names = list(values)
-    columns = [column.tolist() if getattr(column, "ndim", 0) == 1 else column for column in values.values()]
-    for row in zip(*columns, strict=True):
-        yield dict(zip(names, row, strict=True))

@@ -6,6 +6,7 @@ import gzip
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,23 @@ def test_a_transform_gives_one_sample_none_or_several(rows_file: Path, tmp_path:
     convert(rows_file, tmp_path / "out", **PLAIN, transform=halves)
     expected = [n for k in range(0, 3000, 2) for n in ((k, -k) if k % 4 else (k,))]
     assert [sample["n"] for sample in samples_of(tmp_path / "out")] == expected
+
+
+def test_a_transform_of_rows_sees_all_of_a_part_in_order(rows_file: Path, tmp_path: Path, samples_of: Any) -> None:
+    def blocks(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        held = [token for row in rows for token in row["tokens"]]
+        for begin in range(0, len(held) - 63, 64):
+            yield {"tokens": np.array(held[begin : begin + 64], np.int32)}
+
+    convert(rows_file, tmp_path / "out", **PLAIN, transform_rows=blocks, columns={"tokens": "ndarray:int32:64"})
+    tokens = [token for k in range(3000) for token in range(k % 5 + 1)]
+    found = np.concatenate([sample["tokens"] for sample in samples_of(tmp_path / "out")])
+    assert found.tolist() == tokens[: len(found)]
+    assert len(tokens) - len(found) < 64
+    with pytest.raises(ValueError, match="not both"):
+        convert(rows_file, tmp_path / "out2", **PLAIN, transform_rows=blocks, transform=dict)
+    with pytest.raises(TypeError, match="one of them is int"):
+        convert(rows_file, tmp_path / "out2", **PLAIN, transform_rows=lambda rows: [row["k"] for row in rows])
 
 
 def test_held_out_rows_are_a_share_and_the_rest_is_the_rest(rows_file: Path, tmp_path: Path, samples_of: Any) -> None:
