@@ -1,0 +1,143 @@
+"""A folder as an S3 bucket on 127.0.0.1 that answers as slowly as a network does: for benchmarks of reading.
+
+It speaks as much of S3 as clients need to read: GetObject with ranges, HeadObject, ListObjectsV2. Bodies go from the
+page cache to the socket by `sendfile`: on a small machine the server takes little of what the clients could use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import re
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+_PIECE_BYTES = 1 << 17
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How slowly.
+
+    Attributes:
+        latency_s: From a request to the first byte of its answer.
+        bytes_per_s: Of each connection; None: as fast as it goes.
+    """
+
+    latency_s: float = 0.0
+    bytes_per_s: float | None = None
+
+
+@contextlib.contextmanager
+def serve(folder: Path, pace: Pace) -> Iterator[str]:
+    """A server in a process of its own while the context lasts; gives its endpoint.
+
+    The bucket's name is ignored: ``s3://anything/name`` is ``folder/name``. ``GET /_counts`` gives requests and bytes
+    since it was asked last, as JSON.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, its = context.Pipe()
+    process = context.Process(target=_main, args=(folder, pace, its), daemon=True)
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{ours.recv()}"
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _main(folder: Path, pace: Pace, ready: Any) -> None:
+    asyncio.run(_Server(folder, pace).run(ready))
+
+
+class _Server:
+    def __init__(self, folder: Path, pace: Pace) -> None:
+        self.folder = folder
+        self.pace = pace
+        self.gets = 0
+        self.sent = 0
+
+    async def run(self, ready: Any) -> None:
+        loop = asyncio.get_running_loop()
+        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
+            listening.setblocking(False)
+            ready.send(listening.getsockname()[1])
+            tasks = set()
+            while True:
+                client, _ = await loop.sock_accept(listening)
+                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                task = loop.create_task(self._client(client))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+
+    async def _client(self, client: socket.socket) -> None:
+        loop, waiting = asyncio.get_running_loop(), b""
+        with client, contextlib.suppress(ConnectionError):
+            while True:
+                while b"\r\n\r\n" not in waiting:
+                    if not (more := await loop.sock_recv(client, 1 << 16)):
+                        return
+                    waiting += more
+                head, _, waiting = waiting.partition(b"\r\n\r\n")
+                await self._answer(client, head.decode("latin1"))
+
+    async def _answer(self, client: socket.socket, head: str) -> None:
+        method, target, _ = head.split(" ", 2)
+        url = urlsplit(target)
+        name = unquote(url.path).lstrip("/").partition("/")[2]
+        if url.path == "/_counts":
+            counts, self.gets, self.sent = {"gets": self.gets, "bytes": self.sent}, 0, 0
+            return await _send(client, "200 OK", json.dumps(counts).encode())
+        self.gets += method == "GET"
+        await asyncio.sleep(self.pace.latency_s)
+        if "list-type" in parse_qs(url.query):
+            return await _send(client, "200 OK", self._listing(parse_qs(url.query).get("prefix", [""])[0]))
+        path = self.folder / name
+        if not path.is_file():
+            return await _send(client, "404 Not Found", b"<Error><Code>NoSuchKey</Code></Error>", method)
+        return await self._send_file(client, path, head, method)
+
+    async def _send_file(self, client: socket.socket, path: Path, head: str, method: str) -> None:
+        loop = asyncio.get_running_loop()
+        size = path.stat().st_size
+        begin, end, status = 0, size, "200 OK"
+        if asked := re.search(r"(?im)^range:\s*bytes=(\d+)-(\d*)", head):
+            begin, end = int(asked[1]), min(size, int(asked[2]) + 1 if asked[2] else size)
+            status = f"206 Partial Content\r\nContent-Range: bytes {begin}-{end - 1}/{size}"
+        fields = f'ETag: "{size:x}"\r\nLast-Modified: Mon, 01 Jan 2024 00:00:00 GMT\r\nAccept-Ranges: bytes'
+        fields += f"\r\nContent-Type: application/octet-stream\r\nContent-Length: {end - begin}"
+        await loop.sock_sendall(client, f"HTTP/1.1 {status}\r\n{fields}\r\n\r\n".encode())
+        if method == "HEAD":
+            return
+        begun, first = time.monotonic(), begin
+        step = _PIECE_BYTES if self.pace.bytes_per_s else end - begin
+        with path.open("rb") as file:
+            while begin < end:
+                begin += await loop.sock_sendfile(client, file, begin, min(step, end - begin))
+                if self.pace.bytes_per_s:
+                    await asyncio.sleep(begun + (begin - first) / self.pace.bytes_per_s - time.monotonic())
+        self.sent += end - first
+
+    def _listing(self, prefix: str) -> bytes:
+        found = sorted(path for path in self.folder.rglob("*") if path.is_file())
+        names = [(path.relative_to(self.folder).as_posix(), path.stat().st_size) for path in found]
+        entries = "".join(
+            f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size>"
+            "<LastModified>2024-01-01T00:00:00Z</LastModified></Contents>"
+            for name, size in names
+            if name.startswith(prefix)
+        )
+        return f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>".encode()
+
+
+async def _send(client: socket.socket, status: str, body: bytes, method: str = "GET") -> None:
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    await asyncio.get_running_loop().sock_sendall(client, head + (b"" if method == "HEAD" else body))
