@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_stream.convert.publish import begin, check, publish
 from lightning_stream.convert.receipt import Receipt
+from lightning_stream.spark.delta import delta_versions
+from lightning_stream.spark.explain import explained
 from lightning_stream.spark.partition import RESULT, SparkJob, with_done, write_partition
 from lightning_stream.spark.plan import fingerprint, ordered, plan_text, selected, small_batches
 from lightning_stream.spark.progress import Progress
@@ -122,29 +124,44 @@ class Conversion:
 
         Raises:
             ValueError: Values that cannot be written.
+            StoreError: What an executor's store could not do; for what else fails there, Spark's own error.
+            MissingExtraError: Executors lack a package.
         """
         if done:
             _LOG.info("going on with an earlier run: %d partitions are written already", len(done))
         task = _task(with_done(self.job, done))
         progress = Progress(self.job) if progress_bar else nullcontext()
         with progress, small_batches(self.dataframe.sparkSession, self.batch_rows):
-            rows = self.dataframe.mapInArrow(task, RESULT).collect()
+            rows = _collected(self.dataframe.mapInArrow(task, RESULT))
         receipts = sorted((Receipt.from_bytes(bytes(row[0])) for row in rows), key=lambda receipt: receipt.partition)
         check(receipts, "the DataFrame", _FILL)
         return receipts
 
     def publish(self, receipts: Sequence[Receipt], merge_index: bool = True) -> None:
         """Make a dataset of what was written."""
+        files = self.dataframe.inputFiles()
+        versions = delta_versions(files)
         about = {
             "schema": json.loads(self.dataframe.schema.json()),
             "plan": plan_text(self.dataframe).splitlines(),
-            "num_source_files": len(self.dataframe.inputFiles()),
+            "num_source_files": len(files),
+            **({"delta_tables": versions} if versions else {}),
         }
         publish(self.job, receipts, merge_index, about)
 
     def moved_to(self, place: str) -> Conversion:
         """The same into another place."""
         return replace(self, job=replace(self.job, out=place))
+
+
+def _collected(results: Any) -> Any:
+    try:
+        return results.collect()
+    except Exception as error:
+        told = explained(error)
+        if told is None:
+            raise
+        raise told from error
 
 
 def _batch_rows(schema: Any, columns: Mapping[str, str], read: Sequence[str]) -> int | None:

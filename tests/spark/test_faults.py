@@ -120,6 +120,33 @@ def test_remains_of_another_conversion_are_not_taken_for_this_one(spark: Any, tm
         room.dataframe_to_mds(source, mds_kwargs=kwargs(tmp_path / "out"), udf_iterable=doubled)
 
 
+def refused(frame: Any) -> Any:
+    from lightning_stream.errors import AccessError
+
+    raise AccessError("s3://bucket must be writable; the keys are those of a reader.")
+    yield frame
+
+
+def lacking(frame: Any) -> Any:
+    import nowhere_to_be_found  # type: ignore[import-not-found,unused-ignore]
+
+    yield nowhere_to_be_found
+
+
+def test_what_fails_in_an_executor_is_told_as_what_it_is(spark: Any, tmp_path: Path) -> None:
+    from lightning_stream.errors import AccessError, MissingExtraError
+
+    for udf, kind, said in (
+        (refused, AccessError, r"^s3://bucket must be writable; .* \(In one of Spark's executors\.\)$"),
+        (lacking, MissingExtraError, "executors has no module 'nowhere_to_be_found'. Install it on every machine"),
+    ):
+        with pytest.raises(kind, match=said) as caught:
+            room.dataframe_to_mds(
+                spark.range(5), mds_kwargs={**kwargs(tmp_path / "out"), "exist_ok": True}, udf_iterable=udf
+            )
+        assert caught.value.__cause__ is not None
+
+
 @pytest.mark.slow
 def test_killed_executors_and_speculation_change_nothing(
     tmp_path: Path, spark: Any, undisturbed: dict[str, bytes]

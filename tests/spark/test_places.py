@@ -1,0 +1,143 @@
+"""Executors put the shards where they stay, and others read them there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+TESTS = str(Path(__file__).resolve().parents[1])
+if TESTS not in sys.path:
+    sys.path.insert(0, TESTS)
+
+from servers import processes  # noqa: E402
+
+from lightning_stream import spark as room  # noqa: E402
+from lightning_stream.storage import open_store  # noqa: E402
+
+KEY, SECRET = "TESTKEY", "TESTSECRET"
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The options of a store in a bucket of a real server."""
+    boto3 = pytest.importorskip("boto3")
+    with processes.moto(tmp_path) as endpoint:
+        keys = {"aws_access_key_id": KEY, "aws_secret_access_key": SECRET}
+        boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", **keys).create_bucket(Bucket="bucket")
+        yield {"endpoint_url": endpoint, "access_key_id": KEY, "secret_access_key": SECRET, "region": "us-east-1"}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_executors_upload_and_the_driver_puts_only_what_makes_it_a_dataset(
+    spark: Any, tmp_path: Path, bucket: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_stream.storage.s3 import S3Store
+
+    by_driver: list[str] = []
+    put = S3Store.put
+
+    def counted(self: Any, name: str, *arguments: Any, **more: Any) -> Any:
+        by_driver.append(name)
+        return put(self, name, *arguments, **more)
+
+    monkeypatch.setattr(S3Store, "put", counted)
+    frame = spark.range(0, 400, 1, 4).selectExpr("id", "cast(id as string) as text")
+    out = "s3://bucket/some/rows"
+    kwargs = {"out": out, "compression": "zstd", "hashes": ["sha1"], "size_limit": "2kb", "store_options": bucket}
+    assert room.dataframe_to_mds(frame, mds_kwargs=kwargs) == ("", out)
+    assert by_driver == ["manifest.json", "index.json"]
+
+    store = open_store(out, bucket)
+    names = {entry.name for entry in store.list("")}
+    index = json.loads(store.read("index.json"))
+    listed = {shard["zip_data"]["basename"] for shard in index["shards"]}
+    assert len(listed) > 4
+    assert names == listed | {"index.json", "manifest.json"}  # no receipt, no leftover
+    assert sum(shard["samples"] for shard in index["shards"]) == 400
+    assert SECRET not in store.read("manifest.json").decode()
+
+    from lightning_stream import LocalDataset
+
+    for name in names:
+        (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "copy" / name).write_bytes(store.read(name))
+    dataset = LocalDataset(tmp_path / "copy")
+    assert [(dataset[k]["id"], dataset[k]["text"]) for k in range(400)] == [(k, str(k)) for k in range(400)]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_keys_that_the_store_refuses_are_told_as_the_stores_error(spark: Any, bucket: dict[str, str]) -> None:
+    kwargs = {"out": "s3://no-such-bucket/rows", "store_options": {**bucket, "retries": 0}}
+    with pytest.raises(Exception, match="no-such-bucket"):
+        room.dataframe_to_mds(spark.range(10), mds_kwargs=kwargs)
+
+
+READER = """
+import json, sys
+from streaming import StreamingDataset
+
+dataset = StreamingDataset(local=sys.argv[1], batch_size=1)
+rows = [dataset[k] for k in range(len(dataset))]
+print(json.dumps([[int(r["id"]), r["text"], r["tokens"].tolist(), float(r["x"]), r["nested"]] for r in rows]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merged", [True, False])
+def test_mosaicml_streaming_reads_what_spark_wrote(spark: Any, tmp_path: Path, merged: bool) -> None:
+    python = os.environ.get("LIGHTNING_STREAM_MOSAIC_PYTHON")
+    if not python:
+        pytest.skip("LIGHTNING_STREAM_MOSAIC_PYTHON=/path/to/python names none that has mosaicml-streaming")
+    frame = spark.range(0, 60, 1, 3).selectExpr(
+        "id",
+        "concat('row ', id) as text",
+        "array(cast(id as int), 7) as tokens",
+        "cast(id as float) / 2 as x",
+        "named_struct('a', id, 'b', array('x')) as nested",
+    )
+    kwargs = {"out": str(tmp_path / "out"), "compression": "zstd", "hashes": ["xxh64"], "size_limit": "1kb"}
+    room.dataframe_to_mds(frame, merged, kwargs)
+    folder, ids = (tmp_path / "out", range(60)) if merged else (tmp_path / "out" / "part-00001", range(20, 40))
+    done = subprocess.run(
+        [python, "-W", "ignore", "-c", READER, str(folder)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert rows == [[k, f"row {k}", [k, 7], float(np.float32(k) / 2), {"a": k, "b": ["x"]}] for k in ids]
+
+
+def delta_table(spark: Any, place: Path) -> list[list[str]]:
+    """A table in Delta's layout, of three versions; gives the files of each. The first is replaced by the third."""
+    files = []
+    for version in range(3):
+        spark.range(version * 10, version * 10 + 10, 1, 1).write.mode("append").parquet(str(place))
+        known = {name for names in files for name in names}
+        files.append([path.name for path in place.glob("*.parquet") if path.name not in known])
+    (place / "_delta_log").mkdir()
+    actions = [[{"add": {"path": name}} for name in names] for names in files]
+    actions[2] += [{"remove": {"path": name}} for name in files[0]]
+    for version, told in enumerate(actions):
+        lines = [json.dumps({"commitInfo": {"operation": "WRITE"}}), *map(json.dumps, told)]
+        (place / "_delta_log" / f"{version:020}.json").write_text("\n".join(lines))
+    return [files[0], files[0] + files[1], files[1] + files[2]]
+
+
+def test_the_manifest_tells_the_version_of_a_delta_table(spark: Any, tmp_path: Path) -> None:
+    versions = delta_table(spark, tmp_path / "table")
+    for version, names in enumerate(versions):
+        frame = spark.read.parquet(*(str(tmp_path / "table" / name) for name in names))
+        room.dataframe_to_mds(frame, mds_kwargs={"out": str(tmp_path / f"out-{version}")})
+        manifest = json.loads((tmp_path / f"out-{version}" / "manifest.json").read_text())
+        assert manifest["delta_tables"] == {f"file://{tmp_path}/table": version}
+    plain = tmp_path / "plain"
+    spark.range(3).write.parquet(str(plain))
+    room.dataframe_to_mds(spark.read.parquet(str(plain)), mds_kwargs={"out": str(tmp_path / "out")})
+    assert "delta_tables" not in json.loads((tmp_path / "out" / "manifest.json").read_text())
