@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import re
+import shlex
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -227,6 +229,35 @@ def test_what_is_wrong_with_any_job_of_a_sweep_is_told_before_the_first_starts(
     assert "data.global_batch_size=0 seed=1: This config cannot be run:" in told
     assert "data.global_batch_size=16 seed=-1: This config cannot be run:" in told
     assert list(tmp_path.iterdir()) == []
+
+
+PAGE = (CONFIGS.parent / "docs" / "configs.md").read_text()
+COMMANDS = [
+    line.partition("#")[0]
+    for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
+    for line in block.splitlines()
+]
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_every_command_of_the_page_on_configs_is_one_that_runs(
+    line: str, eight_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, command, *arguments = shlex.split(line)
+    assert (program, command) == ("lightning-stream", "train")
+    monkeypatch.chdir(tmp_path)
+    for name in ("flowers", *(f"flowers/seed-{seed}" for seed in (1, 2, 3))):
+        checkpoint = tmp_path / "runs" / name / "checkpoints" / "last.ckpt"
+        checkpoint.parent.mkdir(parents=True)
+        torch.save({}, checkpoint)
+    assert ran(*arguments)
+
+
+def test_the_page_on_configs_names_every_file_of_a_group() -> None:
+    for group in ("data", "model", "trainer", "scale", "store", "callbacks"):
+        (row,) = re.findall(rf"^\| `{group}` \|.*$", PAGE, flags=re.MULTILINE)
+        missing = [name for name in names_of(group) if f"`{name}`" not in row]
+        assert missing == []
 
 
 def test_a_folder_of_the_user_s_own_adds_data_to_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
