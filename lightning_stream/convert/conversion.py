@@ -129,6 +129,7 @@ class Conversion:
         about = json.dumps([noted_source(source), settings.told()], sort_keys=True, default=repr)
         self.fingerprint = hashlib.sha256(about.encode()).hexdigest()[:16]
         self._listed = self._source = source  # as it lies, and in the order in which it is read
+        self._reader = source.reader.tuned(strict=settings.columns is None, as_rows=settings.transform.is_given)
         self._buckets: Buckets | None = None
         if settings.shuffle_seed is not None and source.reader.is_listing:
             self._source = shuffled_listing(source, settings.shuffle_seed)
@@ -237,7 +238,7 @@ class Conversion:
         if settings.columns is not None:
             return found, dict(settings.columns)
         spans = source.reader.spans(source.files[0], settings.part_bytes)
-        for sample, _ in islice(settings.transform.samples(source.reader.read_all(spans, found.columns)), 1):
+        for sample, _ in islice(settings.transform.samples(self._reader.read_all(spans, found.columns)), 1):
             return found, infer_columns(sample)
         raise ValueError("transform gave no sample for the first file, to infer columns from. Pass columns=.")
 
@@ -250,7 +251,7 @@ class Conversion:
         done = frozenset.intersection(*(begin(job, settings.exist_ok, _REPLACE) for job in jobs.values()))
         if done:
             _LOG.info("going on with an earlier run: %d parts are written already", len(done))
-        work = Work(source.reader, found.columns, jobs, settings.transform, settings.nulls, settings.held_out)
+        work = Work(self._reader, found.columns, jobs, settings.transform, settings.nulls, settings.held_out)
 
         def run(task: Any, pieces: Sequence[Any], phase: str) -> dict[int, dict[str, Receipt]]:
             progress = Progress(len(pieces), phase, progress_bar)

@@ -75,6 +75,9 @@ def _sample(made: Any, name: str) -> Mapping[str, Any]:
 def rows_of(batch: Batch) -> Iterator[Row]:
     """The rows of a batch as dicts of Python values."""
     values = batch.columns
+    if isinstance(values, list):
+        yield from values
+        return
     if hasattr(values, "to_pylist"):
         yield from values.to_pylist()
         return

@@ -142,6 +142,31 @@ def test_a_transform_of_rows_sees_all_of_a_part_in_order(rows_file: Path, tmp_pa
         convert(rows_file, tmp_path / "out2", **PLAIN, transform_rows=lambda rows: [row["k"] for row in rows])
 
 
+def test_values_beyond_inferred_columns_are_refused_and_seen_by_a_transform(tmp_path: Path, samples_of: Any) -> None:
+    lines = [json.dumps({"a": k} if k < 10_000 else {"a": k, "late": k}) + "\n" for k in range(10_001)]
+    (tmp_path / "in.jsonl").write_text("".join(lines))
+    with pytest.raises(ValueError, match="a row has late"):
+        convert(tmp_path / "in.jsonl", tmp_path / "out", **PLAIN)
+    convert(tmp_path / "in.jsonl", tmp_path / "chosen", **PLAIN, columns={"a": "int32"})
+    assert len(samples_of(tmp_path / "chosen")) == 10_001
+
+    def latest(row: dict[str, Any]) -> dict[str, Any]:
+        return {"n": row.get("late", -1)}
+
+    convert(tmp_path / "in.jsonl", tmp_path / "late", **PLAIN, transform=latest)
+    assert samples_of(tmp_path / "late")[-1] == {"n": 10_000}
+
+
+def test_a_transform_that_carries_other_values_makes_another_dataset(rows_file: Path, tmp_path: Path) -> None:
+    def times(factor: int) -> Any:
+        return lambda row: {"n": row["k"] * factor}
+
+    convert(rows_file, tmp_path / "out", **PLAIN, transform=times(2))
+    assert not convert(rows_file, tmp_path / "out", **PLAIN, transform=times(2)).is_new
+    with pytest.raises(FileExistsError, match="transform was"):
+        convert(rows_file, tmp_path / "out", **PLAIN, transform=times(3))
+
+
 def test_held_out_rows_are_a_share_and_the_rest_is_the_rest(rows_file: Path, tmp_path: Path, samples_of: Any) -> None:
     done = convert(rows_file, tmp_path / "out", **PLAIN, held_out=0.1, part_bytes="40kb")
     train, val = ([s["k"] for s in samples_of(tmp_path / "out" / name)] for name in ("train", "val"))

@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     """Some rows.
 
     Attributes:
-        columns: Them.
+        columns: Them: an Arrow record batch, values by column name, or a list of rows (for a transform only).
         where: Which they are, for messages.
     """
 
@@ -100,10 +100,31 @@ class Reader(ABC):
         for span in spans:
             yield from self.read(span, columns)
 
+    def tuned(self, *, strict: bool, as_rows: bool) -> Reader:  # noqa: ARG002 - for kinds whose rows may differ
+        """The reader for one conversion.
+
+        Args:
+            strict: Refuse rows with values beyond the columns: those were inferred, so nobody chose to leave them out.
+            as_rows: Give rows as dicts, with all that they hold, where that is how they come: for a transform.
+        """
+        return self
+
     @property
     def settings(self) -> Mapping[str, Any]:
         """What decides which rows it reads: part of a conversion's fingerprint."""
         return {"kind": self.kind}
+
+
+def refuse_others(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], where: str) -> None:
+    """Raise ValueError if a row has values beyond the columns."""
+    known = columns.keys()
+    for row in rows:
+        if not row.keys() <= known:
+            others = ", ".join(sorted(map(str, row.keys() - known)))
+            raise ValueError(
+                f"{where}: a row has {others}, which the rows that columns were inferred from have not. Pass columns= "
+                "to choose what is written."
+            )
 
 
 def present(names: Sequence[str], columns: Mapping[str, str], file: SourceFile) -> list[str]:

@@ -130,7 +130,7 @@ _MAKERS: dict[str, Callable[..., Reader]] = {
     "csv": _delimited("csv", ","),
     "tsv": _delimited("tsv", "\t"),
     "images": ImageFolderReader.over,
-    "webdataset": lambda _, strict=True: TarReader(strict),
+    "webdataset": lambda _: TarReader(),
     "numpy": lambda _, column="array": NumpyReader(column),
     "text": lambda _, lines=False: TextReader(lines),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_stream.convert.code import source_text
 from lightning_stream.convert.files import SourceFile
-from lightning_stream.convert.sources.base import Batch, Found, Reader, Span
+from lightning_stream.convert.sources.base import Batch, Found, Reader, Span, refuse_others
 from lightning_stream.convert.sources.rows import columns_of
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.writer.infer import infer_columns
@@ -35,10 +35,22 @@ class Inputs:
 
 @dataclass(frozen=True)
 class FunctionReader(Reader):
-    """Reads `Inputs`."""
+    """Reads `Inputs`.
+
+    Attributes:
+        given: Them.
+        strict: See `Reader.tuned`.
+        as_rows: See there.
+    """
 
     kind = "inputs"
     given: Inputs
+    strict: bool = False
+    as_rows: bool = False
+
+    def tuned(self, *, strict: bool, as_rows: bool) -> FunctionReader:
+        """The reader for one conversion."""
+        return FunctionReader(self.given, strict, as_rows)
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -69,5 +81,8 @@ class FunctionReader(Reader):
     def read(self, span: Span, columns: Mapping[str, str]) -> Iterator[Batch]:
         """Some hundred samples at a time."""
         samples = iter(self.given.read(self.given.inputs[span.begin]))
+        where = f"input {span.file.name}"
         while rows := list(islice(samples, _BATCH_SAMPLES)):
-            yield Batch(columns_of(rows, columns), f"input {span.file.name}")
+            if self.strict and not self.as_rows:
+                refuse_others(rows, columns, where)
+            yield Batch(rows if self.as_rows else columns_of(rows, columns), where)

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import zstandard
 
 from lightning_stream.convert.files import SourceFile
-from lightning_stream.convert.sources.base import Batch, Found, Reader, Span
+from lightning_stream.convert.sources.base import Batch, Found, Reader, Span, refuse_others
 from lightning_stream.convert.sources.rows import SAMPLED_ROWS, columns_of, infer_rows
 from lightning_stream.errors import FormatError
 
@@ -63,9 +63,20 @@ def _blocks(file: BinaryIO, span: Span) -> Iterator[tuple[int, list[bytes]]]:
 
 @dataclass(frozen=True)
 class JsonlReader(Reader):
-    """One JSON object in each line."""
+    """One JSON object in each line.
+
+    Attributes:
+        strict: See `Reader.tuned`.
+        as_rows: See there.
+    """
 
     kind = "jsonl"
+    strict: bool = False
+    as_rows: bool = False
+
+    def tuned(self, *, strict: bool, as_rows: bool) -> JsonlReader:
+        """The reader for one conversion."""
+        return JsonlReader(strict, as_rows)
 
     def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
         """From some rows of some files: where they can be cut, from all over."""
@@ -84,7 +95,9 @@ class JsonlReader(Reader):
     def read(self, span: Span, columns: Mapping[str, str]) -> Iterator[Batch]:
         """A few MiB of lines at a time."""
         for rows, where in self._rows(span):
-            yield Batch(columns_of(rows, columns), where)
+            if self.strict and not self.as_rows:
+                refuse_others(rows, columns, where)
+            yield Batch(rows if self.as_rows else columns_of(rows, columns), where)
 
     def _rows(self, span: Span) -> Iterator[tuple[list[Mapping[str, Any]], str]]:
         if _is_array(span.file):

@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 import numpy as np
 
 from lightning_stream.convert.files import SourceFile
-from lightning_stream.convert.sources.base import Batch, Found, Reader, Span
+from lightning_stream.convert.sources.base import Batch, Found, Reader, Span, refuse_others
 from lightning_stream.convert.sources.lines import DAMAGED
 from lightning_stream.convert.sources.rows import columns_of
 from lightning_stream.errors import FormatError
@@ -37,16 +37,15 @@ class TarReader(Reader):
     """Samples of WebDataset tars.
 
     Attributes:
-        strict: Whether a file whose ending is no column is an error. Set if columns were inferred.
+        strict: See `Reader.tuned`.
     """
 
     kind = "webdataset"
-    strict: bool = True
+    strict: bool = False
 
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """Strictness decides what is refused."""
-        return {"kind": self.kind, "strict": self.strict}
+    def tuned(self, *, strict: bool, as_rows: bool) -> TarReader:  # noqa: ARG002 - endings decide how files are decoded
+        """The reader for one conversion."""
+        return TarReader(strict)
 
     def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
         """``__key__`` and the endings of the first samples."""
@@ -75,12 +74,8 @@ class TarReader(Reader):
             yield _batch(rows, columns, span.file)
 
     def _decoded(self, sample: Mapping[str, Any], columns: Mapping[str, str], file: SourceFile) -> dict[str, Any]:
-        if self.strict and not sample.keys() <= columns.keys():
-            raise ValueError(
-                f"{file.place}: sample {sample[KEY]!r} has {', '.join(sorted(sample.keys() - columns.keys()))}, which "
-                "the first samples have not. Pass columns= to choose what is written, and "
-                "source_options={'strict': False} to leave out the rest."
-            )
+        if self.strict:
+            refuse_others([sample], columns, f"{file.place}, sample {sample[KEY]!r}")
         try:
             return {name: _value(sample[name], columns[name]) for name in columns if name in sample}
         except (ValueError, UnicodeDecodeError) as error:
