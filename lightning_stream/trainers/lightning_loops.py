@@ -138,6 +138,19 @@ def train_loader_of(trainer: Any) -> Any:
     return trainer.train_dataloader
 
 
+def forget_fetched(trainer: Any) -> bool:
+    """Let Lightning ask for its data anew if it has trained on some of it; says whether it had.
+
+    For a checkpoint restored in the middle of a fit, as the learning rate finder does: before 2.6 Lightning goes on
+    counting the batches fetched, and ends the first epoch early.
+    """
+    fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
+    if fetcher is None or not fetcher.fetched:
+        return False
+    trainer.fit_loop._combined_loader = None  # noqa: SLF001
+    return True
+
+
 def limited(num_batches: int, limit: float) -> int:
     """Micro-batches of an epoch under `limit_train_batches`."""
     return min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)

@@ -27,6 +27,7 @@ from lightning_stream.trainers.lightning_ledger import DeliveryRecord
 from lightning_stream.trainers.lightning_loops import (
     LoopPosition,
     begin_epoch_afresh,
+    forget_fetched,
     limited,
     loader_states,
     rewrite_loops,
@@ -272,6 +273,8 @@ class StreamingCallback(Callback):
         state, step = self._state_in(checkpoint), int(checkpoint["global_step"])
         if state is None:
             return
+        if forget_fetched(trainer):
+            self._loader = None
         loader = self._find_loader(trainer)
         position = loader.first_position() if state["position"] is None else loader.accept(state["position"])
         if loader.batches_before(position) >= limited(len(loader), trainer.limit_train_batches):

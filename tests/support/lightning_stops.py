@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,11 @@ class ActsEarly(Callback):
         if trainer.global_step == self.step:
             self.step = -1
             self.act()
+
+
+# Since Lightning 2.5.
+SAVES_ON_EXCEPTION = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters
+KINDS = ["OnExceptionCheckpoint", "ModelCheckpoint"] if SAVES_ON_EXCEPTION else ["OnExceptionCheckpoint"]
 
 
 def saved_on_exception(folder: Path, kind: str) -> ModelCheckpoint | OnExceptionCheckpoint:

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 pl = pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar  # noqa: E402
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy  # noqa: E402
 
 from lightning_stream.errors import StateError  # noqa: E402
@@ -157,6 +158,7 @@ def test_the_trainers_parts_that_we_reach_into_are_there() -> None:
     loop = trainer.fit_loop
     for place, name in (
         (loop, "setup_data"), (loop, "epoch_loop"), (loop.epoch_loop, "_batches_that_stepped"),
+        (loop, "_combined_loader"), (loop, "_data_fetcher"), (_PrefetchDataFetcher(), "fetched"),
         (trainer, "is_last_batch"), (trainer, "sanity_checking"), (trainer, "enable_validation"),
         (trainer, "overfit_batches"), (trainer, "limit_train_batches"),
         (trainer, "limit_val_batches"), (trainer, "val_check_interval"), (trainer, "check_val_every_n_epoch"),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint, Timer
 from support.lightning_runs import GLOBAL_BATCH, Recorder, Run, checkpoints, expect_exact, keep_all
-from support.lightning_stops import ActsEarly, At, Stopped, StopsIn, run_stopped, saved_on_exception, send
+from support.lightning_stops import KINDS, ActsEarly, At, Stopped, StopsIn, run_stopped, saved_on_exception, send
 
 from lightning_stream.trainers import lightning_position
 
@@ -34,6 +34,7 @@ pytestmark = [
 def handlers() -> Iterator[None]:
     """Lightning leaves SIGINT ignored after a Ctrl-C."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started without it
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -59,7 +60,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["OnExceptionCheckpoint", "ModelCheckpoint"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_run_stopped_by_exceptions_anywhere_continues_exactly(
     shards: Path, tmp_path: Path, name: str, kind: str
@@ -258,7 +259,7 @@ class WithRate(Recorder):
     lr = 0.01
 
 
-@pytest.mark.parametrize("kind", ["OnExceptionCheckpoint", "ModelCheckpoint"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_saving_on_an_exception_is_refused_on_several_ranks(kind: str, tmp_path: Path) -> None:
     from lightning_stream.trainers.lightning_rules import check_callbacks
 
