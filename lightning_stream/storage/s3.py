@@ -245,6 +245,7 @@ class S3Store(BodyStore):
         except ImportError as error:
             raise missing_extra("boto3", "s3", f"using {self._url}") from error
         return boto3.session.Session(
+            botocore_session=_core_session(),
             aws_access_key_id=options.access_key_id,
             aws_secret_access_key=options.secret_access_key,
             aws_session_token=options.session_token,
@@ -316,6 +317,21 @@ class S3Store(BodyStore):
                 "clock; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE; requester_pays if it asks so."
             )
         return StoreError(f"{where}: {said}. Check the URL, region and endpoint.")
+
+
+_loader: Any = None  # of what describes AWS's services; it holds nothing of a session's
+
+
+def _core_session() -> Any:
+    """A session that shares that with all others of this process and its forks: 50 ms saved for each client."""
+    global _loader
+    import botocore.session
+
+    session: Any = botocore.session.Session()
+    _loader = _loader or session.get_component("data_loader")
+    _loader.search_paths[:] = dict.fromkeys(_loader.search_paths)  # every session of boto3's adds its path once more
+    session.register_component("data_loader", _loader)
+    return session
 
 
 class _PastTheEndError(StoreError):
