@@ -52,6 +52,22 @@ def draw_predictions(predictions: Sequence[Prediction], title: str, subtitle: st
     return sheet
 
 
+def draw_captioned(pictures: Sequence[Image.Image], captions: Sequence[str], title: str) -> Image.Image:
+    """Lay pictures out in rows, one row for each caption, as many in each."""
+    columns = len(pictures) // len(captions)
+    step = _TILE + _GAP
+    high = _TILE + _CAPTION
+    sheet = Image.new("RGB", (max(3, columns) * step + _GAP, _TITLE + len(captions) * high + _GAP), (250, 249, 246))
+    draw = ImageDraw.Draw(sheet)
+    draw.text((_GAP, 16), title, fill=_INK, font=_font(22))
+    for row, caption in enumerate(captions):
+        top = _TITLE + row * high
+        for column, picture in enumerate(pictures[row * columns : (row + 1) * columns]):
+            sheet.paste(picture.resize((_TILE, _TILE), Image.Resampling.BICUBIC), (_GAP + column * step, top))
+        draw.text((_GAP, top + _TILE + 8), caption, fill=_PALE, font=_font(15))
+    return sheet
+
+
 def save_picture(sheet: Image.Image, path: Path) -> None:
     """Write it as PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
