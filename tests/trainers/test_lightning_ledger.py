@@ -74,7 +74,7 @@ def test_a_record_over_stops_and_worlds_says_that_all_steps_were_delivered(
             own = tmp_path / f"{link}.{rank}"
             world = World(rank=rank, num_ranks=ranks, ranks_per_node=ranks)
             Run(
-                shards, own, ckpt, accumulate_grad_batches=accumulate, callbacks=[saved_on_exception(own, "first")],
+                shards, own, ckpt, accumulate_grad_batches=accumulate, callbacks=[saved_on_exception(own, "OnExceptionCheckpoint")],
                 data={"record_delivery": tmp_path / "record", "tail": tail}, raises=Stopped,
                 recorder=lambda stop=stop: StopsIn(None if stop is None else At("training_step", stop)),
                 data_class=lambda world=world, **arguments: OneOf(world, **arguments),
