@@ -158,7 +158,9 @@ def _speaks() -> bool:
 
 def _quieten() -> None:
     """Leave the terminal to what a user can act on."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
+    # Lightning's two packages share one logger: that of the one imported last.
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec.*", category=FutureWarning)  # Lightning's own
     # A resumed run writes into the folder of the stopped one: that is the point of it.
     warnings.filterwarnings("ignore", message=r"Checkpoint directory .* exists and is not empty")
