@@ -59,6 +59,7 @@ class FaultProxy:
         self.asked: Counter[tuple[str, str]] = Counter()
         self._random = random.Random(self.plan.seed)
         self._burst_left = 0
+        self._ending = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._listening = threading.Event()
@@ -77,6 +78,7 @@ class FaultProxy:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._ending = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -87,16 +89,22 @@ class FaultProxy:
         self._listening.set()
         self._loop.run_forever()
         server.close()
-        for task in asyncio.all_tasks(self._loop):
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
             task.cancel()
-        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.run_until_complete(asyncio.sleep(0))  # aborted connections are closed in the loop's next round
         self._loop.close()
 
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            while await self._exchange(reader, writer):
-                pass
-        writer.close()
+        try:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+                while await self._exchange(reader, writer):
+                    pass
+            writer.close()
+        finally:
+            if self._ending:
+                writer.transport.abort()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """One request and its answer; False where the connection is over."""
@@ -182,7 +190,7 @@ class _Upstream:
         return answer, raw
 
     def close(self) -> None:
-        self._writer.close()
+        self._writer.transport.abort()
 
 
 def _field(head: bytes, name: bytes) -> bytes | None:
