@@ -46,13 +46,32 @@ class StopAt(Callback):
 
 
 class WriteDown(Callback):
-    """Writes what this rank saw, in whichever process it runs."""
+    """Writes what this rank saw, in whichever process it runs, however it ends."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
 
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        _write(trainer, self.out)
+
     def on_fit_end(self, trainer: Any, *_: Any) -> None:
         _write(trainer, self.out)
+
+
+class EndsRank(Callback):
+    """Lets some ranks come to an end before a given optimizer step: by an exception, or by a signal's number."""
+
+    def __init__(self, step: int, ranks: list[int], how: str | int) -> None:
+        self.step, self.ranks, self.how = step, ranks, how
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step != self.step or trainer.global_rank not in self.ranks:
+            return
+        self.step = -1
+        if isinstance(self.how, int):
+            os.kill(os.getpid(), self.how)
+        else:
+            raise RuntimeError(self.how)
 
 
 class Sharded(Recorder):
@@ -89,7 +108,10 @@ def _write(trainer: Any, out: Path) -> None:
     validated = [[step, list(ids)] for step, ids in trainer.lightning_module.validations]
     content = {"steps": steps, "weights": weights, "validations": validated, "global_step": trainer.global_step}
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"rank{trainer.global_rank}of{trainer.world_size}.json").write_text(json.dumps(content))
+    path = out / f"rank{trainer.global_rank}of{trainer.world_size}.json"
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(content))
+    draft.replace(path)  # who is killed leaves the last whole one
 
 
 def evaluate(shards: Path, out: Path, devices: int, strategy: str) -> None:
@@ -122,6 +144,8 @@ def main() -> None:
         callbacks.append(killer)
     if (stop := options.pop("stop_at", None)) is not None:
         callbacks.append(StopAt(stop))
+    if (ending := options.pop("ends", None)) is not None:
+        callbacks.append(EndsRank(*ending))
     if options.get("strategy") == "fsdp2":
         options |= {"strategy": ModelParallelStrategy(options["devices"], 1), "recorder": Sharded}
     Run(shards, out, ckpt, callbacks=callbacks, **options)

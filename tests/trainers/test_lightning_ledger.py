@@ -24,7 +24,12 @@ from lightning_stream.trainers.lightning_ledger import verify_delivery
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:.*{text}.*")
-    for text in ("callbacks used to create the checkpoint", "The dirpath has changed", "no last checkpoint available")
+    for text in (
+        "callbacks used to create the checkpoint",
+        "The dirpath has changed",
+        "no last checkpoint available",
+        "called without a model",
+    )
 ]
 
 
@@ -74,7 +79,8 @@ def test_a_record_over_stops_and_worlds_says_that_all_steps_were_delivered(
             own = tmp_path / f"{link}.{rank}"
             world = World(rank=rank, num_ranks=ranks, ranks_per_node=ranks)
             Run(
-                shards, own, ckpt, accumulate_grad_batches=accumulate, callbacks=[saved_on_exception(own, "OnExceptionCheckpoint")],
+                shards, own, ckpt, accumulate_grad_batches=accumulate,
+                callbacks=[saved_on_exception(own, "OnExceptionCheckpoint")],
                 data={"record_delivery": tmp_path / "record", "tail": tail}, raises=Stopped,
                 recorder=lambda stop=stop: StopsIn(None if stop is None else At("training_step", stop)),
                 data_class=lambda world=world, **arguments: OneOf(world, **arguments),

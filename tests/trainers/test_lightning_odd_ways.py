@@ -1,0 +1,137 @@
+"""Odd ways of using the trainer: exact, or refused with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning.pytorch")
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.utilities import CombinedLoader
+from support.lightning_runs import GLOBAL_BATCH, NUM_SAMPLES, Recorder, Run, checkpoints, expect_exact, keep_all
+
+from lightning_stream import StreamingDataLoader, StreamingDataModule, StreamingDataset
+from lightning_stream.errors import StateError
+from lightning_stream.trainers.lightning_position import StreamingCallback
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:.*{text}.*")
+    for text in ("callbacks used to create the checkpoint", "have no `val_dataloader`")
+]
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "enable_checkpointing": False, "num_sanity_val_steps": 0,
+}  # fmt: skip
+
+
+def module_over(shards: Path, **options: Any) -> StreamingDataModule:
+    return StreamingDataModule(
+        train={"remote": shards, "shuffle": True, **options}, val=shards, test=shards, global_batch_size=GLOBAL_BATCH
+    )
+
+
+def steps_of(module: Recorder) -> dict[int, list[int]]:
+    return {step: sorted(ids) for step, ids in module.steps.items()}
+
+
+class HasTest(Recorder):
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self._validating += batch["id"].tolist()
+
+    def on_test_epoch_end(self) -> None:
+        self.tested, self._validating = sorted(self._validating), []
+
+
+def test_a_checkpoint_that_is_validated_and_tested_is_still_where_it_was(shards: Path, tmp_path: Path) -> None:
+    whole = Run(shards, tmp_path, every_n_train_steps=5)
+    step, path = checkpoints(tmp_path)[0]
+    module, data, trainer = HasTest(), module_over(shards), pl.Trainer(max_epochs=3, **QUIET)
+    trainer.validate(module, datamodule=data, ckpt_path=path, verbose=False)
+    trainer.test(module, datamodule=data, ckpt_path=path, verbose=False)
+    assert module.validations[0][1] == tuple(range(NUM_SAMPLES))
+    assert module.tested == list(range(NUM_SAMPLES))
+    trainer.fit(module, datamodule=data, ckpt_path=path)
+    assert steps_of(module) == {s: ids for s, ids in whole.steps.items() if s >= step}
+
+
+class SkipsTheRest(Recorder):
+    """Ends the first epoch by Lightning's own sign."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.trainer.current_epoch == 0 and batch_idx == 4 else None
+
+
+def test_an_epoch_that_the_model_ends_early_is_over_after_a_resume_too(shards: Path, tmp_path: Path) -> None:
+    ends = keep_all(tmp_path / "ends", every_n_epochs=1, save_on_train_epoch_end=True)
+    whole = Run(shards, tmp_path, recorder=SkipsTheRest, every_n_train_steps=1, callbacks=[ends])
+    plain = Run(shards, tmp_path / "plain")
+    assert whole.steps[4] == plain.steps[11]
+    for step, path in [*checkpoints(tmp_path / "ends"), *checkpoints(tmp_path)[2:6]]:
+        expect_exact(whole, Run(shards, tmp_path / "again", path, recorder=SkipsTheRest), step)
+
+
+def test_a_second_data_module_goes_on_in_the_trainers_epoch(shards: Path, tmp_path: Path) -> None:
+    other: dict[str, Any] = {"shuffle_seed": 3}
+    whole = Run(shards, tmp_path, dataset=other)
+    module, trainer = Recorder(), pl.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(module, datamodule=module_over(shards))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, datamodule=module_over(shards, **other))
+    assert [ids for s, ids in steps_of(module).items() if s >= 11] == [whole.steps[s] for s in range(11, 22)]
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    expect_exact(whole, Run(shards, tmp_path / "again", tmp_path / "two.ckpt", dataset=other), 22)
+
+
+def test_several_loaders_for_training_are_refused(shards: Path) -> None:
+    loaders = {name: StreamingDataLoader(StreamingDataset(remote=shards), 16) for name in "ab"}
+    for given in (loaders, CombinedLoader(loaders, "min_size"), [loaders["a"]]):
+        with pytest.raises(TypeError, match="keeps the position of a StreamingDataLoader; the trainer trains on"):
+            pl.Trainer(max_epochs=1, callbacks=[StreamingCallback()], **QUIET).fit(Recorder(), given)
+
+
+def test_a_checkpoint_without_callbacks_is_not_passed_over_in_silence(shards: Path, tmp_path: Path) -> None:
+    Run(shards, tmp_path, every_n_train_steps=5, max_epochs=1)
+    checkpoint = torch.load(checkpoints(tmp_path)[0][1], weights_only=True)
+    del checkpoint["callbacks"]
+    torch.save(checkpoint, tmp_path / "bare.ckpt")
+    with pytest.raises(StateError, match="this one holds none of ours"):
+        Run(shards, tmp_path / "again", tmp_path / "bare.ckpt")
+
+
+def test_a_tighter_limit_on_an_epoch_begins_the_next(shards: Path, tmp_path: Path) -> None:
+    whole = Run(shards, tmp_path, every_n_train_steps=5)
+    step, path = checkpoints(tmp_path)[0]
+    resumed = Run(shards, tmp_path / "again", path, limit_train_batches=3)
+    assert [resumed.steps[s] for s in range(step, step + 3)] == [whole.steps[s] for s in range(11, 14)]
+    assert max(resumed.steps) == step + 5
+
+
+def test_a_batch_size_found_by_trial_is_trained_with_from_the_first_sample_on(shards: Path, tmp_path: Path) -> None:
+    module, data = Recorder(), StreamingDataModule(train=shards, val=shards, batch_size=2)
+    finder = BatchSizeFinder(max_trials=2, init_val=2)
+    trainer = pl.Trainer(max_epochs=1, callbacks=[finder], default_root_dir=tmp_path, **QUIET)
+    trainer.fit(module, datamodule=data)
+    size = data.batch_size
+    assert size == 4
+    ids = [number for step in sorted(module.steps) for number in module.steps[step][-size:]]  # without the trials'
+    assert sorted(ids) == list(range(NUM_SAMPLES))
+
+
+def test_a_run_stopped_early_goes_on_and_more_epochs_can_be_added(shards: Path, tmp_path: Path) -> None:
+    class StopsEarly(Recorder):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.trainer.should_stop = self.trainer.global_step == 5
+
+    whole = Run(shards, tmp_path / "whole")
+    first = Run(shards, tmp_path, recorder=StopsEarly)
+    first.trainer.save_checkpoint(tmp_path / "a.ckpt")
+    second = Run(shards, tmp_path, tmp_path / "a.ckpt", max_epochs=1)
+    second.trainer.save_checkpoint(tmp_path / "b.ckpt")
+    third = Run(shards, tmp_path, tmp_path / "b.ckpt")
+    assert first.steps | second.steps | third.steps == whole.steps
+    assert [len(run.steps) for run in (first, second, third)] == [5, 6, 22]
