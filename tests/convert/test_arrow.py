@@ -106,15 +106,21 @@ def test_images_and_classes_as_datasets_notes_them(tmp_path: Path, samples_of: A
     image = pytest.importorskip("PIL.Image")
     image.new("RGB", (4, 3), (9, 9, 9)).save(tmp_path / "a.jpg")
     data = (tmp_path / "a.jpg").read_bytes()
-    features = {"img": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["no", "yes"]}}
+    features = {
+        "img": {"_type": "Image"},
+        "label": {"_type": "ClassLabel", "names": ["no", "yes"]},
+        "grid": {"_type": "Array2D", "shape": [1, 2], "dtype": "int8"},
+    }
+    grids = pa.list_(pa.list_(pa.int8()))
     schema = pa.schema(
-        [("img", pa.struct([("bytes", pa.binary()), ("path", pa.string())])), ("label", pa.int64())],
+        [("img", pa.struct([("bytes", pa.binary()), ("path", pa.string())])), ("label", pa.int64()), ("grid", grids)],
         metadata={"huggingface": json.dumps({"info": {"features": features}})},
     )
-    table = pa.table({"img": [{"bytes": data, "path": None}] * 2, "label": [0, 1]}, schema=schema)
+    images = [{"bytes": data, "path": None}, {"bytes": None, "path": str(tmp_path / "a.jpg")}]
+    table = pa.table({"img": images, "label": [0, 1], "grid": [[[1, 2]]] * 2}, schema=schema)
     pq.write_table(table, tmp_path / "in.parquet")
     done = convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN)
-    assert done.columns == {"img": "jpeg", "label": "int64"}
+    assert done.columns == {"img": "jpeg", "label": "int64", "grid": "ndarray:int8:1,2"}
     assert samples_of(tmp_path / "out")[1]["img"].size == (4, 3)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["classes"] == {"label": ["no", "yes"]}

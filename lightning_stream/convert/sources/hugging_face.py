@@ -33,11 +33,20 @@ def features_of(schema: pa.Schema, first: Any, asked: Mapping[str, str] | None) 
     for name in images if asked is None else ():
         value = None if first is None or not first.num_rows else image_bytes(first.column(name))[0].as_py()
         columns[name] = image_encoding(value or b"")
+    for name, shape in _shapes(features).items() if asked is None else ():
+        if columns.get(name, "").count(":") == 1:
+            columns[name] += f":{shape}"
     classes = {name: kind["names"] for name, kind in features.items() if kind.get("_type") == "ClassLabel"}
     about: dict[str, Any] = {"schema": {field.name: str(field.type) for field in schema}}
     if classes:
         about["classes"] = {name: names for name, names in classes.items() if name in columns}
     return Found(columns, about)
+
+
+def _shapes(features: Mapping[str, Any]) -> dict[str, str]:
+    """The shapes of array features that have one for all rows, as encodings say them."""
+    arrays = {name: kind["shape"] for name, kind in features.items() if str(kind.get("_type")).startswith("Array")}
+    return {name: ",".join(map(str, shape)) for name, shape in arrays.items() if all(shape)}
 
 
 def image_bytes(column: pa.Array) -> pa.Array:
