@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import io
 import json
 import re
@@ -12,6 +11,8 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
+
+from lightning_stream.convert.code import source_text
 
 # Settings that decide how rows fall into partitions.
 _SETTINGS = (
@@ -94,7 +95,7 @@ def fingerprint(dataframe: Any, settings: Mapping[str, Any], udf: Callable[..., 
         "sources": [_stamped(name) for name in sorted(dataframe.inputFiles())],
         "settings": settings,
         "spark": _settings_of(dataframe.sparkSession),
-        "udf": _source_of(udf),
+        "udf": source_text(udf),
     }
     if any(word in text for word in _IN_MEMORY):
         about["session"] = [_session_id(dataframe.sparkSession), id(dataframe)]
@@ -143,16 +144,6 @@ def _stamped(url: str) -> tuple[str, int, int]:
         return url, 0, 0
     known = path.stat()
     return url, known.st_size, known.st_mtime_ns
-
-
-def _source_of(udf: Callable[..., Any] | None) -> str:
-    if udf is None:
-        return ""
-    try:
-        return inspect.getsource(udf)
-    except (OSError, TypeError):
-        code = getattr(udf, "__code__", None)
-        return repr(udf) if code is None else repr((code.co_code, code.co_consts, code.co_names))
 
 
 def _quoted(name: str) -> str:
