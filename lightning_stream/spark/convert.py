@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_stream.convert.publish import begin, check, publish
@@ -19,13 +17,12 @@ from lightning_stream.spark.partition import RESULT, SparkJob, with_done, write_
 from lightning_stream.spark.plan import fingerprint, ordered, plan_text, selected, small_batches
 from lightning_stream.spark.progress import Progress
 from lightning_stream.spark.schema import holds_files, mds_columns, vector_columns
+from lightning_stream.spark.settings import Settings
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 _LOG = logging.getLogger(__name__)
-_WRITER_KEYS = ("compression", "hashes", "size_limit", "max_workers")
-_OWN_KEYS = ("out", "columns", "keep_local", "exist_ok", "progress_bar", "retry", "store_options")
 _FILE_BATCH_ROWS = 256
 _ARRAY_BATCH_ROWS = 1000  # few enough to stay in a processor's cache: a third less work on blocks of tokens
 _REPLACE = "pass exist_ok=True in mds_kwargs"
@@ -68,7 +65,12 @@ def dataframe_to_mds(
         FileExistsError: ``out`` holds something else than the remains of this very call.
         StoreError: What executors wrote is not where the driver looks for it.
     """
-    settings = _Settings.read(mds_kwargs, with_udf=udf_iterable is not None)
+    if not hasattr(dataframe, "mapInArrow"):
+        raise TypeError(
+            f"dataframe must be a Spark DataFrame; found {type(dataframe).__name__}. Of what pandas or Python holds, "
+            "spark.createDataFrame(...) makes one; lightning_stream.convert needs no Spark."
+        )
+    settings = Settings.read(mds_kwargs, with_udf=udf_iterable is not None)
     if order_by is not None and shuffle_seed is not None:
         raise ValueError("pass order_by= or shuffle_seed=, not both.")
     conversion = Conversion.plan(
@@ -95,7 +97,7 @@ class Conversion:
 
     @classmethod
     def plan(
-        cls, dataframe: Any, settings: _Settings, udf: Callable[..., Any] | None, udf_kwargs: Mapping[str, Any]
+        cls, dataframe: Any, settings: Settings, udf: Callable[..., Any] | None, udf_kwargs: Mapping[str, Any]
     ) -> Conversion:
         """Choose columns, and find out what tells this conversion from others. Reads no rows."""
         schema = dataframe.schema
@@ -172,7 +174,7 @@ def _batch_rows(schema: Any, columns: Mapping[str, str], read: Sequence[str]) ->
 
 def conversion_of(dataframe: Any, mds_kwargs: Mapping[str, Any]) -> Conversion:
     """The conversion that `dataframe_to_mds` would run."""
-    return Conversion.plan(dataframe, _Settings.read(mds_kwargs, with_udf=False), None, {})
+    return Conversion.plan(dataframe, Settings.read(mds_kwargs, with_udf=False), None, {})
 
 
 def _task(job: SparkJob) -> Callable[[Iterator[Any]], Iterator[Any]]:
@@ -184,58 +186,3 @@ def _task(job: SparkJob) -> Callable[[Iterator[Any]], Iterator[Any]]:
         return write_partition(job, context.partitionId(), batches)
 
     return write
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """`mds_kwargs`, checked."""
-
-    out: Any
-    columns: Mapping[str, str] | None
-    writer: Mapping[str, Any]
-    keep_local: bool
-    exist_ok: bool
-    progress_bar: bool
-    store_options: Mapping[str, Any] | None
-
-    @classmethod
-    def read(cls, given: Mapping[str, Any] | None, *, with_udf: bool) -> _Settings:
-        held = dict(given or {})
-        problems = []
-        if held.get("out") is None:
-            problems.append("mds_kwargs needs out: a folder that all machines share, a URL, or (local folder, URL).")
-        if with_udf and not held.get("columns"):
-            problems.append("with udf_iterable, mds_kwargs needs columns: the encoding of each value of its samples.")
-        unknown = sorted(held.keys() - {*_WRITER_KEYS, *_OWN_KEYS})
-        if unknown:
-            problems.append(f"mds_kwargs has no {', '.join(unknown)}; it takes {', '.join(_OWN_KEYS + _WRITER_KEYS)}.")
-        if problems:
-            raise ValueError(" ".join(problems))
-        writer = {"compression": "zstd", **{key: held[key] for key in _WRITER_KEYS if key in held}}
-        if writer.get("hashes") is not None:
-            writer["hashes"] = list(writer["hashes"])
-        retry = {} if held.get("retry") is None else {"retries": held["retry"]}
-        options = {**retry, **(held.get("store_options") or {})} or None
-        out = held["out"]
-        pair = isinstance(out, (tuple, list))
-        return cls(
-            tuple(map(_placed, out)) if pair else _placed(out),
-            held.get("columns"),
-            writer,
-            bool(held.get("keep_local", False)),
-            bool(held.get("exist_ok", False)),
-            bool(held.get("progress_bar", False)),
-            options,
-        )
-
-    def result(self) -> tuple[str, str]:
-        if isinstance(self.out, tuple):
-            return (self.out[0], self.out[-1])
-        remote = "://" in self.out or self.out.startswith("dbfs:")
-        return ("", self.out) if remote else (self.out, "")
-
-
-def _placed(out: str | os.PathLike[str]) -> str:
-    """A place that means the same in every process: an executor's working folder is not the driver's."""
-    place = os.fspath(out)
-    return place if not place or "://" in place or place.startswith("dbfs:") else str(Path(place).absolute())

@@ -101,6 +101,10 @@ class StreamToTorchDataset(Dataset[Any]):
         label_dtype: torch.dtype = torch.float32,
         cache: str | os.PathLike[str] | None = None,
     ) -> None:
+        if isinstance(feature_cols, str):
+            raise TypeError(
+                f"feature_cols is a list of names; found the text {feature_cols!r}: pass [{feature_cols!r}]."
+            )
         self.feature_cols = list(feature_cols)
         self.label_col = label_col
         names = dict.fromkeys([*self.feature_cols, *([] if label_col is None else [label_col])])
@@ -134,6 +138,8 @@ class StreamToTorchDataset(Dataset[Any]):
         """``(features, label)`` of one row, or of many rows for a slice or a sequence of numbers."""
         if isinstance(index, (int, np.integer)):
             return self._row(self.rows_at([_checked(int(index), len(self))]), 0)
+        if isinstance(index, (str, float)):
+            raise TypeError(f"rows are taken by number, slice or a sequence of numbers; found {index!r}.")
         if isinstance(index, slice):
             index = range(*index.indices(len(self)))
         return self._placed(self.rows_at([_checked(int(each), len(self)) for each in index]))
@@ -230,6 +236,8 @@ def _checked(index: int, count: int) -> int:
 def _numbers(values: Any, name: str) -> NDArray[Any]:
     """A column as one array of numbers."""
     try:
+        if isinstance(values, list) and isinstance(values[0], (str, bytes)):
+            raise TypeError(f"no numbers: {values[0]!r:.40}")  # numpy would read digits
         array = np.asarray(values, np.float64 if isinstance(values, list) and not _are_arrays(values) else None)
     except (ValueError, TypeError) as error:
         raise ValueError(

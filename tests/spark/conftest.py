@@ -12,7 +12,7 @@ _NEEDS = "needs pyspark and Java: uv sync --extra spark, and a JRE (or: pip inst
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "spark" in getattr(item, "fixturenames", ()):
+        if "can_run_spark" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.spark)
             # pyspark leaves its sockets to the garbage collector
             item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
@@ -22,17 +22,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def spark() -> Iterator[Any]:
-    """A session whose failed tasks are tried again."""
+def can_run_spark() -> None:
+    """Skips where pyspark or Java is missing; starts nothing."""
     pytest.importorskip("pyspark", reason=_NEEDS)
     pytest.importorskip("pyarrow", reason=_NEEDS)
     from lightning_stream.errors import MissingExtraError
-    from lightning_stream.spark.session import find_java, local_session
+    from lightning_stream.spark.session import find_java
 
     try:
         find_java()
     except MissingExtraError:
         pytest.skip(_NEEDS)
+
+
+@pytest.fixture(scope="session")
+def spark(can_run_spark: None) -> Iterator[Any]:
+    """A session whose failed tasks are tried again."""
+    from lightning_stream.spark.session import local_session
+
     conf = {"spark.sql.shuffle.partitions": 4, "spark.log.level": "OFF", "spark.ui.showConsoleProgress": "false"}
     session = local_session("local[2,3]", conf=conf)
     session.sparkContext.setLogLevel("OFF")

@@ -204,6 +204,34 @@ def test_types_and_settings_that_do_not_fit_are_told_together(spark: Any, tmp_pa
         )
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"columns": ["id"]}, r"columns must be a dict of encodings by name.*found \['id'\]"),
+        ({"hashes": "sha1"}, r"hashes must be a list of names, such as \['sha1'\]"),
+        ({"hashes": ["md6"], "compression": "zip"}, "(?s)md6.*zip"),
+        ({"size_limit": "64 mega"}, "64 mega"),
+        ({"columns": {"id": "integer"}}, "no encoding 'integer'"),
+    ],
+)
+def test_wrong_settings_are_told_before_any_task_runs(
+    spark: Any, tmp_path: Path, wrong: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        room.dataframe_to_mds(spark.range(3), mds_kwargs={"out": str(tmp_path / "out"), **wrong})
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_dataframe_is_told(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="must be a Spark DataFrame; found list"):
+        room.dataframe_to_mds([{"a": 1}], mds_kwargs={"out": str(tmp_path)})  # type: ignore[arg-type]
+
+
+def test_settings_that_are_no_mapping_are_told(spark: Any) -> None:
+    with pytest.raises(TypeError, match="mds_kwargs must be a dict"):
+        room.dataframe_to_mds(spark.range(3), mds_kwargs="out")  # type: ignore[arg-type]
+
+
 def test_a_place_in_use_is_left_alone_unless_told(spark: Any, tmp_path: Path) -> None:
     room.dataframe_to_mds(spark.range(10), mds_kwargs=plain(tmp_path / "out"))
     before = files_of(tmp_path / "out")

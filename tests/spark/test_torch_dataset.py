@@ -138,6 +138,27 @@ def test_it_is_converted_once_and_read_by_other_processes(spark: Any, wine: Any,
     assert (folder / "index.json").stat().st_mtime_ns == changed
 
 
+def test_batches_arrive_on_the_device_asked_for(spark: Any) -> None:
+    frame = spark.range(0, 50, 1, 2).selectExpr("id", "id * 2 as twice")
+    dataset = StreamToTorchDataset(frame, ["id"], "twice", device="meta", label_dtype=torch.float64)
+    for features, label in (next(dataset.batches(8)), dataset[[3, 1, 2]], dataset[5]):
+        assert features.device.type == label.device.type == "meta"
+        assert (features.dtype, label.dtype) == (torch.float32, torch.float64)
+    assert [len(features) for features, _ in dataset.batches(20)] == [20, 20, 10]
+    assert [len(features) for features, _ in dataset.batches(20, drop_last=True)] == [20, 20]
+
+
+def test_what_are_no_numbers_or_names_is_told(spark: Any) -> None:
+    frame = spark.createDataFrame([("7", 1.0)], ["text", "y"])
+    with pytest.raises(TypeError, match=r"is a list of names; found the text 'text': pass \['text'\]"):
+        StreamToTorchDataset(frame, "text", "y")  # a text is a sequence of letters
+    dataset = StreamToTorchDataset(frame, ["text"], "y")
+    with pytest.raises(ValueError, match=r"column 'text' must hold numbers.*found '7'"):
+        dataset[0]
+    with pytest.raises(TypeError, match="by number, slice or a sequence"):
+        dataset["y"]
+
+
 def test_arrays_and_vectors_are_joined_as_features(spark: Any) -> None:
     from pyspark.ml.linalg import Vectors
 
