@@ -287,6 +287,11 @@ def test_both_ways_to_choose_data_are_one() -> None:
     assert tidied(["+data=flowers", "+data.x=1", "+x=1"]) == ["data=flowers", "+data.x=1", "+x=1"]
 
 
+def test_flags_may_stand_between_settings() -> None:
+    given = ["+data=flowers", "-m", "seed=1,2", "--config-dir", "mine", "x=1"]
+    assert tidied(given) == ["-m", "--config-dir", "mine", "data=flowers", "seed=1,2", "x=1"]
+
+
 def test_help_and_cfg_show_what_can_be_set(tmp_path: Path) -> None:
     shown = run_train("--help", cwd=tmp_path).stdout
     assert re.search(r"^data: .*\bflowers\b", shown, re.MULTILINE)

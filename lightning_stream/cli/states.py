@@ -69,9 +69,10 @@ def _checkpoint_at(path: Path) -> Path:
     if path.is_dir():
         names = ("last.ckpt", "checkpoints/last.ckpt", "last.pt", "torch/last.pt", "composer/latest-rank0.pt")
         found = [path / name for name in names if (path / name).exists()]
-        return max(found, key=lambda one: one.stat().st_mtime) if found else path
-    if not path.exists():
-        raise NotFoundError(f"there is no checkpoint at {path.absolute()}")
+        if found:
+            return max(found, key=lambda one: one.stat().st_mtime)
+    if not path.is_file() and not (path / ".metadata").is_file():
+        raise NotFoundError(f"there is no checkpoint at {path.absolute()}, nor in a run's folder there")
     return path
 
 

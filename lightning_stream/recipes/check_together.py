@@ -7,11 +7,15 @@ import zipfile
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+
+from hydra.errors import HydraException
+from hydra.utils import get_object
 
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.recipes.places import COMPOSER, LIGHTNING, TORCH, checkpoint_meant, trainer_of
 
+_MODELS = {"TextData": "model=gpt", "TableData": "model=mlp", "ImageData": "model=mobilenet_v2 or model=resnet18"}
 _MARKS = {TORCH: b"lightning_stream.torch_run", LIGHTNING: b"pytorch-lightning_version", COMPOSER: b"train_metrics"}
 
 
@@ -33,7 +37,7 @@ def problems_together(values: Mapping[str, Any]) -> list[str]:
     nodes = settings.get("num_nodes")
     if isinstance(devices, int) and isinstance(nodes, int):
         problems += _started(kind, devices, nodes) + _batch(data, trainer, devices, nodes)
-    return problems + _cache(data) + _checkpoint(values, kind)
+    return problems + _pair(data, _group(values, "model")) + _cache(data) + _checkpoint(values, kind)
 
 
 def _group(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -106,6 +110,21 @@ def _batch(data: Mapping[str, Any], trainer: Mapping[str, Any], devices: int, no
         f"{accumulate} accumulated micro-batches; use a multiple of {parts}."
     )
     return [told]
+
+
+def _pair(data: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
+    """Whether the model learns from such data: by what the one says and the other's signature returns."""
+    try:
+        learner, source = (get_object(str(node["_target_"])) for node in (model, data))
+        given = source if isinstance(source, type) else get_type_hints(source).get("return")
+    except (KeyError, HydraException, ImportError, NameError, TypeError):
+        return []  # told elsewhere, or not to be known
+    wanted = getattr(learner, "learns_from", None)
+    if not isinstance(wanted, type) or not isinstance(given, type) or issubclass(given, wanted):
+        return []
+    fitting = next((told for name, told in _MODELS.items() if name in {base.__name__ for base in given.__mro__}), "")
+    advice = f" For this data: {fitting}." if fitting else ""
+    return [f"model: {learner.__name__} learns from {wanted.__name__}, and data gives {given.__name__}.{advice}"]
 
 
 def _cache(data: Mapping[str, Any]) -> list[str]:

@@ -61,11 +61,12 @@ def find_problems(config: DictConfig) -> list[str]:
     problems = [
         f"{group}: nothing is chosen. Add {example}." for group, example in GROUPS.items() if not config.get(group)
     ]
-    values: dict[str, Any] = {}
-    for key in config:
-        if key != "hydra":
-            values[str(key)] = _value(config, key, str(key), problems)
+    referring: set[str] = set()
+    values = {str(key): _value(config, key, str(key), problems, referring) for key in config if key != "hydra"}
     told = [group for group in GROUPS if group not in values]
+    if "data" in told:
+        told.append("name")  # is the data's
+        values.pop("name", None)
     schema = {name: hint for name, hint in _RUN.items() if name not in told} | {
         name: Any for name in _OPTIONAL if name in values
     }
@@ -74,11 +75,24 @@ def find_problems(config: DictConfig) -> list[str]:
         problems += schema_problems("scale", values["scale"], _SCALE)
     problems += _store_problems(values.get("store")) + _secrets(values, "")
     problems += target_problems(values)
-    return list(dict.fromkeys(problems + value_problems(values) + problems_together(values)))
+    return _once(problems + value_problems(values) + problems_together(values), referring)
 
 
-def _value(parent: Any, key: Any, place: str, problems: list[str]) -> Any:
-    """The value at a place, plain, interpolations resolved; `UNKNOWN`, and a problem told, where it has none."""
+def _once(problems: list[str], referring: set[str]) -> list[str]:
+    """Without what is told of a place that only refers to another of which the same is told."""
+    told = {problem.partition(": ")[2] for problem in problems if problem.partition(": ")[0] not in referring}
+    parts = [(problem, *problem.partition(": ")[::2]) for problem in dict.fromkeys(problems)]
+    return [problem for problem, place, sentence in parts if place not in referring or sentence not in told]
+
+
+def _value(parent: Any, key: Any, place: str, problems: list[str], referring: set[str]) -> Any:
+    """The value at a place, plain, interpolations resolved; `UNKNOWN`, and a problem told, where it has none.
+
+    Places that refer to others are noted.
+    """
+    node = parent._get_node(key)  # noqa: SLF001 - reading the value would resolve it
+    if node is not None and node._is_interpolation():  # noqa: SLF001
+        referring.add(place)
     try:
         value = parent[key]
     except MissingMandatoryValue:
@@ -94,9 +108,9 @@ def _value(parent: Any, key: Any, place: str, problems: list[str]) -> Any:
             problems.append(f"{place}: {_first_line(error)}")
         return UNKNOWN
     if isinstance(value, DictConfig):
-        return {str(one): _value(value, one, f"{place}.{one!s}", problems) for one in value}
+        return {str(one): _value(value, one, f"{place}.{one!s}", problems, referring) for one in value}
     if isinstance(value, ListConfig):
-        return [_value(value, index, f"{place}[{index}]", problems) for index in range(len(value))]
+        return [_value(value, index, f"{place}[{index}]", problems, referring) for index in range(len(value))]
     return value
 
 

@@ -25,6 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 _COMPOSED: list[bool] = []
 _CHOSEN_BY_USER = ("data", "experiment")  # in the defaults, empty as they are
+WITH_VALUE = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--package", "-p", "--cfg", "-c")
+"""Flags that the next argument belongs to."""
 
 
 def mark_composed() -> None:
@@ -68,11 +70,17 @@ def run_application(
 
 
 def tidied(arguments: Sequence[str]) -> list[str]:
-    """Let ``+data=flowers`` and ``data=flowers`` mean the same: `data` has a place in the defaults, empty as it is."""
-    return [
-        argument.removeprefix("+") if argument.startswith(("+data=", "+experiment=")) else argument
-        for argument in arguments
-    ]
+    """Let ``+data=flowers`` and ``data=flowers`` mean the same: `data` has a place in the defaults, empty as it is.
+
+    Flags come first, wherever they stood: Hydra takes no settings on both sides of them.
+    """
+    flags: list[str] = []
+    settings: list[str] = []
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        of_flag = argument.startswith("-") or before in WITH_VALUE
+        (flags if of_flag else settings).append(argument)
+    chosen = tuple(f"+{group}=" for group in _CHOSEN_BY_USER)
+    return flags + [one.removeprefix("+") if one.startswith(chosen) else one for one in settings]
 
 
 def advise(arguments: Sequence[str], configs: Path, config_name: str = "train") -> list[str]:

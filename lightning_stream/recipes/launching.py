@@ -17,9 +17,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from lightning_stream.recipes.command_line import WITH_VALUE
+
 _LAUNCHED = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 _SWEEP = ("-m", "--multirun")
-_WITH_VALUE = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--package", "-p")
 
 
 @contextmanager
@@ -68,7 +69,7 @@ def flags_of(arguments: Sequence[str]) -> list[str]:
     kept: list[str] = []
     for before, argument in zip(("", *arguments), arguments, strict=False):
         subcommand = "=" not in argument and not argument.startswith(("-", "~"))
-        if before in _WITH_VALUE or subcommand or (argument.startswith("-") and argument not in _SWEEP):
+        if before in WITH_VALUE or subcommand or (argument.startswith("-") and argument not in _SWEEP):
             kept.append(argument)
     return kept
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import signal
 import warnings
@@ -12,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.errors import HydraException
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import (  # type: ignore[attr-defined]
+    MisconfigurationException,
+    SIGTERMException,
+)
 from omegaconf import DictConfig, OmegaConf
 
 import lightning_stream
@@ -50,10 +55,15 @@ def _told(config: DictConfig) -> RunSummary | None:
     try:
         with reaching(OmegaConf.to_container(config.store, resolve=True)):  # type: ignore[arg-type]
             return _run(config)
-    except (LightningStreamError, MissingExtraError, ValueError, TypeError) as error:
-        if wants_traceback() or not _is_told(error):
+    except (LightningStreamError, ImportError, ValueError, TypeError, OSError, HydraException) as error:
+        sentence = in_our_words(error)
+        if wants_traceback() or sentence is None:
             raise
-        raise fail([f"{type(error).__name__}: {error}", "(HYDRA_FULL_ERROR=1 shows where.)"]) from error
+        raise fail([sentence, "(HYDRA_FULL_ERROR=1 shows where.)"]) from error
+    except MisconfigurationException as error:
+        if wants_traceback():
+            raise
+        raise fail([f"Lightning: {error}", "(HYDRA_FULL_ERROR=1 shows where.)"]) from error
     except SIGTERMException:  # several ranks: Lightning's own, which would end with 0, as if all were done
         signum: int = signal.SIGTERM
     except RunStopped as stop:
@@ -62,15 +72,31 @@ def _told(config: DictConfig) -> RunSummary | None:
     raise SystemExit(_SIGNALLED + signum)
 
 
-def _is_told(error: BaseException) -> bool:
-    """Whether an error says in our words what to change: our own, or a wrong setting that our own code refused."""
-    if isinstance(error, (LightningStreamError, MissingExtraError)):
-        return True
+def in_our_words(error: BaseException) -> str | None:
+    """What a user is told of an error that comes of a setting or of the world; None for what may be a fault of ours.
+
+    Told are our own errors, a wrong setting that our own code refused, what an object's constructor refused, and what
+    the system says of a file.
+    """
+    if isinstance(error, HydraException):
+        cause = error.__cause__
+        place = re.search(r"^full_key: (.+)$", str(error), re.MULTILINE)
+        told = in_our_words(cause) or f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
+        return f"{place[1] if place else 'config'}: {told}"
+    own = isinstance(error, (LightningStreamError, MissingExtraError)) or (
+        isinstance(error, OSError) and error.filename is not None
+    )
+    if own or (isinstance(error, (ValueError, TypeError)) and _was_refused_by_us(error)):
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _was_refused_by_us(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     file = Path(trace.tb_frame.f_code.co_filename) if trace is not None else Path()
-    return Path(lightning_stream.__file__).parent in file.parents and "recipes" not in file.parts
+    return Path(lightning_stream.__file__).parent in file.parents
 
 
 def _run(config: DictConfig) -> RunSummary | None:

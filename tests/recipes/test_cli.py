@@ -110,6 +110,7 @@ def test_explain_tells_where_a_run_is_and_names_the_samples_that_follow(
         (["inspect", "x", "--option", "endpoint"], "--option takes NAME=VALUE; found 'endpoint'"),
         (["inspect", "s3://b", "--option", "secret_access_key=hush"], "a secret must not stand on a command line"),
         (["explain", "none.ckpt"], "there is no checkpoint at"),
+        (["explain", "."], "there is no checkpoint at"),
     ],
 )
 def test_a_user_s_mistake_is_a_sentence_and_exit_code_2(

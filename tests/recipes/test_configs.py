@@ -260,6 +260,19 @@ def test_the_page_on_configs_names_every_file_of_a_group() -> None:
         assert missing == []
 
 
+def test_a_run_without_data_is_told_only_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        ran("scale=cpu")
+    assert capsys.readouterr().err == "This config cannot be run:\n  data: nothing is chosen. Add +data=flowers.\n"
+    with pytest.raises(SystemExit):
+        ran("+experiment=flower_quick")
+    assert "Did you mean 'flowers_quick'?" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_of_the_user_s_own_adds_data_to_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine" / "data").mkdir(parents=True)

@@ -166,3 +166,25 @@ def test_two_processes_go_on_where_one_was_stopped_and_one_where_two_were(
     assert {one["step"]: sorted(one["ids"]) for one in ids(whole)} == {
         step: sorted(found) for step, found in together.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("trainer.precision=fp8", "trainer: ValueError: precision is one of 32-true"),
+        ("data.photos=FILE", "data: ValueError: a file given as photos must be a .tgz, .tar.gz or .tar"),
+        ("data.remote=FILE/below", "FileExistsError: "),
+        ("data.remote=s4://bucket", "ValueError: no store is known for s4://"),
+    ],
+)
+def test_what_only_a_run_can_find_out_is_told_without_a_traceback(
+    root: Path, given: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("no photos\n")
+    with pytest.raises(SystemExit) as ended:
+        train(root, "told", *PLAIN, given.replace("FILE", str(file)))
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert sentence in told
+    assert "Traceback" not in told
