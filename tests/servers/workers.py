@@ -48,6 +48,33 @@ def read_all(
         said.put(("error", os.getpid(), type(error).__name__, f"{error} at {where.filename}:{where.lineno}"))
 
 
+def train(dataset: Any, rank: int, num_ranks: int, epochs: int, content: Any, said: Any) -> None:
+    """Be one rank that reads `epochs` epochs and compares each sample's bytes; says ("epoch", pid, epoch, ids).
+
+    Also ("error", text) for what was raised or wrong, and at the end ("end", descriptors grown, MiB grown).
+    """
+    from lightning_stream import StreamingDataLoader, World
+
+    try:
+        loader = StreamingDataLoader(dataset, 20, world=World(rank, num_ranks, num_ranks), tail="exact")
+        before = None
+        for epoch in range(epochs):
+            ids: list[int] = []
+            for batch in loader:
+                ids += batch["id"].tolist()
+                wrong = [k for k, x in zip(batch["id"].tolist(), batch["x"], strict=True) if bytes(x) != content(k)]
+                if wrong:
+                    said.put(("error", os.getpid(), f"samples {wrong} have other bytes"))
+            said.put(("epoch", os.getpid(), epoch, ids))
+            before = before or footprint()
+        now = footprint()
+        before = before or now
+        said.put(("end", os.getpid(), now[0] - before[0], now[1] - before[1]))
+    except BaseException as error:  # noqa: BLE001 (the parent judges)
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        said.put(("error", os.getpid(), type(error).__name__, f"{error} at {where.filename}:{where.lineno}"))
+
+
 def footprint() -> tuple[int, int]:
     """Open descriptors, and resident MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -1,0 +1,92 @@
+"""Training through hours of bad luck: every sample of every epoch comes exactly once, bit-equal.
+
+pytest -m slow -s tests/cache/test_chaos.py tests/test_chaos.py      prints its counts; with Ceph where it is installed
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("boto3")
+
+TESTS = str(Path(__file__).resolve().parent)
+if TESTS not in sys.path:
+    sys.path.insert(0, TESTS)
+
+from servers import processes  # noqa: E402
+from servers.crowd import KEY, SECRET, STEADY, Crowd, upload  # noqa: E402
+from servers.fault_proxy import FaultProxy, Plan  # noqa: E402
+from servers.workers import train  # noqa: E402
+
+from lightning_stream import MDSWriter, Stream, StreamingDataset  # noqa: E402
+
+NUM_SAMPLES, SAMPLE_BYTES, SHARD_BYTES, EPOCHS = 3000, 2000, 50_000, 8
+LIMIT_BYTES = 90 * SHARD_BYTES  # of 120 shards; five orders are read at once, each with an active set of its own
+OPTIONS = {"retries": 40, "first_pause_s": 0.005, "longest_pause_s": 0.1, "timeout_s": 0.5}
+PROBABILITY = {"error": 0.1, "reset": 0.2, "truncate": 0.2, "stall": 0.03, "flip": 0.1}
+FORK = multiprocessing.get_context("fork")
+
+
+def content(number: int) -> bytes:
+    return random.Random(number).randbytes(SAMPLE_BYTES // 2) * 2
+
+
+def dataset(folder: Path, options: dict[str, Any], seed: int) -> StreamingDataset:
+    stream = Stream(remote="s3://bucket/data", local=folder, options=options)
+    found = StreamingDataset(
+        streams=[stream], shuffle=True, shuffle_seed=seed, window=2, num_canonical_nodes=2, predownload=40,
+        cache_limit=LIMIT_BYTES,
+    )  # fmt: skip
+    # One in ten answers has a bit flipped: twice in a row is no rarity here.
+    defaults = found.reader.defaults
+    found.reader.defaults = replace(defaults, config=replace(defaults.config, refetches=20))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside the proxy's thread
+def test_no_fault_and_no_kill_costs_a_sample(tmp_path: Path) -> None:
+    with MDSWriter(
+        out=tmp_path / "data", columns={"id": "int", "x": "bytes"}, size_limit=SHARD_BYTES, compression="zstd",
+        hashes=["xxh3_64"],
+    ) as writer:  # fmt: skip
+        for number in range(NUM_SAMPLES):
+            writer.write({"id": number, "x": content(number)})
+    options = {**OPTIONS, "access_key_id": KEY, "secret_access_key": SECRET, "region": "us-east-1"}
+    real = shutil.which("radosgw") and shutil.which("ceph-mon")
+    with processes.ceph(tmp_path, KEY, SECRET) if real else processes.moto(tmp_path) as endpoint:
+        upload("s3://bucket/data", {**options, "endpoint_url": endpoint, "timeout_s": 20.0}, tmp_path / "data")
+        with FaultProxy(endpoint, Plan(latency_s=0.002, probability=PROBABILITY, burst=3)) as proxy:
+            reach = {**options, "endpoint_url": proxy.url}
+
+            def start(number: int, epochs: int) -> tuple[Any, Any]:
+                """The first ranks train together; those that are killed read the same cache in orders of their own."""
+                rank, seed = (number, 1) if number < STEADY else (number % 4, number)
+                said = FORK.Queue()
+                given = (dataset(tmp_path / "cache", reach, seed), rank, STEADY, epochs, content, said)
+                process = FORK.Process(target=train, args=given, daemon=True)
+                process.start()
+                return process, said
+
+            crowd = Crowd(start, EPOCHS)
+            crowd.run(limit_s=700)
+            counts, faults = dict(proxy.counts), proxy.faults()
+    print(f"\nfaults {faults} {counts}; kills {crowd.kills}; epochs {sorted(crowd.delivered)}; ends {crowd.ended}")
+    assert crowd.wrong == []
+    assert len(crowd.ended) == STEADY
+    assert sorted(crowd.delivered) == list(range(EPOCHS))
+    assert all(sorted(ids) == list(range(NUM_SAMPLES)) for ids in crowd.delivered.values())
+    assert all(descriptors <= 20 and mebibytes <= 64 for _, descriptors, mebibytes in crowd.ended)
+    assert faults >= 1000
+    kept = sum(path.stat().st_size for path in (tmp_path / "cache").glob("shard.*"))
+    assert kept <= LIMIT_BYTES
