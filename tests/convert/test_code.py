@@ -1,0 +1,60 @@
+"""Two functions are told apart by their source and by the values that they carry, in every process alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from lightning_stream.convert.code import source_text
+
+
+def scaled(row: int, factor: int = 1) -> int:
+    return row * factor
+
+
+def times(factor: int) -> Any:
+    return lambda row: row * factor
+
+
+@dataclass(frozen=True)
+class Scale:
+    factor: int
+
+    @cached_property
+    def double(self) -> int:
+        return 2 * self.factor
+
+    def apply(self, row: int) -> int:
+        return row * self.double
+
+
+class Called:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def __call__(self, row: int) -> int:
+        return row * self.factor
+
+
+def test_carried_values_tell_functions_apart() -> None:
+    for make in (times, Called, lambda k: Scale(k).apply, lambda k: partial(scaled, factor=k)):
+        assert source_text(make(2)) == source_text(make(2)) != source_text(make(3))
+    assert source_text(scaled) != source_text(times)
+    assert source_text(None) == ""
+    assert len({source_text(each) for each in (dict, list, len, Called)}) == 4
+
+
+def test_what_an_object_cached_makes_no_difference_nor_does_where_it_lies() -> None:
+    scale, held = Scale(2), object()
+    before = source_text(scale.apply)
+    assert scale.double == 4
+    assert source_text(scale.apply) == before
+    assert source_text(partial(scaled, held)) == source_text(partial(scaled, object()))
+
+
+def test_a_function_that_names_itself_is_told() -> None:
+    def countdown(k: int) -> int:
+        return countdown(k - 1) if k else 0
+
+    assert "countdown" in source_text(countdown)
