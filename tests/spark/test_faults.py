@@ -148,12 +148,13 @@ def test_what_fails_in_an_executor_is_told_as_what_it_is(spark: Any, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_killed_executors_and_speculation_change_nothing(
     tmp_path: Path, spark: Any, undisturbed: dict[str, bytes]
 ) -> None:
     script = Path(__file__).parents[1] / "support" / "spark_cluster.py"
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=800, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert (tmp_path / "killed").exists()
