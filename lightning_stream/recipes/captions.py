@@ -238,6 +238,7 @@ def caption_data(
     hashes: Sequence[str] = ("xxh3_64",),
     size_limit: int | str = "256kb",
     cache_limit: int | str | None = None,
+    num_canonical_nodes: int | None = None,
     image_size: int = 32,
     caption_length: int = 32,
     seed: int = 1,
@@ -257,6 +258,7 @@ def caption_data(
         local: Folder for the cache; None for the default one.
         compression, hashes, size_limit: Of the shards.
         cache_limit: Bytes that the cache may hold, e.g. ``"500gb"``.
+        num_canonical_nodes: See `StreamingDataset`; None derives it from the global batch.
         image_size: Pixels to a side.
         caption_length: Bytes of a caption that the network sees.
         seed: Of the order, the mirroring and the noise.
@@ -282,6 +284,7 @@ def caption_data(
             "remote": f"{place}/{split}",
             "local": f"{local}/{fingerprint}/{split}" if local else None,
             "cache_limit": cache_limit,
+            "num_canonical_nodes": num_canonical_nodes,
             "shuffle": split == TRAIN,
             "shuffle_seed": seed,
             "transform": CaptionedImage(image_size, caption_length, mirrored=split == TRAIN),

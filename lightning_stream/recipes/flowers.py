@@ -86,6 +86,7 @@ def flower_data(
     colour: float = 0.25,
     seed: int = 1,
     cache_limit: int | str | None = None,
+    num_canonical_nodes: int | None = None,
     global_batch_size: int = 16,
     eval_batch_size: int = 64,
     num_workers: int = 1,
@@ -108,6 +109,7 @@ def flower_data(
         smallest_crop, colour: Of the augmentation, see `AugmentedImage`.
         seed: Of the order, the augmentation and dropout.
         cache_limit: Bytes that the cache may hold, e.g. ``"10gb"``.
+        num_canonical_nodes: See `StreamingDataset`; None derives it from the global batch.
         global_batch_size: Samples of an optimizer step over all devices.
         eval_batch_size: Samples per device in validation.
         num_workers: Processes per device that read and decode; 0 does so between steps.
@@ -117,7 +119,7 @@ def flower_data(
     config = ConversionConfig(compression, tuple(hashes), size_limit, held_out, convert)
     conversion = Conversion.plan(source, remote, config)
     caches = {split: f"{local}/{conversion.fingerprint}/{split}" if local else None for split in (TRAIN, VAL)}
-    common = {"shuffle_seed": seed, "cache_limit": cache_limit}
+    common = {"shuffle_seed": seed, "cache_limit": cache_limit, "num_canonical_nodes": num_canonical_nodes}
     augmented, plain = AugmentedImage(image_size, smallest_crop, colour), PlainImage(image_size)
     return PhotoData(
         conversion,

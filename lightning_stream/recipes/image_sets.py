@@ -199,6 +199,7 @@ def image_data(
     hashes: Sequence[str] = ("xxh3_64",),
     size_limit: int | str = "64mb",
     cache_limit: int | str | None = None,
+    num_canonical_nodes: int | None = None,
     image_size: int = 224,
     smallest_crop: float = 0.08,
     colour: float = 0.0,
@@ -222,6 +223,7 @@ def image_data(
         local: Folder for the cache; None for the default one.
         compression, hashes, size_limit: Of the shards.
         cache_limit: Bytes that the cache may hold, e.g. ``"100gb"``.
+        num_canonical_nodes: See `StreamingDataset`; None derives it from the global batch.
         image_size: Pixels to a side that the network sees, where the pictures are files.
         smallest_crop, colour: Of the augmentation of files, see `AugmentedImage`.
         margin: Of the augmentation of pixels, see `ShiftedPixels`.
@@ -251,6 +253,7 @@ def image_data(
             "remote": f"{images.place}/{split}",
             "local": f"{cache}/{split}" if cache else None,
             "cache_limit": cache_limit,
+            "num_canonical_nodes": num_canonical_nodes,
             "shuffle": shuffle and split == TRAIN,
             "shuffle_seed": seed,
             "transform": transform,

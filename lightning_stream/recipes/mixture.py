@@ -106,6 +106,7 @@ def mixed_text_data(
     hashes: Sequence[str] = ("xxh3_64",),
     size_limit: int | str = "512kb",
     cache_limit: int | str | None = None,
+    num_canonical_nodes: int | None = None,
     seed: int = 1,
     global_batch_size: int = 16,
     eval_batch_size: int = 32,
@@ -124,6 +125,7 @@ def mixed_text_data(
         local: Folder for the cache; None for the default one.
         compression, hashes, size_limit: Of the shards.
         cache_limit: Bytes that each part's cache may hold, e.g. ``"10gb"``.
+        num_canonical_nodes: See `StreamingDataset`; None derives it from the global batch.
         seed: Of the order, and of what is drawn of each part in each epoch.
         global_batch_size: Blocks of an optimizer step over all devices.
         eval_batch_size: Blocks per device in validation.
@@ -158,6 +160,7 @@ def mixed_text_data(
         "batching_method": batching_method,
         "epoch_size": epoch_size,
         "cache_limit": cache_limit,
+        "num_canonical_nodes": num_canonical_nodes,
     }
     val = {"streams": streams(VAL, dict.fromkeys(parts)), "cache_limit": cache_limit}
     return TextData(

@@ -181,6 +181,7 @@ def table_data(
     hashes: Sequence[str] = ("xxh3_64",),
     size_limit: int | str = "64kb",
     cache_limit: int | str | None = None,
+    num_canonical_nodes: int | None = None,
     seed: int = 1,
     global_batch_size: int = 32,
     eval_batch_size: int = 256,
@@ -200,6 +201,7 @@ def table_data(
         local: Folder for the cache; None for the default one.
         compression, hashes, size_limit: Of the shards.
         cache_limit: Bytes that the cache may hold, e.g. ``"10gb"``.
+        num_canonical_nodes: See `StreamingDataset`; None derives it from the global batch.
         seed: Of the order.
         global_batch_size: Rows of an optimizer step over all devices.
         eval_batch_size: Rows per device in validation.
@@ -220,6 +222,7 @@ def table_data(
             "remote": f"{table.place}/{split}",
             "local": f"{local}/{table.fingerprint}/{split}" if local else None,
             "cache_limit": cache_limit,
+            "num_canonical_nodes": num_canonical_nodes,
             "shuffle": split == TRAIN,
             "shuffle_seed": seed,
         }

@@ -285,6 +285,7 @@ def text_data(
     hashes: Sequence[str] = ("xxh3_64",),
     size_limit: int | str = "512kb",
     cache_limit: int | str | None = None,
+    num_canonical_nodes: int | None = None,
     shuffle: bool = True,
     seed: int = 1,
     global_batch_size: int = 16,
@@ -309,6 +310,7 @@ def text_data(
         local: Folder for the cache; None for the default one.
         compression, hashes, size_limit: Of the shards.
         cache_limit: Bytes that the cache may hold, e.g. ``"10gb"``.
+        num_canonical_nodes: See `StreamingDataset`; None derives it from the global batch.
         shuffle: Whether blocks are trained on in a shuffled order.
         seed: Of the order.
         global_batch_size: Blocks of an optimizer step over all devices.
@@ -335,6 +337,7 @@ def text_data(
             "remote": f"{conversion.place}/{split}",
             "local": f"{cache}/{split}" if cache else None,
             "cache_limit": cache_limit,
+            "num_canonical_nodes": num_canonical_nodes,
             "shuffle_seed": seed,
             "shuffle": shuffle and split == TRAIN,
         }
