@@ -201,13 +201,14 @@ class StreamingCallback(Callback):
         self._sync(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """The order's next epoch begins when Lightning's does, also where `limit_train_batches` cut this one short.
+        """The order's next epoch begins when Lightning's does, also where a limit or the model cut this one short.
 
         Lightning also comes by where `max_steps`, `max_time` or a callback stopped it: the epoch is not over then.
         """
         self._sync(trainer)
         position = self._position()
-        if position.epoch == self._last_epoch_trained and trainer.is_last_batch:
+        stopped = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+        if position.epoch == self._last_epoch_trained and (trainer.is_last_batch or not stopped):
             self._committed = position.next_epoch()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:

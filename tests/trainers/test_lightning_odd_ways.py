@@ -117,7 +117,7 @@ def test_a_batch_size_found_by_trial_is_trained_with_from_the_first_sample_on(sh
     trainer = pl.Trainer(max_epochs=1, callbacks=[finder], default_root_dir=tmp_path, **QUIET)
     trainer.fit(module, datamodule=data)
     size = data.batch_size
-    assert size == 4
+    assert size > 2
     ids = [number for step in sorted(module.steps) for number in module.steps[step][-size:]]  # without the trials'
     assert sorted(ids) == list(range(NUM_SAMPLES))
 

@@ -103,7 +103,7 @@ def test_a_run_that_ends_badly_ends_and_continues_from_its_last_checkpoint(
     whole = Run(shards, tmp_path / "whole", every_n_train_steps=STEPS).steps
     _, said = end_of(start(tmp_path / "bad", shards, launcher, every=3, ends=ends))
     step, path = checkpoints(tmp_path / "bad")[-1]
-    assert step == 6, said[-2000:]
+    assert step == (9 if ends[2] == signal.SIGTERM else 6), said[-2000:]  # a SIGTERM lets the step be finished
     codes, said = end_of(start(tmp_path / "again", shards, launcher, ckpt=str(path)))
     assert codes == [0], said[-3000:]
     assert steps_of(tmp_path / "bad", end=step) | steps_of(tmp_path / "again") == whole
