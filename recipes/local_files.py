@@ -22,12 +22,14 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_stream import StreamingDataLoader
+from lightning_stream import StreamingDataLoader, StreamingDataset
+from lightning_stream.order import BatchPlan
 from lightning_stream.recipes.classifier import ImageClassifier
 from lightning_stream.recipes.drawing import CLASSES, drawn_jpeg
 from lightning_stream.recipes.flowers import PhotoData, flower_data
 from lightning_stream.recipes.task import TRAIN, VAL
 from lightning_stream.sample_random import seed_sample
+from lightning_stream.shared_position import Start
 
 Place = tuple[int, int, int]
 """Epoch and position, which seed the augmentation, and the number of the file."""
@@ -66,15 +68,21 @@ class SameOrder(Sampler[list[Place]]):
         self.loader, self.files, self.epoch = loader, files, 0
 
     def __iter__(self) -> Iterator[list[Place]]:
-        self.loader.set_epoch(self.epoch)
-        for step in range(len(self.loader)):
-            batch = self.loader.trace(step)
-            ids = batch.ids.tolist()
-            yield [(batch.epoch, batch.begin + place, self.files[one]) for place, one in enumerate(ids)]
-        self.epoch += 1
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        plan = self._plan(epoch)
+        for step in range(plan.num_batches):
+            share = plan.share(step)
+            places = zip(share.positions.tolist(), share.ids.tolist(), strict=True)
+            yield [(epoch, position, self.files[one]) for position, one in places]
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return self._plan(self.epoch).num_batches
+
+    def _plan(self, epoch: int) -> BatchPlan:
+        """What the streamed run delivers in an epoch, computed and not read."""
+        dataset = self.loader.dataset
+        assert isinstance(dataset, StreamingDataset)
+        return self.loader.settings().plan(dataset, Start(epoch))
 
 
 @dataclass
@@ -146,6 +154,7 @@ def compare(photos: Path, settings: argparse.Namespace) -> tuple[Curve, Curve]:
         local=str(settings.out / "cache"),
         image_size=settings.size,
         compression=None,
+        size_limit="64kb",  # small shards, so that a batch is gathered from many
         num_workers=0,
     )
     data.prepare_data()

@@ -42,6 +42,7 @@ def value_problems(values: Mapping[str, Any]) -> list[str]:
         problems.append(f"data.held_out: is a share of the data, between 0 and 1; found {data['held_out']}.")
     if isinstance(data.get("photos"), str):
         problems += _check_photos(data["photos"])
+    problems += _check_source(data)
     if isinstance(model.get("weights"), str) and not Path(model["weights"]).expanduser().is_file():
         problems.append(f"model.weights: there is no file at {Path(model['weights']).expanduser().absolute()}.")
     return problems
@@ -78,6 +79,18 @@ def _refused(place: str, check: Callable[[Any], object], value: Any) -> list[str
     except (ValueError, TypeError) as error:
         return [f"{place}: {error}"]
     return []
+
+
+def _check_source(data: Mapping[str, Any]) -> list[str]:
+    """Text and images are files of this machine; other data says itself where it may lie."""
+    from lightning_stream.recipes.documents import GENERATED
+
+    source, target = data.get("source"), str(data.get("_target_"))
+    words = {"text_data": (GENERATED,), "image_data": ()}.get(target.rpartition(".")[2])
+    if words is None or not isinstance(source, str) or source in words or Path(source).expanduser().exists():
+        return []
+    said = "".join(f"is {word!r} or a path; " for word in words)
+    return [f"data.source: {said}there is nothing at {Path(source).expanduser().absolute()}.{nearest(source, words)}"]
 
 
 def _check_photos(photos: str) -> list[str]:

@@ -14,7 +14,7 @@ from lightning_stream.dataset import StreamingDataset
 from lightning_stream.recipes.evaluation import tally
 from lightning_stream.recipes.images import as_picture
 from lightning_stream.recipes.picture import Prediction, draw_predictions, save_picture
-from lightning_stream.recipes.task import VAL, Batch, Judged, Shown, TaskData, TaskModel
+from lightning_stream.recipes.task import VAL, Batch, Judged, Shown, TaskData, TaskModel, fitting
 from lightning_stream.recipes.weights import build_network, load_weights, look_closely
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -108,8 +108,8 @@ class ImageClassifier(TaskModel):
         """Make the network, unless that was done, for as many classes as the data has."""
         if self.network is not None:
             return
-        assert isinstance(data, ImageData)
-        classes = self.num_classes or len(data.classes)
+        images = fitting(data, ImageData, "Choose a model for this data, e.g. model=gpt for text.")
+        classes = self.num_classes or len(images.classes)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             network = build_network(self.name, classes, self.network_options)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from lightning_stream.recipes.evaluation import Tally, tally
 from lightning_stream.recipes.gpt import GPT
-from lightning_stream.recipes.task import Batch, Judged, Shown, TaskData, TaskModel
+from lightning_stream.recipes.task import Batch, Judged, Shown, TaskData, TaskModel, fitting
 from lightning_stream.recipes.text import TextData
 from lightning_stream.recipes.tokens import PADDING
 
@@ -60,9 +60,9 @@ class LanguageModel(TaskModel):
         """Make the network, unless that was done, for the data's tokenizer and blocks."""
         if self.network is not None:
             return
-        assert isinstance(data, TextData), "a language model learns from text: +data=text"
-        held = data.description
-        self.boundary = data.tokenizer.boundary
+        text = fitting(data, TextData, "Choose text, e.g. +data=text, or a model for this data.")
+        held = text.description
+        self.boundary = text.tokenizer.boundary
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             self.network = GPT(held.vocabulary, held.block, self.width, self.depth, self.heads)

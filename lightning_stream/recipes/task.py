@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_stream.errors import LightningStreamError
 from lightning_stream.recipes.callbacks import batch_in_training
 from lightning_stream.recipes.evaluation import WIDTH, Tally
 from lightning_stream.trainers.lightning import StreamingDataModule
 
 Batch = Mapping[str, Any]
 TRAIN, VAL = "train", "val"
+_Data = TypeVar("_Data", bound="TaskData")
 
 
 class TaskData(StreamingDataModule):
@@ -245,6 +247,17 @@ class TaskModel(LightningModule):
     def _over_ranks(self, counted: Tensor) -> Tensor:
         summed: Tensor = self.trainer.strategy.reduce(counted.to(self.device), reduce_op="sum")
         return summed
+
+
+def fitting(data: TaskData, kind: type[_Data], advice: str) -> _Data:
+    """The data, where it is of the kind that a model learns from.
+
+    Raises:
+        LightningStreamError: It is not; with the advice what to choose.
+    """
+    if not isinstance(data, kind):
+        raise LightningStreamError(f"this model learns from {kind.__name__}; found {type(data).__name__}. {advice}")
+    return data
 
 
 def _nothing() -> Tensor:

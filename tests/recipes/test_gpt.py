@@ -11,7 +11,10 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
+from lightning_stream.errors import LightningStreamError
 from lightning_stream.recipes import training
+from lightning_stream.recipes.checks import find_problems
+from lightning_stream.recipes.classifier import ImageClassifier
 from lightning_stream.recipes.evaluation import Tally
 from lightning_stream.recipes.gpt import GPT
 from lightning_stream.recipes.language_model import LanguageModel
@@ -126,3 +129,17 @@ def test_a_run_resumed_at_any_checkpoint_ends_with_the_same_weights_and_measures
     assert states[0]["global_step"] == states[1]["global_step"] > 7
     for name, value in states[0]["state_dict"].items():
         assert torch.equal(value, states[1]["state_dict"][name])
+
+
+def test_a_model_that_does_not_fit_the_data_says_what_would(tmp_path: Path) -> None:
+    data = text_data(generated_count=20, block=32, remote=str(tmp_path / "shards"), local=str(tmp_path / "cache"))
+    with pytest.raises(LightningStreamError, match=r"learns from ImageData; found TextData.*model=gpt"):
+        ImageClassifier().build(data)
+
+
+def test_text_that_is_not_there_is_told_before_work_starts(tmp_path: Path) -> None:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = compose("train", overrides=[*TINY, f"root={tmp_path}", "name=x", "data.source=genrated"])
+    (problem,) = find_problems(config)
+    assert problem.startswith("data.source: is 'generated' or a path; there is nothing at ")
+    assert problem.endswith("Did you mean 'generated'?")
