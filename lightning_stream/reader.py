@@ -8,10 +8,7 @@ are needed soon in threads of its own.
 from __future__ import annotations
 
 import os
-import threading
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,13 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.cache import CacheConfig, Lease, ShardCache
+from lightning_stream.cache import CacheConfig, ShardCache
 from lightning_stream.formats.columns import gather, gather_mixed
 from lightning_stream.formats.index import INDEX_NAME, Index, ShardEntry
 from lightning_stream.formats.mds import MdsShard
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.next_use import next_use_of_file
 from lightning_stream.order import Snapshot, StreamWeights
+from lightning_stream.reader_process import OpenShard, ReaderProcess
 from lightning_stream.sample_ranges import SampleRanges
 from lightning_stream.storage import Store, open_store
 from lightning_stream.storage.threads import DaemonPool
@@ -142,42 +140,6 @@ class ReaderConfig:
     start_by_range: bool = False
 
 
-@dataclass
-class _OpenShard:
-    shard: Shard
-    lease: Lease
-
-    def close(self) -> None:
-        self.shard.close()
-        self.lease.close()
-
-
-class _Process:
-    """What a reader holds in one process: mapped shards, and threads that fetch the next ones."""
-
-    def __init__(self, config: ReaderConfig) -> None:
-        self.pid = os.getpid()
-        self.lock = threading.RLock()
-        self.open: OrderedDict[int, _OpenShard] = OrderedDict()
-        self.fetches: dict[int, Future[Lease]] = {}
-        self.awaited: Counter[int] = Counter()  # batches announced by read_ahead that still need the shard
-        self.pool = DaemonPool(config.fetch_threads, "fetch")
-        self.ranges = SampleRanges(config.allow_unsafe_types, config.decoders)
-
-    def close(self) -> None:
-        self.pool.close()
-        while self.fetches:
-            self.fetches.popitem()[1].add_done_callback(_let_go)
-        while self.open:
-            self.open.popitem()[1].close()
-
-
-def _let_go(fetch: Future[Lease]) -> None:
-    """What was fetched for nobody may be evicted."""
-    if not fetch.cancelled() and fetch.exception() is None:
-        fetch.result().close()
-
-
 class SampleReader:
     """Reads samples of several streams by sample id. Picklable; safe under fork and threads.
 
@@ -188,7 +150,7 @@ class SampleReader:
         self.streams = tuple(streams)
         self.defaults = defaults
         self.config = config
-        self._process: _Process | None = None
+        self._process: ReaderProcess | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_process": None}
@@ -302,7 +264,7 @@ class SampleReader:
             for number in numbers:
                 if number not in process.open and number not in process.fetches:
                     cache, entry = self.entry(number)
-                    process.fetches[number] = process.pool.submit(cache.lease, entry)
+                    process.fetches[number] = process.fetch(cache, entry)
 
     def done_with(self, ids: NDArray[np.int64]) -> None:
         """Take back what `read_ahead` announced. Under a cache limit, shards that no announced batch needs are let go,
@@ -339,14 +301,16 @@ class SampleReader:
             self._process.close()
         self._process = None
 
-    def _mine(self) -> _Process:
+    def _mine(self) -> ReaderProcess:
         """This process's handles: those of the process that forked us stay its own."""
         if self._process is None or self._process.pid != os.getpid():
-            self._process = _Process(self.config)
+            self._process = ReaderProcess(
+                self.config.fetch_threads, SampleRanges(self.config.allow_unsafe_types, self.config.decoders)
+            )
         return self._process
 
     def _by_range(
-        self, process: _Process, numbers: list[int], indices: Callable[[int], NDArray[np.int64]]
+        self, process: ReaderProcess, numbers: list[int], indices: Callable[[int], NDArray[np.int64]]
     ) -> dict[int, MdsShard]:
         """Of shards neither here nor on their way: the samples wanted of the k-th alone, where that is cheaper."""
         if all(cache.in_place for cache in self.caches):
@@ -365,7 +329,7 @@ class SampleReader:
         """Whether so many samples of a shard that is not here cost less by ranges than the shard."""
         return self._mine().ranges.cheaper(number, *self.entry(number), num_samples)
 
-    def _shard(self, process: _Process, number: int) -> Shard:
+    def _shard(self, process: ReaderProcess, number: int) -> Shard:
         """A mapped shard, fetched where it is not here. The caller holds the process's lock."""
         held = process.open.get(number)
         if held is not None:
@@ -380,10 +344,10 @@ class SampleReader:
             allow_unsafe_types=self.config.allow_unsafe_types,
             decoders=self.config.decoders,
         )
-        process.open[number] = _OpenShard(shard, lease)
+        process.open[number] = OpenShard(shard, lease)
         return shard
 
-    def _trim(self, process: _Process) -> None:
+    def _trim(self, process: ReaderProcess) -> None:
         """Close the shards used longest ago; never in the middle of a batch, which may span more than the bound."""
         while len(process.open) > self.config.max_open_shards:
             process.open.popitem(last=False)[1].close()

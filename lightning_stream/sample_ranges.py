@@ -29,6 +29,7 @@ _Ints = NDArray[np.int64]
 # What a request costs, in bytes that could have come meanwhile: about 35 ms at 60 MB/s.
 REQUEST_BYTES = 2 << 20
 _GAP_BYTES = REQUEST_BYTES // 8  # neighbours so near come in one range, with what lies between
+_HELD_BYTES = 64 << 20  # of tables that are kept
 _THREADS = 16
 
 
@@ -58,6 +59,7 @@ class SampleRanges:
     def __init__(self, allow_unsafe_types: bool, decoders: Mapping[str, Callable[[bytes], Any]] | None) -> None:
         self._options: dict[str, Any] = {"allow_unsafe_types": allow_unsafe_types, "decoders": decoders}
         self._tables: dict[int, _Table] = {}
+        self._held_bytes = 0
         self._spent: Counter[int] = Counter()  # bytes, requests counted as such, by shard
         self._guard = threading.Lock()
         self._pool = DaemonPool(_THREADS, "range")
@@ -86,25 +88,26 @@ class SampleRanges:
             StoreError: The store could not give them.
             FormatError: What it gave is not what the index says.
         """
-        unknown = [number for number in wanted if number not in self._tables]
-        tables = [self._pool.submit(self._fetch_table, number, *wanted[number][:2]) for number in unknown]
-        for table in tables:
-            table.result()
+        found = {
+            number: self._tables.get(number) or self._pool.submit(self._fetch_table, number, cache, entry)
+            for number, (cache, entry, _) in wanted.items()
+        }
+        tables = {number: table if isinstance(table, _Table) else table.result() for number, table in found.items()}
         parts = [
-            (number, part, self._pool.submit(self._fetch_part, number, *wanted[number][:2], part))
+            (number, part, self._pool.submit(self._fetch_part, number, *wanted[number][:2], tables[number], part))
             for number in wanted
-            for part in self._parts(number, wanted[number][2])
+            for part in _parts(tables[number], wanted[number][2])
         ]
         content: dict[int, dict[int, bytes]] = {number: {} for number in wanted}
         for number, part, fetch in parts:
-            content[number] |= self._cut(number, part, fetch.result())
+            content[number] |= _cut(tables[number], part, fetch.result())
         with tempfile.TemporaryDirectory(prefix="lightning_stream-") as folder:
             return {
                 number: self._write_down(entry, [content[number][index] for index in indices.tolist()], Path(folder))
                 for number, (_, entry, indices) in wanted.items()
             }
 
-    def _fetch_table(self, number: int, cache: ShardCache, entry: ShardEntry) -> None:
+    def _fetch_table(self, number: int, cache: ShardCache, entry: ShardEntry) -> _Table:
         end = 4 * (entry.num_samples + 2)
         content, version = _range(cache, entry, 0, end)
         offsets = np.frombuffer(content[4:], "<u4")
@@ -115,19 +118,17 @@ class SampleRanges:
                 f"{cache.store.url}/{entry.raw.basename}: it does not begin as a shard of {entry.num_samples} samples "
                 f"in {entry.raw.num_bytes:,} bytes, which its index says it is. Compare it with the dataset's source."
             )
+        table = _Table(offsets, version)
         with self._guard:
-            self._tables[number] = _Table(offsets, version)
+            self._held_bytes += 0 if number in self._tables else end  # another thread's, fetched at the same time
+            self._tables[number] = table
             self._spent[number] += REQUEST_BYTES + end
+            while self._held_bytes > _HELD_BYTES and len(self._tables) > 1:
+                oldest = next(iter(self._tables))
+                self._held_bytes -= 4 + self._tables.pop(oldest).offsets.nbytes
+        return table
 
-    def _parts(self, number: int, indices: _Ints) -> list[_Part]:
-        offsets = self._tables[number].offsets
-        gaps = offsets[indices[1:]].astype(np.int64) - offsets[indices[:-1] + 1]
-        firsts = np.flatnonzero(np.concatenate([[True], gaps > _GAP_BYTES]))
-        lasts = np.append(firsts[1:], len(indices)) - 1
-        return [_Part(int(indices[a]), int(indices[b])) for a, b in zip(firsts, lasts, strict=True)]
-
-    def _fetch_part(self, number: int, cache: ShardCache, entry: ShardEntry, part: _Part) -> bytes:
-        table = self._tables[number]
+    def _fetch_part(self, number: int, cache: ShardCache, entry: ShardEntry, table: _Table, part: _Part) -> bytes:
         begin, end = int(table.offsets[part.first]), int(table.offsets[part.last + 1])
         content, version = _range(cache, entry, begin, end)
         where = f"{cache.store.url}/{entry.raw.basename}"
@@ -135,16 +136,12 @@ class SampleRanges:
             raise FormatError(f"{where}: it ends within the bytes {begin:,} to {end:,}, which its index promises.")
         if version != table.version:
             with self._guard:
-                self._tables.pop(number, None)
+                if self._tables.pop(number, None) is not None:
+                    self._held_bytes -= 4 + table.offsets.nbytes
             raise FormatError(f"{where}: it was replaced while it was read. Read again; write datasets to new names.")
         with self._guard:
             self._spent[number] += REQUEST_BYTES + len(content)
         return content
-
-    def _cut(self, number: int, part: _Part, content: bytes) -> dict[int, bytes]:
-        offsets = self._tables[number].offsets[part.first : part.last + 2].astype(np.int64)
-        edges = (offsets - offsets[0]).tolist()
-        return {part.first + k: content[edges[k] : edges[k + 1]] for k in range(len(edges) - 1)}
 
     def _write_down(self, entry: ShardEntry, samples: list[bytes], folder: Path) -> MdsShard:
         sizes = np.array([4 * (len(samples) + 2), *map(len, samples)], np.int64)
@@ -155,6 +152,19 @@ class SampleRanges:
         path.write_bytes(content)
         raw = replace(entry.raw, num_bytes=len(content), hashes={})
         return MdsShard(replace(entry, num_samples=len(samples), raw=raw), folder, **self._options)
+
+
+def _parts(table: _Table, indices: _Ints) -> list[_Part]:
+    gaps = table.offsets[indices[1:]].astype(np.int64) - table.offsets[indices[:-1] + 1]
+    firsts = np.flatnonzero(np.concatenate([[True], gaps > _GAP_BYTES]))
+    lasts = np.append(firsts[1:], len(indices)) - 1
+    return [_Part(int(indices[a]), int(indices[b])) for a, b in zip(firsts, lasts, strict=True)]
+
+
+def _cut(table: _Table, part: _Part, content: bytes) -> dict[int, bytes]:
+    offsets = table.offsets[part.first : part.last + 2].astype(np.int64)
+    edges = (offsets - offsets[0]).tolist()
+    return {part.first + k: content[edges[k] : edges[k + 1]] for k in range(len(edges) - 1)}
 
 
 def _range(cache: ShardCache, entry: ShardEntry, begin: int, end: int) -> tuple[bytes, str | None]:

@@ -122,6 +122,18 @@ def test_a_batch_asks_neighbours_in_one_range_and_keeps_its_order(served: Served
     assert sorted(name for name, _ in served.asked()) == [f"shard.0000{k}.mds" for k in (0, 0, 1, 1, 2, 2)]
 
 
+def test_tables_are_kept_up_to_a_bound_and_fetched_again_behind_it(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_stream.sample_ranges._HELD_BYTES", 100)
+    dataset = served.dataset(tmp_path)
+    for ids in ([1, 100, 230], [101, 2]):
+        assert dataset.read_batch(ids)["id"].tolist() == ids
+    asked = [value for _, value in served.asked()]
+    assert len(asked) == 10
+    assert sum((value or "").startswith("bytes=0-") for value in asked) == 5  # tables, each time anew
+
+
 def test_a_batch_takes_from_shards_that_are_here_and_from_others(served: Served, tmp_path: Path) -> None:
     dataset = served.dataset(tmp_path)
     dataset.reader.fetch(np.array([1]))

@@ -177,8 +177,12 @@ class ShardCache:
         with self.lease(entry) as lease:
             return lease.folder
 
-    def lease(self, entry: ShardEntry) -> Lease:
+    def lease(self, entry: ShardEntry, wait_s: float | None = None) -> Lease:
         """The same, and the shard stays until the lease is closed.
+
+        Args:
+            entry: The shard.
+            wait_s: Longest wait for another process's fetch of it; None for the config's.
 
         Raises:
             NotFoundError, AccessError, UnavailableError: The store could not give it.
@@ -190,7 +194,7 @@ class ShardCache:
             return lease
         name = entry.raw.basename
         with self._explained():
-            return self._pin(entry) or self._once(name, lambda: self._pin(entry), lambda: self._fetch(entry))
+            return self._pin(entry) or self._once(name, lambda: self._pin(entry), lambda: self._fetch(entry), wait_s)
 
     def prefetch(self, entries: Iterable[ShardEntry], *, workers: int = 4) -> Iterator[tuple[ShardEntry, Path]]:
         """Fetch shards, several at once; yields them in the given order, and raises the first failure in that order."""
@@ -321,9 +325,9 @@ class ShardCache:
                 raise disk_full(self.folder, 1) from error
             raise
 
-    def _once(self, name: str, done: Callable[[], T | None], work: Callable[[], T]) -> T:
+    def _once(self, name: str, done: Callable[[], T | None], work: Callable[[], T], wait_s: float | None = None) -> T:
         self._place.prepare()
-        return publish_once(done, work, self._place.lock(name), self.config.wait_s)
+        return publish_once(done, work, self._place.lock(name), self.config.wait_s if wait_s is None else wait_s)
 
     def _fetch(self, entry: ShardEntry) -> Lease:
         """Bring, check and publish every file of a shard; under its lock."""

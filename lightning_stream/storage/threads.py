@@ -74,6 +74,20 @@ class DaemonPool:
         self.close()
 
 
+def follow(promise: Future[T], source: Future[T]) -> None:
+    """Let a promise become what another future becomes; nothing where that is cancelled."""
+
+    def done(ended: Future[T]) -> None:
+        if ended.cancelled():
+            return
+        if (error := ended.exception()) is not None:
+            promise.set_exception(error)
+        else:
+            promise.set_result(ended.result())
+
+    source.add_done_callback(done)
+
+
 def _serve(calls: SimpleQueue[_Call | None], idle: threading.Semaphore) -> None:
     """A thread's life. It knows its queue, not its pool, which may so be forgotten without being closed."""
     while (given := calls.get()) is not None:

@@ -1,0 +1,84 @@
+"""What a reader holds in one process: mapped shards, and threads that fetch the next ones."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter, OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from lightning_stream.cache import Lease, ShardCache
+from lightning_stream.errors import LockTimeoutError
+from lightning_stream.formats.schema import ShardEntry
+from lightning_stream.formats.shard import Shard
+from lightning_stream.sample_ranges import SampleRanges
+from lightning_stream.storage.threads import DaemonPool, follow
+
+_WAITERS = 32  # threads that wait for other processes' fetches
+
+
+@dataclass
+class OpenShard:
+    """A mapped shard, and what keeps it from being evicted."""
+
+    shard: Shard
+    lease: Lease
+
+    def close(self) -> None:
+        """Let go of both."""
+        self.shard.close()
+        self.lease.close()
+
+
+class ReaderProcess:
+    """Mapped shards and fetches of one process; all but `fetch` under `lock`.
+
+    Args:
+        fetch_threads: Shards fetched at the same time.
+        ranges: What reads samples of shards that are not here.
+    """
+
+    def __init__(self, fetch_threads: int, ranges: SampleRanges) -> None:
+        self.pid = os.getpid()
+        self.lock = threading.RLock()
+        self.open: OrderedDict[int, OpenShard] = OrderedDict()
+        self.fetches: dict[int, Future[Lease]] = {}
+        self.awaited: Counter[int] = Counter()  # batches announced by read_ahead that still need the shard
+        self.ranges = ranges
+        self._fetchers = DaemonPool(fetch_threads, "fetch")
+        self._waiters = DaemonPool(_WAITERS, "wait")
+
+    def fetch(self, cache: ShardCache, entry: ShardEntry) -> Future[Lease]:
+        """Begin to fetch a shard.
+
+        What another process is fetching already is waited for in threads of their own: the workers of a node want the
+        same shards first, and would all wait for the few that one of them fetches.
+        """
+        promise: Future[Lease] = Future()
+
+        def unless_busy() -> None:
+            try:
+                promise.set_result(cache.lease(entry, 0))
+            except LockTimeoutError:
+                follow(promise, self._waiters.submit(cache.lease, entry))
+            except BaseException as error:  # noqa: BLE001 - whoever asks for the shard gets it
+                promise.set_exception(error)
+
+        self._fetchers.submit(unless_busy)
+        return promise
+
+    def close(self) -> None:
+        """Let go of everything; what has begun is not waited for."""
+        self._fetchers.close()
+        self._waiters.close()
+        while self.fetches:
+            self.fetches.popitem()[1].add_done_callback(_let_go)
+        while self.open:
+            self.open.popitem()[1].close()
+
+
+def _let_go(fetch: Future[Lease]) -> None:
+    """What was fetched for nobody may be evicted."""
+    if not fetch.cancelled() and fetch.exception() is None:
+        fetch.result().close()

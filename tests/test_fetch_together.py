@@ -1,0 +1,76 @@
+"""The workers of a node want the same shards first: they fetch them together, none waits in another's place."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+TESTS = str(Path(__file__).resolve().parent)
+if TESTS not in sys.path:
+    sys.path.insert(0, TESTS)
+
+from servers.web import Handler, WebServer  # noqa: E402
+
+from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream.errors import NotFoundError  # noqa: E402
+
+NUM_SAMPLES, WORKERS, THREADS = 320, 2, 4
+
+
+class Gathering(WebServer):
+    """Answers for shards once so many different ones are asked for at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.together = threading.Barrier(WORKERS * THREADS)
+
+    def handler(self) -> type[Handler]:
+        return _GatheringHandler
+
+
+class _GatheringHandler(Handler):
+    def answer(self) -> None:
+        if "shard" in self.where and not self.owner.together.broken:
+            try:
+                self.owner.together.wait(20)
+                self.owner.together.abort()  # the others may come as they like
+            except threading.BrokenBarrierError:
+                pass
+        super().answer()
+
+
+def write(folder: Path, server: WebServer) -> None:
+    with MDSWriter(out=folder, columns={"id": "int", "x": "ndarray:float32:8"}, size_limit=1000) as writer:
+        for number in range(NUM_SAMPLES):
+            writer.write({"id": number, "x": np.full(8, number, np.float32)})
+    for path in folder.iterdir():
+        server.objects[f"/{path.name}"] = path.read_bytes()
+
+
+def test_two_workers_fetch_eight_shards_at_once(tmp_path: Path) -> None:
+    with Gathering() as server:
+        write(tmp_path / "data", server)
+        met: list[int] = []
+        server.together = threading.Barrier(WORKERS * THREADS, action=lambda: met.append(1))
+        dataset = StreamingDataset(remote=server.url, local=tmp_path / "cache", shuffle=True)
+        loader = StreamingDataLoader(dataset, 16, num_workers=WORKERS)
+        seen = [number for batch in loader for number in batch["id"].tolist()]
+        assert sorted(seen) == list(range(NUM_SAMPLES))
+        assert met  # with fewer at once, they had waited in vain
+        asked = [path for _, path in server.asked if "shard" in path]
+        assert len(asked) == len(set(asked)) == dataset.snapshot.num_shards
+
+
+def test_what_fails_for_one_worker_fails_for_the_other(tmp_path: Path) -> None:
+    with WebServer() as server:
+        write(tmp_path / "data", server)
+        del server.objects["/shard.00003.mds"]
+        dataset = StreamingDataset(remote=server.url, local=tmp_path / "cache", shuffle=True)
+        with pytest.raises(NotFoundError, match=r"shard\.00003\.mds"):
+            list(StreamingDataLoader(dataset, 16, num_workers=WORKERS))
