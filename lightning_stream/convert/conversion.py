@@ -24,7 +24,7 @@ from lightning_stream.convert.provenance import (
     source_difference,
     told_source,
 )
-from lightning_stream.convert.publish import MANIFEST, begin, check, publish
+from lightning_stream.convert.publish import MANIFEST, abandon, begin, check, publish
 from lightning_stream.convert.receipt import Receipt, digest_of, receipt_name
 from lightning_stream.convert.shuffle import buckets_of, end_spill, shuffled_listing, spill_folder, write_shuffled
 from lightning_stream.convert.sources.base import Found
@@ -152,8 +152,7 @@ class Conversion:
         jobs = {split: self._job(out, columns) for split, out in places.items() if split not in held}
         with Digests(self._listed) as digests:
             receipts, statistics = self._write(found, jobs, num_workers, progress_bar)
-            for split in jobs:
-                check(receipts[split], f"{self._source.place}{split and f' (split {split})'}", _FILL)
+            self._check(jobs, receipts)
             source = told_source(self._listed, digests.wait())
         check_unchanged(self._listed)
         about = {**found.about, "source": source, "settings": self._settings.told(), "read": found.columns}
@@ -163,6 +162,17 @@ class Conversion:
         if self._buckets is not None:
             end_spill(self._buckets)
         return self._result(self._held(places), began, is_new=True)
+
+    def _check(self, jobs: Mapping[str, Job], receipts: Mapping[str, Sequence[Receipt]]) -> None:
+        try:
+            for split in jobs:
+                check(receipts[split], f"{self._source.place}{split and f' (split {split})'}", _FILL)
+        except ValueError:
+            for job in jobs.values():  # other settings or another source will write other parts
+                abandon(job)
+            if self._buckets is not None:
+                end_spill(self._buckets)
+            raise
 
     def _places(self) -> dict[str, Any]:
         """Where each split goes."""

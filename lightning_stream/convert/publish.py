@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_stream.convert.job import Job
 from lightning_stream.convert.part import merged_statistics
-from lightning_stream.convert.receipt import CONTROL, Receipt, digest_of
+from lightning_stream.convert.receipt import BEGUN, CONTROL, Receipt, digest_of, is_receipt
 from lightning_stream.errors import NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.storage import LocalStore, Store
@@ -19,12 +19,15 @@ _OURS = re.compile(rf"part-[0-9]{{5,}}/(shard\.[0-9]+\.[0-9a-f]{{16}}\.mds(\.[a-
 
 
 def begin(job: Job, exist_ok: bool, remedy: str) -> frozenset[int]:
-    """Look at the place before anything is written; give the partitions whose receipts an earlier run left there.
+    """Look at the place before anything is written, and note that this conversion is begun.
 
     Args:
         job: The conversion.
         exist_ok: Whether what is there may be replaced.
         remedy: How a user asks for that, e.g. ``"pass exist_ok=True"``.
+
+    Returns:
+        The partitions whose receipts an earlier run left there.
 
     Raises:
         FileExistsError: There are files that are not the remains of this very conversion, and not ``exist_ok``.
@@ -39,11 +42,22 @@ def begin(job: Job, exist_ok: bool, remedy: str) -> frozenset[int]:
         raise FileExistsError(
             f"{store.url} is not empty: it holds {found}. Write to a new place, or {remedy} to replace what is there."
         )
+    # The note tells whose shards those are that stand there without a receipt, if this run is cut short before any.
+    store.put(f"{own}{BEGUN}", b"")
+    receipts = (Receipt.from_bytes(store.read(name)) for name in sorted(names) if is_receipt(name, job.fingerprint))
     return frozenset(
         receipt.partition
-        for receipt in (Receipt.from_bytes(store.read(name)) for name in sorted(names) if name.startswith(own))
+        for receipt in receipts
         if all(names.get(file) == size for file, size in receipt.files().items())
     )
+
+
+def abandon(job: Job) -> None:
+    """Remove what was written and will not be published. A dataset that is there stays whole."""
+    for store in job.stores:
+        seen = [entry.name for entry in store.list("")]
+        if not any(name.startswith("part-") and name.endswith(INDEX_NAME) for name in seen):
+            _sweep(store, seen, _listed(store), controls=True)
 
 
 def check(receipts: Sequence[Receipt], source: str, remedy: str) -> None:

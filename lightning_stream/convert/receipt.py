@@ -11,6 +11,8 @@ import xxhash
 import zstandard
 
 CONTROL = "_conversion"
+BEGUN = "begun"
+_SUFFIX = ".json.zst"
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,12 @@ class Receipt:
 
 def receipt_name(fingerprint: str, partition: int) -> str:
     """Where a receipt lies while the conversion is under way."""
-    return f"{CONTROL}/{fingerprint}/{partition:05}.json.zst"
+    return f"{CONTROL}/{fingerprint}/{partition:05}{_SUFFIX}"
+
+
+def is_receipt(name: str, fingerprint: str) -> bool:
+    """Whether a receipt of this conversion lies there."""
+    return name.startswith(f"{CONTROL}/{fingerprint}/") and name.endswith(_SUFFIX)
 
 
 def digest_of(*parts: Any) -> str:

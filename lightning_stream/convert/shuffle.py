@@ -84,8 +84,8 @@ class Gather:
                 rows = bucket_rows(self.buckets, split, self.num_parts, bucket.number)
                 if rows is not None:
                     writer.write_encoded(rows)
-            tell(writer.num_samples)
             receipts[split] = Receipt(bucket.number, "", writer.num_samples, tuple(writer.shards))
+        tell(sum(receipt.num_samples for receipt in receipts.values()))
         for split, job in self.jobs.items():
             job.store.put(receipt_name(job.fingerprint, bucket.number), receipts[split].to_bytes())
         return receipts

@@ -50,6 +50,7 @@ class Work:
             tell: Called with a number of rows when so many more are written.
         """
         receipts = self.written(part, tell)
+        tell(sum(receipt.num_samples for receipt in receipts.values()))
         for split, receipt in receipts.items():
             if all(each.is_good for each in receipts.values()):
                 job = self.jobs[split]

@@ -62,8 +62,11 @@ class _Teller:
     def __init__(self, pipe: Connection[Any, Any]) -> None:
         self._pipe = pipe
         self._next = time.monotonic() + _TELL_S
+        self._parent = os.getppid()
 
     def __call__(self, rows: int) -> None:
+        if os.getppid() != self._parent:
+            raise BrokenPipeError("the process that asked for this part is gone")
         if time.monotonic() >= self._next:
             self._pipe.send(("rows", rows))
             self._next = time.monotonic() + _TELL_S

@@ -7,7 +7,7 @@ import threading
 from types import TracebackType
 
 from lightning_stream.convert.job import Job
-from lightning_stream.convert.receipt import CONTROL
+from lightning_stream.convert.receipt import CONTROL, is_receipt
 from lightning_stream.errors import StoreError
 
 _PERIOD_S = 2.0
@@ -39,8 +39,9 @@ class Progress:
     def _tell(self) -> None:
         store = self._job.store
         try:
-            count = sum(1 for _ in store.list(f"{CONTROL}/{self._job.fingerprint}/"))
+            names = [entry.name for entry in store.list(f"{CONTROL}/{self._job.fingerprint}/")]
         except StoreError:
             return
+        count = sum(is_receipt(name, self._job.fingerprint) for name in names)
         sys.stderr.write(f"\r{count:,} partitions written to {store.url}")
         sys.stderr.flush()

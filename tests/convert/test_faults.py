@@ -59,6 +59,23 @@ def test_a_rerun_reads_only_what_is_missing(tmp_path: Path, files_of: Any) -> No
     assert Counter((tmp_path / "read").read_text().split()) == {"0": 1, "1": 1}  # 0 to know the columns
 
 
+def test_shards_left_without_any_receipt_are_known_as_ours(
+    tmp_path: Path, files_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    inputs = inputs_of(tmp_path, convert_inputs.samples)
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_stream.convert.work.receipt_name", fail)
+        with pytest.raises(KeyboardInterrupt):
+            convert(inputs, tmp_path / "out", **SIZE, num_workers=1)
+    assert list((tmp_path / "out").glob("part-*/shard*"))
+    convert(inputs, tmp_path / "out", **SIZE, num_workers=1)
+    convert(inputs, tmp_path / "whole", **SIZE, num_workers=1)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("order", [pytest.param("plain", marks=pytest.mark.slow), "shuffle"])
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_a_conversion_killed_at_any_instant_is_finished_by_the_same_call(
