@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,20 @@ def value_problems(values: Mapping[str, Any]) -> list[str]:
     problems += _check_source(data)
     if isinstance(model.get("weights"), str) and not Path(model["weights"]).expanduser().is_file():
         problems.append(f"model.weights: there is no file at {Path(model['weights']).expanduser().absolute()}.")
+    if isinstance(model.get("network"), str) and str(model.get("_target_")).endswith(".ImageClassifier"):
+        problems += _check_network(model["network"])
     return problems
+
+
+def _check_network(name: str) -> list[str]:
+    if find_spec("torchvision") is None:
+        return ["model.network: needs torchvision, which is not installed: pip install 'lightning-stream[recipes]'."]
+    from torchvision import models
+
+    known = models.list_models(module=models)
+    if name.lower() in known:
+        return []
+    return [f"model.network: torchvision has no classification network {name!r}.{nearest(name, known)}"]
 
 
 def _group(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:

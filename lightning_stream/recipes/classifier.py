@@ -74,6 +74,8 @@ class ImageClassifier(TaskModel):
         seed: Of the first weights.
     """
 
+    learns_from = ImageData
+
     def __init__(
         self,
         *,

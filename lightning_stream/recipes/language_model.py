@@ -34,6 +34,7 @@ class LanguageModel(TaskModel):
 
     shown = ("train/loss", "val/loss", "val/perplexity", "val/accuracy")
     betas = (0.9, 0.95)
+    learns_from = TextData
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ class Regressor(TaskModel):
     """
 
     shown = ("train/loss", "val/loss", "val/explained")
+    learns_from = TableData
 
     def __init__(
         self,

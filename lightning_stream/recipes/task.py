@@ -94,6 +94,8 @@ class TaskModel(LightningModule):
     """The measures that a summary lists."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Of AdamW."""
+    learns_from: type[TaskData] = TaskData
+    """The data it can be built for: a config that pairs it with other data is refused."""
 
     def __init__(self, learning_rate: float, weight_decay: float, warmup: float) -> None:
         super().__init__()

@@ -70,6 +70,7 @@ def composed(*overrides: str) -> DictConfig:
         ("scale.num_nodes=3", "data.global_batch_size: 16 samples do not divide by 1 devices x 3 nodes x 1"),
         ("ckpt_path=/none.ckpt", "ckpt_path: there is nothing at /none.ckpt."),
         ("ckpt_path=last", "ckpt_path: 'last' continues from "),
+        ("model.network=resnet1", "no classification network 'resnet1'. Did you mean 'resnet1"),
         ("model.weights=/none.pt", "model.weights: there is no file at /none.pt."),
     ],
 )
@@ -120,6 +121,23 @@ def test_checkpoints_that_could_be_meant_are_named(tmp_path: Path) -> None:
     (folder / "best.ckpt").write_bytes(b"")
     (problem,) = find_problems(composed(f"root={tmp_path}", "ckpt_path=last"))
     assert "in that folder there are best.ckpt" in problem
+
+
+@pytest.mark.parametrize(
+    ("choices", "sentence"),
+    [
+        (["model=gpt"], "model: LanguageModel learns from TextData, and data gives PhotoData."),
+        (
+            ["data=text"],
+            "model: ImageClassifier learns from ImageData, and data gives TextData. For this data: model=gpt.",
+        ),
+        (["data=table"], "For this data: model=mlp."),
+    ],
+)
+def test_a_model_for_other_data_is_told_with_one_that_fits(choices: list[str], sentence: str) -> None:
+    (problem,) = find_problems(composed(*choices))
+    assert sentence in problem
+    assert find_problems(composed("data=text", "model=gpt")) == []
 
 
 def test_composer_that_is_not_installed_is_missed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
