@@ -9,7 +9,8 @@ Each run is `train.py` with Lightning's own launcher, stopped at an even part of
 checkpoint it left. Ends with code 1 where a step was made of other samples, or a loss is further off than --tolerance.
 
 The network has no batch normalisation, whose statistics are each device's own and so differ with their number; and no
-dropout, whose draws do. Then only the order of floating-point sums is another.
+dropout, whose draws do. Then only the order of floating-point sums is another: at the first step in another world the
+loss is equal to the last digit or two, and from then on training itself magnifies what little the weights differ by.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 1], help="of each run of the chain")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 0, 2], help="of each run's devices")
     parser.add_argument("--out", type=Path, default=Path("runs/device_counts"))
-    parser.add_argument("--tolerance", type=float, default=1e-3, help="how far a loss may be off")
+    parser.add_argument("--tolerance", type=float, default=1e-2, help="how far a loss may be off")
     parser.add_argument("settings", nargs="*", help="after --: settings of train.py, instead of the flowers' own")
     given = parser.parse_args()
     if len(given.devices) != len(given.workers):

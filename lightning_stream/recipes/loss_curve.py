@@ -183,11 +183,14 @@ def compare(whole: Record, chain: Sequence[Link]) -> Comparison:
 
 def table(whole: Record, chain: Sequence[Link]) -> str:
     """The comparison, link by link, as a Markdown table."""
-    rows = ["| run | steps | samples | steps with other samples | largest loss difference |", "|---|---|---|---|---|"]
+    rows = [
+        "| run | steps | samples | steps with other samples | loss difference at its first step | largest |",
+        "|---|---|---|---|---|---|",
+    ]
     for link in chain:
         found = compare({n: step for n, step in whole.items() if n in link.record}, [link])
         steps, samples = sorted(link.record), sum(len(step.ids) for step in link.record.values())
         span = f"{steps[0]}-{steps[-1]}" if steps else "none"
-        largest = max(found.differences.values(), default=0.0)
-        rows.append(f"| {link.name} | {span} | {samples} | {len(found.wrong)} | {largest:.1e} |")
+        off = list(found.differences.values()) or [0.0]
+        rows.append(f"| {link.name} | {span} | {samples} | {len(found.wrong)} | {off[0]:.1e} | {max(off):.1e} |")
     return "\n".join(rows)

@@ -180,7 +180,7 @@ def test_a_chain_that_equals_the_whole_run_is_exact() -> None:
     assert found.exact
     assert found.differences[1] == 0
     assert found.differences[2] == pytest.approx(1e-6)
-    assert "| 2 devices, 1 worker | 2-2 | 2 | 0 | 1.0e-06 |" in table(whole, links)
+    assert "| 2 devices, 1 worker | 2-2 | 2 | 0 | 1.0e-06 | 1.0e-06 |" in table(whole, links)
 
 
 def test_lost_repeated_and_swapped_samples_are_found() -> None:
