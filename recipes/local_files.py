@@ -193,6 +193,7 @@ def draw(shards: Curve, files: Curve, title: str, path: Path) -> None:
         right.plot(range(1, len(curve.accuracies) + 1), curve.accuracies, label=name, marker="o", **style)
     left.set(xlabel="optimizer step", ylabel="training loss")
     right.set(xlabel="epoch", ylabel="accuracy on held-out photos", ylim=(0, 1))
+    right.xaxis.get_major_locator().set_params(integer=True)
     left.legend()
     right.legend()
     figure.savefig(path, dpi=110)
