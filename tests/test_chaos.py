@@ -27,13 +27,14 @@ from servers.crowd import KEY, SECRET, STEADY, Crowd, upload  # noqa: E402
 from servers.fault_proxy import FaultProxy, Plan  # noqa: E402
 from servers.workers import train  # noqa: E402
 
-from lightning_stream import MDSWriter, Stream, StreamingDataset  # noqa: E402
+from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataset, World  # noqa: E402
 
 NUM_SAMPLES, SAMPLE_BYTES, SHARD_BYTES, EPOCHS = 3000, 2000, 50_000, 8
 LIMIT_BYTES = 90 * SHARD_BYTES  # of 120 shards; five orders are read at once, each with an active set of its own
 OPTIONS = {"retries": 40, "first_pause_s": 0.005, "longest_pause_s": 0.1, "timeout_s": 0.5}
 PROBABILITY = {"error": 0.1, "reset": 0.2, "truncate": 0.2, "stall": 0.03, "flip": 0.1}
 FORK = multiprocessing.get_context("fork")
+_LOADED = (StreamingDataLoader, World)  # before a fork beside threads, which may be importing
 
 
 def content(number: int) -> bytes:
