@@ -121,6 +121,13 @@ class StreamingDataModule(LightningDataModule):
         for advice in _OUT_OF_PLACE if val is None else _OUT_OF_PLACE[:1]:
             warnings.filterwarnings("ignore", advice)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the loaders made so far: launchers that start processes anew copy the module to each."""
+        return {name: value for name, value in vars(self).items() if name != "_loaders"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _loaders=weakref.WeakSet())
+
     def prepare_data(self) -> None:
         """Run `prepare`; Lightning calls this once per node, before any process reads."""
         if self.prepare is not None:

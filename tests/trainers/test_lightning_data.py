@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,14 @@ def test_a_whole_run_warns_of_nothing(shards: Path, tmp_path: Path, module: Any,
         pl.Trainer(max_epochs=2, **QUIET).fit(module(), datamodule=data, ckpt_path=tmp_path / "a.ckpt")
     of_torch = "isinstance(treespec, LeafSpec)"  # Lightning's own use of torch
     assert [str(one.message) for one in caught if of_torch not in str(one.message)] == []
+
+
+def test_a_data_module_is_copied_to_processes_that_a_launcher_starts_anew(shards: Path) -> None:
+    data = pickle.loads(pickle.dumps(StreamingDataModule(train=shards, batch_size=16)))
+    module = TrainsOnly()
+    pl.Trainer(max_epochs=1, **QUIET).fit(module, datamodule=data)
+    assert sorted(set(module.seen)) == list(range(NUM_SAMPLES))
+    data.close()
 
 
 def test_what_is_not_there_is_asked_for_by_name(shards: Path) -> None:
