@@ -80,12 +80,26 @@ def standalone() -> Iterator[str]:
             with tempfile.TemporaryFile() as log:
                 command = [spark_class, f"org.apache.spark.deploy.{name}", *arguments]
                 running.append(subprocess.Popen(command, env=where, stdout=log, stderr=log, cwd=tempfile.gettempdir()))
-            time.sleep(3)
+            _wait_for_master(port)
         yield master
     finally:
         for process in reversed(running):
             process.terminate()
             process.wait(20)
+
+
+def _wait_for_master(port: int) -> None:
+    """Until it listens: an application that finds no master gives up, and workers ask for one only so often."""
+    deadline = time.monotonic() + 180
+    while not _listens(port):
+        if time.monotonic() > deadline:
+            raise TimeoutError("Spark's master did not listen within three minutes")
+        time.sleep(0.2)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _free_port() -> int:
