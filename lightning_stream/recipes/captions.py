@@ -70,18 +70,24 @@ def draw_tars(folder: Path, count: int, seed: int) -> None:
         draft.mkdir(exist_ok=True)
         for first in range(0, count, _DRAWN_IN_A_TAR):
             with tarfile.open(draft / f"{first // _DRAWN_IN_A_TAR:05}.tar", "w") as tar:
-                for number in range(first, min(count, first + _DRAWN_IN_A_TAR)):
-                    kind = drawing.CLASSES[number % len(drawing.CLASSES)]
-                    files = {
-                        "jpg": drawing.drawn_jpeg(kind, seed, number),
-                        "txt": f"a drawing of {kind}".encode(),
-                        "json": json.dumps({"caption": f"a drawing of {kind}", "status": "success"}).encode(),
-                    }
-                    for ending, content in files.items():
-                        entry = tarfile.TarInfo(f"{number:09}.{ending}")
-                        entry.size = len(content)
-                        tar.addfile(entry, io.BytesIO(content))
+                _fill(tar, range(first, min(count, first + _DRAWN_IN_A_TAR)), seed)
         draft.replace(folder)
+
+
+def _fill(tar: tarfile.TarFile, numbers: range, seed: int) -> None:
+    """Add the drawings of these numbers, each with its caption."""
+    for number in numbers:
+        kind = drawing.CLASSES[number % len(drawing.CLASSES)]
+        caption = f"a drawing of {kind}"
+        files = {
+            "jpg": drawing.drawn_jpeg(kind, seed, number),
+            "txt": caption.encode(),
+            "json": json.dumps({"caption": caption, "status": "success"}).encode(),
+        }
+        for ending, content in files.items():
+            entry = tarfile.TarInfo(f"{number:09}.{ending}")
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
 
 
 @dataclass(frozen=True)
