@@ -42,9 +42,8 @@ def expect_one_conversion(cwd: Path, done: Launched) -> None:
     assert len(list((cwd / "runs" / "shards" / "flowers").glob("[0-9a-f]*"))) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(900)
 def test_lightnings_own_launcher_makes_one_run(tmp_path: Path) -> None:
     done = launch(tmp_path, train(*RUN, "trainer.devices=2"))
     expect_one_run(tmp_path, done, 2)
