@@ -65,7 +65,7 @@ class ReaderProcess:
             except BaseException as error:  # noqa: BLE001 - whoever asks for the shard gets it
                 promise.set_exception(error)
 
-        self._fetchers.submit(unless_busy)
+        follow(promise, self._fetchers.submit(unless_busy), only_failures=True)
         return promise
 
     def close(self) -> None:

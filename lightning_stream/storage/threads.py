@@ -74,15 +74,21 @@ class DaemonPool:
         self.close()
 
 
-def follow(promise: Future[T], source: Future[T]) -> None:
-    """Let a promise become what another future becomes; nothing where that is cancelled."""
+def follow(promise: Future[T], source: Future[Any], *, only_failures: bool = False) -> None:
+    """Let a promise become what another future becomes, so that nobody waits for one that nothing will keep.
 
-    def done(ended: Future[T]) -> None:
+    Args:
+        promise: Not kept yet.
+        source: What decides.
+        only_failures: The call behind `source` keeps the promise itself, if it comes to that.
+    """
+
+    def done(ended: Future[Any]) -> None:
         if ended.cancelled():
-            return
-        if (error := ended.exception()) is not None:
+            promise.cancel()
+        elif (error := ended.exception()) is not None:
             promise.set_exception(error)
-        else:
+        elif not only_failures:
             promise.set_result(ended.result())
 
     source.add_done_callback(done)

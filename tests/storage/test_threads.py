@@ -8,12 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 
 import pytest
 
-from lightning_stream.storage.threads import DaemonPool
+from lightning_stream.storage.threads import DaemonPool, follow
 
 
 def test_calls_run_in_order_in_so_many_threads_and_no_more() -> None:
@@ -95,3 +95,22 @@ def test_a_process_ends_at_once_though_a_store_does_not_answer(tmp_path_factory:
         assert process.wait(30) == 0
         assert time.monotonic() - begun < 10
         request.close()
+
+
+@pytest.mark.parametrize("only_failures", [False, True])
+def test_whoever_waits_for_a_promise_is_told_when_nothing_will_keep_it(only_failures: bool) -> None:
+    pool = DaemonPool(1, "test")
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        go_on.wait()
+
+    pool.submit(wait)
+    begun.wait()
+    promise: Future[int] = Future()
+    follow(promise, pool.submit(int), only_failures=only_failures)
+    pool.close()
+    go_on.set()
+    with pytest.raises(CancelledError):
+        promise.result(timeout=10)
