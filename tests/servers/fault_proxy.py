@@ -8,6 +8,7 @@ import random
 import socket
 import struct
 import threading
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +60,7 @@ class FaultProxy:
         self.asked: Counter[tuple[str, str]] = Counter()
         self._random = random.Random(self.plan.seed)
         self._burst_left = 0
-        self._ending = False
+        self._transports: weakref.WeakSet[asyncio.WriteTransport] = weakref.WeakSet()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._listening = threading.Event()
@@ -78,7 +79,6 @@ class FaultProxy:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._ending = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -89,22 +89,26 @@ class FaultProxy:
         self._listening.set()
         self._loop.run_forever()
         server.close()
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self._loop.run_until_complete(asyncio.sleep(0))  # aborted connections are closed in the loop's next round
+        self._loop.run_until_complete(self._end())
         self._loop.close()
 
+    async def _end(self) -> None:
+        """Leave no socket open: neither of what goes on, nor of what just came in or was about to close."""
+        await _rounds()
+        tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for transport in list(self._transports):
+            transport.abort()
+        await _rounds()
+
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-                while await self._exchange(reader, writer):
-                    pass
-            writer.close()
-        finally:
-            if self._ending:
-                writer.transport.abort()
+        self._transports.add(writer.transport)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            while await self._exchange(reader, writer):
+                pass
+        writer.close()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """One request and its answer; False where the connection is over."""
@@ -158,7 +162,7 @@ class FaultProxy:
         if fault == "reset":
             connection: Any = writer.get_extra_info("socket")
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            writer.transport.abort()
+            transport.abort()
         return False
 
 
@@ -199,3 +203,9 @@ def _field(head: bytes, name: bytes) -> bytes | None:
         if key.strip().lower() == name:
             return value.strip()
     return None
+
+
+async def _rounds() -> None:
+    """Let the loop go round often enough for what was begun to be carried out: a connection made, or closed."""
+    for _ in range(5):
+        await asyncio.sleep(0)
