@@ -162,7 +162,7 @@ class FaultProxy:
         if fault == "reset":
             connection: Any = writer.get_extra_info("socket")
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            transport.abort()
+            writer.transport.abort()
         return False
 
 
