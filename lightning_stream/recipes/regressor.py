@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_stream.recipes.evaluation import Tally, tally
 from lightning_stream.recipes.table import TableData
-from lightning_stream.recipes.task import VAL, Batch, Judged, Shown, TaskData, TaskModel
+from lightning_stream.recipes.task import VAL, Batch, Judged, Shown, TaskData, TaskModel, fitting
 
 _SHOWN_ROWS = 2000
 
@@ -52,9 +52,9 @@ class Regressor(TaskModel):
         """Make the network, unless that was done, for the table's columns."""
         if self.network is not None:
             return
-        assert isinstance(data, TableData), "a regressor learns from a table: +data=table"
-        self.columns, self.label = data.features, data.label
-        mean, deviation = (torch.from_numpy(values).float() for values in data.moments())
+        table = fitting(data, TableData, "Choose a table, e.g. +data=table, or a model for this data.")
+        self.columns, self.label = table.features, table.label
+        mean, deviation = (torch.from_numpy(values).float() for values in table.moments())
         self.register_buffer("mean", mean)
         self.register_buffer("deviation", deviation)
         sizes = (len(self.columns), *self.widths)

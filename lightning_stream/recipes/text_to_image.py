@@ -20,7 +20,7 @@ from torch.nn import functional
 from lightning_stream.recipes.captions import END, CaptionData, tokens_of
 from lightning_stream.recipes.evaluation import Tally, tally
 from lightning_stream.recipes.picture import draw_captioned, save_picture
-from lightning_stream.recipes.task import Batch, Judged, Shown, TaskData, TaskModel
+from lightning_stream.recipes.task import Batch, Judged, Shown, TaskData, TaskModel, fitting
 
 PATCH = 4
 _TIMES = 64  # numbers that a time is told to the network by
@@ -123,14 +123,14 @@ class TextToImage(TaskModel):
         """Make the network, unless that was done, for the data's pictures and captions."""
         if self.network is not None:
             return
-        assert isinstance(data, CaptionData), "text to image learns from images with captions: +data=laion"
-        self.side = data.image_size
+        images = fitting(data, CaptionData, "Choose images with captions, e.g. +data=laion, or a model for this data.")
+        self.side = images.image_size
         if self.side % PATCH:
             raise ValueError(f"a picture is cut into patches of {PATCH} pixels; image_size is {self.side}.")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             places = (self.side // PATCH) ** 2
-            self.network = Denoiser(places, data.length, self.width, self.depth, self.heads)
+            self.network = Denoiser(places, images.length, self.width, self.depth, self.heads)
 
     def judge(self, batch: Batch) -> Judged:
         """The mean squared error of v in each picture."""
