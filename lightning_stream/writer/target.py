@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.storage import LocalStore, Store, open_store
-from lightning_stream.storage.files import publish
 from lightning_stream.writer.append import Appended
 from lightning_stream.writer.config import WriterConfig
-
-_MAX_VECTORS = 1000  # the system takes 1,024 at once
+from lightning_stream.writer.local_file import write_file
 
 
 class Target:
@@ -90,7 +86,7 @@ class Target:
                     "failed. If none is at work, pass exist_ok=True to replace it."
                 )
             if isinstance(store, LocalStore):
-                _write_file(store.folder / name, parts)
+                write_file(store.folder / name, parts)
             else:
                 store.put(name, b"".join(parts))
         with self._lock:
@@ -111,25 +107,3 @@ def with_retries(options: Mapping[str, Any] | None, retries: int | None) -> Mapp
 
 def _is_remote(url: str) -> bool:
     return url.startswith("dbfs:") or ("://" in url and not url.startswith("file://"))
-
-
-def _write_file(path: Path, parts: Sequence[Any]) -> None:
-    """Write a file whole or not at all, without joining its parts in memory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".draft-{secrets.token_hex(16)}")
-    try:
-        with draft.open("wb", buffering=0) as file:
-            for k in range(0, len(parts), _MAX_VECTORS):
-                _write_all(file.fileno(), [memoryview(part).cast("B") for part in parts[k : k + _MAX_VECTORS]])
-        publish(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def _write_all(fd: int, views: list[memoryview]) -> None:
-    while views:
-        written = os.writev(fd, views)
-        while views and written >= len(views[0]):
-            written -= len(views.pop(0))
-        if views:
-            views[0] = views[0][written:]

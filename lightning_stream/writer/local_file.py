@@ -1,0 +1,110 @@
+"""Writing one file of this machine, whole or not at all, from parts that are never joined in memory.
+
+A large file goes to the disk past the page cache: there, each of its pages would be made and copied once more, and a
+dataset that is being written would push out of memory what others read. Its bytes must be on the disk in any case
+before it gets its name, so nothing is waited for that would not be.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import mmap
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_stream.storage.files import file_system, publish
+
+_MAX_VECTORS = 1000  # the system takes 1,024 at once
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_DIRECT_FILE_SYSTEMS = ("ext4", "xfs", "overlay")  # others lack it, or do better with a cache of their own
+_MIN_DIRECT_BYTES = 1 << 22
+_STAGE_BYTES = 1 << 20
+_BLOCK_BYTES = 4096  # no disk asks for more
+
+
+def write_file(path: Path, parts: Sequence[Any]) -> None:
+    """Write the file that the parts make together. Its folder is made if missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".draft-{secrets.token_hex(16)}")
+    views = [memoryview(part).cast("B") for part in parts]
+    try:
+        with draft.open("wb", buffering=0) as file:
+            fd = file.fileno()
+            if sum(map(len, views)) >= _MIN_DIRECT_BYTES and _set_direct(fd, path.parent):
+                _write_direct(fd, views)
+            else:
+                for k in range(0, len(views), _MAX_VECTORS):
+                    _write_all(fd, views[k : k + _MAX_VECTORS])
+        publish(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _write_direct(fd: int, views: Iterable[memoryview]) -> None:
+    """Write past the page cache, from memory and in lengths that are whole blocks; the rest of a block as usual."""
+    stage = memoryview(mmap.mmap(-1, _STAGE_BYTES))  # begins where a page does
+    filled = 0
+    for filled in _fill(stage, views):
+        whole = filled - filled % _BLOCK_BYTES
+        _write_all(fd, [stage[:whole]])
+    if filled % _BLOCK_BYTES:
+        _clear_direct(fd)
+        _write_all(fd, [stage[filled - filled % _BLOCK_BYTES : filled]])
+
+
+def _fill(stage: memoryview, views: Iterable[memoryview]) -> Iterator[int]:
+    """Copy what the views hold to the stage, again and again; yield how much it holds: all of it but the last time."""
+    at = 0
+    for view in views:
+        begin = 0
+        while begin < len(view):
+            count = min(len(view) - begin, len(stage) - at)
+            stage[at : at + count] = view[begin : begin + count]
+            at, begin = at + count, begin + count
+            if at == len(stage):
+                yield at
+                at = 0
+    if at:
+        yield at
+
+
+def _write_all(fd: int, views: list[memoryview]) -> None:
+    while views:
+        try:
+            written = os.writev(fd, views)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _clear_direct(fd):
+                raise
+            continue  # a disk that wants it otherwise than we know: as usual from here
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if views:
+            views[0] = views[0][written:]
+
+
+def _set_direct(fd: int, folder: Path) -> bool:
+    """Have writes go past the page cache, if the file system is known to do that well."""
+    if not _O_DIRECT or _file_system(folder) not in _DIRECT_FILE_SYSTEMS:
+        return False
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | _O_DIRECT)
+    except OSError:  # an overlay over one that lacks it
+        return False
+    return True
+
+
+def _clear_direct(fd: int) -> bool:
+    """Have writes go through the page cache; False if they did."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
+    return bool(flags & _O_DIRECT)
+
+
+@functools.lru_cache(maxsize=64)
+def _file_system(folder: Path) -> str:
+    return file_system(folder)
