@@ -32,7 +32,7 @@ def convert(
     *,
     columns: Mapping[str, str] | None = None,
     compression: str | None = "zstd",
-    hashes: Iterable[str] | None = ("xxh3_64",),
+    hashes: Iterable[str] | None = None,
     size_limit: int | str | None = "64mb",
     num_workers: int | None = None,
     kind: str | None = None,
@@ -67,7 +67,7 @@ def convert(
         columns: Encodings by column name: only these are written. None for all, inferred from the source's schema, or
             from its first rows where it has none.
         compression: E.g. ``"zstd"`` or ``"zstd:7"``; None for none.
-        hashes: Digests of every file that the index holds.
+        hashes: Digests of every file that the index holds; None for ``["xxh3_64"]``, ``[]`` for none.
         size_limit: Bytes of a shard, as a number or ``"64mb"``.
         num_workers: Processes; None for one per processor. 1 writes in this process.
         kind: What the files are, where their names do not tell: ``parquet``, ``jsonl``, ``csv``, ``tsv``, ``images``...

@@ -35,7 +35,7 @@ from lightning_stream.convert.transform import Transform
 from lightning_stream.convert.work import Work
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.compression import check_compression
-from lightning_stream.formats.hashing import check_hashes
+from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.storage import Store
@@ -304,7 +304,7 @@ def writer_settings(
     """
     return {
         "compression": check_compression(compression),
-        "hashes": list(check_hashes(hashes)),
+        "hashes": list(hashes_to_write(hashes)),
         "size_limit": None if size_limit is None else parse_bytes(size_limit, "size_limit"),
         "max_workers": 1,
     }

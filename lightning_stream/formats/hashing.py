@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 18  # stays in a core's cache between the read and the hash
 
 
 class _Hash(Protocol):
@@ -47,6 +47,19 @@ FASTEST_FIRST: tuple[str, ...] = (
 """All hashes by speed, for whoever checks a file by one of those its index offers."""
 
 
+DEFAULT_HASHES: tuple[str, ...] = ("xxh3_64",)
+"""What a writer puts into the index unless told otherwise: 0.03 s of CPU per GB, 0.05 where a file is read for it."""
+
+
+def hashes_to_write(names: Iterable[str] | None) -> tuple[str, ...]:
+    """What a writer's ``hashes`` mean: None the default, nothing none; sorted and unique.
+
+    Raises:
+        ValueError: A name that is not a hash; the message lists all.
+    """
+    return DEFAULT_HASHES if names is None else check_hashes(names)
+
+
 def check_hashes(names: Iterable[str] | None) -> tuple[str, ...]:
     """The names, sorted and unique.
 
@@ -80,8 +93,10 @@ def digest_parts(names: Iterable[str], parts: Iterable[Any]) -> dict[str, str]:
 def digest_file(names: Iterable[str], path: Path) -> dict[str, str]:
     """Hex digests of a file's bytes under each of ``names``, in one pass of bounded memory."""
     states = {name: _MAKERS[name]() for name in check_hashes(names)}
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
+    buffer = bytearray(_CHUNK_BYTES)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(buffer):
             for state in states.values():
-                state.update(chunk)
+                state.update(view[:num_bytes])
     return {name: state.hexdigest() for name, state in states.items()}

@@ -22,6 +22,7 @@ import xxhash
 
 from lightning_stream.convert import Converted, Inputs, convert
 from lightning_stream.errors import FormatError, NotFoundError
+from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.recipes import drawing
 from lightning_stream.recipes.images import PlainImage
 from lightning_stream.recipes.task import TRAIN, VAL, TaskData
@@ -241,7 +242,7 @@ def caption_data(
     remote: str = "runs/shards/captions",
     local: str | None = "runs/cache/captions",
     compression: str | None = None,
-    hashes: Sequence[str] = ("xxh3_64",),
+    hashes: Sequence[str] | None = None,
     size_limit: int | str = "256kb",
     cache_limit: int | str | None = None,
     num_canonical_nodes: int | None = None,
@@ -277,12 +278,12 @@ def caption_data(
     written = {
         "held_out": held_out,
         "compression": compression,
-        "hashes": list(hashes),
+        "hashes": list(hashes_to_write(hashes)),
         "size_limit": size_limit,
         "num_workers": conversion_workers,
         "exist_ok": True,  # a source that changed is converted anew
     }
-    seen = json.dumps([str(given.folder), held_out, compression, [*hashes], size_limit])
+    seen = json.dumps([str(given.folder), held_out, compression, [*hashes_to_write(hashes)], size_limit])
     fingerprint = hashlib.sha256(seen.encode()).hexdigest()[:16]
     place = f"{remote.rstrip('/')}/{fingerprint}"
     datasets = {

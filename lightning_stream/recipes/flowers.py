@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.recipes.classifier import ImageData, recognised
 from lightning_stream.recipes.conversion import TRAIN, VAL, Conversion, ConversionConfig, Description, summary_of
 from lightning_stream.recipes.images import AugmentedImage, PlainImage
@@ -79,7 +80,7 @@ def flower_data(
     remote: str = "runs/shards/flowers",
     local: str | None = "runs/cache/flowers",
     compression: str | None = "zstd",
-    hashes: Sequence[str] = ("xxh3_64",),
+    hashes: Sequence[str] | None = None,
     size_limit: int | str = "512kb",
     image_size: int = 64,
     smallest_crop: float = 0.4,
@@ -116,7 +117,7 @@ def flower_data(
         persistent_workers: Whether they live on from epoch to epoch.
     """
     source = photo_source(photos, count=drawn_count, seed=drawn_seed, sha256=photos_sha256, downloads=downloads)
-    config = ConversionConfig(compression, tuple(hashes), size_limit, held_out, convert)
+    config = ConversionConfig(compression, hashes_to_write(hashes), size_limit, held_out, convert)
     conversion = Conversion.plan(source, remote, config)
     caches = {split: f"{local}/{conversion.fingerprint}/{split}" if local else None for split in (TRAIN, VAL)}
     common = {"shuffle_seed": seed, "cache_limit": cache_limit, "num_canonical_nodes": num_canonical_nodes}

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from lightning_stream.convert import Inputs, convert
 from lightning_stream.errors import FormatError
+from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.recipes.cifar import Cifar10
 from lightning_stream.recipes.classifier import ImageData, recognised
 from lightning_stream.recipes.image_folders import ImageFolders
@@ -196,7 +197,7 @@ def image_data(
     remote: str = "runs/shards/images",
     local: str | None = "runs/cache/images",
     compression: str | None = None,
-    hashes: Sequence[str] = ("xxh3_64",),
+    hashes: Sequence[str] | None = None,
     size_limit: int | str = "64mb",
     cache_limit: int | str | None = None,
     num_canonical_nodes: int | None = None,
@@ -240,7 +241,7 @@ def image_data(
     if kind not in _KINDS:
         raise ValueError(f"kind must be one of {', '.join(_KINDS)}; found {kind!r}.")
     given = None if source is None else _KINDS[kind](Path(source).expanduser().absolute(), held_out)
-    shards = {"compression": compression, "hashes": tuple(hashes), "size_limit": size_limit}
+    shards = {"compression": compression, "hashes": hashes_to_write(hashes), "size_limit": size_limit}
     images = ImageSet.plan(given, remote, {**shards, "num_workers": conversion_workers})
     cache = f"{local}/{images.fingerprint}" if local else None
     pixels = kind == "cifar10"

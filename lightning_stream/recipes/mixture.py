@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.reader import Stream
 from lightning_stream.recipes.documents import GENERATED, text_source
 from lightning_stream.recipes.task import TRAIN, VAL
@@ -103,7 +104,7 @@ def mixed_text_data(
     remote: str = "runs/shards/mix",
     local: str | None = "runs/cache/mix",
     compression: str | None = "zstd",
-    hashes: Sequence[str] = ("xxh3_64",),
+    hashes: Sequence[str] | None = None,
     size_limit: int | str = "512kb",
     cache_limit: int | str | None = None,
     num_canonical_nodes: int | None = None,
@@ -139,7 +140,7 @@ def mixed_text_data(
         raise ValueError("a mixture has at least one part; found none. Add one: +data.parts.mine.source=<text>")
     made, config = (
         make_tokenizer(tokenizer, boundary),
-        TextConfig(block, held_out, compression, tuple(hashes), size_limit),
+        TextConfig(block, held_out, compression, hashes_to_write(hashes), size_limit),
     )
     conversions = {name: part.conversion(made, f"{remote}/{name}", config) for name, part in parts.items()}
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from lightning_stream.convert import Converted, Inputs, convert
 from lightning_stream.dataset import StreamingDataset
+from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.recipes.task import TRAIN, VAL, TaskData
 
 GENERATED = "generated"
@@ -178,7 +179,7 @@ def table_data(
     remote: str = "runs/shards/table",
     local: str | None = "runs/cache/table",
     compression: str | None = "zstd",
-    hashes: Sequence[str] = ("xxh3_64",),
+    hashes: Sequence[str] | None = None,
     size_limit: int | str = "64kb",
     cache_limit: int | str | None = None,
     num_canonical_nodes: int | None = None,
@@ -211,7 +212,7 @@ def table_data(
     settings = {
         "held_out": held_out,
         "compression": compression,
-        "hashes": list(hashes),
+        "hashes": list(hashes_to_write(hashes)),
         "size_limit": size_limit,
         "num_workers": conversion_workers,
         "shuffle": True,  # tables often lie sorted

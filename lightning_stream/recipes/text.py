@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import xxhash
 
 from lightning_stream.errors import FormatError
+from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.recipes.documents import GENERATED, TextSource, text_source
 from lightning_stream.recipes.once import convert_once, describe
 from lightning_stream.recipes.task import TRAIN, VAL, TaskData
@@ -282,7 +283,7 @@ def text_data(
     remote: str = "runs/shards/text",
     local: str | None = "runs/cache/text",
     compression: str | None = "zstd",
-    hashes: Sequence[str] = ("xxh3_64",),
+    hashes: Sequence[str] | None = None,
     size_limit: int | str = "512kb",
     cache_limit: int | str | None = None,
     num_canonical_nodes: int | None = None,
@@ -329,7 +330,7 @@ def text_data(
             train_files=train_files,
             val_files=val_files,
         )
-    config = TextConfig(block, held_out, compression, tuple(hashes), size_limit)
+    config = TextConfig(block, held_out, compression, hashes_to_write(hashes), size_limit)
     conversion = TextConversion.plan(documents, make_tokenizer(tokenizer, boundary), remote, config)
     cache = f"{local}/{conversion.fingerprint}" if local else None
     arguments = {

@@ -49,7 +49,8 @@ def dataframe_to_mds(
         dataframe: The rows. Types are written as `lightning_stream.spark.schema` lists them.
         merge_index: One index over all partitions; else one in the folder of each.
         mds_kwargs: The writer's settings: ``out`` (a folder that all machines share, a URL, or (local folder, URL)),
-            and, if wanted, ``columns``, ``compression`` (default ``"zstd"``), ``hashes``, ``size_limit``,
+            and, if wanted, ``columns``, ``compression`` (default ``"zstd"``), ``hashes`` (default
+            ``["xxh3_64"]``; ``[]`` for none), ``size_limit``,
             ``keep_local``, ``exist_ok``, ``max_workers``, ``progress_bar``, ``retry``, ``store_options``.
         udf_iterable: Called in the executors with a pandas frame of some rows, gives samples (dicts) to write in their
             place. Needs ``columns``. For repeatable files it must be deterministic.

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_stream.formats.compression import check_compression
-from lightning_stream.formats.hashing import check_hashes
+from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.formats.pack import MAX_FILE_BYTES
 from lightning_stream.formats.sizes import parse_bytes
 
 _DEFAULT_WORKERS = 4
+_QUICK_HASHES = frozenset({"xxh3_64", "xxh3_128", "xxh128", "xxh64"})  # faster than any disk
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class WriterConfig:
         """Threads that land shards: where that is only writing to a disk, one does it, and less memory is held."""
         if self.max_workers is not None:
             return self.max_workers
-        only_writes = is_local and self.compression is None and not self.hashes
+        only_writes = is_local and self.compression is None and _QUICK_HASHES.issuperset(self.hashes)
         return 1 if only_writes else min(_DEFAULT_WORKERS, os.cpu_count() or 1)
 
     @classmethod
@@ -54,4 +55,4 @@ class WriterConfig:
         limit = None if size_limit is None else parse_bytes(size_limit, "size_limit")
         if limit is not None and limit > MAX_FILE_BYTES:
             raise ValueError(f"size_limit must stay under 4 GiB, since offsets have 32 bits; got {size_limit!r}.")
-        return cls(check_compression(compression or None), check_hashes(hashes), limit, **others)  # type: ignore[arg-type]
+        return cls(check_compression(compression or None), hashes_to_write(hashes), limit, **others)  # type: ignore[arg-type]

@@ -22,7 +22,8 @@ class MDSWriter(ShardWriter):
             take those of the dataset.
         keep_local: With a pair, keep the local copies too.
         compression: E.g. ``"zstd"`` or ``"zstd:7"``; None for none.
-        hashes: E.g. ``["xxh64"]``: digests of every file go into the index.
+        hashes: Digests of every file that go into the index, by which readers check what they fetch, e.g.
+            ``["sha1"]``; None for ``["xxh3_64"]``, ``[]`` for none.
         size_limit: Bytes after which a shard is full, as a number or ``"64mb"``; None for one shard.
         exist_ok: Allow files at ``out`` already; those of the same name are replaced.
         append: Add shards to the dataset at ``out``, under a new version of its index; the old version stays beside it.

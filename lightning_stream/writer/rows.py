@@ -23,7 +23,8 @@ class _RowWriter(ShardWriter):
         newline: End of a row.
         keep_local: With a pair, keep the local copies too.
         compression: E.g. ``"zstd"``; None for none.
-        hashes: E.g. ``["xxh64"]``.
+        hashes: Digests of every file that go into the index, by which readers check what they fetch, e.g.
+            ``["sha1"]``; None for ``["xxh3_64"]``, ``[]`` for none.
         size_limit: Bytes after which a shard's text is full; None for one shard.
         exist_ok: Allow files at ``out`` already; those of the same name are replaced.
         append: Add shards to the dataset at ``out``, under a new version of its index.

@@ -45,7 +45,8 @@ result = {}
 for folder in sorted(Path(sys.argv[1]).iterdir()):
     where = {"local": str(folder)}
     if folder.name.startswith("hash-"):  # fetched, so that it is checked
-        where = {"remote": str(folder), "local": f"{sys.argv[2]}/{folder.name}", "validate_hash": folder.name[5:]}
+        where = {"remote": str(folder), "local": f"{sys.argv[2]}/{folder.name}"}
+        where["validate_hash"] = folder.name.split("-")[1]
     dataset = StreamingDataset(**where, batch_size=1, allow_unsafe_types=True)
     rows = [{name: plain(value) for name, value in dataset[i].items()} for i in range(len(dataset))]
     result[folder.name] = rows
@@ -107,13 +108,13 @@ def test_mosaicml_streaming_reads_every_compression_and_checks_every_hash(python
         with MDSWriter(out=tmp_path / "in" / name, compression=compression, size_limit=500) as writer:
             for row in rows:
                 writer.write(row)
-    for hash_name in HASHES:
-        out = tmp_path / "in" / f"hash-{hash_name}"
-        with MDSWriter(out=out, compression="zstd", hashes=[hash_name]) as writer:
+    chosen: dict[str, list[str] | None] = {f"hash-{name}": [name] for name in HASHES}
+    for name, hashes in {**chosen, "hash-xxh3_64-default": None}.items():
+        with MDSWriter(out=tmp_path / "in" / name, compression="zstd", hashes=hashes) as writer:
             for row in rows:
                 writer.write(row)
     read = read_by_mosaic(python, tmp_path / "in", tmp_path / "cache")
-    assert len(read) == 58 + 17
+    assert len(read) == 58 + 17 + 1
     expected = [{"id": repr(row["id"]), "text": row["text"]} for row in rows]
     assert [name for name, found in read.items() if found != expected] == []
 
