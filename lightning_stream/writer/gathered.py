@@ -1,7 +1,8 @@
 """The bytes of the samples of one shard, gathered in memory that is used again.
 
 Fresh memory costs more than copying: its pages are made one by one. So samples are copied into pieces of a pool, which
-come back when their shard has landed. Large bytes objects are kept as they are.
+come back when their shard has landed, and the caller's own memory is free again at once for the next sample. Only very
+large bytes objects are kept as they are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy as np
 
 PIECE_BYTES = 1 << 23  # numpy asks for huge pages from 4 MiB on, and then making them is cheap
 _HUGE_PAGE_BYTES = 1 << 21
-_LARGE_BYTES = 1 << 14  # kept as they are from here on: copying would cost more than a part of its own
+_JOINED_BYTES = 1 << 14  # the parts of smaller samples are joined first: one copy more, but a step each less
+_LARGE_BYTES = 1 << 20  # kept as they are from here on
 
 
 class Pool:
@@ -74,7 +76,7 @@ class Gathered:
         if file_bytes > max_bytes:
             return False
         end = self._at + num_bytes
-        if end <= self._room and num_bytes < _LARGE_BYTES:
+        if end <= self._room and num_bytes < _JOINED_BYTES:
             self._view[self._at : end] = parts[0] if len(parts) == 1 else b"".join(parts)
             self._at = end
         else:
