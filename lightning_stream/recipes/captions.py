@@ -24,8 +24,9 @@ from lightning_stream.convert import Converted, Inputs, convert
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.recipes import drawing
+from lightning_stream.recipes.converted_set import TRAIN, VAL, split_datasets
 from lightning_stream.recipes.images import PlainImage
-from lightning_stream.recipes.task import TRAIN, VAL, TaskData
+from lightning_stream.recipes.task import TaskData
 from lightning_stream.storage.files import FileLock, make_folder
 
 DRAWN = "drawn"
@@ -181,7 +182,7 @@ class CaptionData(TaskData):
         image_size: Pixels to a side.
         length: Tokens of a caption.
         datasets: Arguments of the ``train`` and ``val`` datasets.
-        **settings: As in `StreamingDataModule`.
+        **settings: As in `TaskData`.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class CaptionData(TaskData):
         datasets: Mapping[str, Mapping[str, Any]],
         **settings: Any,
     ) -> None:
-        super().__init__(datasets[TRAIN], datasets[VAL], prepare=self._convert, **settings)
+        super().__init__(datasets, self._convert, **settings)
         self.source = source
         self.image_size = image_size
         self.length = length
@@ -286,18 +287,15 @@ def caption_data(
     seen = json.dumps([str(given.folder), held_out, compression, [*hashes_to_write(hashes)], size_limit])
     fingerprint = hashlib.sha256(seen.encode()).hexdigest()[:16]
     place = f"{remote.rstrip('/')}/{fingerprint}"
-    datasets = {
-        split: {
-            "remote": f"{place}/{split}",
-            "local": f"{local}/{fingerprint}/{split}" if local else None,
-            "cache_limit": cache_limit,
-            "num_canonical_nodes": num_canonical_nodes,
-            "shuffle": split == TRAIN,
-            "shuffle_seed": seed,
-            "transform": CaptionedImage(image_size, caption_length, mirrored=split == TRAIN),
-        }
-        for split in (TRAIN, VAL)
-    }
+    transforms = {split: CaptionedImage(image_size, caption_length, mirrored=split == TRAIN) for split in (TRAIN, VAL)}
+    datasets = split_datasets(
+        place,
+        local,
+        transforms,
+        seed=seed,
+        cache_limit=cache_limit,
+        num_canonical_nodes=num_canonical_nodes,
+    )
     return CaptionData(
         given,
         place,
@@ -308,6 +306,6 @@ def caption_data(
         global_batch_size=global_batch_size,
         eval_batch_size=eval_batch_size,
         num_workers=num_workers,
-        persistent_workers=persistent_workers and num_workers > 0,
-        seed_steps=seed,
+        persistent_workers=persistent_workers,
+        seed=seed,
     )

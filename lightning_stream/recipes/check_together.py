@@ -15,7 +15,12 @@ from hydra.utils import get_object
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.recipes.places import COMPOSER, LIGHTNING, TORCH, checkpoint_meant, trainer_of
 
-_MODELS = {"TextData": "model=gpt", "TableData": "model=mlp", "ImageData": "model=mobilenet_v2 or model=resnet18"}
+_MODELS = {
+    "TextData": "model=gpt",
+    "TableData": "model=mlp",
+    "ImageData": "model=mobilenet_v2 or model=resnet18",
+    "CaptionData": "model=text_to_image",
+}
 _MARKS = {TORCH: b"lightning_stream.torch_run", LIGHTNING: b"pytorch-lightning_version", COMPOSER: b"train_metrics"}
 
 

@@ -15,7 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError, NotFoundError
-from lightning_stream.recipes.task import TRAIN, VAL
+from lightning_stream.recipes.converted_set import TRAIN, VAL
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _SHAPE = (3, 32, 32)

@@ -10,48 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_stream.dataset import StreamingDataset
 from lightning_stream.recipes.evaluation import tally
 from lightning_stream.recipes.images import as_picture
+from lightning_stream.recipes.labelled_data import LabelledData
 from lightning_stream.recipes.picture import Prediction, draw_predictions, save_picture
-from lightning_stream.recipes.task import VAL, Batch, Judged, Shown, TaskData, TaskModel, fitting
+from lightning_stream.recipes.task import Batch, Judged, Shown, TaskData, TaskModel, fitting
 from lightning_stream.recipes.weights import build_network, load_weights, look_closely
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _SHOWN = 24
 
 
-class ImageData(TaskData):
+class ImageData(LabelledData):
     """Images and labels, streamed as batches of ``{"image": uint8[n, 3, h, w], "label": int64[n]}``."""
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes; a label is an index into them."""
-        raise NotImplementedError
-
-    @property
-    def source(self) -> str:
-        """What the pictures are, and where they come from, for people."""
-        raise NotImplementedError
 
     @property
     def kind(self) -> str:
         """What to call the pictures: ``"photos"``, ``"drawings (not photos)"``."""
         return "photos"
-
-    @property
-    def held_out(self) -> StreamingDataset:
-        """The validation samples, to be read by index."""
-        dataset = self.datasets[VAL]
-        assert dataset is not None
-        return dataset
-
-
-def recognised(num_train: int, num_val: int, num_classes: int, history: Mapping[int, Mapping[str, float]]) -> str:
-    """One sentence on what was learnt."""
-    validated = [values["val/accuracy"] for _, values in sorted(history.items()) if "val/accuracy" in values]
-    share = f": {validated[-1]:.1%} of the held-out ones are recognised" if validated else ""
-    return f"Learnt from {num_train}, held out {num_val}{share} (by chance it would be {1 / num_classes:.0%})."
 
 
 class ImageClassifier(TaskModel):

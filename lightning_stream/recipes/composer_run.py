@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_stream.errors import missing_extra
+from lightning_stream.recipes.converted_set import TRAIN, VAL
 from lightning_stream.recipes.places import composer_checkpoints, last_of_composer
-from lightning_stream.recipes.task import TRAIN, VAL, TaskData, TaskModel
+from lightning_stream.recipes.task import TaskData, TaskModel
 
 _PATIENCE_S = 3600.0  # of all processes for each other; a conversion may take its time
 

@@ -2,70 +2,50 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 from lightning_stream.formats.hashing import hashes_to_write
-from lightning_stream.recipes.classifier import ImageData, recognised
-from lightning_stream.recipes.conversion import TRAIN, VAL, Conversion, ConversionConfig, Description, summary_of
+from lightning_stream.recipes.classifier import ImageData
+from lightning_stream.recipes.converted_set import TRAIN, VAL, split_datasets
 from lightning_stream.recipes.images import AugmentedImage, PlainImage
+from lightning_stream.recipes.labelled_data import Described
+from lightning_stream.recipes.photo_conversion import Conversion, ConversionConfig
 from lightning_stream.recipes.photos import photo_source
 
 
 class PhotoData(ImageData):
-    """Photos that are converted once, then streamed.
+    """Photos, or drawings in their place.
 
     Args:
-        conversion: Makes the shards that `train` and `val` read.
-        datasets: Arguments of the ``train`` and ``val`` datasets.
-        **settings: As in `StreamingDataModule`.
+        conversion: Makes the shards that `datasets` read.
+        datasets: Arguments of the ``train`` and ``val`` datasets, see `split_datasets`.
+        **settings: As in `TaskData`.
     """
 
     def __init__(self, conversion: Conversion, datasets: Mapping[str, Mapping[str, Any]], **settings: Any) -> None:
-        super().__init__(datasets[TRAIN], datasets[VAL], prepare=partial(_convert, conversion), **settings)
-        self.conversion = conversion
-
-    @property
-    def description(self) -> Description:
-        """What the converted set holds; converts it first where that was not done."""
-        return self.conversion.run()
-
-    @property
-    def place(self) -> str:
-        """Folder or URL of the shards."""
-        return self.conversion.place
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes; a label is an index into them."""
-        return self.description.classes
-
-    @property
-    def source(self) -> str:
-        """Where the pictures come from."""
-        return self.description.title
+        super().__init__(conversion, datasets, **settings)
+        self.photos = conversion
 
     @property
     def kind(self) -> str:
         """Drawings are no photos."""
-        return "drawings (not photos)" if self.description.drawn else "photos"
+        return "drawings (not photos)" if self.photos.source.drawn else "photos"
 
     def notes(self, history: Mapping[int, Mapping[str, float]]) -> tuple[str, ...]:
         """How many, how well they are told apart, and what they are."""
-        described = self.description
-        pictures = "drawings made by this package, not photos" if described.drawn else described.title
-        return (
-            recognised(described.num_train, described.num_val, len(described.classes), history),
-            f"The pictures are {pictures}.",
-        )
+        learnt, _ = super().notes(history)
+        pictures = "drawings made by this package, not photos" if self.photos.source.drawn else self.source
+        return learnt, f"The pictures are {pictures}."
 
-
-def _convert(conversion: Conversion) -> None:
-    known = conversion.describe() is not None
-    done = conversion.run()
-    print(f"{'Found' if known else 'Converted'}: {summary_of(done, conversion.place)}.", file=sys.stderr)
+    def told(self, description: Described) -> str:
+        """What the set holds, and which files could not be decoded."""
+        told = super().told(description)
+        unreadable = self.photos.run().description.unreadable
+        if unreadable:
+            first = ", ".join(unreadable[:3])
+            told += f"; {len(unreadable)} files could not be decoded and were left out ({first} ...)"
+        return told
 
 
 def flower_data(
@@ -119,22 +99,20 @@ def flower_data(
     source = photo_source(photos, count=drawn_count, seed=drawn_seed, sha256=photos_sha256, downloads=downloads)
     config = ConversionConfig(compression, hashes_to_write(hashes), size_limit, held_out, convert)
     conversion = Conversion.plan(source, remote, config)
-    caches = {split: f"{local}/{conversion.fingerprint}/{split}" if local else None for split in (TRAIN, VAL)}
-    common = {"shuffle_seed": seed, "cache_limit": cache_limit, "num_canonical_nodes": num_canonical_nodes}
-    augmented, plain = AugmentedImage(image_size, smallest_crop, colour), PlainImage(image_size)
+    datasets = split_datasets(
+        conversion.place,
+        local,
+        {TRAIN: AugmentedImage(image_size, smallest_crop, colour), VAL: PlainImage(image_size)},
+        seed=seed,
+        cache_limit=cache_limit,
+        num_canonical_nodes=num_canonical_nodes,
+    )
     return PhotoData(
         conversion,
-        {
-            TRAIN: _arguments(conversion, TRAIN, caches, transform=augmented, shuffle=True, **common),
-            VAL: _arguments(conversion, VAL, caches, transform=plain, **common),
-        },
+        datasets,
         global_batch_size=global_batch_size,
         eval_batch_size=eval_batch_size,
         num_workers=num_workers,
-        persistent_workers=persistent_workers and num_workers > 0,
-        seed_steps=seed,
+        persistent_workers=persistent_workers,
+        seed=seed,
     )
-
-
-def _arguments(conversion: Conversion, split: str, caches: Mapping[str, str | None], **more: Any) -> dict[str, Any]:
-    return {"remote": f"{conversion.place}/{split}", "local": caches[split], **more}

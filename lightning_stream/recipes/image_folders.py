@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import xxhash
 
 from lightning_stream.errors import FormatError, NotFoundError
-from lightning_stream.recipes.conversion import as_jpeg, is_held_out, writing_order
+from lightning_stream.recipes.converted_set import TRAIN, VAL
+from lightning_stream.recipes.labelled_set import is_held_out, writing_order
+from lightning_stream.recipes.photo_conversion import as_jpeg
 from lightning_stream.recipes.photos import PhotoFolder, PhotoKey
-from lightning_stream.recipes.task import TRAIN, VAL
 
 _PIECE_PHOTOS = 2000
 _READ_WHOLE_BYTES = 1 << 30

@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from lightning_stream.errors import FormatError, NotFoundError
-from lightning_stream.recipes.conversion import as_jpeg
-from lightning_stream.recipes.task import TRAIN, VAL
+from lightning_stream.recipes.converted_set import TRAIN, VAL
+from lightning_stream.recipes.photo_conversion import as_jpeg
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 LABELS = ("imagenet_2012_validation_synset_labels.txt", "LOC_val_solution.csv")

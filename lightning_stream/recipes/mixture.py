@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.reader import Stream
+from lightning_stream.recipes.converted_set import TRAIN, VAL, Made
 from lightning_stream.recipes.documents import GENERATED, text_source
-from lightning_stream.recipes.task import TRAIN, VAL
 from lightning_stream.recipes.text import TextConfig, TextConversion, TextData, TextDescription
 from lightning_stream.recipes.tokens import BYTES, Tokenizer, make_tokenizer
 
@@ -77,9 +77,11 @@ class TextMixture:
         known = {name: one for name, one in found.items() if one is not None}
         return _together(known) if len(known) == len(found) else None
 
-    def run(self) -> TextDescription:
+    def run(self) -> Made[TextDescription]:
         """Convert what was not converted yet."""
-        return _together({name: conversion.run() for name, conversion in self.conversions.items()})
+        done = {name: conversion.run() for name, conversion in self.conversions.items()}
+        held = _together({name: one.description for name, one in done.items()})
+        return Made(held, is_new=any(one.is_new for one in done.values()))
 
 
 def _together(parts: Mapping[str, TextDescription]) -> TextDescription:
@@ -138,17 +140,15 @@ def mixed_text_data(
     """
     if not parts:
         raise ValueError("a mixture has at least one part; found none. Add one: +data.parts.mine.source=<text>")
-    made, config = (
-        make_tokenizer(tokenizer, boundary),
-        TextConfig(block, held_out, compression, hashes_to_write(hashes), size_limit),
-    )
-    conversions = {name: part.conversion(made, f"{remote}/{name}", config) for name, part in parts.items()}
+    made_by = make_tokenizer(tokenizer, boundary)
+    config = TextConfig(block, held_out, compression, hashes_to_write(hashes), size_limit)
+    conversions = {name: part.conversion(made_by, f"{remote}/{name}", config) for name, part in parts.items()}
 
     def streams(split: str, weights: Mapping[str, float | None]) -> list[Stream]:
         return [
             Stream(
                 remote=f"{conversion.place}/{split}",
-                local=f"{local}/{name}/{conversion.fingerprint}/{split}" if local else None,
+                local=f"{local}/{name}/{conversion.place.rpartition('/')[2]}/{split}" if local else None,
                 proportion=weights[name],
             )
             for name, conversion in conversions.items()
@@ -170,6 +170,6 @@ def mixed_text_data(
         global_batch_size=global_batch_size,
         eval_batch_size=eval_batch_size,
         num_workers=num_workers,
-        persistent_workers=persistent_workers and num_workers > 0,
-        seed_steps=seed,
+        persistent_workers=persistent_workers,
+        seed=seed,
     )

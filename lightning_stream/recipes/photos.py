@@ -16,9 +16,9 @@ from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.recipes import drawing
 from lightning_stream.recipes.archive import open_archive
 from lightning_stream.recipes.download import FLOWERS_SHA256, FLOWERS_URL, fetch_file
+from lightning_stream.recipes.labelled_set import FileKey
 
-PhotoKey = tuple[str, str]
-"""Class and file name. A file name alone is no key: two classes may hold the same."""
+PhotoKey = FileKey
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 DRAWN, DOWNLOAD = "drawn", "download"

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from lightning_stream.recipes.converted_set import VAL
 from lightning_stream.recipes.evaluation import Tally, tally
 from lightning_stream.recipes.table import TableData
-from lightning_stream.recipes.task import VAL, Batch, Judged, Shown, TaskData, TaskModel, fitting
+from lightning_stream.recipes.task import Batch, Judged, Shown, TaskData, TaskModel, fitting
 
 _SHOWN_ROWS = 2000
 

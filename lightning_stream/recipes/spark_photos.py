@@ -112,7 +112,7 @@ def _literal(folder: Path) -> str:
 
 def _samples(frame: Any) -> Iterator[dict[str, Any]]:
     """The samples of some rows, in an executor; photos that cannot be decoded are left out."""
-    from lightning_stream.recipes.conversion import as_jpeg
+    from lightning_stream.recipes.photo_conversion import as_jpeg
 
     for name, label, content in zip(frame["name"], frame["label"], frame["content"], strict=True):
         image = as_jpeg(bytes(content))
@@ -122,7 +122,7 @@ def _samples(frame: Any) -> Iterator[dict[str, Any]]:
 
 def _undecodable(frames: Iterable[Any]) -> Iterator[Any]:
     """The names of the photos that `_samples` leaves out."""
-    from lightning_stream.recipes.conversion import as_jpeg
+    from lightning_stream.recipes.photo_conversion import as_jpeg
 
     for frame in frames:
         yield frame.loc[[as_jpeg(bytes(content)) is None for content in frame["content"]], ["name"]]

@@ -16,7 +16,8 @@ import numpy as np
 from lightning_stream.convert import Converted, Inputs, convert
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.formats.hashing import hashes_to_write
-from lightning_stream.recipes.task import TRAIN, VAL, TaskData
+from lightning_stream.recipes.converted_set import TRAIN, VAL, split_datasets
+from lightning_stream.recipes.task import TaskData
 
 GENERATED = "generated"
 _PIECE_ROWS = 500
@@ -66,11 +67,6 @@ class Table:
         return cls(source, f"{remote.rstrip('/')}/{digest}", settings, generated)
 
     @property
-    def fingerprint(self) -> str:
-        """What tells this table from others."""
-        return self.place.rpartition("/")[2]
-
-    @property
     def title(self) -> str:
         """What it is, for people."""
         return f"{self.generated[1]} rows made up by this package" if self.source == GENERATED else self.source
@@ -92,7 +88,7 @@ class TableData(TaskData):
         label: The column to foretell.
         features: The columns to foretell it from; None for all others that hold numbers.
         datasets: Arguments of the ``train`` and ``val`` datasets.
-        **settings: As in `StreamingDataModule`.
+        **settings: As in `TaskData`.
     """
 
     def __init__(
@@ -103,7 +99,7 @@ class TableData(TaskData):
         datasets: Mapping[str, Mapping[str, Any]],
         **settings: Any,
     ) -> None:
-        super().__init__(datasets[TRAIN], datasets[VAL], prepare=self._convert, **settings)
+        super().__init__(datasets, self._convert, **settings)
         self.table = table
         self.label = label
         self._features = features
@@ -218,17 +214,13 @@ def table_data(
         "shuffle": True,  # tables often lie sorted
     }
     table = Table.plan(source, remote, settings, (generated_seed, generated_count))
-    datasets = {
-        split: {
-            "remote": f"{table.place}/{split}",
-            "local": f"{local}/{table.fingerprint}/{split}" if local else None,
-            "cache_limit": cache_limit,
-            "num_canonical_nodes": num_canonical_nodes,
-            "shuffle": split == TRAIN,
-            "shuffle_seed": seed,
-        }
-        for split in (TRAIN, VAL)
-    }
+    datasets = split_datasets(
+        table.place,
+        local,
+        seed=seed,
+        cache_limit=cache_limit,
+        num_canonical_nodes=num_canonical_nodes,
+    )
     return TableData(
         table,
         label,
@@ -237,6 +229,6 @@ def table_data(
         global_batch_size=global_batch_size,
         eval_batch_size=eval_batch_size,
         num_workers=num_workers,
-        persistent_workers=persistent_workers and num_workers > 0,
-        seed_steps=seed,
+        persistent_workers=persistent_workers,
+        seed=seed,
     )

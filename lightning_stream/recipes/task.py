@@ -20,11 +20,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_stream.errors import LightningStreamError
 from lightning_stream.recipes.callbacks import batch_in_training
+from lightning_stream.recipes.converted_set import TRAIN, VAL
 from lightning_stream.recipes.evaluation import WIDTH, Tally
 from lightning_stream.trainers.lightning import StreamingDataModule
 
 Batch = Mapping[str, Any]
-TRAIN, VAL = "train", "val"
 _Data = TypeVar("_Data", bound="TaskData")
 
 
@@ -33,10 +33,41 @@ class TaskData(StreamingDataModule):
 
     A trainer without a Lightning trainer calls `prepare_data` once per node, and makes loaders from `datasets` with
     `global_batch_size`, `eval_batch_size`, `num_workers` and `tail`.
+
+    Args:
+        datasets: Arguments of the two datasets, see `split_datasets`.
+        convert: Makes their shards, unless that was done.
+        global_batch_size: Samples of an optimizer step over all devices.
+        eval_batch_size: Samples per device in validation.
+        num_workers: Processes per device that read.
+        persistent_workers: Whether they live on from epoch to epoch.
+        seed: Of what samples' transforms and the model's steps draw.
     """
 
     token_column: str = "input_ids"
     """Whose elements are tokens, for trainers that count them; a batch without it has none."""
+
+    def __init__(
+        self,
+        datasets: Mapping[str, Mapping[str, Any]],
+        convert: Callable[[], object],
+        *,
+        global_batch_size: int,
+        eval_batch_size: int,
+        num_workers: int,
+        persistent_workers: bool,
+        seed: int,
+    ) -> None:
+        super().__init__(
+            datasets[TRAIN],
+            datasets[VAL],
+            prepare=convert,
+            global_batch_size=global_batch_size,
+            eval_batch_size=eval_batch_size,
+            num_workers=num_workers,
+            persistent_workers=persistent_workers and num_workers > 0,
+            seed_steps=seed,
+        )
 
     @property
     def place(self) -> str:

@@ -15,9 +15,9 @@ import xxhash
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.hashing import hashes_to_write
+from lightning_stream.recipes.converted_set import TRAIN, VAL, Made, convert_once, describe, split_datasets, tell
 from lightning_stream.recipes.documents import GENERATED, TextSource, text_source
-from lightning_stream.recipes.once import convert_once, describe
-from lightning_stream.recipes.task import TRAIN, VAL, TaskData
+from lightning_stream.recipes.task import TaskData
 from lightning_stream.recipes.tokens import BYTES, Packer, Tokenizer, make_tokenizer, token_dtype
 from lightning_stream.storage import open_store
 from lightning_stream.writer import MDSWriter
@@ -98,16 +98,11 @@ class TextConversion:
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
         return cls(source, tokenizer, config, f"{remote.rstrip('/')}/{digest}")
 
-    @property
-    def fingerprint(self) -> str:
-        """What tells this set from others."""
-        return self.place.rpartition("/")[2]
-
     def describe(self) -> TextDescription | None:
         """What the converted set holds; None where there is none yet."""
         return describe(self.place, DESCRIPTION, TextDescription.from_bytes)
 
-    def run(self) -> TextDescription:
+    def run(self) -> Made[TextDescription]:
         """Convert, unless it was done.
 
         Raises:
@@ -115,9 +110,9 @@ class TextConversion:
                 another tokenizer.
         """
         done = convert_once(self.place, self.describe, self._convert)
-        if done.tokenizer != self.tokenizer.fingerprint:
+        if (made_by := done.description.tokenizer) != self.tokenizer.fingerprint:
             raise FormatError(
-                f"tokens are read with the tokenizer that made them: {done.tokenizer}, says {self.place}; "
+                f"tokens are read with the tokenizer that made them: {made_by}, says {self.place}; "
                 f"found {self.tokenizer.fingerprint}. Set data.tokenizer and data.boundary to that one."
             )
         return done
@@ -213,7 +208,7 @@ class ConvertedText(Protocol):
     def describe(self) -> TextDescription | None:
         """What they hold; None where there are none yet."""
 
-    def run(self) -> TextDescription:
+    def run(self) -> Made[TextDescription]:
         """Convert, unless it was done."""
 
 
@@ -223,19 +218,19 @@ class TextData(TaskData):
     Args:
         conversion: Makes the shards that `train` and `val` read.
         datasets: Arguments of the ``train`` and ``val`` datasets.
-        **settings: As in `StreamingDataModule`.
+        **settings: As in `TaskData`.
     """
 
     token_column = "tokens"
 
     def __init__(self, conversion: ConvertedText, datasets: Mapping[str, Mapping[str, Any]], **settings: Any) -> None:
-        super().__init__(datasets[TRAIN], datasets[VAL], prepare=self._convert, **settings)
+        super().__init__(datasets, self._convert, **settings)
         self.conversion = conversion
 
     @property
     def description(self) -> TextDescription:
         """What the converted set holds; converts it first where that was not done."""
-        return self.conversion.run()
+        return self.conversion.run().description
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -261,10 +256,10 @@ class TextData(TaskData):
         return tuple(told)
 
     def _convert(self) -> None:
-        known = self.conversion.describe() is not None
         done = self.conversion.run()
-        told = f"{done.tokens[TRAIN]} tokens to train on and {done.tokens[VAL]} held out, {done.title}"
-        print(f"{'Found' if known else 'Converted'}: {told}, in {self.place}.", file=sys.stderr)
+        held = done.description
+        told = f"{held.tokens[TRAIN]} tokens to train on and {held.tokens[VAL]} held out, {held.title}"
+        tell(told, self.place, is_new=done.is_new)
 
 
 def text_data(
@@ -332,24 +327,20 @@ def text_data(
         )
     config = TextConfig(block, held_out, compression, hashes_to_write(hashes), size_limit)
     conversion = TextConversion.plan(documents, make_tokenizer(tokenizer, boundary), remote, config)
-    cache = f"{local}/{conversion.fingerprint}" if local else None
-    arguments = {
-        split: {
-            "remote": f"{conversion.place}/{split}",
-            "local": f"{cache}/{split}" if cache else None,
-            "cache_limit": cache_limit,
-            "num_canonical_nodes": num_canonical_nodes,
-            "shuffle_seed": seed,
-            "shuffle": shuffle and split == TRAIN,
-        }
-        for split in (TRAIN, VAL)
-    }
+    datasets = split_datasets(
+        conversion.place,
+        local,
+        shuffle=shuffle,
+        seed=seed,
+        cache_limit=cache_limit,
+        num_canonical_nodes=num_canonical_nodes,
+    )
     return TextData(
         conversion,
-        arguments,
+        datasets,
         global_batch_size=global_batch_size,
         eval_batch_size=eval_batch_size,
         num_workers=num_workers,
-        persistent_workers=persistent_workers and num_workers > 0,
-        seed_steps=seed,
+        persistent_workers=persistent_workers,
+        seed=seed,
     )

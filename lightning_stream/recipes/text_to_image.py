@@ -95,6 +95,7 @@ class TextToImage(TaskModel):
     """
 
     shown = ("train/loss", "val/loss")
+    learns_from = CaptionData
 
     def __init__(
         self,

@@ -23,9 +23,10 @@ from lightning_stream.batches import BatchInfo
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.recipes.callbacks import RunStopped
+from lightning_stream.recipes.converted_set import TRAIN, VAL
 from lightning_stream.recipes.places import TORCH, checkpoint_meant, last_checkpoint
 from lightning_stream.recipes.steps_log import StepsLog
-from lightning_stream.recipes.task import TRAIN, VAL, Batch, TaskData, TaskModel
+from lightning_stream.recipes.task import Batch, TaskData, TaskModel
 from lightning_stream.recipes.torch_processes import Processes, started
 from lightning_stream.sample_random import sample_seed
 from lightning_stream.storage.files import publish

@@ -132,6 +132,8 @@ def test_checkpoints_that_could_be_meant_are_named(tmp_path: Path) -> None:
             "model: ImageClassifier learns from ImageData, and data gives TextData. For this data: model=gpt.",
         ),
         (["data=table"], "For this data: model=mlp."),
+        (["data=laion"], "For this data: model=text_to_image."),
+        (["model=text_to_image"], "TextToImage learns from CaptionData, and data gives PhotoData."),
     ],
 )
 def test_a_model_for_other_data_is_told_with_one_that_fits(choices: list[str], sentence: str) -> None:

@@ -106,6 +106,11 @@ def test_a_trainer_that_starts_no_processes_says_what_starts_them(monkeypatch: p
     assert find_problems(composed("trainer=torch", "scale=cpu", "scale.devices=2")) == []
 
 
+def test_the_shards_of_all_data_lie_in_the_store() -> None:
+    remotes = {name: composed(f"data={name}", "store=s3", "store.bucket=b").data.remote for name in names_of("data")}
+    assert remotes == {name: f"s3://b/lightning_stream/{name}" for name in names_of("data")}
+
+
 def test_the_canonical_nodes_of_a_scale_are_those_of_its_data() -> None:
     given = {name: composed(f"data={name}", "scale.canonical_nodes=4").data for name in names_of("data")}
     assert {name for name, data in given.items() if data.get("num_canonical_nodes") != 4} == set()

@@ -21,10 +21,12 @@ from lightning_stream import StreamingDataset
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.recipes import training
 from lightning_stream.recipes.cifar import CLASSES, Cifar10
+from lightning_stream.recipes.converted_set import Made
 from lightning_stream.recipes.drawing import drawn_jpeg
 from lightning_stream.recipes.image_folders import ImageFolders
-from lightning_stream.recipes.image_sets import ImageSet, image_data
+from lightning_stream.recipes.image_sets import DESCRIPTION, image_data
 from lightning_stream.recipes.imagenet import TRAIN_TAR, VAL_TAR, ImageNet
+from lightning_stream.recipes.labelled_set import LabelledSet
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SHARDS = {"compression": None, "hashes": ("xxh3_64",), "size_limit": "32kb", "num_workers": 1}
@@ -94,8 +96,8 @@ def test_cifar_comes_through_pixel_for_pixel_from_any_of_its_forms(form: str, tm
         (path / "cifar-10-batches").mkdir(parents=True)
         for name, data in files.items():
             (path / name).write_bytes(data)
-    images = ImageSet.plan(Cifar10(path), str(tmp_path / "shards"), SHARDS)
-    done = images.run()
+    images = LabelledSet.plan(Cifar10(path), str(tmp_path / "shards"), SHARDS, DESCRIPTION)
+    done = images.run().description
     assert (done.classes, done.num_train, done.num_val) == (CLASSES, 30, 6)
     for split, names in (("train", list(batches)[:5]), ("val", ["test_batch"])):
         samples = _read(images.place, split, tmp_path)
@@ -173,8 +175,8 @@ def _imagenet(folder: Path, labels: str) -> dict[str, bytes]:
 @pytest.mark.parametrize("labels", ["lines", "table"])
 def test_imagenet_s_tars_come_through_byte_for_byte_with_their_labels(labels: str, tmp_path: Path) -> None:
     photos = _imagenet(tmp_path / "imagenet", labels)
-    images = ImageSet.plan(ImageNet(tmp_path / "imagenet"), str(tmp_path / "shards"), SHARDS)
-    done = images.run()
+    images = LabelledSet.plan(ImageNet(tmp_path / "imagenet"), str(tmp_path / "shards"), SHARDS, DESCRIPTION)
+    done = images.run().description
     assert (done.classes, done.num_train, done.num_val) == (SYNSETS, 12, 5)
     found: dict[str, bytes] = {}
     for split in ("train", "val"):
@@ -189,7 +191,7 @@ def test_imagenet_s_tars_come_through_byte_for_byte_with_their_labels(labels: st
             assert found[name] == np.array(image).tobytes()
     first = [sample["label"] for sample in _read(images.place, "train", tmp_path)]
     assert first != sorted(first)  # classes are mixed
-    assert images.run() == done
+    assert images.run() == Made(done, is_new=False)
 
 
 def test_imagenet_without_its_labels_says_which_files_tell(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from lightning_stream.errors import MissingExtraError
 
 pytest.importorskip("PIL")
 pytest.importorskip("tqdm")
-from lightning_stream.recipes.conversion import Conversion, ConversionConfig, Description
+from lightning_stream.recipes.photo_conversion import Conversion, ConversionConfig, Description
 from lightning_stream.recipes.photos import DrawnFlowers, PhotoFolder
 
 
@@ -37,7 +37,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def sets_of(conversion: Conversion) -> tuple[Description, dict[str, dict[str, tuple[int, bytes]]]]:
-    done = conversion.run()
+    done = conversion.run().description
     sets = {}
     for split in ("train", "val"):
         dataset = LocalDataset(f"{conversion.place}/{split}")

@@ -5,28 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from lightning_stream.errors import FormatError, NotFoundError
+from lightning_stream.errors import FormatError
+from lightning_stream.recipes.converted_set import TRAIN, VAL, Made, convert_once, describe
+from lightning_stream.recipes.labelled_set import is_held_out, writing_order
 from lightning_stream.recipes.photos import PhotoKey, PhotoSource
-from lightning_stream.storage import LocalStore, Store, open_store
-from lightning_stream.storage.files import FileLock, make_folder
+from lightning_stream.storage import open_store
 from lightning_stream.writer import MDSWriter
 
 DESCRIPTION = "photos.json"
 COLUMNS = {"image": "jpeg", "label": "int", "name": "str"}
-TRAIN, VAL = "train", "val"
 LOCAL, SPARK = "local", "spark"
 _VERSION = 1
-_WAIT_S = 6 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -76,22 +73,6 @@ class Description:
         return json.dumps(asdict(self), indent=1).encode()
 
 
-def is_held_out(key: PhotoKey, share: float) -> bool:
-    """Whether a photo belongs to the val set: by a hash of class and name alone, never by listing order."""
-    return _place(key, "held out") < share
-
-
-def writing_order(keys: Mapping[PhotoKey, object]) -> list[PhotoKey]:
-    """The photos in an order that mixes the classes and is the same wherever they come from."""
-    return sorted(keys, key=lambda key: (_place(key, "order"), key))
-
-
-def _place(key: PhotoKey, purpose: str) -> float:
-    label, name = key
-    digest = hashlib.sha256(f"{purpose}\0{label}\0{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
-
-
 @dataclass(frozen=True)
 class Conversion:
     """One source under one config: where its shards belong, and how they come to be there.
@@ -114,48 +95,17 @@ class Conversion:
         """The conversion of a source into a place of its own under `remote`. Reads the source for its fingerprint."""
         return cls(source, config, f"{os.fspath(remote).rstrip('/')}/{_fingerprint(source, config)}")
 
-    @property
-    def fingerprint(self) -> str:
-        """What tells this set from those of other sources and configs."""
-        return self.place.rpartition("/")[2]
-
-    @property
-    def store(self) -> Store:
-        """Where the set lies."""
-        return open_store(self.place)
-
     def describe(self) -> Description | None:
         """What the converted set holds; None where there is none yet."""
-        try:
-            return Description.from_bytes(self.store.read(DESCRIPTION))
-        except NotFoundError:
-            return None
+        return describe(self.place, DESCRIPTION, Description.from_bytes)
 
-    def run(self) -> Description:
+    def run(self) -> Made[Description]:
         """Convert, unless it was done; one process of a machine does it while others wait.
 
         Raises:
             FormatError: There are no photos, or a class has none to hold out or to train on.
         """
-        if (found := self.describe()) is not None:
-            return found
-        store = self.store
-        if not isinstance(store, LocalStore):
-            return self._convert(self.place)
-        final = store.folder
-        make_folder(final.parent)
-        with FileLock(final.with_name(f".{final.name}.lock"), _WAIT_S):
-            if (found := self.describe()) is not None:
-                return found
-            draft = final.with_name(f".{final.name}.draft")
-            shutil.rmtree(draft, ignore_errors=True)
-            try:
-                done = self._convert(str(draft))
-                shutil.rmtree(final, ignore_errors=True)  # without a description: the remains of nothing we know
-                draft.replace(final)
-            finally:
-                shutil.rmtree(draft, ignore_errors=True)
-            return done
+        return convert_once(self.place, self.describe, self._convert)
 
     def _convert(self, place: str) -> Description:
         with self.source.open() as photos:
@@ -178,7 +128,8 @@ class Conversion:
 
         counts, unreadable = {TRAIN: 0, VAL: 0}, []
         with self._writer(f"{place}/{TRAIN}") as train, self._writer(f"{place}/{VAL}") as val:
-            for key in tqdm(writing_order(photos), desc="converting", unit="photo", file=sys.stderr):
+            order = writing_order(photos)
+            for key in tqdm(order, desc="converting", unit=" photos", file=sys.stderr, disable=None):
                 label, name = key
                 jpeg = as_jpeg(photos[key]())
                 if jpeg is None:
@@ -241,12 +192,3 @@ def _fingerprint(source: PhotoSource, config: ConversionConfig) -> str:
         del told["convert"]  # as fingerprints were before there was a choice
     settings = json.dumps([_VERSION, source.fingerprint(), told, COLUMNS], sort_keys=True)
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
-
-
-def summary_of(description: Description, folder: str | Path) -> str:
-    """One line about a converted set, for people."""
-    told = f"{description.num_train} to train on and {description.num_val} held out, {description.title}, in {folder}"
-    if description.unreadable:
-        first = ", ".join(description.unreadable[:3])
-        told += f"; {len(description.unreadable)} files could not be decoded and were left out ({first} ...)"
-    return told

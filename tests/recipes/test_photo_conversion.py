@@ -10,8 +10,9 @@ import pytest
 
 from lightning_stream import dataset
 from lightning_stream.errors import FormatError
-from lightning_stream.recipes import conversion
-from lightning_stream.recipes.conversion import Conversion, ConversionConfig, as_jpeg, is_held_out, writing_order
+from lightning_stream.recipes import photo_conversion
+from lightning_stream.recipes.labelled_set import is_held_out, writing_order
+from lightning_stream.recipes.photo_conversion import Conversion, ConversionConfig, as_jpeg
 from lightning_stream.recipes.photos import DrawnFlowers, PhotoArchive, PhotoFolder, PhotoSource
 
 SMALL = ConversionConfig(size_limit="64kb", held_out=0.25)
@@ -46,14 +47,14 @@ def test_a_folder_and_its_archive_become_the_same_shards(
     photo_folder: Path, photo_archive: Path, tmp_path: Path
 ) -> None:
     one, other = plan(PhotoFolder(photo_folder), tmp_path), plan(PhotoArchive(photo_archive), tmp_path)
-    assert one.run().num_train == other.run().num_train
+    assert one.run().description.num_train == other.run().description.num_train
     assert shards(one.place) == shards(other.place)
     assert len(shards(one.place)) > 3
 
 
 def test_the_jpegs_are_kept_as_they_are(photo_folder: Path, tmp_path: Path) -> None:
     made = plan(PhotoFolder(photo_folder), tmp_path)
-    described = made.run()
+    described = made.run().description
     found = {}
     for split in ("train", "val"):
         streamed = dataset.StreamingDataset(local=f"{made.place}/{split}")
@@ -71,20 +72,20 @@ def test_a_source_converted_already_is_not_converted_again(
     photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan(PhotoFolder(photo_folder), tmp_path).run()
-    monkeypatch.setattr(conversion, "MDSWriter", None)
-    assert plan(PhotoFolder(photo_folder), tmp_path).run().num_train > 30
+    monkeypatch.setattr(photo_conversion, "MDSWriter", None)
+    assert plan(PhotoFolder(photo_folder), tmp_path).run().description.num_train > 30
 
 
 def test_a_source_that_changed_is_converted_anew_beside_the_old(photo_folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(photo_folder, copy)
     before = plan(PhotoFolder(copy), tmp_path)
-    old = before.run()
+    old = before.run().description
     (copy / "daisy" / "3.jpg").write_bytes((copy / "roses" / "3.jpg").read_bytes())
     (copy / "roses" / "4.jpg").unlink()
     after = plan(PhotoFolder(copy), tmp_path)
     assert after.place != before.place
-    assert after.run().num_train + after.run().num_val == 59
+    assert after.run().description.num_train + after.run().description.num_val == 59
     assert before.describe() == old
 
 
@@ -92,7 +93,7 @@ def test_a_conversion_that_fails_leaves_nothing(
     photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = plan(PhotoFolder(photo_folder), tmp_path)
-    monkeypatch.setattr(conversion, "as_jpeg", lambda _: 1 / 0)
+    monkeypatch.setattr(photo_conversion, "as_jpeg", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         made.run()
     assert made.describe() is None
@@ -101,14 +102,16 @@ def test_a_conversion_that_fails_leaves_nothing(
 
 def test_two_conversions_at_once_are_one(photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = []
-    monkeypatch.setattr(conversion, "as_jpeg", lambda data: decoded.append(1) or as_jpeg(data))
+    monkeypatch.setattr(photo_conversion, "as_jpeg", lambda data: decoded.append(1) or as_jpeg(data))
     made = plan(PhotoFolder(photo_folder), tmp_path)
-    threads = [threading.Thread(target=made.run) for _ in range(3)]
+    done = []
+    threads = [threading.Thread(target=lambda: done.append(made.run())) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(decoded) == 60
+    assert sorted(one.is_new for one in done) == [False, False, True]  # whoever waited did not convert
     assert made.describe() is not None
 
 
@@ -118,7 +121,7 @@ def test_files_that_cannot_be_decoded_are_left_out_and_named(photo_folder: Path,
     whole = (copy / "daisy" / "1.jpg").read_bytes()
     (copy / "daisy" / "1.jpg").write_bytes(whole[: len(whole) // 2])
     (copy / "roses" / "2.jpg").write_bytes(b"no picture")
-    assert set(plan(PhotoFolder(copy), tmp_path).run().unreadable) == {"daisy/1.jpg", "roses/2.jpg"}
+    assert set(plan(PhotoFolder(copy), tmp_path).run().description.unreadable) == {"daisy/1.jpg", "roses/2.jpg"}
 
 
 def test_a_source_too_small_to_hold_any_out_is_refused(tmp_path: Path) -> None:
