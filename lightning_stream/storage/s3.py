@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -330,8 +331,15 @@ def _core_session() -> Any:
     session: Any = botocore.session.Session()
     _loader = _loader or session.get_component("data_loader")
     _loader.search_paths[:] = dict.fromkeys(_loader.search_paths)  # every session of boto3's adds its path once more
+    _loader.list_available_services = partial(_services, _loader)
     session.register_component("data_loader", _loader)
     return session
+
+
+def _services(loader: Any, _: str) -> list[str]:
+    """What there are folders for. The loader's own answer looks into each of the 400: 15 ms, only to find S3."""
+    folders = (Path(path) for path in loader.search_paths if Path(path).is_dir())
+    return sorted({path.name for folder in folders for path in folder.iterdir()})
 
 
 class _PastTheEndError(StoreError):
