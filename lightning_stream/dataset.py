@@ -6,9 +6,8 @@ import copy
 import math
 import operator
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,26 +15,17 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_stream.bad_data import BadData, Policy, bad_data, readable
-from lightning_stream.batch_source import BatchSettings, order_in, read_ahead, warm
+from lightning_stream.batch_settings import BatchSettings
 from lightning_stream.batches import BatchInfo, micro_batches
 from lightning_stream.cache import CacheConfig
 from lightning_stream.collate import collate_columns, collate_samples
 from lightning_stream.errors import StateError
 from lightning_stream.formats.sizes import parse_bytes, parse_count
-from lightning_stream.order import (
-    MosaicConfig,
-    OrderConfig,
-    Position,
-    RunOrder,
-    Snapshot,
-    Tail,
-    World,
-    is_mosaic_state,
-    mosaic_config,
-    mosaic_position,
-)
+from lightning_stream.order import MosaicConfig, OrderConfig, Position, RunOrder, Snapshot, Tail, World
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
+from lightning_stream.read_ahead import read_ahead, read_ahead_depth, warm
 from lightning_stream.reader import CacheDefaults, ReaderConfig, SampleReader, Stream
+from lightning_stream.resume import order_in, position_in
 from lightning_stream.runtime import WorldLike, detect_world
 from lightning_stream.sample_random import seed_sample, undisturbed_generators
 from lightning_stream.shared_position import SharedPosition, Start
@@ -217,26 +207,6 @@ class StreamingDataset(IterableDataset[Any]):
         )
         return BatchSettings(world, device_batch_size, size, tail, order)
 
-    def accept(
-        self, state: Mapping[str, Any], settings: BatchSettings, on_mismatch: Literal["error", "warn"] = "error"
-    ) -> Position:
-        """Where a state continues under these settings, whose order was resolved with the state's.
-
-        States of mosaicml-streaming are taken too, where the dataset was given that run's `shuffle_algo`.
-
-        Raises:
-            StateError: It cannot be continued here; says what differs.
-        """
-        size, tail = settings.global_batch_size, settings.tail
-        if is_mosaic_state(state):
-            run = self.order(mosaic_config(state, settings.order))
-            loaded = mosaic_position(state, run, batch_size=size, tail=tail)
-        else:
-            loaded, run = Position.from_state(state), self.order(settings.order)
-        for sentence in loaded.check(run, on_mismatch=on_mismatch):
-            warnings.warn(sentence, stacklevel=4)
-        return loaded.normalised(run, batch_size=size, tail=tail, world=settings.world)
-
     def order(self, config: OrderConfig) -> RunOrder:
         """The order of a run with these settings over this data; the latest is kept."""
         if self._run_order is None or self._run_order.config != config:
@@ -332,7 +302,8 @@ class StreamingDataset(IterableDataset[Any]):
         start = self._shared.begin(key or 1, index)
         plan = settings.plan(self, start)
         own = micro_batches(plan, settings.device_batch_size, index, count)
-        for info in read_ahead(self, plan, own, settings.device_batch_size):
+        depth = read_ahead_depth(self.predownload, settings.device_batch_size)
+        for info in read_ahead(self.reader, plan, own, depth):
             yield from readable(self, info, self._samples)[0]
 
     def warm(self, steps: int) -> int:
@@ -377,7 +348,7 @@ class StreamingDataset(IterableDataset[Any]):
         Raises:
             StateError: It cannot be continued over this data under these settings; says what differs.
         """
-        self._loaded = self.accept(state, self._own_settings(state))
+        self._loaded = position_in(state, self, self._own_settings(state))
         self._shared.upcoming = Start(self._loaded.epoch, self._loaded.position)
 
 

@@ -15,7 +15,7 @@ from lightning_stream.order.quality import Quality, active_shards, max_active, m
 from lightning_stream.reader import SampleReader
 
 if TYPE_CHECKING:
-    from lightning_stream.batch_source import BatchSettings
+    from lightning_stream.batch_settings import BatchSettings
 
 _log = logging.getLogger(__name__)
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from lightning_stream.batch_source import BatchSettings, BatchSource, order_in, read_ahead_depth, warm
+from lightning_stream.batch_settings import BatchSettings
+from lightning_stream.batch_source import BatchSource
 from lightning_stream.batches import BatchInfo, count_micro_batches
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.forecast import ReadAhead, tell
-from lightning_stream.order import OrderConfig, Position, RunOrder, Tail, World, explain, ledger, trace
+from lightning_stream.order import OrderConfig, Position, RunOrder, Tail, World, explain, trace
 from lightning_stream.order.tracing import Explanation, TracedBatch
+from lightning_stream.progress import Progress
+from lightning_stream.read_ahead import read_ahead_depth, warm
+from lightning_stream.resume import order_in, position_in
 from lightning_stream.runtime import WorldLike, detect_world
-from lightning_stream.shared_position import SharedPosition, Start
+from lightning_stream.shared_position import Start
+from lightning_stream.workers import WorkerOptions, Workers
 
 
 class StreamingDataLoader(DataLoader[Any]):
@@ -87,15 +89,9 @@ class StreamingDataLoader(DataLoader[Any]):
         self.world = world
         self.on_mismatch = on_mismatch
         self._collate = collate_fn
-        self._position: Position | None = None
-        self._handed_out = (
-            False  # whether any batch of the position's epoch was handed out since it began or was loaded
-        )
-        self._persistent: tuple[BatchSettings, SharedPosition, DataLoader[Any]] | None = None
-        self._persistent_in_use = False
-        self._live: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators that may have workers
+        self._progress = Progress()
+        self._workers = Workers(dataset.shuffle_seed)
         self._told: BatchSettings | None = None  # the settings whose forecast was told
-        self._summed = (0, 0, 0)  # the ledger's expected sum: of this epoch, up to this position, so much
         self.last_batch: BatchInfo | None = None
         self.num_substituted = 0  # samples delivered to this rank in place of bad ones so far; all ranks' add up
         self._on_batch: Callable[[BatchInfo], object] | None = None
@@ -154,7 +150,7 @@ class StreamingDataLoader(DataLoader[Any]):
         """
         size = self.batch_size
         assert size is not None
-        own = None if self._position is None else self._position.order
+        own = None if self._progress.position is None else self._progress.position.order
         settings = self._streaming.batch_settings(self.detect_world(), size, self.accumulate, self.tail, resumed or own)
         return settings if resumed is not None or own is None else replace(settings, order=own)
 
@@ -186,32 +182,20 @@ class StreamingDataLoader(DataLoader[Any]):
         settings = self.settings()
         position = self._begin(settings)
         self._streaming.read_by_loader = True
-        inner, release = self._batches(settings, Start(position.epoch, position.position))
-        try:
-            batches = iter(inner)
-            self._live.add(batches)
+        source = BatchSource(self._streaming, settings, Start(position.epoch, position.position), self._collate)
+        with self._workers.batches(source, self._worker_options()) as batches:
             for batch, info in batches:
                 if not self.evaluation:
-                    position = self._after(position, info)
-                    self._position, self._handed_out = position, not info.ends_epoch
+                    position = self._progress.hand_out(position, info)
                 self.last_batch = info
                 self.num_substituted += info.num_substituted
                 if self._on_batch is not None:
                     self._on_batch(info)
                 yield batch
-        finally:
-            release()
 
     def _begin(self, settings: BatchSettings) -> Position:
         run = self._run(settings)
-        size, tail = settings.global_batch_size, settings.tail
-        if self._position is None or self.evaluation:
-            position = Position.start(run, batch_size=size, tail=tail)
-        else:
-            position = self._position.next_epoch() if self._handed_out else self._position
-            position = position.normalised(run, batch_size=size, tail=tail, world=settings.world)
-        if not self.evaluation:
-            self._position, self._handed_out = position, False
+        position = self._first_of(settings) if self.evaluation else self._progress.begin(run, settings)
         if self._told != settings:
             self._told = settings
             tell(self._streaming.reader, run, settings, self._reads_ahead(settings))
@@ -231,74 +215,41 @@ class StreamingDataLoader(DataLoader[Any]):
                 "Choose a smaller batch, or tail='pad' or 'exact'"
             )
 
-    @staticmethod
-    def _after(position: Position, info: BatchInfo) -> Position:
-        """The position once this micro-batch is trained on.
-
-        Set before it is handed out: trainers never ask past the last batch, so nothing behind its `yield` would run.
-        """
-        if info.ends_epoch:
-            return position.next_epoch()
-        return replace(position, position=info.end) if info.completes_step else position
-
-    def _batches(self, settings: BatchSettings, start: Start) -> tuple[Any, Callable[[], None]]:
-        """An iterable over (batch, info), and what to call when it is no longer needed."""
-        if not (self.persistent_workers and self.num_workers) or self._persistent_in_use:
-            return self._inner(settings, start, persistent=False), lambda: None
-        if self._persistent is None or self._persistent[0] != settings:
-            shared = SharedPosition(start)
-            self._persistent = (settings, shared, self._inner(settings, shared, persistent=True))
-        _, shared, inner = self._persistent
-        shared.upcoming = start
-        self._persistent_in_use = True
-        return inner, self._release_persistent
-
-    def close(self) -> None:
-        """End the worker processes of this loader, persistent ones too; a later iteration starts new ones."""
-        for batches in list(self._live):
-            if isinstance(batches, _MultiProcessingDataLoaderIter):
-                batches._shutdown_workers()  # noqa: SLF001 - what its destructor calls; torch has nothing public
-        self._persistent, self._persistent_in_use = None, False
-
-    def _release_persistent(self) -> None:
-        self._persistent_in_use = False
-
-    def _inner(self, settings: BatchSettings, start: Start | SharedPosition, *, persistent: bool) -> DataLoader[Any]:
-        """Torch's own loader over whole batches. It draws from a generator of its own, not the training's."""
-        return DataLoader(
-            BatchSource(self._streaming, settings, start, self._collate),
-            batch_size=None,
+    def _worker_options(self) -> WorkerOptions:
+        return WorkerOptions(
             num_workers=self.num_workers,
-            collate_fn=_as_it_is,
             pin_memory=self.pin_memory,
             timeout=self.timeout,
             worker_init_fn=self.worker_init_fn,
             prefetch_factor=self.prefetch_factor,
-            persistent_workers=persistent,
+            persistent_workers=self.persistent_workers,
             multiprocessing_context=self.multiprocessing_context,
-            generator=torch.Generator().manual_seed(self._streaming.shuffle_seed),
         )
+
+    def close(self) -> None:
+        """End the worker processes of this loader, persistent ones too; a later iteration starts new ones."""
+        self._workers.close()
 
     # The position
 
     @property
     def position(self) -> Position:
         """Where the run is, by the batches handed out; mid-accumulation: at the last whole optimizer step."""
-        return self._position if self._position is not None else self.first_position()
+        return self._progress.position or self.first_position()
 
     def first_position(self) -> Position:
         """The beginning of the run in this world."""
-        settings = self.settings()
+        return self._first_of(self.settings())
+
+    def _first_of(self, settings: BatchSettings) -> Position:
         return Position.start(self._run(settings), batch_size=settings.global_batch_size, tail=settings.tail)
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of this epoch; a state loaded in the middle of it is kept."""
-        position = self.position
-        if position.epoch == epoch and not self._handed_out:
+        if self._progress.begins_in(epoch):
             return
-        run = self._run(self.settings())
-        self._position = Position.start(run, batch_size=position.batch_size, tail=position.tail, epoch=epoch)
-        self._handed_out = False
+        here, run = self.position, self._run(self.settings())
+        self.continue_from(Position.start(run, batch_size=here.batch_size, tail=here.tail, epoch=epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """The position as plain values: JSON-able, the same on every rank, loadable with ``weights_only=True``."""
@@ -306,13 +257,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def proven(self, position: Position) -> Position:
         """A position with the ledger's expected sum up to it. Costs the samples since it was last asked."""
-        epoch = self._run(self.settings()).epoch(position.epoch)
-        summed_epoch, begin, total = self._summed
-        if summed_epoch != position.epoch or begin > position.position:
-            begin, total = 0, 0
-        total = (total + ledger.expected(epoch, begin, position.position)) % ledger.MODULUS
-        self._summed = (position.epoch, position.position, total)
-        return replace(position, ledger=total)
+        return self._progress.proven(self._run(self.settings()), position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state: the next iteration starts there.
@@ -335,16 +280,16 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def continue_from(self, position: Position) -> None:
         """Start the next iteration at a position."""
-        self._position, self._handed_out = position, False
+        self._progress.go_to(position)
 
     def accept(self, state: Mapping[str, Any]) -> Position:
         """As `load_state_dict`, but only say where the state would continue, without moving there."""
-        return self.builds_on(self._streaming.accept(state, self.settings(order_in(state)), self.on_mismatch))
+        settings = self.settings(order_in(state))
+        return self.builds_on(position_in(state, self._streaming, settings, self.on_mismatch))
 
     def builds_on(self, proven: Position) -> Position:
         """Go on with the ledger's sum of this position, instead of summing what came before anew."""
-        self._summed = (proven.epoch, proven.position, proven.ledger)
-        return proven
+        return self._progress.builds_on(proven)
 
     def explain(self, position: Position | None = None) -> Explanation:
         """Which epoch, batch and sample ids come next, here or after a position."""
@@ -352,13 +297,13 @@ class StreamingDataLoader(DataLoader[Any]):
         return explain(self._run(settings), position or self.position, world=settings.world)
 
     def trace(self, step: int, position: Position | None = None) -> TracedBatch:
-        """Which samples an optimizer step of the epoch is made of, done or to come; `step` counts from its start."""
+        """Which samples an optimizer step of the epoch is made of, done or to come; `step` counts from its start.
+
+        Its ids are in position order and those of all replicas: a batch has this rank's share of them, grouped by
+        canonical node.
+        """
         settings = self.settings()
         return trace(self._run(settings), position or self.position, step, world=settings.world)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _check_arguments(

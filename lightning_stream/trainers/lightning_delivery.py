@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.batch_source import BatchSettings
+from lightning_stream.batch_settings import BatchSettings
 from lightning_stream.batches import BatchInfo, pieces_of
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.errors import LedgerError
