@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import pickle
 from pathlib import Path
@@ -258,3 +259,21 @@ def test_warming_fetches_the_shards_of_the_first_steps(shards: Path, tmp_path: P
     assert {path.name for path in tmp_path.glob("*.mds")} == wanted
     with pytest.raises(ValueError, match="0 or more"):
         dataset.warm(-1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="only Linux lists a process's open files; run it there")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_was_dropped_leaves_no_file_open(shards: Path, tmp_path: Path, workers: int) -> None:
+    def open_files() -> list[str]:
+        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        return [str(link.readlink()) for link in links if str(tmp_path) in str(link.readlink())]
+
+    def read() -> list[str]:
+        dataset = StreamingDataset(remote=shards, local=tmp_path / "cache", shuffle=True)
+        assert len(list(StreamingDataLoader(dataset, 20, num_workers=workers))) == 9
+        dataset[0]
+        return open_files()
+
+    assert read()
+    gc.collect()
+    assert not open_files()

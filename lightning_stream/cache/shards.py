@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -33,24 +34,31 @@ _log = logging.getLogger(__name__)
 
 
 class Lease:
-    """A shard that is here and stays: it cannot be evicted before `close`, or before this process ends."""
+    """A shard that is here and stays: it cannot be evicted before `close`, or before this process ends.
+
+    A lease that nobody refers to any more is closed: a dataset that was dropped keeps no shard from being evicted.
+    """
 
     def __init__(self, folder: Path, fd: int | None) -> None:
         self.folder = folder
-        self._fd = fd
-        self._pid = os.getpid()
+        self._give_back = weakref.finalize(self, _give_back, fd, os.getpid())
+        self._give_back.atexit = False  # the kernel does it
 
     def close(self) -> None:
         """Let the shard go; again is no error."""
-        fd, self._fd = self._fd, None
-        if fd is not None and self._pid == os.getpid():
-            HELD.close(fd)
+        self._give_back()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _give_back(fd: int | None, pid: int) -> None:
+    """Close a lease's descriptor; in a forked child it is closed already, and the number may be another's."""
+    if fd is not None and pid == os.getpid():
+        HELD.close(fd)
 
 
 class ShardCache:

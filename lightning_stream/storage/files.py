@@ -135,7 +135,7 @@ class HeldFiles:
 
     def __init__(self) -> None:
         self._fds: set[int] = set()
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # the garbage collector may close one while another is being opened
         os.register_at_fork(
             before=self._guard.acquire, after_in_parent=self._guard.release, after_in_child=self._drop_inherited
         )

@@ -255,6 +255,15 @@ def test_a_leased_shard_is_never_evicted(remote: Path, local: Path) -> None:
     assert files(local) == {"shard.00000.mds", "shard.00002.mds"}
 
 
+def test_a_lease_that_was_dropped_keeps_no_shard_from_being_evicted(remote: Path, local: Path) -> None:
+    index = make_dataset(remote, num_shards=6)
+    cache = ShardCache(LocalStore(remote), local, CacheConfig(limit_bytes=20_000, room_wait_s=0.05))
+    leases = [cache.lease(index.entry(0)), cache.lease(index.entry(1))]
+    assert not cache.evict(index.entry(0))
+    leases.clear()
+    assert cache.evict(index.entry(0))
+
+
 def test_a_limit_below_one_shard_is_refused(remote: Path, local: Path) -> None:
     index = make_dataset(remote)
     with pytest.raises(CacheFullError, match="alone needs 10,000"):
