@@ -61,6 +61,7 @@ class FaultProxy:
         self._random = random.Random(self.plan.seed)
         self._burst_left = 0
         self._transports: weakref.WeakSet[asyncio.WriteTransport] = weakref.WeakSet()
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._listening = threading.Event()
@@ -84,7 +85,7 @@ class FaultProxy:
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        server = self._loop.run_until_complete(asyncio.start_server(self._client, "127.0.0.1", 0, limit=1 << 20))
+        server = self._loop.run_until_complete(asyncio.start_server(self._connected, "127.0.0.1", 0, limit=1 << 20))
         self.port = server.sockets[0].getsockname()[1]
         self._listening.set()
         self._loop.run_forever()
@@ -103,8 +104,14 @@ class FaultProxy:
             transport.abort()
         await _rounds()
 
-    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """No coroutine: one that is cancelled before its first step would leave the connection open."""
         self._transports.add(writer.transport)
+        task = self._loop.create_task(self._client(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             while await self._exchange(reader, writer):
                 pass
