@@ -20,6 +20,7 @@ _MODELS = {
     "TableData": "model=mlp",
     "ImageData": "model=mobilenet_v2 or model=resnet18",
     "CaptionData": "model=text_to_image",
+    "SoundData": "model=sound_classifier",
 }
 _MARKS = {TORCH: b"lightning_stream.torch_run", LIGHTNING: b"pytorch-lightning_version", COMPOSER: b"train_metrics"}
 

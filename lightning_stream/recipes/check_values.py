@@ -15,9 +15,15 @@ from lightning_stream.recipes.command_line import nearest
 
 _AT_LEAST_ONE = (
     "drawn_count",
+    "generated_count",
+    "played_count",
+    "conversion_workers",
     "global_batch_size",
     "eval_batch_size",
     "image_size",
+    "caption_length",
+    "moments",
+    "block",
     "max_epochs",
     "accumulate_grad_batches",
     "num_nodes",
@@ -25,6 +31,12 @@ _AT_LEAST_ONE = (
     "save_every",
 )
 _NOT_NEGATIVE = ("num_workers", "seed")
+_SOURCES = {  # what is made by this package, by the function that knows the word
+    "text_data": ("generated",),
+    "image_data": (),
+    "caption_data": ("drawn",),
+    "sound_data": ("played",),
+}
 
 
 def value_problems(values: Mapping[str, Any]) -> list[str]:
@@ -96,11 +108,9 @@ def _refused(place: str, check: Callable[[Any], object], value: Any) -> list[str
 
 
 def _check_source(data: Mapping[str, Any]) -> list[str]:
-    """Text and images are files of this machine; other data says itself where it may lie."""
-    from lightning_stream.recipes.documents import GENERATED
-
+    """What is a file of this machine, or a word; other data says itself where it may lie."""
     source, target = data.get("source"), str(data.get("_target_"))
-    words = {"text_data": (GENERATED,), "image_data": ()}.get(target.rpartition(".")[2])
+    words = _SOURCES.get(target.rpartition(".")[2])
     if words is None or not isinstance(source, str) or source in words or Path(source).expanduser().exists():
         return []
     said = "".join(f"is {word!r} or a path; " for word in words)
