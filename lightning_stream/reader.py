@@ -261,10 +261,8 @@ class SampleReader:
         with process.lock:
             if self.defaults.config.limit_bytes is not None:
                 process.awaited.update(list(numbers))
-            for number in numbers:
-                if number not in process.open and number not in process.fetches:
-                    cache, entry = self.entry(number)
-                    process.fetches[number] = process.fetch(cache, entry)
+            new = [number for number in numbers if number not in process.open and number not in process.fetches]
+            process.fetches.update(zip(new, process.fetch([self.entry(number) for number in new]), strict=True))
 
     def done_with(self, ids: NDArray[np.int64]) -> None:
         """Take back what `read_ahead` announced. Under a cache limit, shards that no announced batch needs are let go,
@@ -337,7 +335,7 @@ class SampleReader:
             return held.shard
         cache, entry = self.entry(number)
         fetch = process.fetches.pop(number, None)
-        lease = cache.lease(entry) if fetch is None else fetch.result()
+        lease = fetch.result() if fetch is not None else cache.lease(entry, None, self.config.fetch_threads)
         shard = open_shard(
             entry,
             lease.folder,

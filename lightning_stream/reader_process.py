@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -46,27 +47,41 @@ class ReaderProcess:
         self.fetches: dict[int, Future[Lease]] = {}
         self.awaited: Counter[int] = Counter()  # batches announced by read_ahead that still need the shard
         self.ranges = ranges
+        self._fetch_threads = fetch_threads
+        self._wanted = 0  # shards whose fetch was asked for and has not ended
+        self._counting = threading.Lock()
         self._fetchers = DaemonPool(fetch_threads, "fetch")
         self._waiters = DaemonPool(_WAITERS, "wait")
 
-    def fetch(self, cache: ShardCache, entry: ShardEntry) -> Future[Lease]:
-        """Begin to fetch a shard.
+    def fetch(self, shards: Sequence[tuple[ShardCache, ShardEntry]]) -> list[Future[Lease]]:
+        """Begin to fetch shards, in this order.
 
         What another process is fetching already is waited for in threads of their own: the workers of a node want the
         same shards first, and would all wait for the few that one of them fetches.
         """
+        self._count(len(shards))
+        return [self._fetch(cache, entry) for cache, entry in shards]
+
+    def _fetch(self, cache: ShardCache, entry: ShardEntry) -> Future[Lease]:
         promise: Future[Lease] = Future()
 
         def unless_busy() -> None:
             try:
-                promise.set_result(cache.lease(entry, 0))
+                # With fewer shards wanted than threads, the connections of the idle ones help with these.
+                promise.set_result(cache.lease(entry, 0, max(1, self._fetch_threads // self._wanted)))
             except LockTimeoutError:
                 follow(promise, self._waiters.submit(cache.lease, entry))
             except BaseException as error:  # noqa: BLE001 - whoever asks for the shard gets it
                 promise.set_exception(error)
+            finally:
+                self._count(-1)
 
         follow(promise, self._fetchers.submit(unless_busy), only_failures=True)
         return promise
+
+    def _count(self, more: int) -> None:
+        with self._counting:
+            self._wanted += more
 
     def close(self) -> None:
         """Let go of everything; what has begun is not waited for."""

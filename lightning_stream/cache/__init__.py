@@ -10,6 +10,7 @@ from __future__ import annotations
 from lightning_stream.storage.folders import default_folder
 
 from .config import CacheConfig
-from .shards import Lease, ShardCache
+from .lease import Lease
+from .shards import ShardCache
 
 __all__ = ["CacheConfig", "Lease", "ShardCache", "default_folder"]

@@ -23,6 +23,7 @@ class Bringer:
         validate_hash: As in :class:`CacheConfig`.
         refetches: How often a file with wrong bytes is fetched anew.
         kept: Folders in which a compressed file may lie already.
+        connections: How many there are to spare for one file.
     """
 
     store: Store
@@ -30,6 +31,7 @@ class Bringer:
     validate_hash: str | None
     refetches: int
     kept: tuple[Path, ...]
+    connections: int = 1
 
     def bring(self, raw: FileEntry, compressed: FileEntry | None, draft: Path, packed: Path) -> None:
         """Leave the raw file's bytes, verified, in `draft`; a compressed file that was fetched stays in `packed`.
@@ -68,7 +70,7 @@ class Bringer:
     def _get(self, file: FileEntry, draft: Path) -> None:
         draft.unlink(missing_ok=True)
         try:
-            self.store.get(file.basename, draft, file.num_bytes)
+            self.store.get(file.basename, draft, file.num_bytes, self.connections)
         except NotFoundError as error:
             raise NotFoundError(f"{error} The index lists this file: the dataset there is not whole.") from error
 

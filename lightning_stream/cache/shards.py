@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -24,41 +23,14 @@ from lightning_stream.storage.threads import DaemonPool
 
 from .config import CacheConfig
 from .fetch import Bringer, is_full, size_of, verify
+from .lease import Lease
 from .room import Room, disk_full
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-
-
-class Lease:
-    """A shard that is here and stays: it cannot be evicted before `close`, or before this process ends.
-
-    A lease that nobody refers to any more is closed: a dataset that was dropped keeps no shard from being evicted.
-    """
-
-    def __init__(self, folder: Path, fd: int | None) -> None:
-        self.folder = folder
-        self._give_back = weakref.finalize(self, _give_back, fd, os.getpid())
-        self._give_back.atexit = False  # the kernel does it
-
-    def close(self) -> None:
-        """Let the shard go; again is no error."""
-        self._give_back()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-def _give_back(fd: int | None, pid: int) -> None:
-    """Close a lease's descriptor; in a forked child it is closed already, and the number may be another's."""
-    if fd is not None and pid == os.getpid():
-        HELD.close(fd)
 
 
 class ShardCache:
@@ -185,12 +157,13 @@ class ShardCache:
         with self.lease(entry) as lease:
             return lease.folder
 
-    def lease(self, entry: ShardEntry, wait_s: float | None = None) -> Lease:
+    def lease(self, entry: ShardEntry, wait_s: float | None = None, connections: int = 1) -> Lease:
         """The same, and the shard stays until the lease is closed.
 
         Args:
             entry: The shard.
             wait_s: Longest wait for another process's fetch of it; None for the config's.
+            connections: How many there are to spare for it: where one is slow, a shard of many MB is here sooner.
 
         Raises:
             NotFoundError, AccessError, UnavailableError: The store could not give it.
@@ -202,7 +175,9 @@ class ShardCache:
             return lease
         name = entry.raw.basename
         with self._explained():
-            return self._pin(entry) or self._once(name, lambda: self._pin(entry), lambda: self._fetch(entry), wait_s)
+            return self._pin(entry) or self._once(
+                name, lambda: self._pin(entry), lambda: self._fetch(entry, connections), wait_s
+            )
 
     def prefetch(self, entries: Iterable[ShardEntry], *, workers: int = 4) -> Iterator[tuple[ShardEntry, Path]]:
         """Fetch shards, several at once; yields them in the given order, and raises the first failure in that order."""
@@ -337,12 +312,13 @@ class ShardCache:
         self._place.prepare()
         return publish_once(done, work, self._place.lock(name), self.config.wait_s if wait_s is None else wait_s)
 
-    def _fetch(self, entry: ShardEntry) -> Lease:
+    def _fetch(self, entry: ShardEntry, connections: int) -> Lease:
         """Bring, check and publish every file of a shard; under its lock."""
         name = entry.raw.basename
         drafts = [self._place.draft(name, f"{i}.{kind}") for i in range(len(entry.files)) for kind in ("raw", "zip")]
         kept = (self.folder,) if self._source is None else (self.folder, self._source)
-        bringer = Bringer(self.store, entry.compression, self.config.validate_hash, self.config.refetches, kept)
+        how = self.config
+        bringer = Bringer(self.store, entry.compression, how.validate_hash, how.refetches, kept, connections)
         reserved = _holding(entry, with_zip=True)
         with self._tidy(drafts, name, reserved.num_bytes):
             self._room.reserve(reserved, self.config.limit_bytes, self.config.room_wait_s, self._next_use)

@@ -83,6 +83,11 @@ class AzureStore(BodyStore):
         """The URL with its account."""
         return f"{self._shown}@{self._options.endpoint_url or self._account() or ''}"
 
+    @property
+    def cuts_ranges(self) -> bool:
+        """It does."""
+        return True
+
     def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
         """The bytes ``[begin, end)`` of a blob, by one GET where they are at most 64 MiB."""
 

@@ -104,10 +104,15 @@ class Store(Protocol):
     def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
         """The bytes ``[begin, end)`` of an object (to its end: None), streamed."""
 
-    def get(self, name: str, to: Path | BinaryIO, num_bytes: int | None = None) -> int:
+    @property
+    def cuts_ranges(self) -> bool:
+        """Whether a range costs only its own bytes and one request: not where a server may send the whole for each."""
+
+    def get(self, name: str, to: Path | BinaryIO, num_bytes: int | None = None, connections: int = 1) -> int:
         """Write a whole object into `to`, streamed; give the number of bytes. A path is overwritten in place.
 
-        `num_bytes`, where the caller knows it, lets large objects come as several ranges at once.
+        `num_bytes`, where the caller knows it, lets large objects come as several ranges at once; `connections` says
+        how many the caller has to spare for that, so that smaller ones may too.
         """
 
     def read(self, name: str) -> bytes:
@@ -142,6 +147,11 @@ class BodyStore(ABC):
         """What tells this store's content from any other's."""
         return self.url
 
+    @property
+    def cuts_ranges(self) -> bool:
+        """Whether a range costs only its own bytes and one request."""
+        return False
+
     @abstractmethod
     def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
         """The bytes ``[begin, end)`` of an object, streamed."""
@@ -162,7 +172,13 @@ class BodyStore(ABC):
     def exists(self, name: str) -> bool:
         """Whether there is an object of that name."""
 
-    def get(self, name: str, to: Path | BinaryIO, num_bytes: int | None = None) -> int:  # noqa: ARG002
+    def get(
+        self,
+        name: str,
+        to: Path | BinaryIO,
+        num_bytes: int | None = None,  # noqa: ARG002
+        connections: int = 1,  # noqa: ARG002
+    ) -> int:
         """Write a whole object into `to`; give the number of bytes."""
         if isinstance(to, Path):
             with to.open("wb", buffering=0) as file:

@@ -83,6 +83,11 @@ class GcsStore(BodyStore):
         """Bucket and prefix."""
         return f"gs://{join(self._bucket, self._prefix) if self._prefix else self._bucket}"
 
+    @property
+    def cuts_ranges(self) -> bool:
+        """It does."""
+        return True
+
     def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
         """The bytes ``[begin, end)`` of an object, by one GET."""
         key = urllib.parse.quote(join(self._prefix, check_name(name)), safe="")

@@ -21,6 +21,7 @@ _jitter = random.SystemRandom()
 
 T = TypeVar("T")
 _log = logging.getLogger("lightning_stream.storage")
+_LEAST_PART_BYTES = 4 << 20  # below that a request's own time and work weigh too much
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,21 @@ class RetryingStore(BodyStore):
         resuming = _Resuming(self.store, (name, begin, end), body, patience)
         return Body(iter(resuming), body.num_bytes, body.version, resuming.close, f"{self.url}/{name}")
 
-    def get(self, name: str, to: Path | BinaryIO, num_bytes: int | None = None) -> int:
-        """Write a whole object into `to`; one known to be large comes as several ranges at once."""
-        if isinstance(to, Path) and num_bytes is not None and num_bytes >= self.policy.parallel_from_bytes:
-            return self._get_parts(name, to, num_bytes)
+    @property
+    def cuts_ranges(self) -> bool:
+        """Whether the wrapped store's server does."""
+        return self.store.cuts_ranges
+
+    def get(self, name: str, to: Path | BinaryIO, num_bytes: int | None = None, connections: int = 1) -> int:
+        """Write a whole object into `to`; one known to be large comes as several ranges at once, and a smaller one
+        where there are connections to spare."""
+        if not isinstance(to, Path) or num_bytes is None:
+            return super().get(name, to)
+        if num_bytes >= self.policy.parallel_from_bytes:
+            return self._get_parts(name, to, num_bytes, self.policy.part_bytes)
+        num_parts = min(connections, num_bytes // _LEAST_PART_BYTES)
+        if num_parts > 1 and self.cuts_ranges:
+            return self._get_parts(name, to, num_bytes, -(-num_bytes // num_parts))
         return super().get(name, to)
 
     def put(self, name: str, source: Path | bytes) -> None:
@@ -117,12 +129,12 @@ class RetryingStore(BodyStore):
     def _patiently(self, name: str, call: Callable[[], T]) -> T:
         return _Patience(self.policy, f"{self.url}/{name}").call(call)
 
-    def _get_parts(self, name: str, to: Path, num_bytes: int) -> int:
-        begins = range(0, num_bytes, self.policy.part_bytes)
+    def _get_parts(self, name: str, to: Path, num_bytes: int, part_bytes: int) -> int:
+        begins = range(0, num_bytes, part_bytes)
         draft = _Draft(to)
 
         def part(begin: int) -> tuple[int, str | None]:
-            return self._get_part(name, draft, begin, min(begin + self.policy.part_bytes, num_bytes))
+            return self._get_part(name, draft, begin, min(begin + part_bytes, num_bytes))
 
         with DaemonPool(min(self.policy.parts_at_once, len(begins)), "parts") as pool:
             parts = [future.result() for future in [pool.submit(part, begin) for begin in begins]]

@@ -130,6 +130,11 @@ class S3Store(BodyStore):
         endpoint = self._options.resolved().endpoint_url
         return f"{self._url}@{endpoint}" if endpoint else self._url
 
+    @property
+    def cuts_ranges(self) -> bool:
+        """It does."""
+        return True
+
     def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
         """The bytes ``[begin, end)`` of an object, by one GET."""
         wanted = self._wanted(name)

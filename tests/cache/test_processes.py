@@ -126,7 +126,7 @@ def test_a_disk_that_fills_while_decompressing_is_the_same_error(small_disk: Pat
     filler = small_disk / "filler"
 
     class Filling(LocalStore):
-        def get(self, name: str, to: Any, num_bytes: int | None = None) -> int:
+        def get(self, name: str, to: Any, num_bytes: int | None = None, connections: int = 1) -> int:
             written = super().get(name, to)
             filler.write_bytes(bytes(100_000))
             return written

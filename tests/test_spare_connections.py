@@ -1,0 +1,79 @@
+"""Where fewer shards are missing than a worker has connections, the idle ones help: a shard comes as several ranges."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers.shards import make_dataset, shard_content
+
+from lightning_stream.cache import Lease, ShardCache
+from lightning_stream.reader_process import ReaderProcess
+from lightning_stream.sample_ranges import SampleRanges
+from lightning_stream.storage import LocalStore, RetryingStore, retry
+from lightning_stream.storage.base import Body
+
+SHARD_BYTES = 100_000
+
+
+class Bucket(LocalStore):
+    """A folder that stands for a bucket, and notes the ranges it is asked for."""
+
+    def __init__(self, folder: Path, cuts: bool) -> None:
+        super().__init__(folder)
+        self.cuts = cuts
+        self.asked: list[tuple[int, int | None]] = []
+
+    @property
+    def cuts_ranges(self) -> bool:
+        return self.cuts
+
+    def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
+        self.asked.append((begin, end))
+        return super().open(name, begin, end)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "_LEAST_PART_BYTES", 20_000)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "connections", "expected"),
+    [
+        (True, 1, [(0, None)]),
+        (True, 2, [(0, 50_000), (50_000, 100_000)]),
+        (True, 3, [(0, 33_334), (33_334, 66_668), (66_668, 100_000)]),
+        (True, 64, [(20_000 * k, 20_000 * (k + 1)) for k in range(5)]),  # none smaller than is worth a request
+        (False, 4, [(0, None)]),  # a server that may send the whole for each range
+    ],
+)
+def test_a_shard_comes_as_ranges_over_the_connections_there_are_to_spare(
+    tmp_path: Path, cuts: bool, connections: int, expected: list[tuple[int, int | None]]
+) -> None:
+    index = make_dataset(tmp_path / "d", num_shards=1, shard_bytes=SHARD_BYTES)
+    store = Bucket(tmp_path / "d", cuts)
+    cache = ShardCache(RetryingStore(store), tmp_path / "cache")
+    with cache.lease(index.entry(0), None, connections) as lease:
+        assert (lease.folder / index.entry(0).raw.basename).read_bytes() == shard_content(0, SHARD_BYTES)
+    assert sorted(store.asked, key=lambda asked: asked[0]) == expected
+
+
+@pytest.mark.parametrize(("num_shards", "connections"), [(1, 4), (2, 2), (3, 1), (8, 1)])
+def test_a_worker_shares_its_connections_among_the_shards_it_waits_for(num_shards: int, connections: int) -> None:
+    given, all_began = [], threading.Barrier(min(4, num_shards), timeout=30)
+
+    class Cache:
+        def lease(self, entry: int, wait_s: float, connections: int) -> Lease:
+            given.append(connections)
+            all_began.wait()
+            return Lease(Path(), None)
+
+    process = ReaderProcess(4, SampleRanges(False, None))
+    shards: list[Any] = [(Cache(), number) for number in range(num_shards)]
+    for fetch in process.fetch(shards):
+        fetch.result(30)
+    assert given[: min(4, num_shards)] == [connections] * min(4, num_shards)
+    process.close()
