@@ -33,7 +33,7 @@ class _Bytes(ViewEncoding):
 class _Str(ViewEncoding):
     """UTF-8."""
 
-    quick_decode = partial(str, encoding="utf-8")
+    quick_decode = staticmethod(partial(str, encoding="utf-8"))
 
     def encode(self, value: Any) -> bytes:
         if isinstance(value, str):
