@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from lightning_stream.bad_data import BadData, readable
 from lightning_stream.batch_settings import BatchSettings, Ordered
 from lightning_stream.batches import BatchInfo, micro_batches
-from lightning_stream.read_ahead import read_ahead, read_ahead_depth
+from lightning_stream.read_ahead import read_ahead
 from lightning_stream.reader import SampleReader
 from lightning_stream.shared_position import SharedPosition, Start
 from lightning_stream.worker_signals import leave_signals_to_the_trainer
@@ -57,8 +57,9 @@ class BatchSource(IterableDataset[tuple[Any, BatchInfo]]):
         index, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         plan = self.settings.plan(self.dataset, start)
         own = micro_batches(plan, self.settings.device_batch_size, index, count)
-        depth = read_ahead_depth(self.dataset.predownload, self.settings.device_batch_size)
-        for info in read_ahead(self.dataset.reader, plan, own, depth):
+        for info in read_ahead(
+            self.dataset.reader, plan, own, self.dataset.predownload, self.settings.device_batch_size
+        ):
             yield readable(self.dataset, info, self._read)
 
     def _read(self, info: BatchInfo) -> Any:

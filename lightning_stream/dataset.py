@@ -23,7 +23,7 @@ from lightning_stream.errors import StateError
 from lightning_stream.formats.sizes import parse_bytes, parse_count
 from lightning_stream.order import MosaicConfig, OrderConfig, Position, RunOrder, Snapshot, Tail, World
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
-from lightning_stream.read_ahead import read_ahead, read_ahead_depth, warm
+from lightning_stream.read_ahead import read_ahead, warm
 from lightning_stream.reader import CacheDefaults, ReaderConfig, SampleReader, Stream
 from lightning_stream.resume import order_in, position_in
 from lightning_stream.runtime import WorldLike, detect_world
@@ -48,7 +48,8 @@ class StreamingDataset(IterableDataset[Any]):
         validate_hash: Name of the hash to check fetched files with; None checks whatever the index has.
         keep_zip: Whether compressed files stay in the cache after decompression.
         epoch_size: Samples per epoch (``"100k"`` is understood); None for what the streams' weights say.
-        predownload: Samples each worker fetches ahead of what it delivers; None for eight batches.
+        predownload: Samples each worker fetches ahead of what it delivers; None for eight batches,
+            and more while connections would be idle and nothing is evicted.
         cache_limit: Bytes (``"10gb"``) each cache folder may hold; None for no limit.
         sampling_method: ``"balanced"`` draws anew each epoch, ``"fixed"`` the same samples always.
         sampling_granularity: Samples taken from a shard at a time where a stream is only partly drawn.
@@ -302,8 +303,7 @@ class StreamingDataset(IterableDataset[Any]):
         start = self._shared.begin(key or 1, index)
         plan = settings.plan(self, start)
         own = micro_batches(plan, settings.device_batch_size, index, count)
-        depth = read_ahead_depth(self.predownload, settings.device_batch_size)
-        for info in read_ahead(self.reader, plan, own, depth):
+        for info in read_ahead(self.reader, plan, own, self.predownload, settings.device_batch_size):
             yield from readable(self, info, self._samples)[0]
 
     def warm(self, steps: int) -> int:

@@ -11,6 +11,7 @@ from lightning_stream.order import BatchPlan, prefetch_shards
 from lightning_stream.reader import SampleReader
 
 _READ_AHEAD_BATCHES = 8
+_FURTHER = 16  # times as far, where connections would be idle otherwise
 
 
 def warm(reader: SampleReader, plan: BatchPlan, steps: int) -> int:
@@ -36,14 +37,26 @@ def read_ahead_depth(predownload: int | None, device_batch_size: int) -> int:
     return _READ_AHEAD_BATCHES if predownload is None else -(-predownload // device_batch_size)
 
 
-def read_ahead(reader: SampleReader, plan: BatchPlan, infos: Iterable[BatchInfo], depth: int) -> Iterator[BatchInfo]:
-    """Pass micro-batches of a plan on, having begun to fetch the shards of the ``depth`` that follow."""
+def read_ahead(
+    reader: SampleReader,
+    plan: BatchPlan,
+    infos: Iterable[BatchInfo],
+    predownload: int | None,
+    device_batch_size: int,
+) -> Iterator[BatchInfo]:
+    """Pass micro-batches of a plan on, having begun to fetch the shards of those that follow.
+
+    Where the user left it open how many, more while there are connections that would be idle: in an order that reads
+    shard after shard, the next batches need too few to fill the link.
+    """
     next_use = _eviction_plan(reader, plan)
+    depth = read_ahead_depth(predownload, device_batch_size)
+    furthest = depth if predownload is not None else _FURTHER * depth
     waiting: deque[BatchInfo] = deque()
     for info in infos:
         reader.read_ahead(info.ids)
         waiting.append(info)
-        if len(waiting) > depth:
+        while len(waiting) > depth and (len(waiting) > furthest or not reader.could_fetch_more()):
             yield from _pass_on(reader, waiting.popleft(), next_use)
     while waiting:
         yield from _pass_on(reader, waiting.popleft(), next_use)

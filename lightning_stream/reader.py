@@ -264,6 +264,11 @@ class SampleReader:
             new = [number for number in numbers if number not in process.open and number not in process.fetches]
             process.fetches.update(zip(new, process.fetch([self.entry(number) for number in new]), strict=True))
 
+    def could_fetch_more(self) -> bool:
+        """Whether shards are waited for while connections are idle. Never under a cache limit: what it must hold is
+        reckoned from how far is read ahead."""
+        return self.defaults.config.limit_bytes is None and self._mine().could_fetch_more()
+
     def done_with(self, ids: NDArray[np.int64]) -> None:
         """Take back what `read_ahead` announced. Under a cache limit, shards that no announced batch needs are let go,
         so that they may be evicted."""

@@ -48,7 +48,8 @@ class ReaderProcess:
         self.awaited: Counter[int] = Counter()  # batches announced by read_ahead that still need the shard
         self.ranges = ranges
         self._fetch_threads = fetch_threads
-        self._wanted = 0  # shards whose fetch was asked for and has not ended
+        self._wanted = 0  # shards that this process is to fetch, or fetches
+        self._unfinished = 0  # those, and what other processes fetch
         self._counting = threading.Lock()
         self._fetchers = DaemonPool(fetch_threads, "fetch")
         self._waiters = DaemonPool(_WAITERS, "wait")
@@ -59,7 +60,7 @@ class ReaderProcess:
         What another process is fetching already is waited for in threads of their own: the workers of a node want the
         same shards first, and would all wait for the few that one of them fetches.
         """
-        self._count(len(shards))
+        self._count(len(shards), len(shards))
         return [self._fetch(cache, entry) for cache, entry in shards]
 
     def _fetch(self, cache: ShardCache, entry: ShardEntry) -> Future[Lease]:
@@ -74,14 +75,20 @@ class ReaderProcess:
             except BaseException as error:  # noqa: BLE001 - whoever asks for the shard gets it
                 promise.set_exception(error)
             finally:
-                self._count(-1)
+                self._count(-1, 0)
 
+        promise.add_done_callback(lambda _: self._count(0, -1))
         follow(promise, self._fetchers.submit(unless_busy), only_failures=True)
         return promise
 
-    def _count(self, more: int) -> None:
+    def could_fetch_more(self) -> bool:
+        """Whether shards are waited for while threads are idle."""
+        return self._unfinished > 0 and self._wanted < self._fetch_threads
+
+    def _count(self, wanted: int, unfinished: int) -> None:
         with self._counting:
-            self._wanted += more
+            self._wanted += wanted
+            self._unfinished += unfinished
 
     def close(self) -> None:
         """Let go of everything; what has begun is not waited for."""

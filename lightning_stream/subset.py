@@ -56,6 +56,10 @@ class SubsetReader(SampleReader):
         begin, end = np.searchsorted(self._sorted, self.whole.snapshot.shard_offsets[number : number + 2])
         return self.whole.ranges_are_cheaper(number, int(end - begin))
 
+    def could_fetch_more(self) -> bool:
+        """Whether shards are waited for while connections are idle."""
+        return self.whole.could_fetch_more()
+
     def done_with(self, ids: NDArray[np.int64]) -> None:
         """Take back what `read_ahead` announced."""
         self.whole.done_with(self._ids[ids])

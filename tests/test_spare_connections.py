@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 from servers.shards import make_dataset, shard_content
 
+from lightning_stream import MDSWriter, StreamingDataset
+from lightning_stream.batches import micro_batches
 from lightning_stream.cache import Lease, ShardCache
+from lightning_stream.errors import LockTimeoutError
+from lightning_stream.order import World
+from lightning_stream.read_ahead import read_ahead
+from lightning_stream.reader import SampleReader
 from lightning_stream.reader_process import ReaderProcess
 from lightning_stream.sample_ranges import SampleRanges
+from lightning_stream.shared_position import Start
 from lightning_stream.storage import LocalStore, RetryingStore, retry
 from lightning_stream.storage.base import Body
 
@@ -77,3 +84,56 @@ def test_a_worker_shares_its_connections_among_the_shards_it_waits_for(num_shard
         fetch.result(30)
     assert given[: min(4, num_shards)] == [connections] * min(4, num_shards)
     process.close()
+
+
+def test_more_is_worth_fetching_while_shards_are_waited_for_and_threads_are_idle() -> None:
+    go = threading.Event()
+
+    class Cache:
+        def lease(self, entry: int, wait_s: float | None = None, connections: int = 1) -> Lease:
+            if wait_s == 0 and entry == 9:
+                raise LockTimeoutError("another process fetches it")
+            assert go.wait(30)
+            return Lease(Path(), None)
+
+    def shards(*numbers: int) -> list[Any]:
+        return [(Cache(), number) for number in numbers]
+
+    process = ReaderProcess(2, SampleRanges(False, None))
+    assert not process.could_fetch_more()  # nothing is missing
+    fetches = process.fetch(shards(9))
+    assert process.could_fetch_more()  # what another process fetches takes no connection of ours
+    fetches += process.fetch(shards(0))
+    assert process.could_fetch_more()
+    fetches += process.fetch(shards(1))
+    with pytest.raises(TimeoutError):
+        fetches[-1].result(0.2)
+    assert not process.could_fetch_more()  # both threads are at work
+    go.set()
+    for fetch in fetches:
+        fetch.result(30)
+    assert not process.could_fetch_more()
+    process.close()
+
+
+@pytest.mark.parametrize(
+    ("predownload", "cache_limit", "idle", "expected"),
+    [(None, None, False, 9), (None, None, True, 50), (16, None, True, 3), (None, "1mb", True, 9)],
+)
+def test_with_idle_connections_is_read_further_ahead_unless_predownload_or_a_limit_says_how_far(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    predownload: int | None,
+    cache_limit: str | None,
+    idle: bool,
+    expected: int,
+) -> None:
+    with MDSWriter(out=tmp_path / "d", columns={"id": "int"}, size_limit=1000) as writer:
+        writer.write_batch({"id": list(range(400))})
+    monkeypatch.setattr(ReaderProcess, "could_fetch_more", lambda _: idle)
+    seen: list[int] = []
+    monkeypatch.setattr(SampleReader, "read_ahead", lambda _, ids: seen.extend(ids))
+    dataset = StreamingDataset(remote=tmp_path / "d", local=tmp_path / "cache", cache_limit=cache_limit, batch_size=8)
+    plan = dataset.batch_settings(World(), 8, 1, "pad").plan(dataset, Start())
+    next(read_ahead(dataset.reader, plan, micro_batches(plan, 8, 0, 1), predownload, 8))
+    assert len(seen) == 8 * expected
