@@ -38,6 +38,11 @@ class BadDataPolicy:
     quarantine: Path | None = None
     seed: int = 0
 
+    @property
+    def substitutes(self) -> bool:
+        """Whether samples may be delivered in the place of others."""
+        return "substitute" in (self.on_bad_sample, self.on_bad_shard)
+
     def __post_init__(self) -> None:
         for name, value in (("on_bad_sample", self.on_bad_sample), ("on_bad_shard", self.on_bad_shard)):
             if value not in ("raise", "substitute"):

@@ -13,9 +13,10 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
+import torch
 from composer import Callback, Logger, State, Trainer
 from composer.loggers import ProgressBarLogger
-from composer.utils import reproducibility
+from composer.utils import dist, reproducibility
 
 from lightning_stream.batches import BatchInfo
 from lightning_stream.errors import StateError
@@ -47,6 +48,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         self._committed: Position | None = None
         self._pending: tuple[BatchInfo, int] | None = None  # handed out, at which batch of the clock
         self._epoch_clock = 0
+        self._num_substituted = 0  # in the batches that this rank has trained on
         self._warned = False
         self._of_mosaic = False
         self._resumed = False
@@ -139,10 +141,24 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
             if isinstance(destination, ProgressBarLogger) and destination.train_pbar is not None:
                 _show(destination.train_pbar, position)
 
-    def epoch_end(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
+    def epoch_end(self, state: State, logger: Logger) -> None:
         """The order's next epoch begins when Composer's does, also where it cut this one short."""
         if state.train_dataloader is self._loader:
             self._sync()
+            self._log_substituted(state, logger)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """A run may end in the middle of an epoch."""
+        if state.train_dataloader is self._loader:
+            self._log_substituted(state, logger)
+
+    def _log_substituted(self, state: State, logger: Logger) -> None:
+        """Samples delivered so far in place of bad ones, over all ranks, where the dataset was told to substitute."""
+        dataset: Any = self.loader.dataset
+        if dataset.streaming.bad_data.policy.substitutes:
+            count = state.device.tensor_to_device(torch.tensor([self._num_substituted]))
+            dist.all_reduce(count)
+            logger.log_metrics({"stream/num_substituted": int(count)})
 
     def close(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
         """End the workers of all our loaders."""
@@ -156,6 +172,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         if self._pending is not None and int(clock.batch) > self._pending[1]:
             info, self._pending = self._pending[0], None
             self._committed = replace(self._position(), epoch=info.epoch, position=info.end)
+            self._num_substituted += info.num_substituted
         if int(clock.epoch) > self._epoch_clock and self._position().position > 0:
             self._committed = self._position().next_epoch()
         self._epoch_clock = int(clock.epoch)

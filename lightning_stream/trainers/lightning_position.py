@@ -83,6 +83,7 @@ class StreamingCallback(Callback):
         self._record: DeliveryRecord | None = None
         self._hide_position: Callable[[], None] = _nothing
         self._training: BatchInfo | None = None
+        self._num_substituted = 0  # in the batch in training
         self._seen_step = 0
         self._committed: Position | None = None
         self._proven: Position | None = None  # the last one with a ledger's sum of its own
@@ -185,6 +186,7 @@ class StreamingCallback(Callback):
                 "can be counted; this one did not. `training_step(self, dataloader_iter)` cannot be: take `batch`"
             )
         self._training = self._handed_out.popleft()
+        self._num_substituted = self._training.num_substituted
         if self._delivery is not None:
             due = self._position() if pl_module.automatic_optimization else None
             self._delivery.compare(self._training, due)
@@ -197,8 +199,15 @@ class StreamingCallback(Callback):
             )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Commit the step that this batch completed."""
+        """Commit the step that this batch completed, and count what was delivered in place of bad samples: the metric
+        is the epoch's, over all ranks, and is there where the dataset was told to substitute."""
         self._sync(trainer)
+        dataset: Any = self._loader and self._loader.dataset
+        if dataset.bad_data.policy.substitutes:
+            count = float(self._num_substituted)
+            pl_module.log(
+                "stream/num_substituted", count, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum"
+            )
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """The order's next epoch begins when Lightning's does, also where a limit or the model cut this one short.

@@ -309,6 +309,21 @@ def test_the_position_is_logged_and_in_the_progress_bar(
     assert "at=1:32" in shown
 
 
+def test_what_was_delivered_in_place_of_bad_samples_is_logged(tmp_path: Path) -> None:
+    from composer.loggers import InMemoryLogger
+
+    shards, logger, silent = write_shards(tmp_path / "damaged"), InMemoryLogger(), InMemoryLogger()
+    index = json.loads((shards / "index.json").read_text())
+    num_bad = index["shards"][3]["samples"]
+    (shards / index["shards"][3]["raw_data"]["basename"]).unlink()
+    data = {"local": tmp_path / "cache", "on_bad_shard": "substitute", "quarantine": tmp_path / "bad"}
+    Run(shards, tmp_path, max_duration="2ep", loggers=[logger], data=data)
+    logged = [(int(time.epoch), value) for time, value in logger.data["stream/num_substituted"]]
+    assert logged == [(1, num_bad), (2, 2 * num_bad), (2, 2 * num_bad)]  # as each epoch ended, and the fit
+    Run(write_shards(tmp_path / "whole"), tmp_path, max_duration="1ba", loggers=[silent])
+    assert "stream/num_substituted" not in silent.data
+
+
 def test_torchruns_name_for_the_node_is_given_to_composer(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GROUP_RANK", "3")
     monkeypatch.setenv("NODE_RANK", "")

@@ -107,7 +107,8 @@ def test_a_record_tells_a_gap_and_an_epoch_cut_short(shards: Path, tmp_path: Pat
     record = tmp_path / "record"
     with pytest.raises(LedgerError, match=r"leaves run\.json and"):
         verify_delivery(tmp_path, dataset(shards))
-    Run(shards, tmp_path, limit_train_batches=4, data={"record_delivery": record})
+    run = Run(shards, tmp_path, limit_train_batches=4, data={"record_delivery": record})
+    assert "stream/num_substituted" not in run.trainer.callback_metrics  # nothing is, unless the dataset was told to
     verdict = verify_delivery(record, dataset(shards))
     assert verdict.sentence == (
         "all 12 recorded steps saw exactly the planned samples; epoch 0 was left at position 64; epoch 1 was left at "
@@ -126,7 +127,8 @@ def test_a_planned_substitution_is_no_difference(shards: Path, tmp_path: Path) -
     options = {
         "remote": damaged, "local": tmp_path / "cache", "on_bad_shard": "substitute", "quarantine": tmp_path / "bad"
     }  # fmt: skip
-    Run(damaged, tmp_path, dataset=options, data={"record_delivery": tmp_path / "record"}, limit_val_batches=0)
+    run = Run(damaged, tmp_path, dataset=options, data={"record_delivery": tmp_path / "record"}, limit_val_batches=0)
+    assert run.trainer.callback_metrics["stream/num_substituted"] == index["shards"][3]["samples"]
     assert list((tmp_path / "record").glob("*.substitutions"))
     verdict = verify_delivery(tmp_path / "record", dataset(damaged))
     assert verdict.first_difference is None, verdict.sentence
