@@ -79,7 +79,7 @@ class SpillWriter:
     def __init__(self, buckets: Buckets, split: str, part: int, columns: Mapping[str, str]) -> None:
         self._buckets, self._split, self._part = buckets, split, part
         self._packer = MdsPacker(columns, None, (), None)
-        self._blobs: list[bytes] = []
+        self._blobs: list[bytes | memoryview] = []
         self._sizes: list[NDArray[np.int64]] = []
         self._held_bytes = self._held_rows = 0
         self._runs: list[NDArray[np.int64]] = []
@@ -97,9 +97,9 @@ class SpillWriter:
         columns, num_rows = batch_columns(batch)
         if num_rows:
             encoded = self._packer.encode_batch(columns, num_rows)
-            self._take(b"".join(encoded.rows(0, num_rows)), encoded.sizes)
+            self._take(encoded.joined(), encoded.sizes)
 
-    def _take(self, blob: bytes, sizes: NDArray[np.int64] | None) -> None:
+    def _take(self, blob: bytes | memoryview, sizes: NDArray[np.int64] | None) -> None:
         self._blobs.append(blob)
         self._sizes.append(np.array([len(blob)], np.int64) if sizes is None else sizes)
         self._held_bytes += len(blob)
@@ -178,8 +178,8 @@ def bucket_rows(buckets: Buckets, split: str, num_parts: int, bucket: int) -> En
 
 def _sorted(data: memoryview, sizes: NDArray[np.int64], order: NDArray[np.int64]) -> EncodedBatch:
     if (sizes == sizes[0]).all():
-        return EncodedBatch(sizes, np.frombuffer(data, np.uint8).reshape(len(sizes), -1)[order], 1)
-    return EncodedBatch(sizes[order], _slices(data, sizes, order), 1)
+        return EncodedBatch(sizes, [np.frombuffer(data, np.uint8).reshape(len(sizes), -1)[order]])
+    return EncodedBatch(sizes[order], parts=_slices(data, sizes, order))
 
 
 def _in_order(data: memoryview, sizes: NDArray[np.int64], order: NDArray[np.int64]) -> memoryview:

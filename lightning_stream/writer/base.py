@@ -113,8 +113,7 @@ class ShardWriter(ABC):
                 self._check_alone(packer, int(batch.sizes[begin]))
                 end += 1
             gathered = self._gathered
-            for part in batch.rows(begin, end):
-                gathered.add(part)
+            batch.copy_to(gathered, begin, end)
             gathered.sizes += batch.sizes[begin:end].tolist()
             gathered.file_bytes += int(ends[end - 1]) - taken
             begin, taken = end, int(ends[end - 1])

@@ -13,25 +13,35 @@ from lightning_stream.formats.encoding_base import Encoding, Layout
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.formats.schema import Schema
 from lightning_stream.writer.batch import Pieces
-
-_Bytes = NDArray[np.uint8]
+from lightning_stream.writer.gathered import Bytes2d, Gathered
 
 
 class EncodedBatch(NamedTuple):
-    """The rows of a batch as bytes. Row k is parts[k * per_row : (k + 1) * per_row], of sizes[k] bytes.
+    """The rows of a batch as bytes, of sizes[k] bytes each.
 
-    Parts may be views of the caller's memory: they are to be copied before `write_batch` returns.
+    Either ``blocks``, uint8[rows, width] each: row k is what their rows k make together. Or ``parts``, of which
+    parts[k * per_row : (k + 1) * per_row] are row k. Both may be views of the caller's memory: they are to be copied
+    before `write_batch` returns.
     """
 
     sizes: NDArray[np.int64]
-    parts: Sequence[Any] | _Bytes  # of one array, row k is its row k
-    per_row: int
+    blocks: Sequence[Bytes2d] = ()
+    parts: Sequence[Any] = ()
+    per_row: int = 1
 
-    def rows(self, begin: int, end: int) -> Sequence[Any]:
-        """The bytes of rows begin to end, in order."""
-        if isinstance(self.parts, np.ndarray):
-            return [self.parts[begin:end].reshape(-1).data]
-        return self.parts[begin * self.per_row : end * self.per_row]
+    def copy_to(self, gathered: Gathered, begin: int, end: int) -> None:
+        """Add the bytes of rows begin to end, in order."""
+        if self.blocks:
+            gathered.add_rows([block[begin:end] for block in self.blocks])
+            return
+        for part in self.parts[begin * self.per_row : end * self.per_row]:
+            gathered.add(part)
+
+    def joined(self) -> bytes | memoryview:
+        """All bytes, in order, in memory of their own."""
+        if len(self.blocks) > 1:
+            return np.concatenate(self.blocks, axis=1).reshape(-1).data
+        return self.blocks[0].tobytes() if self.blocks else b"".join(self.parts)
 
 
 def encode_batch(schema: Schema, columns: dict[str, Any], num_rows: int) -> EncodedBatch:
@@ -41,21 +51,21 @@ def encode_batch(schema: Schema, columns: dict[str, Any], num_rows: int) -> Enco
         TypeError: A value of a type its column does not take; names the column.
         ValueError: A column is missing, or a value is out of range, or of a wrong shape or dtype.
     """
-    fixed: dict[int, _Bytes] = {}
+    fixed: dict[int, list[Bytes2d]] = {}
     varied: dict[int, Sequence[Any]] = {}
     for k, (name, encoding_name, size) in enumerate(zip(schema.names, schema.encodings, schema.sizes, strict=True)):
         if name not in columns:
             raise ValueError(f"column {name!r} ({encoding_name}) is missing in a batch that has {', '.join(columns)}.")
         encoding = get_encoding(encoding_name)
         try:
-            block = _plain_block(encoding, columns[name])
-            if block is not None:
-                fixed[k] = block
+            blocks = _plain_blocks(encoding, columns[name])
+            if blocks is not None:
+                fixed[k] = blocks
             else:
                 values = _encode_each(encoding, columns[name])
                 varied[k] = values
                 if size is not None:
-                    fixed[k] = _same_size(values, size, encoding_name)
+                    fixed[k] = [_same_size(values, size, encoding_name)]
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"column {name!r}: {error}") from error
@@ -63,59 +73,55 @@ def encode_batch(schema: Schema, columns: dict[str, Any], num_rows: int) -> Enco
 
 
 def _assemble(
-    schema: Schema, fixed: dict[int, _Bytes], varied: dict[int, Sequence[Any]], num_rows: int
+    schema: Schema, fixed: dict[int, list[Bytes2d]], varied: dict[int, Sequence[Any]], num_rows: int
 ) -> EncodedBatch:
     """Runs of columns of one width become one block each; values that vary stand between."""
     count = len(schema.names)
     lengths = {k: np.fromiter(map(len, varied[k]), np.int64, num_rows) for k in range(count) if k not in fixed}
     heads = [
-        lengths[k] if k in lengths else np.full(num_rows, fixed[k].shape[1], np.int64)
+        lengths[k] if k in lengths else np.full(num_rows, _width(fixed[k]), np.int64)
         for k in range(count)
         if schema.sizes[k] is None
     ]
     if any((sizes >= 1 << 32).any() for sizes in heads):
         raise ValueError("a value must stay under 4 GiB.")
-    head = np.ascontiguousarray(np.array(heads, np.int64).T.astype("<u4")).view(np.uint8).reshape(num_rows, -1)
-    run: list[_Bytes] = [head] if heads else []
-    pieces: list[Sequence[Any] | _Bytes] = []
-    for k in range(count):
-        if k in fixed:
-            run.append(fixed[k])
-            continue
-        if run:
-            pieces.append(_joined(run))
-        pieces.append(varied[k])
-        run = []
-    if len(run) == 1 and not pieces:
-        pieces.append(run[0])  # may be the caller's own memory
-    elif run:
-        pieces.append(_joined(run))
-    sizes = np.full(num_rows, sum(piece.shape[1] for piece in pieces if isinstance(piece, np.ndarray)), np.int64)
+    sizes = np.full(num_rows, 4 * len(heads) + sum(map(_width, fixed.values())), np.int64)
     for length in lengths.values():
         sizes += length
-    if len(pieces) == 1 and isinstance(pieces[0], np.ndarray):
-        return EncodedBatch(sizes, pieces[0], 1)
-    return EncodedBatch(sizes, _interleaved(pieces, num_rows), len(pieces))
-
-
-def _joined(run: list[_Bytes]) -> _Bytes:
-    return np.concatenate(run, axis=1)
-
-
-def _interleaved(pieces: list[Sequence[Any] | _Bytes], num_rows: int) -> list[Any]:
+    run: list[Bytes2d] = []
+    if heads:
+        run.append(np.ascontiguousarray(np.array(heads, np.int64).T.astype("<u4")).view(np.uint8).reshape(num_rows, -1))
+    pieces: list[Sequence[Any]] = []
+    for k in range(count):
+        if k in fixed:
+            run += fixed[k]
+            continue
+        if run:
+            pieces.append(_rows(run))
+        pieces.append(varied[k])
+        run = []
+    if not pieces:
+        return EncodedBatch(sizes, run)
+    if run:
+        pieces.append(_rows(run))
     parts: list[Any] = [b""] * (num_rows * len(pieces))
     for k, piece in enumerate(pieces):
-        parts[k :: len(pieces)] = _rows(piece) if isinstance(piece, np.ndarray) else piece
-    return parts
+        parts[k :: len(pieces)] = piece
+    return EncodedBatch(sizes, (), parts, len(pieces))
 
 
-def _rows(block: _Bytes) -> list[memoryview]:
+def _width(blocks: Sequence[Bytes2d]) -> int:
+    return sum(block.shape[1] for block in blocks)
+
+
+def _rows(run: list[Bytes2d]) -> list[memoryview]:
+    block = run[0] if len(run) == 1 else np.concatenate(run, axis=1)
     flat: memoryview = block.reshape(-1).data
     width = block.shape[1]
     return [flat[at : at + width] for at in range(0, len(flat), width)]
 
 
-def _same_size(values: Sequence[Any], size: int, encoding_name: str) -> _Bytes:
+def _same_size(values: Sequence[Any], size: int, encoding_name: str) -> Bytes2d:
     wrong = next((value for value in values if len(value) != size), None)
     if wrong is not None:
         raise ValueError(f"{encoding_name} takes {size} bytes; got {len(wrong)} bytes.")
@@ -134,11 +140,16 @@ def _encode_each(encoding: Encoding, values: Any) -> Sequence[Any]:
     return [value if stored and type(value) is bytes else encode(value) for value in values]
 
 
-def _plain_block(encoding: Encoding, values: Any) -> _Bytes | None:
-    """The column's bytes as uint8[rows, width], if its values are numbers in one array; else None."""
-    layout = getattr(encoding, "layout", None)
+def _plain_blocks(encoding: Encoding, values: Any) -> list[Bytes2d] | None:
+    """The column's bytes as blocks of uint8[rows, width], if its values are numbers in one array; else None."""
     if isinstance(encoding, AnyArray):
-        return _array_block(encoding, values)
+        return _array_blocks(encoding, values)
+    block = _plain_block(encoding, values)
+    return None if block is None else [block]
+
+
+def _plain_block(encoding: Encoding, values: Any) -> Bytes2d | None:
+    layout = getattr(encoding, "layout", None)
     if layout is None or not isinstance(values, (np.ndarray, list, tuple)):
         return None
     array = values if isinstance(values, np.ndarray) else _stacked(values)
@@ -166,7 +177,7 @@ def _stacked(values: Sequence[Any]) -> NDArray[Any] | None:
         return None
 
 
-def _shaped_block(layout: Layout, array: NDArray[Any]) -> _Bytes:
+def _shaped_block(layout: Layout, array: NDArray[Any]) -> Bytes2d:
     if array.shape[1:] != layout.shape:
         raise ValueError(f"takes shape {layout.shape} per row; got {array.shape[1:]}.")
     if array.dtype.newbyteorder("<") != layout.dtype:
@@ -174,7 +185,7 @@ def _shaped_block(layout: Layout, array: NDArray[Any]) -> _Bytes:
     return _as_bytes(array.astype(layout.dtype, copy=False))
 
 
-def _number_block(layout: Layout, array: NDArray[Any]) -> _Bytes:
+def _number_block(layout: Layout, array: NDArray[Any]) -> Bytes2d:
     """Numbers of one array as a scalar encoding stores them; refused where a single one would be."""
     dtype = layout.dtype
     if np.can_cast(array.dtype, dtype, "safe"):
@@ -198,7 +209,7 @@ def _extremes(array: NDArray[Any]) -> list[Any]:
     return [array.min().item(), array.max().item()] if len(array) else []
 
 
-def _array_block(encoding: AnyArray, values: Any) -> _Bytes | None:
+def _array_blocks(encoding: AnyArray, values: Any) -> list[Bytes2d] | None:
     """Arrays of one shape, stored with their shape: the same head before every row."""
     if not isinstance(values, np.ndarray) or values.ndim < 2 or not len(values) or values.dtype == object:
         return None
@@ -206,9 +217,9 @@ def _array_block(encoding: AnyArray, values: Any) -> _Bytes | None:
     order = values.astype(values.dtype.newbyteorder("<"), copy=False)
     body = _as_bytes(order)
     head = first[: len(first) - body.shape[1]]
-    return np.concatenate([np.broadcast_to(head, (len(values), len(head))), body], axis=1)
+    return [np.broadcast_to(head, (len(values), len(head))), body]
 
 
-def _as_bytes(array: NDArray[Any]) -> _Bytes:
+def _as_bytes(array: NDArray[Any]) -> Bytes2d:
     width = array.dtype.itemsize * int(np.prod(array.shape[1:]))
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(len(array), width)

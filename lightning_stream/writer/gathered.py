@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
+
+Bytes2d: TypeAlias = NDArray[np.uint8]
 
 PIECE_BYTES = 1 << 23  # numpy asks for huge pages from 4 MiB on, and then making them is cheap
 _HUGE_PAGE_BYTES = 1 << 21
 _JOINED_BYTES = 1 << 14  # the parts of smaller samples are joined first: one copy more, but a step each less
+_STRETCH_BYTES = 1 << 18  # of rows put together from blocks at once: it stays in a core's cache meanwhile
 _LARGE_BYTES = 1 << 20  # kept as they are from here on
 
 
@@ -98,6 +102,25 @@ class Gathered:
             self._at = end
         else:
             self._add_across(memoryview(data))
+
+    def add_rows(self, blocks: Sequence[Bytes2d]) -> None:
+        """Add rows whose bytes stand side by side in blocks, uint8[rows, width] each."""
+        if len(blocks) == 1:
+            self.add(blocks[0].reshape(-1).data)
+            return
+        width, num_rows = sum(block.shape[1] for block in blocks), len(blocks[0])
+        stretch = max(1, _STRETCH_BYTES // max(1, width))
+        at = 0
+        while at < num_rows:
+            end = min(num_rows, at + min(stretch, (self._room - self._at) // max(1, width)))
+            if end == at:
+                self._add_across(np.concatenate([block[at] for block in blocks]).data)
+                at += 1
+                continue
+            place = np.frombuffer(self._view, np.uint8, (end - at) * width, self._at).reshape(end - at, width)
+            np.concatenate([block[at:end] for block in blocks], axis=1, out=place)
+            self._at += place.size
+            at = end
 
     def _add_across(self, data: memoryview) -> None:
         """Add bytes that do not fit the piece at hand."""

@@ -78,7 +78,7 @@ class RowPacker:
         names = list(columns)
         values = [column.tolist() if isinstance(column, np.ndarray) else column for column in columns.values()]
         rows = [self.encode(dict(zip(names, row, strict=True)))[0] for row in zip(*values, strict=True)]
-        return EncodedBatch(np.fromiter(map(len, rows), np.int64, num_rows), rows, 1)
+        return EncodedBatch(np.fromiter(map(len, rows), np.int64, num_rows), parts=rows)
 
     def files(self, sizes: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[str, list[Any]], ...]:
         """The shard's data and meta files."""

@@ -70,5 +70,5 @@ def test_a_bucket_holds_its_rows_of_all_runs_in_the_order_of_their_keys(
     for bucket in range(5):
         rows = bucket_rows(buckets, "", 3, bucket)
         assert rows is not None
-        found += np.frombuffer(b"".join(rows.rows(0, len(rows.sizes))), np.int64).tolist()
+        found += np.frombuffer(rows.joined(), np.int64).tolist()
     assert found == sorted(keys, key=lambda n: keys[n])
