@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order import BatchPlan, Share, num_micro_batches
 from lightning_stream.order.ledger import Substitution
+
+_PLANNED_SAMPLES = 1 << 14  # about so many at a time: fewer cost more each, more would keep the first batch waiting
 
 
 @dataclass(frozen=True)
@@ -62,15 +65,26 @@ def micro_batches(
     plan: BatchPlan, device_batch_size: int, worker: int = 0, num_workers: int = 1
 ) -> Iterator[BatchInfo]:
     """Yield the micro-batches of one worker: the rank's j-th goes to worker j mod num_workers, as torch asks."""
+    together = max(1, _PLANNED_SAMPLES // (plan.batch_size * num_workers))
+    own = _own_batches(plan, device_batch_size, worker, num_workers)
+    while some := list(islice(own, together)):
+        for (k, first, count), share in zip(some, plan.shares([k for k, _, _ in some]), strict=True):
+            pieces = share.micro_batches(count)
+            for piece in range(first, count, num_workers):
+                yield _info(plan, k, pieces[piece], is_last_piece=piece == count - 1)
+
+
+def _own_batches(
+    plan: BatchPlan, device_batch_size: int, worker: int, num_workers: int
+) -> Iterator[tuple[int, int, int]]:
+    """The global batches that a worker has a part in: which, its first micro-batch in it, and how many it is cut to."""
     upcoming = 0
     for k in range(plan.num_batches):
         count = pieces_of(plan, k, device_batch_size)
         first = (worker - upcoming) % num_workers
         upcoming += count
         if first < count:
-            pieces = plan.share(k).micro_batches(count)
-            for piece in range(first, count, num_workers):
-                yield _info(plan, k, pieces[piece], is_last_piece=piece == count - 1)
+            yield k, first, count
 
 
 def pieces_of(plan: BatchPlan, k: int, device_batch_size: int) -> int:

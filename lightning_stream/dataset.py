@@ -256,7 +256,7 @@ class StreamingDataset(IterableDataset[Any]):
             out: Writable buffers for fixed-size columns, by column name.
         """
         array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64)
-        if array.size and not (array.min() >= 0 and array.max() < self.size):
+        if not (array.view(np.uint64) < self.size).all():  # negative ids are huge then
             raise IndexError(f"sample ids must be in [0, {self.size}); found {array.min()} to {array.max()}")
         return self.reader.batch(array, out)
 

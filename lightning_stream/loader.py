@@ -180,15 +180,16 @@ class StreamingDataLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its own iterator class
         """Yield the batches from the loaded state, or of the next epoch that was not begun yet."""
         settings = self.settings()
-        position = self._begin(settings)
+        start = self._begin(settings)
         self._streaming.read_by_loader = True
-        source = BatchSource(self._streaming, settings, Start(position.epoch, position.position), self._collate)
+        source = BatchSource(self._streaming, settings, Start(start.epoch, start.position), self._collate)
         with self._workers.batches(source, self._worker_options()) as batches:
             for batch, info in batches:
                 if not self.evaluation:
-                    position = self._progress.hand_out(position, info)
+                    self._progress.hand_out(start, info)
                 self.last_batch = info
-                self.num_substituted += info.num_substituted
+                if info.substitutions:
+                    self.num_substituted += info.num_substituted
                 if self._on_batch is not None:
                     self._on_batch(info)
                 yield batch

@@ -10,48 +10,60 @@ from lightning_stream.order import Position, RunOrder, ledger
 
 
 class Progress:
-    """The position of one loader: moved by what is handed out, set by states and trainers.
-
-    Attributes:
-        position: Where the run is; None before anything began.
-    """
+    """The position of one loader: moved by what is handed out, set by states and trainers."""
 
     def __init__(self) -> None:
-        self.position: Position | None = None
-        self._begun = False  # whether any batch of the position's epoch was handed out since it began or was set
+        # Where the iteration began or the next one will, and what was handed out last since then. Replaced as one,
+        # since several threads may iterate.
+        self._at: tuple[Position, BatchInfo | None] | None = None
         self._summed = (0, 0, 0)  # the ledger's expected sum: of this epoch, up to this position, so much
+
+    @property
+    def position(self) -> Position | None:
+        """Where the run is; None before anything began."""
+        if self._at is None:
+            return None
+        start, last = self._at
+        if last is None:
+            return start
+        if last.ends_epoch:
+            return start.next_epoch()
+        return replace(start, position=last.end if last.completes_step else last.begin)
 
     def go_to(self, position: Position) -> None:
         """The next iteration begins here."""
-        self.position, self._begun = position, False
+        self._at = position, None
 
     def begin(self, run: RunOrder, settings: BatchSettings) -> Position:
-        """Begin an iteration: at the position that was set, or at the next epoch that was not begun yet."""
+        """Begin an iteration: where the next one was to begin, or at the next epoch if this one was begun already."""
         size, tail = settings.global_batch_size, settings.tail
-        if self.position is None:
-            position = Position.start(run, batch_size=size, tail=tail)
+        here = self.position
+        if here is None:
+            here = Position.start(run, batch_size=size, tail=tail)
         else:
-            position = self.position.next_epoch() if self._begun else self.position
-            position = position.normalised(run, batch_size=size, tail=tail, world=settings.world)
-        self.go_to(position)
-        return position
+            here = here.next_epoch() if self._is_inside_epoch else here
+            here = here.normalised(run, batch_size=size, tail=tail, world=settings.world)
+        self.go_to(here)
+        return here
 
-    def hand_out(self, position: Position, info: BatchInfo) -> Position:
-        """Count a micro-batch of an iteration that is at this position; returns where it then is.
+    def hand_out(self, start: Position, info: BatchInfo) -> None:
+        """Count a micro-batch of the iteration that began at this position.
 
         To be called before the batch is handed out: trainers never ask past the last one, so nothing behind its
         `yield` would run.
         """
-        if info.ends_epoch:
-            position = position.next_epoch()
-        elif info.completes_step:
-            position = replace(position, position=info.end)
-        self.position, self._begun = position, not info.ends_epoch
-        return position
+        self._at = start, info
 
     def begins_in(self, epoch: int) -> bool:
         """Whether the next iteration reads this epoch, from wherever in it was set."""
-        return not self._begun and epoch == (0 if self.position is None else self.position.epoch)
+        here = self.position
+        return not self._is_inside_epoch and epoch == (0 if here is None else here.epoch)
+
+    @property
+    def _is_inside_epoch(self) -> bool:
+        """Whether some, but not all of the epoch was handed out by the last iteration."""
+        last = None if self._at is None else self._at[1]
+        return last is not None and not last.ends_epoch
 
     def proven(self, run: RunOrder, position: Position) -> Position:
         """A position with the ledger's expected sum up to it. Costs the samples since it was last asked."""

@@ -24,7 +24,7 @@ from lightning_stream.formats.mds import MdsShard
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.next_use import next_use_of_file
 from lightning_stream.order import Snapshot, StreamWeights
-from lightning_stream.reader_process import OpenShard, ReaderProcess
+from lightning_stream.reader_process import ReaderProcess
 from lightning_stream.sample_ranges import SampleRanges
 from lightning_stream.storage import Store, open_store
 from lightning_stream.storage.threads import DaemonPool
@@ -210,7 +210,7 @@ class SampleReader:
             return part[number].sample(0)
         with process.lock:
             sample = self._shard(process, number).sample(within)
-            self._trim(process)
+            process.open.close_all_but(self.config.max_open_shards)
             return sample
 
     def open_for(self, sample_id: int) -> None:
@@ -218,7 +218,7 @@ class SampleReader:
         process = self._mine()
         with process.lock:
             self._shard(process, int(self.snapshot.shards_of(np.array([sample_id]))[0]))
-            self._trim(process)
+            process.open.close_all_but(self.config.max_open_shards)
 
     def batch(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Gather samples as columns, in the order of `ids`.
@@ -236,9 +236,21 @@ class SampleReader:
         if not len(ids):
             raise ValueError("a batch needs at least one sample id, since its columns are those of its samples")
         of_shard = self.snapshot.shards_of(ids)
-        numbers, which = _distinct(of_shard)
-        within = ids - self.snapshot.shard_offsets[of_shard]
+        within = ids - self.snapshot.shard_offsets.take(of_shard)
         process = self._mine()
+        with process.lock:
+            columns = None if self._mixed_columns else process.open.gather(of_shard, within, out)
+        return columns or self._batch_shard_by_shard(process, of_shard, within, out)
+
+    def _batch_shard_by_shard(
+        self,
+        process: ReaderProcess,
+        of_shard: NDArray[np.int64],
+        within: NDArray[np.int64],
+        out: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        """A batch where not all shards are open yet, or not all have the same columns."""
+        numbers, which = np.unique(of_shard, return_inverse=True)
         parts = self._by_range(process, numbers.tolist(), lambda k: np.unique(within[which == k]))
         for k in (numbers.searchsorted(number) for number in parts):
             within[which == k] = np.unique(within[which == k], return_inverse=True)[1]
@@ -248,7 +260,8 @@ class SampleReader:
                 columns = gather(shards, which, within, out)
             else:
                 columns = gather_mixed(shards, which, within, self._mixed_columns, out)
-            self._trim(process)
+            # Not before, since a batch may span more shards than the bound.
+            process.open.close_all_but(self.config.max_open_shards)
             return columns
 
     def read_ahead(self, ids: NDArray[np.int64]) -> None:
@@ -256,10 +269,15 @@ class SampleReader:
 
         Each call is answered by one of `done_with`, once the samples were read.
         """
-        numbers = dict.fromkeys(self.snapshot.shards_of(ids).tolist())
-        process = self._mine()
+        process, is_limited = self._mine(), self.defaults.config.limit_bytes is not None
         with process.lock:
-            if self.defaults.config.limit_bytes is not None:
+            if not is_limited and len(process.open) == self.snapshot.num_shards:
+                return
+            of_shard = self.snapshot.shards_of(ids)
+            if not is_limited and process.open.has(of_shard):
+                return
+            numbers = dict.fromkeys(of_shard.tolist())
+            if is_limited:
                 process.awaited.update(list(numbers))
             new = [number for number in numbers if number not in process.open and number not in process.fetches]
             process.fetches.update(zip(new, process.fetch([self.entry(number) for number in new]), strict=True))
@@ -280,8 +298,7 @@ class SampleReader:
                 process.awaited[number] -= 1
                 if process.awaited[number] <= 0:
                     del process.awaited[number]
-                    if number in process.open:
-                        process.open.pop(number).close()
+                    process.open.close(number)
 
     def fetch(self, shards: NDArray[np.int64]) -> None:
         """Have shards in the cache, several fetched at once; returns when all were, raises the first failure."""
@@ -307,9 +324,8 @@ class SampleReader:
     def _mine(self) -> ReaderProcess:
         """This process's handles: those of the process that forked us stay its own."""
         if self._process is None or self._process.pid != os.getpid():
-            self._process = ReaderProcess(
-                self.config.fetch_threads, SampleRanges(self.config.allow_unsafe_types, self.config.decoders)
-            )
+            ranges = SampleRanges(self.config.allow_unsafe_types, self.config.decoders)
+            self._process = ReaderProcess(self.snapshot.num_shards, self.config.fetch_threads, ranges)
         return self._process
 
     def _by_range(
@@ -334,10 +350,9 @@ class SampleReader:
 
     def _shard(self, process: ReaderProcess, number: int) -> Shard:
         """A mapped shard, fetched where it is not here. The caller holds the process's lock."""
-        held = process.open.get(number)
-        if held is not None:
-            process.open.move_to_end(number)
-            return held.shard
+        shard = process.open.get(number)
+        if shard is not None:
+            return shard
         cache, entry = self.entry(number)
         fetch = process.fetches.pop(number, None)
         lease = fetch.result() if fetch is not None else cache.lease(entry, None, self.config.fetch_threads)
@@ -347,19 +362,5 @@ class SampleReader:
             allow_unsafe_types=self.config.allow_unsafe_types,
             decoders=self.config.decoders,
         )
-        process.open[number] = OpenShard(shard, lease)
+        process.open.add(number, shard, lease)
         return shard
-
-    def _trim(self, process: ReaderProcess) -> None:
-        """Close the shards used longest ago; never in the middle of a batch, which may span more than the bound."""
-        while len(process.open) > self.config.max_open_shards:
-            process.open.popitem(last=False)[1].close()
-
-
-def _distinct(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The distinct values, ascending, and each value's place among them; `np.unique` takes several times as long."""
-    ordered = np.sort(values)
-    starts = np.ones(len(ordered), dtype=np.bool_)
-    np.not_equal(ordered[1:], ordered[:-1], out=starts[1:])
-    names = ordered[starts]
-    return names, names.searchsorted(values)

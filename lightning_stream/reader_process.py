@@ -4,46 +4,33 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from lightning_stream.cache import Lease, ShardCache
 from lightning_stream.errors import LockTimeoutError
 from lightning_stream.formats.schema import ShardEntry
-from lightning_stream.formats.shard import Shard
+from lightning_stream.open_shards import OpenShards
 from lightning_stream.sample_ranges import SampleRanges
 from lightning_stream.storage.threads import DaemonPool, follow
 
 _WAITERS = 32  # threads that wait for other processes' fetches
 
 
-@dataclass
-class OpenShard:
-    """A mapped shard, and what keeps it from being evicted."""
-
-    shard: Shard
-    lease: Lease
-
-    def close(self) -> None:
-        """Let go of both."""
-        self.shard.close()
-        self.lease.close()
-
-
 class ReaderProcess:
     """Mapped shards and fetches of one process; all but `fetch` under `lock`.
 
     Args:
+        num_shards: All shards there are.
         fetch_threads: Shards fetched at the same time.
         ranges: What reads samples of shards that are not here.
     """
 
-    def __init__(self, fetch_threads: int, ranges: SampleRanges) -> None:
+    def __init__(self, num_shards: int, fetch_threads: int, ranges: SampleRanges) -> None:
         self.pid = os.getpid()
         self.lock = threading.RLock()
-        self.open: OrderedDict[int, OpenShard] = OrderedDict()
+        self.open = OpenShards(num_shards)
         self.fetches: dict[int, Future[Lease]] = {}
         self.awaited: Counter[int] = Counter()  # batches announced by read_ahead that still need the shard
         self.ranges = ranges
@@ -96,8 +83,7 @@ class ReaderProcess:
         self._waiters.close()
         while self.fetches:
             self.fetches.popitem()[1].add_done_callback(_let_go)
-        while self.open:
-            self.open.popitem()[1].close()
+        self.open.close_all_but(0)
 
 
 def _let_go(fetch: Future[Lease]) -> None:

@@ -23,6 +23,7 @@ from lightning_stream import (  # noqa: E402
 )
 from lightning_stream.errors import SnapshotMismatch, StateError  # noqa: E402
 from lightning_stream.order.mosaic import epoch_work  # noqa: E402
+from lightning_stream.reader import ReaderConfig  # noqa: E402
 
 NUM_SAMPLES = 167
 
@@ -70,6 +71,19 @@ def test_a_batch_is_gathered_as_columns_in_the_order_asked_for(dataset: Streamin
     assert out[:, 0].tolist() == ids.tolist()
     with pytest.raises(IndexError):
         dataset.read_batch([NUM_SAMPLES])
+
+
+def test_of_more_shards_than_may_be_open_those_used_longest_ago_are_closed(dataset: StreamingDataset) -> None:
+    dataset.reader.config = ReaderConfig(max_open_shards=3)
+    offsets = dataset.snapshot.shard_offsets.tolist()
+    held = dataset.reader._mine().open
+    for _ in range(2):
+        assert sorted(number for ids in ids_of(StreamingDataLoader(dataset, 16)) for number in ids) == [*range(167)]
+        assert len(held) == 3
+    dataset.read_batch(offsets[:3])
+    dataset.read_batch(offsets[:1])  # all open: gathered at once, which is a use too
+    assert dataset[offsets[3]]["id"] == offsets[3]
+    assert [number for number in range(4) if number in held] == [0, 2, 3]
 
 
 def test_streams_of_different_columns_mix_with_none_where_a_column_lacks(tmp_path: Path) -> None:

@@ -65,6 +65,14 @@ def test_batches_do_not_depend_on_workers(dataset: StreamingDataset, options: di
         assert ids_of(many) == ids_of(alone)
 
 
+def test_without_workers_torch_still_says_what_it_always_said(dataset: StreamingDataset) -> None:
+    with pytest.raises(AssertionError, match="requires timeout == 0"):
+        next(iter(StreamingDataLoader(dataset, 16, timeout=3)))
+    if not torch.accelerator.is_available():
+        with pytest.warns(UserWarning, match="no accelerator is found"):
+            assert one_epoch(dataset, 16, pin_memory=True) == one_epoch(dataset, 16)
+
+
 @pytest.mark.parametrize("worlds", [(2, 1), (4, 2), (8, 4)], ids=str)
 def test_global_batches_do_not_depend_on_ranks(dataset: StreamingDataset, worlds: tuple[int, int]) -> None:
     num_ranks, per_node = worlds

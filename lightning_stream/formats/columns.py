@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,26 +78,45 @@ def gather_mixed(
 
 def gather_mapped(files: Sequence[Mapped], which: _Ints | None, indices: _Ints, out: Buffers | None) -> Batch:
     """As `gather`, over mapped files of one plan; ``which`` None means that there is one."""
-    plan = files[0].plan
-    spans = np.array([one.span for one in files], np.int64)
-    begin, end = int(spans[:, 0].min()), int(spans[:, 1].max())
-    if which is None:
-        which_spans = spans
-    else:
-        _check_range(which, len(files), "shard")
-        which_spans = spans[which]
-    begins, ends, firsts, counts = which_spans.T
-    _check_range(indices, counts.view(np.uint64), "sample")
-    batch = _Located(plan, Stretch(begin, end), len(indices))
+    spans = np.array([one.span for one in files], np.int64).T
+    stretch = Stretch(int(spans[0].min()), int(spans[1].max()))
+    rows = np.zeros(len(indices), np.int64) if which is None else which
+    _check_range(rows, len(files), "shard")
+    _check_range(indices, spans[3].take(rows).view(np.uint64), "sample")
+    return gather_rows(files[0].plan, stretch, spans, rows, indices, lambda shard: files[shard].file.where, out)
+
+
+def gather_rows(
+    plan: RowPlan,
+    stretch: Stretch,
+    spans: _Ints,
+    which: _Ints,
+    indices: _Ints,
+    where: Callable[[int], str],
+    out: Buffers | None,
+) -> Batch:
+    """As `gather`, over mapped shards whose places are known, for samples that are known to be there.
+
+    Args:
+        plan: That of all the shards.
+        stretch: Memory that holds them all.
+        spans: int64[4, shards]: the `Mapped.span` of each.
+        which: int64[n], 0 <= which < shards.
+        indices: int64[n], 0 <= index < samples of that shard.
+        out: As for `gather`.
+        where: The path of a shard, for messages.
+    """
+    batch = _Located(plan, stretch, len(indices))
     if plan.stride is None:
-        batch.locate_variable(begins - begin, ends - begin, indices)
+        batch.locate_variable(spans[0].take(which) - stretch.begin, spans[1].take(which) - stretch.begin, indices)
     else:
-        batch.locate_fixed(firsts - begin + indices * plan.stride)
+        batch.locate_fixed(spans[2].take(which) + (indices * plan.stride - stretch.begin))
     if batch.broken is not None:
         k = batch.broken
-        where = files[0 if which is None else int(which[k])].file.where
-        raise FormatError(f"{where}, sample {indices[k]}: its columns do not fill it. Fetch the shard again.")
-    return _build(batch, files, which, indices, out or {})
+        raise FormatError(
+            f"{where(int(which[k]))}, sample {indices[k]}: its columns do not fill it. Fetch the shard again."
+        )
+    return _build(batch, where, which, indices, out or {})
 
 
 def _check_range(values: _Ints, limit: int | _Ints, what: str) -> None:
@@ -151,7 +170,7 @@ class _Located:
         return self.stretch.take(at, 4 * count).view("<u4").astype(np.int64)
 
 
-def _build(batch: _Located, files: Sequence[Mapped], which: _Ints | None, indices: _Ints, out: Buffers) -> Batch:
+def _build(batch: _Located, where: Callable[[int], str], which: _Ints, indices: _Ints, out: Buffers) -> Batch:
     values: Batch = {}
     for column, (at, size) in zip(batch.plan.columns, batch.spans, strict=True):
         if column.gathered and isinstance(size, int):
@@ -162,8 +181,7 @@ def _build(batch: _Located, files: Sequence[Mapped], which: _Ints | None, indice
         decoded = _equal_arrays(batch.stretch, column, at, size) or _decoded(batch.stretch, column, at, size)
         if isinstance(decoded, _Failure):
             k = decoded.row
-            where = files[0 if which is None else int(which[k])].file.where
-            raise damaged(where, int(indices[k]), column.name, decoded.error) from decoded.error
+            raise damaged(where(int(which[k])), int(indices[k]), column.name, decoded.error) from decoded.error
         values[column.name] = Ragged(decoded) if column.ragged else decoded
     if unknown := set(out) - set(values):
         raise ValueError(f"out: no column {min(unknown)!r}; there are {', '.join(values)}.")

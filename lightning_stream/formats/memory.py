@@ -24,6 +24,7 @@ from lightning_stream.errors import FormatError
 _ANY_ADDRESS = ctypes.c_ubyte * (1 << 56)
 _MAP_OPTIONS: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # no descriptor is kept then
 _CHUNK_BYTES = 1 << 18  # what is gathered aside before it goes to the caller's memory: stays in the L2 cache
+_KEPT_WIDTHS = 64
 _WIDE_BYTES = 1 << 15  # from here on a Python loop costs nothing beside the copying
 
 
@@ -59,20 +60,23 @@ class MappedFile:
 class Stretch:
     """Memory from address ``begin`` to ``end``, of which only parts may be mapped. Positions count from ``begin``."""
 
-    __slots__ = ("_window", "begin", "num_bytes", "view")
+    __slots__ = ("_cells", "_window", "begin", "end", "view")
 
     def __init__(self, begin: int, end: int) -> None:
-        self.begin = begin
-        self.num_bytes = end - begin
+        self.begin, self.end = begin, end
         self._window: Any = _ANY_ADDRESS.from_address(begin)
+        self._cells: dict[int, NDArray[Any]] = {}
         self.view = memoryview(self._window).cast("B")
+
+    def reaching(self, begin: int, end: int) -> tuple[int, int]:
+        """The ends of a stretch that reaches from ``begin`` to ``end`` too."""
+        return min(begin, self.begin), max(end, self.end)
 
     def take(self, at: NDArray[np.int64], width: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         """The ``width`` bytes at each of the positions ``at``: uint8[n, width], in ``out`` if given (C-contiguous)."""
         if width >= _WIDE_BYTES:
             return self._take_wide(at, width, out)
-        shape = (self.num_bytes - width + 1,)
-        cells: NDArray[Any] = np.ndarray(shape, _void(width), self._window, 0, (1,))
+        cells = self._cells_of(width)
         if out is None:
             return cells[at].view(np.uint8).reshape(len(at), width)
         target = out.view(_void(width)).reshape(len(at))
@@ -80,6 +84,16 @@ class Stretch:
         for k in range(0, len(at), step):
             target[k : k + step] = cells[at[k : k + step]]
         return out
+
+    def _cells_of(self, width: int) -> NDArray[Any]:
+        """The stretch as overlapping pieces of this width, one at every position."""
+        cells = self._cells.get(width)
+        if cells is None:
+            if len(self._cells) >= _KEPT_WIDTHS:
+                self._cells.clear()
+            cells = np.ndarray((self.end - self.begin - width + 1,), _void(width), self._window, 0, (1,))
+            self._cells[width] = cells
+        return cells
 
     def _take_wide(self, at: NDArray[np.int64], width: int, out: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
         target = np.empty((len(at), width), np.uint8) if out is None else out

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+
 from lightning_stream.order.mix import EpochOrder
 from lightning_stream.order.rank_split import TAILS, Share, Tail, split, split_blocks
 from lightning_stream.order.world import World
@@ -54,6 +59,23 @@ class NativeBatches:
         else:
             offsets, filler = split_blocks(canonical, streams, block, replicas, replica)
         return Share(self._order.ids(begin, end)[offsets], begin + offsets, filler, block)
+
+    def shares(self, ks: Sequence[int]) -> list[Share]:
+        """This replica's part of each of these batches, ascending: as :meth:`share`, but planned together."""
+        block, count = self._order.layout.block, bisect_left(ks, self.num_whole)
+        if block > 1 or count < 2:
+            return [self.share(k) for k in ks]
+        size, replicas, replica = self._batch_size, self._world.num_replicas, self._world.replica
+        first, end = self._start + ks[0] * size, self._start + (ks[count - 1] + 1) * size
+        begins = (np.array(ks[:count], dtype=np.int64)[:, None] - ks[0]) * size
+        canonical = self._order.canonical(first, end)[begins + np.arange(size)]
+        if (canonical == canonical[0]).all():
+            canonical = canonical[:1]  # usually C divides B, and all batches are grouped alike
+        grouped = np.argsort(canonical, axis=1, kind="stable")
+        offsets = begins + grouped[:, size * replica // replicas : size * (replica + 1) // replicas]
+        filler = np.zeros(offsets.shape, dtype=np.bool_)
+        whole = map(Share, self._order.ids(first, end)[offsets], first + offsets, filler)
+        return [*whole, *map(self.share, ks[count:])]
 
     def _join_small_rest(self, at: int) -> None:
         """Let a rest smaller than the replicas join the batch before it, where there is one."""

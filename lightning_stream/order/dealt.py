@@ -180,6 +180,10 @@ class DealtBatches:
         ids, at, filler = (np.concatenate(column) for column in zip(*pieces, strict=True))
         return Share(ids, at, filler, ends=tuple(np.cumsum([len(piece[0]) for piece in pieces]).tolist()))
 
+    def shares(self, ks: Sequence[int]) -> list[Share]:
+        """This replica's part of each of these batches."""
+        return [self.share(k) for k in ks]
+
     def _rows(self, k: int) -> NDArray[np.int64]:
         """int64[batches of one step, ranks, batch size]."""
         return self._table[k * self._accumulate : (k + 1) * self._accumulate]

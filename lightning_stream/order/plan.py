@@ -174,6 +174,12 @@ class BatchPlan:
         self.bounds(k)
         return self._batches.share(k)
 
+    def shares(self, ks: Sequence[int]) -> list[Share]:
+        """This world's replica's part of each of these global batches, ascending: as `share`, but planned together."""
+        for k in (*ks[:1], *ks[-1:]):
+            self.bounds(k)
+        return self._batches.shares(ks)
+
 
 def prefetch_shards(plan: BatchPlan, snapshot: Snapshot, k_begin: int, k_end: int) -> NDArray[np.int64]:
     """Shards this rank needs for global batches [k_begin, k_end), in the order of first use."""

@@ -42,6 +42,8 @@ class Share:
 
     def micro_batches(self, count: int) -> list[Share]:
         """Cut evenly into ``count`` pieces, see :func:`num_micro_batches`; sizes differ by at most one block."""
+        if count == 1:
+            return [self]
         blocks = ceil_div(len(self.ids), self.block)
         ends = [min(blocks * i // count * self.block, len(self.ids)) for i in range(count + 1)]
         if self.ends is not None and len(self.ends) == count:

@@ -111,7 +111,7 @@ class Snapshot:
 
     def shards_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """The shard that holds each sample id."""
-        return np.searchsorted(self.shard_offsets, ids, side="right") - 1
+        return self.shard_offsets.searchsorted(ids, side="right") - 1
 
     def streams_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """The stream that holds each sample id."""

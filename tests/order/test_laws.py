@@ -128,6 +128,18 @@ def test_law_1_every_drawn_position_is_in_exactly_one_global_batch(case, epoch, 
 
 
 @law
+@given(cases(), st.integers(0, 3), tails, st.data())
+def test_shares_planned_together_are_those_planned_one_by_one(case, epoch, tail, data):
+    for plan in plans(case, epoch, tail)[:3]:
+        ks = data.draw(st.sets(st.integers(0, plan.num_batches - 1))) if plan.num_batches else set()
+        for k, share in zip(sorted(ks), plan.shares(sorted(ks)), strict=True):
+            alone = plan.share(k)
+            for name in ("ids", "positions", "filler"):
+                assert np.array_equal(getattr(share, name), getattr(alone, name))
+            assert (share.block, share.ends) == (alone.block, alone.ends)
+
+
+@law
 @given(cases(), st.integers(0, 3))
 def test_law_1_an_epoch_delivers_every_sample_as_often_as_drawn(case, epoch):
     order, snapshot = case.run.epoch(epoch), case.run.snapshot

@@ -1,0 +1,86 @@
+"""The shards that one process has mapped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.cache import Lease
+from lightning_stream.formats.shard import Shard
+from lightning_stream.formats.shard_base import Batch, Buffers
+from lightning_stream.formats.span_table import SpanTable
+
+
+@dataclass
+class _OpenShard:
+    shard: Shard
+    lease: Lease  # keeps it from being evicted
+
+
+class OpenShards:
+    """Mapped shards by number, and when each was used last. Not thread-safe.
+
+    Args:
+        num_shards: All shards there are.
+    """
+
+    def __init__(self, num_shards: int) -> None:
+        self._held: dict[int, _OpenShard] = {}
+        self._table = SpanTable(num_shards)
+        self._used: NDArray[np.int64] = np.zeros(num_shards, np.int64)  # by a clock of uses; 0 where it is not open
+        self._clock = 0
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, number: int, shard: Shard, lease: Lease) -> None:
+        """Take up a shard that was opened, and what keeps it from being evicted."""
+        self._held[number] = _OpenShard(shard, lease)
+        self._clock += 1
+        self._used[number] = self._clock
+        self._table.take_in(number, shard.mapped)
+
+    def get(self, number: int) -> Shard | None:
+        """A shard that is about to be used; None if it is not open."""
+        held = self._held.get(number)
+        if held is None:
+            return None
+        self._clock += 1
+        self._used[number] = self._clock
+        return held.shard
+
+    def has(self, numbers: NDArray[np.int64]) -> bool:
+        """Whether all of these are open."""
+        return bool(self._used.take(numbers).all())
+
+    def gather(self, numbers: NDArray[np.int64], indices: NDArray[np.int64], out: Buffers | None) -> Batch | None:
+        """A batch gathered at once: row k is sample ``indices[k]`` of shard ``numbers[k]``.
+
+        Returns:
+            None where not all of these shards are open, mapped, and of the same columns.
+        """
+        batch = self._table.gather(numbers, indices, out)
+        if batch is not None:
+            self._clock += 1
+            self._used[numbers] = self._clock
+        return batch
+
+    def close(self, number: int) -> None:
+        """Let go of a shard, if it is open."""
+        held = self._held.pop(number, None)
+        if held is not None:
+            self._used[number] = 0
+            self._table.take_out(number)
+            held.shard.close()
+            held.lease.close()
+
+    def close_all_but(self, count: int) -> None:
+        """Let go of the shards used longest ago."""
+        if len(self._held) > count:
+            for number in sorted(self._held, key=self._used.__getitem__)[: len(self._held) - count]:
+                self.close(number)

@@ -1,0 +1,78 @@
+"""A batch over mapped shards, found by their numbers, is the batch gathered from the shards themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_stream.formats.columns import gather
+from lightning_stream.formats.index import Index
+from lightning_stream.formats.shard import Shard, open_shard
+from lightning_stream.formats.span_table import SpanTable
+from lightning_stream.writer import JSONWriter, MDSWriter
+
+NUM_SAMPLES = 40
+
+
+def written(folder: Path, columns: dict[str, str]) -> list[Shard]:
+    with MDSWriter(out=folder, columns=columns, size_limit=300) as writer:
+        for number in range(NUM_SAMPLES):
+            sample = {"n": number, "t": "x" * (number % 7)}
+            writer.write({name: sample[name] for name in columns})
+    index = Index.from_file(folder / "index.json")
+    return [open_shard(index.entry(k), folder) for k in range(len(index))]
+
+
+def table_of(shards: list[Shard]) -> SpanTable:
+    table = SpanTable(len(shards))
+    for number, shard in enumerate(shards):
+        table.take_in(number, shard.mapped)
+    return table
+
+
+@pytest.mark.parametrize("columns", [{"n": "int", "t": "str"}, {"n": "int32"}], ids=["varying", "fixed"])
+def test_a_batch_by_numbers_is_the_batch_of_the_shards(tmp_path: Path, columns: dict[str, str]) -> None:
+    shards = written(tmp_path, columns)
+    starts = np.cumsum([0] + [shard.num_samples for shard in shards])
+    table = table_of(shards)
+    picks = np.array([39, 0, 17, 17, 4])
+    which = np.searchsorted(starts, picks, side="right") - 1
+    batch, wanted = table.gather(which, picks - starts[which], None), gather(shards, which, picks - starts[which])
+    assert len(shards) > 2
+    assert batch is not None
+    assert list(batch["n"]) == list(wanted["n"]) == picks.tolist()
+    assert batch.get("t") == wanted.get("t")
+    target = np.empty(5, wanted["n"].dtype)  # type: ignore[union-attr]
+    filled = table.gather(which, picks - starts[which], {"n": target})
+    assert filled is not None
+    assert filled["n"] is target
+    assert target.tolist() == picks.tolist()
+
+
+def test_samples_that_are_not_there_are_never_read(tmp_path: Path) -> None:
+    shards = written(tmp_path, {"n": "int", "t": "str"})
+    table = table_of(shards)
+    first, count = np.array([0, 0]), shards[0].num_samples
+    for wrong in (-1, count, 2**40, -(2**63)):
+        assert table.gather(first, np.array([0, wrong]), None) is None
+    assert table.gather(first, np.array([0, count - 1]), None) is not None
+    table.take_out(0)
+    table.take_out(0)
+    assert table.gather(first, np.array([0, 0]), None) is None
+    assert table.gather(np.array([1, 1]), np.array([0, 1]), None) is not None
+
+
+def test_shards_of_other_columns_or_formats_are_left_to_others(tmp_path: Path) -> None:
+    (one, *_), (other, *_) = written(tmp_path / "a", {"n": "int", "t": "str"}), written(tmp_path / "b", {"n": "int32"})
+    with JSONWriter(out=tmp_path / "rows", columns={"n": "int"}) as writer:
+        writer.write({"n": 1})
+    rows = open_shard(Index.from_file(tmp_path / "rows" / "index.json").entry(0), tmp_path / "rows")
+    table = table_of([one, other, rows])
+    assert table.gather(np.array([0]), np.array([0]), None) is not None
+    for number in (1, 2):
+        assert table.gather(np.array([0, number]), np.array([0, 0]), None) is None
+    table.take_out(0)  # now that none is here, any plan may come
+    table.take_in(1, other.mapped)
+    assert table.gather(np.array([1]), np.array([0]), None) is not None
