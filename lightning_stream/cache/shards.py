@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lightning_stream.errors import CacheError, DigestError, NotFoundError, UnavailableError
+from lightning_stream.errors import CacheError, DigestError, FormatError, NotFoundError, UnavailableError
 from lightning_stream.formats.index import FileEntry, Index, ShardEntry
 from lightning_stream.storage.base import Store
 from lightning_stream.storage.files import FULL, HELD, before_boot, publish, publish_once, same_file, try_flock
@@ -135,7 +135,14 @@ class ShardCache:
         )
 
     def _drop_changed(self, old: bytes, new: bytes) -> None:
-        before, after = Index.from_bytes(old, "the cached index"), Index.from_bytes(new, self.store.url)
+        try:
+            before = Index.from_bytes(old, str(self.folder / "index.json"))
+        except FormatError as error:
+            raise CacheError(
+                f"a cache folder's index.json is the dataset's; that of {self.folder} is none, and not ours to replace "
+                f"({error}). Delete it, or choose another `local`."
+            ) from error
+        after = Index.from_bytes(new, self.store.url)
         if before.digest == after.digest:
             return
         raws = (after.entry(number).raw for number in range(after.num_shards))
@@ -306,6 +313,8 @@ class ShardCache:
         except OSError as error:
             if error.errno in FULL:
                 raise disk_full(self.folder, 1) from error
+            if error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(self.folder):
+                raise self._place.unusable(error) from error
             raise
 
     def _once(self, name: str, done: Callable[[], T | None], work: Callable[[], T], wait_s: float | None = None) -> T:

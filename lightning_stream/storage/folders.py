@@ -111,7 +111,16 @@ class CacheFolder:
         return CacheError(
             f"user {_user(os.getuid())} may not use the cache {self.path} ({error.strerror}: {error.filename}): it "
             f"{_owner(self.path)}. Caches are private by default: choose another `local`, or have its owner share it "
-            "(`shared=True`, with a folder whose group may write: chmod 2770)."
+            "(`shared_cache=True`, with a folder whose group may write: chmod 2770)."
+        )
+
+    def unusable(self, error: OSError) -> CacheError:
+        """The error for a folder in which something cannot be made, read or replaced."""
+        where = error.filename2 or error.filename
+        return CacheError(
+            f"the cache {self.path} cannot be used ({error.strerror}: {where}). A cache is a folder on a disk that can "
+            "be written to, in which no one else's files or folders have the names of shards. Move away what is in the "
+            "way, or choose another `local`."
         )
 
     def _probe_locks(self) -> None:

@@ -1,0 +1,90 @@
+"""What stands where a cache wants to write is said in the cache's words, and left as it is."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from servers.shards import make_dataset
+
+from lightning_stream.cache import ShardCache
+from lightning_stream.errors import CacheError
+from lightning_stream.formats.index import Index
+from lightning_stream.storage import LocalStore
+
+SHARD = "shard.00000.mds"
+
+
+def read(remote: Path, folder: Path) -> bytes:
+    cache = ShardCache(LocalStore(remote), folder)
+    entry = Index.from_bytes(cache.index(refresh=True), str(remote)).entry(0)
+    return (cache.ensure(entry) / entry.raw.basename).read_bytes()
+
+
+def file_at(name: str) -> Callable[[Path], None]:
+    def put(folder: Path) -> None:
+        (folder / name).write_text("precious") if name else folder.write_text("precious")
+
+    return put
+
+
+def folder_at(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).mkdir()
+
+
+@pytest.mark.parametrize(
+    ("put", "where"),
+    [
+        (file_at(""), "cache)"),
+        (file_at(".lightning_stream"), ".lightning_stream)"),
+        (folder_at(SHARD), SHARD),
+        (folder_at("index.json"), "index.json"),
+    ],
+)
+def test_what_is_in_the_way_is_named_with_the_remedy(tmp_path: Path, put: Callable[[Path], None], where: str) -> None:
+    make_dataset(tmp_path / "d", num_shards=1)
+    folder = tmp_path / "cache"
+    if where != "cache)":
+        folder.mkdir()
+    put(folder)
+    before = sorted(folder.iterdir()) if folder.is_dir() else folder.read_text()
+    with pytest.raises(CacheError, match=rf"the cache {folder} cannot be used \(.*{re.escape(where)}.*choose another"):
+        read(tmp_path / "d", folder)
+    after = [path for path in sorted(folder.iterdir()) if path in before] if folder.is_dir() else folder.read_text()
+    assert after == before
+
+
+def test_an_index_that_is_none_is_no_index_of_ours_and_stays(tmp_path: Path) -> None:
+    make_dataset(tmp_path / "d", num_shards=1)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "index.json").write_text('{"precious": 1}')
+    with pytest.raises(CacheError, match=r"that of .*cache is none, and not ours to replace .*Delete it, or choose"):
+        read(tmp_path / "d", tmp_path / "cache")
+    assert (tmp_path / "cache" / "index.json").read_text() == '{"precious": 1}'
+
+
+def test_a_link_under_a_shards_name_is_replaced_and_what_it_names_is_not(tmp_path: Path) -> None:
+    make_dataset(tmp_path / "d", num_shards=1)
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / SHARD).symlink_to(tmp_path / "victim")
+    assert read(tmp_path / "d", tmp_path / "cache") == (tmp_path / "d" / SHARD).read_bytes()
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount; run as root to see a disk that is read only")
+def test_a_disk_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
+    make_dataset(tmp_path / "d", num_shards=1)
+    (tmp_path / "ro").mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(tmp_path / "ro")], check=False)
+    if mounted.returncode:
+        pytest.skip("mount is refused here; a machine where root may mount shows it")
+    try:
+        with pytest.raises(CacheError, match=r"cannot be used \(Read-only file system"):
+            read(tmp_path / "d", tmp_path / "ro" / "cache")
+    finally:
+        subprocess.run(["umount", str(tmp_path / "ro")], check=True)
