@@ -30,7 +30,9 @@ class IndexScan:
         self._numbers = array("q")
         self._digest = blake2b(b"lightning-stream index 1", digest_size=32)
         self._text, self._text_at, self._at = "", 0, 0
+        self._told: dict[str, int] = {}  # what was said of a file, by its name
         self._scan()
+        self._told.clear()
         self.digest = self._digest.hexdigest()
 
     def array(self, begin: int, end: int) -> NDArray[np.int64]:
@@ -90,6 +92,13 @@ class IndexScan:
             raw, stored, named = _sizes(value, self.schemas[schema_id].compression, self.where)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise _bad_entry(self.where, number, error) from error
+        told = hash((samples, named))
+        name = value["raw_data"]["basename"]
+        if self._told.setdefault(name, told) != told:
+            raise FormatError(
+                f"{self.where}, shard {number}: {name} is another shard's file too, with other samples or bytes. Name "
+                "files by the folders they are in, as merge_index does."
+            )
         if type(samples) is not int or not 0 <= samples < _MAX_SAMPLES:
             raise FormatError(f"{self.where}, shard {number}: 'samples' must be a count; found {samples!r}.")
         self._digest.update(f"{schema_id} {samples} {named}\n".encode())

@@ -179,3 +179,10 @@ def test_a_hundred_thousand_shards_take_little_time_and_memory(tmp_path: Path) -
     took_s, mebibytes = map(float, result.stdout.split())
     assert took_s < 3  # 0.8 s on the machine this was written on; twice the promise, for busy ones
     assert mebibytes < 150
+
+
+def test_one_file_is_not_two_shards_unless_they_are_the_same() -> None:
+    assert parse(entry(), entry()).num_samples == 2 * parse(entry()).num_samples
+    for other in ({"samples": 7}, {"raw_data": {**entry()["raw_data"], "bytes": 11}}):
+        with pytest.raises(FormatError, match=r"shard 1: shard\.00000\.mds is another shard's file too"):
+            parse(entry(), entry(**other))
