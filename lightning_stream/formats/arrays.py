@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.formats.encoding_base import Encoding, Layout, ViewEncoding, type_name
+from lightning_stream.formats.encoding_base import Encoding, Layout, ViewEncoding, told, type_name
 
 _CODES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32",
@@ -98,7 +98,7 @@ def as_array(value: Any, name: str) -> NDArray[Any]:
     if isinstance(value, np.ndarray):
         return value
     if not hasattr(value, "__array__"):
-        raise TypeError(f"{name} takes a numpy array, or what offers __array__; got {type_name(value)} {value!r:.60}.")
+        raise TypeError(f"{name} takes a numpy array, or what offers __array__; got {told(value)}.")
     if hasattr(value, "detach"):  # a torch tensor: only one without gradients in main memory is an array
         value = value.detach().cpu()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,3 +68,15 @@ def type_name(value: object) -> str:
     """A value's type as messages name it."""
     kind = type(value)
     return kind.__name__ if kind.__module__ in ("builtins", "numpy") else f"{kind.__module__}.{kind.__name__}"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 4, 60, 60, 60
+_MAX_SHOWN_BITS = 1000  # Python itself refuses to print whole numbers of thousands of digits
+
+
+def told(value: object) -> str:
+    """A value as messages tell it: its type and what it is, in little time and space however large or deep it is."""
+    if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
+        return f"{type_name(value)} of {value.bit_length():,} bits"
+    return f"{type_name(value)} {_SHORT.repr(value)}"

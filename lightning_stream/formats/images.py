@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_stream.errors import missing_extra
-from lightning_stream.formats.encoding_base import Encoding, ViewEncoding, type_name
+from lightning_stream.formats.encoding_base import Encoding, ViewEncoding, told
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -85,7 +85,7 @@ class _ImageList(ViewEncoding):
 
     def encode(self, value: Any) -> bytes:
         if isinstance(value, (str, bytearray)) or not isinstance(value, Sequence):
-            raise TypeError(f"{self.name} takes a sequence of images; got {type_name(value)} {value!r:.60}.")
+            raise TypeError(f"{self.name} takes a sequence of images; got {told(value)}.")
         stored = not self._element.checks_bytes
         parts = [one if stored and isinstance(one, bytes) else self._element.encode(one) for one in value]
         sizes = struct.pack(f"<{len(parts) + 1}I", len(parts), *map(len, parts))
@@ -125,7 +125,7 @@ def pillow() -> Any:
 def require_image(value: Any, name: str) -> Image.Image:
     """The value, if it is a PIL image; TypeError otherwise."""
     if not isinstance(value, pillow().Image):
-        raise TypeError(f"{name} takes a PIL image, or the encoded bytes; got {type_name(value)} {value!r:.60}.")
+        raise TypeError(f"{name} takes a PIL image, or the encoded bytes; got {told(value)}.")
     image: Image.Image = value
     return image
 

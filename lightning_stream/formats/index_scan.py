@@ -145,7 +145,7 @@ class IndexScan:
         if found != character:
             raise FormatError(
                 f"{self.where}: an index must be a JSON object; at byte {self._at} found {found!r} "
-                f"in place of {character!r}."
+                f"in place of {character!r}. Look whether it is another file, or a web page that asks to log in."
             )
         self._at += 1
 

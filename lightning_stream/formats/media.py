@@ -8,7 +8,7 @@ from io import BytesIO
 from typing import Any
 
 from lightning_stream.errors import missing_extra
-from lightning_stream.formats.encoding_base import Encoding, ViewEncoding, type_name
+from lightning_stream.formats.encoding_base import Encoding, ViewEncoding, told
 
 
 class Media:
@@ -58,7 +58,7 @@ class _MediaFile(ViewEncoding):
     def encode(self, value: Any) -> bytes:
         if isinstance(value, (bytes, bytearray, memoryview, Media)):
             return bytes(value)
-        raise TypeError(f"{self.name} takes the bytes of a media file, or Media; got {type_name(value)} {value!r:.60}.")
+        raise TypeError(f"{self.name} takes the bytes of a media file, or Media; got {told(value)}.")
 
     def decode(self, data: bytes | memoryview) -> Media:
         return Media(bytes(data))

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from lightning_stream.formats.encoding_base import type_name
+from lightning_stream.formats.encoding_base import told
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.formats.schema import Schema
 
@@ -158,7 +158,7 @@ def _cast_all(casts: Mapping[str, Callable[[Any], Any]], sample: Mapping[str, An
         kind = _KINDS.get(casts[name], "int")
         if isinstance(sample, Mapping) and name in sample and isinstance(error, (TypeError, ValueError)):
             value = sample[name]
-            raise TypeError(f"column {name!r}: {kind} takes {kind}; got {type_name(value)} {value!r:.60}.") from error
+            raise TypeError(f"column {name!r}: {kind} takes {kind}; got {told(value)}.") from error
         raise _column_error(name, kind, sample, error) from error
     return values
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.formats.encoding_base import Encoding, Layout, ViewEncoding, type_name
+from lightning_stream.formats.encoding_base import Encoding, Layout, ViewEncoding, told
 
 _CODES = {
     "uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q",
@@ -35,7 +35,7 @@ class _Number(ViewEncoding):
         try:
             return self._pack(value)
         except OverflowError as error:
-            raise ValueError(f"{value!r} is out of range for {self.name}.") from error
+            raise ValueError(f"{told(value)} is out of range for {self.name}.") from error
         except (struct.error, TypeError):
             return self._encode_other(value)
 
@@ -46,11 +46,11 @@ class _Number(ViewEncoding):
             raise ValueError(f"a number of {value.bit_length()} bits is out of range for {self.name}.") from error
         if number is None:
             kind = "a number" if self._is_float else "a whole number"
-            raise TypeError(f"{self.name} takes {kind}; got {type_name(value)} {value!r:.60}.")
+            raise TypeError(f"{self.name} takes {kind}; got {told(value)}.")
         try:
             return self._pack(number)
         except (struct.error, OverflowError) as error:
-            raise ValueError(f"{number!r} is out of range for {self.name}.") from error
+            raise ValueError(f"{told(number)} is out of range for {self.name}.") from error
 
     def decode(self, data: bytes | memoryview) -> Any:
         if self._is_float:

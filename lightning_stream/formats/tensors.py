@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.formats.arrays import as_array, little_endian
-from lightning_stream.formats.encoding_base import Encoding, ViewEncoding, type_name
+from lightning_stream.formats.encoding_base import Encoding, ViewEncoding, told
 
 _DTYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
@@ -31,7 +31,7 @@ class _Tensors(ViewEncoding):
 
     def encode(self, value: Any) -> bytes:
         if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value) or _METADATA in value:
-            raise TypeError(f"tensors takes a dict of names and arrays; got {type_name(value)} {value!r:.60}.")
+            raise TypeError(f"tensors takes a dict of names and arrays; got {told(value)}.")
         head: dict[str, Any] = {}
         parts: list[bytes] = []
         at = 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.formats.encoding_base import Encoding, ViewEncoding, type_name
+from lightning_stream.formats.encoding_base import Encoding, ViewEncoding, told, type_name
 
 
 class _Bytes(ViewEncoding):
@@ -24,7 +24,7 @@ class _Bytes(ViewEncoding):
     def encode(self, value: Any) -> bytes:
         if isinstance(value, (bytes, bytearray, memoryview)):
             return bytes(value)
-        raise TypeError(f"bytes takes bytes; got {type_name(value)} {value!r:.60}.")
+        raise TypeError(f"bytes takes bytes; got {told(value)}.")
 
     def decode(self, data: bytes | memoryview) -> bytes:
         return bytes(data)
@@ -37,21 +37,27 @@ class _Str(ViewEncoding):
 
     def encode(self, value: Any) -> bytes:
         if isinstance(value, str):
-            return value.encode()
-        raise TypeError(f"str takes str; got {type_name(value)} {value!r:.60}.")
+            try:
+                return value.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"str takes text that UTF-8 can store; got {told(value)}: {error}") from error
+        raise TypeError(f"str takes str; got {told(value)}.")
 
     def decode(self, data: bytes | memoryview) -> str:
         return str(data, "utf-8")
 
 
 class _StrInt(ViewEncoding):
-    """A whole number of any size, as decimal text."""
+    """A whole number, as decimal text: of any size that Python turns into text (`sys.set_int_max_str_digits`)."""
 
     def encode(self, value: Any) -> bytes:
         try:
+            # not str(value), by which mosaicml-streaming makes a True that nobody can read as a number
             return b"%d" % operator.index(value)
+        except ValueError as error:
+            raise ValueError(f"str_int takes a number of fewer digits; got {told(value)}: {error}") from error
         except TypeError as error:
-            raise TypeError(f"str_int takes a whole number; got {type_name(value)} {value!r:.60}.") from error
+            raise TypeError(f"str_int takes a whole number; got {told(value)}.") from error
 
     def decode(self, data: bytes | memoryview) -> int:
         return int(bytes(data))
@@ -61,10 +67,18 @@ class _StrFloat(ViewEncoding):
     """A float as the shortest text that gives it back."""
 
     def encode(self, value: Any) -> bytes:
-        if isinstance(value, (str, bytes, bytearray)) or not hasattr(value, "__float__"):
-            raise TypeError(f"str_float takes a number; got {type_name(value)} {value!r:.60}.")
-        # whole numbers and numpy floats keep their own text, as mosaicml-streaming writes them
-        return str(value if isinstance(value, (int, float, np.number)) else float(value)).encode()
+        if type(value) is float:
+            return str(value).encode()
+        dims: int = getattr(value, "ndim", 0)
+        if dims or isinstance(value, (str, bytes, bytearray)) or not hasattr(value, "__float__"):
+            raise TypeError(f"str_float takes a number; got {told(value)}.")
+        try:
+            number = float(value)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise ValueError(f"str_float takes a number that is a float; got {told(value)}: {error}") from error
+        # whole numbers and numpy's keep their own text
+        own = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+        return str(value if own else number).encode()
 
     def decode(self, data: bytes | memoryview) -> float:
         return float(bytes(data))
@@ -75,7 +89,7 @@ class _StrDecimal(ViewEncoding):
 
     def encode(self, value: Any) -> bytes:
         if not isinstance(value, Decimal):
-            raise TypeError(f"str_decimal takes decimal.Decimal; got {type_name(value)} {value!r:.60}.")
+            raise TypeError(f"str_decimal takes decimal.Decimal; got {told(value)}.")
         return str(value).encode()
 
     def decode(self, data: bytes | memoryview) -> Decimal:
@@ -94,8 +108,11 @@ class _Json(ViewEncoding):
     def encode(self, value: Any) -> bytes:
         try:
             return json.dumps(value, default=_json_default).encode()
+        except RecursionError as error:
+            raise ValueError(f"json takes a JSON value; got {type_name(value)} that is nested too deep.") from error
         except (TypeError, ValueError) as error:
-            raise type(error)(f"json takes a JSON value; got {type_name(value)}: {error}") from error
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"json takes a JSON value; got {type_name(value)}: {error}") from error
 
     def decode(self, data: bytes | memoryview) -> Any:
         text = str(data, "utf-8")

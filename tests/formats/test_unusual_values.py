@@ -1,0 +1,81 @@
+"""Values at the edge of what encodings of text and JSON take: the bytes they have, or who is told what."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_stream.formats.encodings import get_encoding
+from lightning_stream.writer import MDSWriter
+
+_DEEP: list[Any] = []
+for _ in range(100_000):
+    _DEEP = [_DEEP]
+_CIRCLE: list[Any] = []
+_CIRCLE.append(_CIRCLE)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "stored"),
+    [  # all but those that it refuses (numpy's numbers in json, arrays of one, bools) as mosaicml-streaming stores them
+        ("json", float("nan"), b"NaN"),
+        ("json", -math.inf, b"-Infinity"),
+        ("json", -(10**400), b"-1" + b"0" * 400),
+        ("json", "\xe9\u2028\U0001f600\ud800", rb'"\u00e9\u2028\ud83d\ude00\ud800"'),
+        ("json", {1: 2, None: 4, 1.5: 6, float("nan"): 7}, b'{"1": 2, "null": 4, "1.5": 6, "NaN": 7}'),
+        ("json", {}, b"{}"),
+        ("json", "", b'""'),
+        ("json", (1, [True, {}]), b"[1, [true, {}]]"),
+        ("json", np.float64(0.1), b"0.1"),
+        ("json", {"a": np.int64(3), "b": [np.arange(2)]}, b'{"a": 3, "b": [[0, 1]]}'),
+        ("str_int", -(10**400), b"-1" + b"0" * 400),
+        ("str_int", True, b"1"),
+        ("str_int", np.uint8(7), b"7"),
+        ("str_float", float("nan"), b"nan"),
+        ("str_float", -math.inf, b"-inf"),
+        ("str_float", np.float64(0.1), b"0.1"),
+        ("str_float", True, b"1.0"),
+        ("str_float", 10**30, b"1" + b"0" * 30),
+        ("str_decimal", Decimal("-Infinity"), b"-Infinity"),
+        ("str_decimal", Decimal("1E+5"), b"1E+5"),
+    ],
+)
+def test_unusual_values_are_stored_so(name: str, value: Any, stored: bytes) -> None:
+    data = get_encoding(name).encode(value)
+    assert data == stored
+    get_encoding(name).decode(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("json", _DEEP, "json takes a JSON value; got list that is nested too deep"),
+        ("json", _CIRCLE, "json takes a JSON value; got list: Circular"),
+        ("json", {(1, 2): 3}, "json takes a JSON value; got dict: keys must be str"),
+        ("json", {"a": {1}}, "json takes a JSON value; got dict: set is not a JSON value"),
+        ("str_int", _DEEP, r"str_int takes a whole number; got list \[\["),
+        pytest.param(
+            "str_int",
+            1 << 20_000,
+            "str_int takes a number of fewer digits; got int of 20,001 bits: Exceeds the limit",
+            id="str_int of many digits",
+        ),
+        ("str_float", 10**400, "str_float takes a number that is a float; got int of 1,329 bits: int too large"),
+        ("str_float", np.array([1.5]), r"str_float takes a number; got ndarray array\(\[1.5\]\)"),
+        pytest.param("int", 1 << 20_000, "int of 20,001 bits is out of range for int", id="int of many digits"),
+        ("str", "\ud800", "str takes text that UTF-8 can store; got str"),
+        ("str", list(range(1_000_000)), r"str takes str; got list \[0, 1, 2, 3, 4, 5, \.\.\.\]"),
+    ],
+)
+def test_values_beyond_an_encoding_are_told_with_column_and_type(
+    tmp_path: Path, name: str, value: Any, message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match="column 'c': " + message):
+        MDSWriter(out=tmp_path / "rows", columns={"c": name}).write({"c": value})
+    with pytest.raises((TypeError, ValueError), match="column 'c': .*" + message.split("got")[0]):
+        MDSWriter(out=tmp_path / "batch", columns={"c": name}).write_batch({"c": [value]})
