@@ -139,7 +139,7 @@ class HttpStore(BodyStore):
         where = f"{self._base}/{name}"
         if isinstance(error, urllib.error.HTTPError):
             error.close()
-            return self._explain_status(where, error.code, scrub(str(error.reason)))
+            return self._explain_status(where, error.code, scrub(" ".join(str(error.reason).split())))
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLCertVerificationError):
             return StoreError(f"{where}: {reason_of(reason)}. Set SSL_CERT_FILE to the authority that signed it.")
@@ -167,12 +167,16 @@ class _PastTheEndError(StoreError):
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects; what authorises goes to the first host only."""
+    """Follows redirects over HTTP; what authorises goes to the first host only, and never from TLS to none."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         """The request to the new address."""
+        new = urllib.parse.urlsplit(newurl)
+        if new.scheme not in ("http", "https"):
+            reason = f"redirects to {new.scheme}://, which is not followed"
+            raise urllib.error.HTTPError(req.full_url, code, reason, headers, fp)
         followed = super().redirect_request(req, fp, code, msg, headers, newurl)
-        if followed is not None and urllib.parse.urlsplit(newurl).netloc != req.host:
+        if followed is not None and (new.netloc != req.host or (req.type == "https" and new.scheme != "https")):
             allowed = {"user-agent", "range", "accept-encoding"}
             followed.headers = {key: value for key, value in followed.headers.items() if key.lower() in allowed}
         return followed

@@ -27,6 +27,7 @@ from .base import (
     range_header,
     reason_of,
     relative,
+    scrub,
     source_file,
 )
 
@@ -84,8 +85,22 @@ class S3Options:
     addressing_style: str | None = None
     timeout_s: float = 60.0
 
+    def __post_init__(self) -> None:
+        if (self.access_key_id is None) != (self.secret_access_key is None):
+            raise ValueError("access_key_id and secret_access_key come together; got one without the other")
+        if self.endpoint_url and not self.endpoint_url.startswith(("http://", "https://")):
+            shown = scrub(self.endpoint_url)
+            raise ValueError(
+                f"endpoint_url (or S3_ENDPOINT_URL, AWS_ENDPOINT_URL) is a URL; got {shown!r}. Write https://{shown}, or "
+                f"http://{shown} where the server has no TLS."
+            )
+
     def resolved(self) -> S3Options:
-        """With the variables read that the client itself does not."""
+        """With the variables read that the client itself does not.
+
+        Raises:
+            ValueError: A variable that is none.
+        """
         env = os.environ.get
         payer = self.requester_pays
         return replace(
@@ -291,6 +306,10 @@ class S3Store(BodyStore):
             return AccessError(
                 f"{where}: no usable AWS credentials ({reason_of(error)}). Set AWS_ACCESS_KEY_ID and "
                 "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or log in; for a public bucket pass anonymous=True."
+            )
+        if isinstance(error, RecursionError):  # botocore asks a redirecting server for the bucket's region, and so on
+            return StoreError(
+                f"{where}: the server answers with redirects only. Set the region and endpoint_url of it."
             )
         if kind in _BROKEN or isinstance(error, (ConnectionError, TimeoutError)):
             return UnavailableError(f"{where}: {reason_of(error)}. Look at the network and the endpoint.")
