@@ -78,7 +78,9 @@ class StreamingDataset(IterableDataset[Any]):
         quarantine: File that lists what was bad, a JSON object a line; None for one in the first cache folder.
         start_by_range: Whether samples whose shards are still on their way may come by ranges of their own: the first
             batches need not wait for whole shards. What comes so cannot be compared with the hashes of the index.
-        stream_name: Accepted for compatibility.
+        stream_config: Further arguments of the stream that is made of `remote` and `local`, e.g.
+            ``{"options": {"endpoint_url": ...}}``.
+        stream_name: Only ``"stream"``: streams of a class of your own are passed as `streams`.
 
     Raises:
         ValueError: Settings that contradict each other.
@@ -110,7 +112,8 @@ class StreamingDataset(IterableDataset[Any]):
         batching_method: str = "random",
         allow_unsafe_types: bool = False,
         replication: int | None = None,
-        stream_name: str = "train",  # noqa: ARG002 - mosaicml-streaming's argument, of no use here
+        stream_name: str = "stream",
+        stream_config: Mapping[str, Any] | None = None,
         transform: Transform | None = None,
         decoders: Mapping[str, Callable[[bytes], Any]] | None = None,
         window: int | None = None,
@@ -122,9 +125,16 @@ class StreamingDataset(IterableDataset[Any]):
         quarantine: str | os.PathLike[str] | None = None,
         start_by_range: bool = False,
     ) -> None:
-        if streams is not None and (remote is not None or local is not None or split is not None):
+        if stream_name != "stream":
+            raise ValueError(
+                f"a stream of another class is passed itself; found stream_name={stream_name!r}. Pass "
+                "streams=[YourStream(...)]"
+            )
+        given = {"remote": remote, "local": local, "split": split}
+        single = {**(stream_config or {}), **{name: value for name, value in given.items() if value is not None}}
+        if streams is not None and single:
             raise ValueError("pass either streams=, or remote=/local=/split= of a single one, not both")
-        self.streams = tuple(streams) if streams is not None else (Stream(remote=remote, local=local, split=split),)
+        self.streams = tuple(streams) if streams is not None else (Stream(**single),)
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.shuffle_seed = shuffle_seed

@@ -251,6 +251,8 @@ def test_dropping_every_batch_is_refused(dataset: StreamingDataset) -> None:
     [
         ({}, "pass remote="),
         ({"streams": [], "remote": "x"}, "not both"),
+        ({"streams": [], "stream_config": {"options": {}}}, "not both"),
+        ({"remote": "x", "stream_name": "mine"}, r"'mine'\. Pass streams="),
         ({"remote": "x", "shuffle_algo": "py9"}, "py9"),
         ({"remote": "x", "batching_method": "sometimes"}, "sometimes"),
         ({"remote": "x", "sampling_method": "rarely"}, "rarely"),
@@ -261,6 +263,13 @@ def test_dropping_every_batch_is_refused(dataset: StreamingDataset) -> None:
 def test_settings_that_cannot_work_are_refused_when_made(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         StreamingDataset(**options)
+
+
+def test_a_single_stream_takes_further_arguments_as_a_mapping(shards: Path) -> None:
+    config = {"choose": 10, "options": {"retries": 3}}
+    dataset = StreamingDataset(remote=shards, stream_config=config, stream_name="stream")
+    assert (dataset.num_samples, dataset.size) == (10, NUM_SAMPLES)
+    assert dataset.streams[0].options == config["options"]
 
 
 @pytest.mark.parametrize("steps", [0, 3, 10_000])
