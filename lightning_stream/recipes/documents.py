@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -22,6 +22,7 @@ _LINES = (".jsonl", ".json", ".ndjson")
 _TEXTS = (".txt", ".text", ".md")
 _CHUNK_CHARACTERS = 1 << 20
 _READ_WHOLE_BYTES = 1 << 30
+_PIECE_STORIES = 2000
 
 
 class TextSource(Protocol):
@@ -37,6 +38,12 @@ class TextSource(Protocol):
 
     def fingerprint(self) -> str:
         """Of all that the documents depend on."""
+
+    def pieces(self, split: str) -> Sequence[Any]:
+        """What may be read by different processes: of what is trained on (``"train"``), or held out (``"val"``)."""
+
+    def read(self, piece: Any) -> Iterator[str]:
+        """The documents of a piece."""
 
     def documents(self, split: str) -> Iterator[str]:
         """The documents to train on (``"train"``), or those held out (``"val"``) where the source has such."""
@@ -65,9 +72,17 @@ class GeneratedStories:
         """The grammar's version and the arguments."""
         return f"stories {stories.VERSION} {self.count} {self.seed}"
 
-    def documents(self, split: str) -> Iterator[str]:  # noqa: ARG002
+    def pieces(self, split: str) -> list[range]:  # noqa: ARG002
+        """Some thousand stories each."""
+        return [range(begin, min(begin + _PIECE_STORIES, self.count)) for begin in range(0, self.count, _PIECE_STORIES)]
+
+    def read(self, piece: range) -> Iterator[str]:
+        """The stories of these numbers."""
+        return (stories.story(number, self.seed) for number in piece)
+
+    def documents(self, split: str) -> Iterator[str]:
         """All stories."""
-        return stories.stories(self.count, self.seed)
+        return (story for piece in self.pieces(split) for story in self.read(piece))
 
 
 @dataclass(frozen=True)
@@ -130,14 +145,23 @@ class TextFiles:
             total.update(f"{name}\0{content}\n".encode())
         return f"files{total.hexdigest()}"
 
+    def pieces(self, split: str) -> list[str]:
+        """The files."""
+        return [str(file) for file in self.files(split)]
+
+    def read(self, piece: str) -> Iterator[str]:
+        """The documents of a file, which is read only as far as needed."""
+        file = Path(piece)
+        with _opened(file) as text:
+            if _kind(file) in _LINES:
+                yield from _from_lines(text, self.key, file)
+            else:
+                yield from _from_text(text, self.separator)
+
     def documents(self, split: str) -> Iterator[str]:
-        """Read the files one after the other, each only as far as needed."""
-        for file in self.files(split):
-            with _opened(file) as text:
-                if _kind(file) in _LINES:
-                    yield from _from_lines(text, self.key, file)
-                else:
-                    yield from _from_text(text, self.separator)
+        """Read the files one after the other."""
+        for piece in self.pieces(split):
+            yield from self.read(piece)
 
 
 def _kind(file: Path) -> str:

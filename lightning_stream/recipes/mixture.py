@@ -11,7 +11,8 @@ from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.reader import Stream
 from lightning_stream.recipes.converted_set import TRAIN, VAL, Made
 from lightning_stream.recipes.documents import GENERATED, text_source
-from lightning_stream.recipes.text import TextConfig, TextConversion, TextData, TextDescription
+from lightning_stream.recipes.text import TextData
+from lightning_stream.recipes.text_conversion import TextConfig, TextConversion, TextDescription
 from lightning_stream.recipes.tokens import BYTES, Tokenizer, make_tokenizer
 
 
@@ -37,7 +38,9 @@ class TextPart:
         if not (self.proportion > 0 and math.isfinite(self.proportion)):
             raise ValueError(f"a proportion is a number above 0; found {self.proportion}. Leave a part out to skip it.")
 
-    def conversion(self, tokenizer: Tokenizer, remote: str, config: TextConfig) -> TextConversion:
+    def conversion(
+        self, tokenizer: Tokenizer, remote: str, config: TextConfig, num_workers: int | None = None
+    ) -> TextConversion:
         """How this text becomes shards in a place of its own under `remote`."""
         documents = text_source(
             self.source,
@@ -48,7 +51,7 @@ class TextPart:
             train_files=self.train_files,
             val_files=self.val_files,
         )
-        return TextConversion.plan(documents, tokenizer, remote, config)
+        return TextConversion.plan(documents, tokenizer, remote, config, num_workers)
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ def mixed_text_data(
     boundary: str | None = None,
     block: int = 128,
     held_out: float = 0.1,
+    conversion_workers: int | None = None,
     remote: str = "runs/shards/mix",
     local: str | None = "runs/cache/mix",
     compression: str | None = "zstd",
@@ -124,6 +128,7 @@ def mixed_text_data(
             from one part) or ``device_per_stream``.
         epoch_size: Blocks of an epoch; None for as many as there are, in these proportions.
         tokenizer, boundary, block, held_out: See `text_data`; the same for all parts.
+        conversion_workers: Processes that tokenise, each a file at a time; None for one per processor.
         remote: Folder or URL for the shards.
         local: Folder for the cache; None for the default one.
         compression, hashes, size_limit: Of the shards.
@@ -142,7 +147,9 @@ def mixed_text_data(
         raise ValueError("a mixture has at least one part; found none. Add one: +data.parts.mine.source=<text>")
     made_by = make_tokenizer(tokenizer, boundary)
     config = TextConfig(block, held_out, compression, hashes_to_write(hashes), size_limit)
-    conversions = {name: part.conversion(made_by, f"{remote}/{name}", config) for name, part in parts.items()}
+    conversions = {
+        name: part.conversion(made_by, f"{remote}/{name}", config, conversion_workers) for name, part in parts.items()
+    }
 
     def streams(split: str, weights: Mapping[str, float | None]) -> list[Stream]:
         return [

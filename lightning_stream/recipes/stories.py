@@ -38,12 +38,13 @@ _ENDS = [
 
 
 def stories(count: int, seed: int) -> Iterator[str]:
-    """Yield `count` stories of three to seven sentences; equal for equal arguments."""
-    for number in range(count):
-        yield _story(Random(f"{VERSION} {seed} {number}"))
+    """`count` stories of three to seven sentences; equal for equal arguments."""
+    return (story(number, seed) for number in range(count))
 
 
-def _story(chance: Random) -> str:
+def story(number: int, seed: int) -> str:
+    """The story of this number, from 0."""
+    chance = Random(f"{VERSION} {seed} {number}")
     hero, thing = chance.choice(_WHO), chance.choice(_WHAT)
     lines = [f"{chance.choice(_WHEN)} {hero} {chance.choice(_DOES)} {thing} {chance.choice(_WHERE)}."]
     for _ in range(chance.randint(1, 5)):

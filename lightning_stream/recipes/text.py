@@ -2,196 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from itertools import chain, islice
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import xxhash
-
-from lightning_stream.errors import FormatError
 from lightning_stream.formats.hashing import hashes_to_write
-from lightning_stream.recipes.converted_set import TRAIN, VAL, Made, convert_once, describe, split_datasets, tell
-from lightning_stream.recipes.documents import GENERATED, TextSource, text_source
+from lightning_stream.recipes.converted_set import TRAIN, VAL, Made, split_datasets, tell
+from lightning_stream.recipes.documents import GENERATED, text_source
 from lightning_stream.recipes.task import TaskData
-from lightning_stream.recipes.tokens import BYTES, Packer, Tokenizer, make_tokenizer, token_dtype
-from lightning_stream.storage import open_store
-from lightning_stream.writer import MDSWriter
-
-DESCRIPTION = "text.json"
-_VERSION = 1
-
-
-@dataclass(frozen=True)
-class TextConfig:
-    """How shards are made, and how much is held out.
-
-    Attributes:
-        block: Tokens of a sample.
-        held_out: Share of the documents that goes into the val set, where the source does not say which.
-        compression, hashes, size_limit: As in `MDSWriter`.
-    """
-
-    block: int = 128
-    held_out: float = 0.1
-    compression: str | None = "zstd"
-    hashes: tuple[str, ...] = ("xxh3_64",)
-    size_limit: int | str = "512kb"
-
-
-@dataclass(frozen=True)
-class TextDescription:
-    """What a converted set holds, as kept beside it.
-
-    Attributes:
-        title: Where the text is from.
-        tokenizer: Fingerprint of the tokenizer.
-        vocabulary: Its size.
-        block: Tokens of a sample.
-        documents, tokens, blocks: How many, by split; boundaries are tokens, padding is not.
-    """
-
-    title: str
-    tokenizer: str
-    vocabulary: int
-    block: int
-    documents: Mapping[str, int]
-    tokens: Mapping[str, int]
-    blocks: Mapping[str, int]
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> TextDescription:
-        """Read it back."""
-        return cls(**json.loads(data))
-
-    def to_bytes(self) -> bytes:
-        """As JSON."""
-        return json.dumps(asdict(self), indent=1).encode()
-
-
-@dataclass(frozen=True)
-class TextConversion:
-    """Text under a tokenizer and a config: where its shards belong, and how they come to be there.
-
-    Attributes:
-        source: The documents; None where the shards are there already.
-        tokenizer: Makes tokens of them.
-        config: How to convert.
-        place: Folder or URL of this very set.
-    """
-
-    source: TextSource | None
-    tokenizer: Tokenizer
-    config: TextConfig
-    place: str
-
-    @classmethod
-    def plan(cls, source: TextSource | None, tokenizer: Tokenizer, remote: str, config: TextConfig) -> TextConversion:
-        """The conversion into a place of its own under `remote`; without a source, `remote` is the place."""
-        if source is None:
-            return cls(None, tokenizer, config, remote.rstrip("/"))
-        settings = [_VERSION, source.fingerprint(), tokenizer.fingerprint, asdict(config)]
-        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-        return cls(source, tokenizer, config, f"{remote.rstrip('/')}/{digest}")
-
-    def describe(self) -> TextDescription | None:
-        """What the converted set holds; None where there is none yet."""
-        return describe(self.place, DESCRIPTION, TextDescription.from_bytes)
-
-    def run(self) -> Made[TextDescription]:
-        """Convert, unless it was done.
-
-        Raises:
-            FormatError: A split has no text; or there are no shards and no source; or the shards hold the tokens of
-                another tokenizer.
-        """
-        done = convert_once(self.place, self.describe, self._convert)
-        if (made_by := done.description.tokenizer) != self.tokenizer.fingerprint:
-            raise FormatError(
-                f"tokens are read with the tokenizer that made them: {made_by}, says {self.place}; "
-                f"found {self.tokenizer.fingerprint}. Set data.tokenizer and data.boundary to that one."
-            )
-        return done
-
-    def _convert(self, place: str) -> TextDescription:
-        if self.source is None:
-            raise FormatError(
-                f"without data.source, data.remote holds a converted set; there is none at {place}. Set data.source to "
-                "the text, or data.remote to the folder that an earlier run named."
-            )
-        counts = {name: {TRAIN: 0, VAL: 0} for name in ("documents", "tokens", "blocks")}
-        with ExitStack() as stack:
-            writers = {split: stack.enter_context(self._writer(f"{place}/{split}")) for split in (TRAIN, VAL)}
-            packers = {split: self._packer() for split in (TRAIN, VAL)}
-            for number, (split, text) in enumerate(self._documents()):
-                tokens = self.tokenizer.encode(text)
-                counts["documents"][split] += 1
-                counts["tokens"][split] += len(tokens) + 1
-                for block in packers[split].add(tokens, number):
-                    writers[split].write(block._asdict())
-                    counts["blocks"][split] += 1
-            for split, packer in packers.items():
-                for block in packer.rest():
-                    writers[split].write(block._asdict())
-                    counts["blocks"][split] += 1
-                if not counts["blocks"][split]:
-                    raise FormatError(f"a {split} set needs text; {self.source.title} gives it none.")
-        done = TextDescription(
-            self.source.title, self.tokenizer.fingerprint, self.tokenizer.vocabulary, self.config.block, **counts
-        )
-        open_store(place).put(DESCRIPTION, done.to_bytes())
-        return done
-
-    def _documents(self) -> Iterator[tuple[str, str]]:
-        """All documents with their split: as the source says, or by a hash of the text; a single one is cut in two."""
-        from tqdm import tqdm  # type: ignore[import-untyped]
-
-        assert self.source is not None
-        shown: Any = tqdm(desc="tokenising", unit=" documents", file=sys.stderr, disable=None)
-        with shown:
-            for split, text in self._split_documents(self.source):
-                shown.update()
-                yield split, text
-
-    def _split_documents(self, source: TextSource) -> Iterator[tuple[str, str]]:
-        texts = source.documents(TRAIN)
-        if source.has_val:
-            yield from ((TRAIN, text) for text in texts)
-            yield from ((VAL, text) for text in source.documents(VAL))
-            return
-        first_two = list(islice(texts, 2))
-        if len(first_two) == 1:
-            text = first_two[0]
-            kept = int(len(text) * (1 - self.config.held_out))
-            kept = text.rfind("\n", 0, kept) + 1 or kept
-            yield from ((TRAIN, text[:kept]), (VAL, text[kept:]))
-            return
-        for text in chain(first_two, texts):
-            yield (VAL if is_held_out(text, self.config.held_out) else TRAIN), text
-
-    def _packer(self) -> Packer:
-        return Packer(self.config.block, self.tokenizer.boundary, token_dtype(self.tokenizer.vocabulary))
-
-    def _writer(self, place: str) -> MDSWriter:
-        config = self.config
-        dtype = token_dtype(self.tokenizer.vocabulary)
-        return MDSWriter(
-            out=place,
-            columns={"tokens": f"ndarray:{dtype}:{config.block}", "documents": f"ndarray:int32:{config.block}"},
-            compression=config.compression,
-            hashes=config.hashes,
-            size_limit=config.size_limit,
-            exist_ok=True,  # on a URL, an attempt that was cut short may have left shards, though no index
-        )
-
-
-def is_held_out(text: str, share: float) -> bool:
-    """Whether a document belongs to the val set: by a hash of its text, so that equal ones are never in both."""
-    return xxhash.xxh3_64_intdigest(text.encode()) / 2**64 < share
+from lightning_stream.recipes.text_conversion import TextConfig, TextConversion, TextDescription
+from lightning_stream.recipes.tokens import BYTES, Tokenizer, make_tokenizer
 
 
 class ConvertedText(Protocol):
@@ -275,6 +94,7 @@ def text_data(
     boundary: str | None = None,
     block: int = 128,
     held_out: float = 0.1,
+    conversion_workers: int | None = None,
     remote: str = "runs/shards/text",
     local: str | None = "runs/cache/text",
     compression: str | None = "zstd",
@@ -302,6 +122,7 @@ def text_data(
         boundary: The token that begins each document; None for a usual one.
         block: Tokens of a sample.
         held_out: Share of the documents that is never trained on, where `val_files` says nothing.
+        conversion_workers: Processes that tokenise, each a file at a time; None for one per processor.
         remote: Folder or URL for the shards.
         local: Folder for the cache; None for the default one.
         compression, hashes, size_limit: Of the shards.
@@ -326,7 +147,7 @@ def text_data(
             val_files=val_files,
         )
     config = TextConfig(block, held_out, compression, hashes_to_write(hashes), size_limit)
-    conversion = TextConversion.plan(documents, make_tokenizer(tokenizer, boundary), remote, config)
+    conversion = TextConversion.plan(documents, make_tokenizer(tokenizer, boundary), remote, config, conversion_workers)
     datasets = split_datasets(
         conversion.place,
         local,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.recipes.converted_set import Made
 from lightning_stream.recipes.documents import TextFiles, text_source
 from lightning_stream.recipes.stories import stories
-from lightning_stream.recipes.text import TextConfig, TextConversion
+from lightning_stream.recipes.text_conversion import TextConfig, TextConversion
 from lightning_stream.recipes.tokens import PADDING, Block, ByteTokenizer, FileTokenizer, Packer, token_dtype
 
 
@@ -55,6 +56,16 @@ def _held(conversion: TextConversion, split: str, tmp_path: Path) -> list[str]:
     tokens = np.concatenate([block["tokens"] for block in blocks])
     numbers = np.concatenate([block["documents"] for block in blocks])
     return [ByteTokenizer().decode(tokens[numbers == n].tolist()) for n in sorted({*numbers.tolist()} - {PADDING})]
+
+
+def _in_order(conversion: TextConversion, split: str, tmp_path: Path) -> list[str]:
+    """The documents one after the other, also where their numbers begin anew with each file."""
+    dataset = StreamingDataset(remote=f"{conversion.place}/{split}", local=str(tmp_path / "cache" / split))
+    blocks = [dataset[index] for index in range(dataset.size)]
+    tokens = np.concatenate([block["tokens"] for block in blocks])
+    kept = tokens[np.concatenate([block["documents"] for block in blocks]) != PADDING]
+    begins = [*np.flatnonzero(kept == ByteTokenizer.boundary), len(kept)]
+    return [ByteTokenizer().decode(kept[begin + 1 : end].tolist()) for begin, end in pairwise(begins)]
 
 
 def _convert(source: object, tmp_path: Path) -> TextConversion:
@@ -97,7 +108,11 @@ def test_json_lines_as_c4_and_the_pile_have_them_are_read(tmp_path: Path) -> Non
     (tmp_path / "c4-validation.00000-of-00001.json.gz").write_bytes(gzip.compress(_lines(val)))
     c4 = text_source(str(tmp_path), count=0, seed=0, train_files="c4-train.*", val_files="c4-validation.*")
     conversion = _convert(c4, tmp_path)
-    assert _held(conversion, "train", tmp_path) == train
+    assert _in_order(conversion, "train", tmp_path) == train
+    done = conversion.describe()
+    assert done is not None
+    assert done.documents == {"train": 8, "val": 3}
+    assert done.tokens["train"] == sum(len(text.encode()) + 1 for text in train)
     assert _held(conversion, "val", tmp_path / "v") == val
     pile = tmp_path / "pile"
     (pile / "train").mkdir(parents=True)
@@ -107,6 +122,33 @@ def test_json_lines_as_c4_and_the_pile_have_them_are_read(tmp_path: Path) -> Non
     source = text_source(str(pile), count=0, seed=0, train_files="train/*.jsonl.zst", val_files="val.jsonl.zst")
     assert list(source.documents("train")) == train
     assert list(source.documents("val")) == val
+
+
+def test_any_number_of_processes_writes_the_same_bytes(tmp_path: Path) -> None:
+    texts = list(stories(40, 1))
+    (tmp_path / "texts").mkdir()
+    for number in range(4):
+        (tmp_path / "texts" / f"{number}.jsonl").write_bytes(_lines(texts[10 * number : 10 * number + 10]))
+    written = []
+    for workers in (1, 2):
+        source = TextFiles(tmp_path / "texts")
+        conversion = TextConversion.plan(
+            source, ByteTokenizer(), str(tmp_path / f"by{workers}"), TextConfig(32, 0.3), workers
+        )
+        assert conversion.run().is_new
+        place = Path(conversion.place)
+        written.append({str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()})
+    names = {name for name in written[0] if "manifest" not in name}
+    assert len([name for name in names if name.endswith(".zstd")]) >= 8
+    assert {name: written[0][name] for name in names} == {name: written[1][name] for name in names}
+    found = [text for split in ("train", "val") for text in _in_order(conversion, split, tmp_path)]
+    assert sorted(found) == sorted(texts)
+
+
+def test_a_line_that_is_no_text_ends_a_conversion_and_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(_lines(["one", "two"]) + b"{broken\n")
+    with pytest.raises(FormatError, match="line 3 is not"):
+        _convert(TextFiles(tmp_path / "a.jsonl"), tmp_path)
 
 
 def test_what_is_no_text_is_named_with_its_line(tmp_path: Path) -> None:
