@@ -1,4 +1,4 @@
-"""A small network that draws what a caption says, shaped like latent diffusion: patches of a picture are denoised.
+"""A small network that draws what a caption says, shaped like latent diffusion: latents of a picture are denoised.
 
 Diffusion as in Ho et al., "Denoising Diffusion Probabilistic Models" (2020), with the cosine schedule of Nichol and
 Dhariwal (2021) and the target v of Salimans and Ho, "Progressive Distillation" (2022); pictures are drawn by the
@@ -27,16 +27,14 @@ _TIMES = 64  # numbers that a time is told to the network by
 
 
 def encode(images: Tensor) -> Tensor:
-    """Latents, float[n, places, 3 * PATCH**2], of uint8[n, 3, h, w]."""
-    patches = functional.pixel_unshuffle(images.float() / 127.5 - 1, PATCH)
-    return patches.flatten(2).transpose(1, 2)
+    """Latents, float[n, 3 * PATCH**2, h / PATCH, w / PATCH], of uint8[n, 3, h, w]."""
+    latents: Tensor = functional.pixel_unshuffle(images.float() / 127.5 - 1, PATCH)
+    return latents
 
 
 def decode(latents: Tensor) -> Tensor:
-    """The images, uint8[n, 3, h, w], of latents of square ones."""
-    side = math.isqrt(latents.shape[1])
-    patches = latents.transpose(1, 2).reshape(len(latents), -1, side, side)
-    return ((functional.pixel_shuffle(patches, PATCH) + 1) * 127.5).clamp(0, 255).to(torch.uint8)
+    """The images, uint8[n, 3, h, w], of latents."""
+    return ((functional.pixel_shuffle(latents, PATCH) + 1) * 127.5).clamp(0, 255).to(torch.uint8)
 
 
 def parts_at(time: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,38 +43,82 @@ def parts_at(time: Tensor) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-class Denoiser(nn.Module):
-    """Tells v, from which picture and noise follow, told a time and a caption: a transformer over the tokens of both.
+class Layer(nn.Module):
+    """Looks at what lies around each place, then at all places and at the caption.
 
     Args:
-        places: Latents of a picture.
-        length: Tokens of a caption.
-        width, depth, heads: Of the transformer.
+        side: Places to a side.
+        width, heads: See `Denoiser`.
     """
 
-    def __init__(self, places: int, length: int, width: int, depth: int, heads: int) -> None:
+    def __init__(self, side: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.around = nn.Sequential(_normed(width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1), _normed(width))
+        self.told = nn.Linear(width, 2 * width)
+        self.then = nn.Conv2d(width, width, 3, padding=1)
+        self.normed = _normed(width)
+        self.at = nn.Parameter(torch.randn(side**2, width) * 0.02)
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        nn.init.zeros_(self.then.weight)
+        nn.init.zeros_(self.attention.out_proj.weight)
+
+    def forward(self, seen: Tensor, told: Tensor, caption: Tensor) -> Tensor:
+        """float[n, width, side, side] of that; told float[n, width] for the whole, and float[n, length, width]."""
+        scale, shift = self.told(told)[:, :, None, None].chunk(2, 1)
+        seen = seen + self.then(functional.silu(self.around(seen) * (1 + scale) + shift))
+        asked = self.normed(seen).flatten(2).transpose(1, 2) + self.at
+        all_of_it = torch.cat([asked, caption], 1)
+        found: Tensor = self.attention(asked, all_of_it, all_of_it, need_weights=False)[0]
+        return seen + found.transpose(1, 2).reshape(seen.shape)
+
+
+class Denoiser(nn.Module):
+    """Tells v, from which picture and noise follow, told a time and a caption.
+
+    Args:
+        side: Latents of a picture, to a side.
+        length: Tokens of a caption.
+        width: Numbers that each place and each token is seen as.
+        depth: Layers.
+        heads: Of their attention.
+    """
+
+    def __init__(self, side: int, length: int, width: int, depth: int, heads: int) -> None:
         super().__init__()
         size = 3 * PATCH**2
         self.length = length
-        self.of_latents = nn.Linear(size, width)
+        self.of_latents = nn.Conv2d(size, width, 3, padding=1)
         self.of_tokens = nn.Embedding(256, width, padding_idx=END)
-        self.of_time = nn.Sequential(nn.Linear(_TIMES, width), nn.SiLU(), nn.Linear(width, width))
-        self.at = nn.Parameter(torch.randn(places + length, width) * 0.02)
-        layer = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        self.at = nn.Parameter(torch.randn(length, width) * 0.02)
+        self.reading = nn.TransformerEncoderLayer(
+            width, heads, 2 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
-        self.layers = nn.TransformerEncoder(layer, depth, nn.LayerNorm(width), enable_nested_tensor=False)
-        self.found = nn.Linear(width, size)
-        nn.init.zeros_(self.found.weight)
+        self.of_caption = nn.Linear(width, width)
+        self.of_time = nn.Sequential(nn.Linear(_TIMES, width), nn.SiLU(), nn.Linear(width, width))
+        self.layers = nn.ModuleList(Layer(side, width, heads) for _ in range(depth))
+        self.normed = _normed(width)
+        self.found = nn.Conv2d(width, size, 3, padding=1)
+        self.passed_on = nn.Linear(width, size)  # v holds the noise, and the latents have it: no layer need carry it
+        for last in (self.found, self.passed_on):
+            nn.init.zeros_(last.weight)
 
     def forward(self, latents: Tensor, time: Tensor, tokens: Tensor) -> Tensor:
-        """float[n, places, size] of latents of that shape, times float[n] and captions uint8[n, length]."""
+        """float[n, size, side, side] of latents of that shape, times float[n] and captions uint8[n, length]."""
         rates = torch.exp(torch.arange(_TIMES // 2, device=time.device) * (-math.log(1000) / (_TIMES // 2 - 1))) * 1000
         waves = time[:, None] * rates
-        told = self.of_time(torch.cat([waves.sin(), waves.cos()], 1))
-        seen = torch.cat([self.of_tokens(tokens.long()), self.of_latents(latents)], 1) + self.at
-        found: Tensor = self.found(self.layers(seen + told[:, None])[:, self.length :])
-        return found
+        caption = self.reading(self.of_tokens(tokens.long()) + self.at)
+        told = self.of_time(torch.cat([waves.sin(), waves.cos()], 1)) + self.of_caption(caption.mean(1))
+        told = functional.silu(told)
+        seen = self.of_latents(latents)
+        for layer in self.layers:
+            seen = layer(seen, told, caption)
+        found: Tensor = self.found(functional.silu(self.normed(seen)))
+        passed_on: Tensor = self.passed_on(told)
+        return found + passed_on[:, :, None, None] * latents
+
+
+def _normed(width: int) -> nn.GroupNorm:
+    return nn.GroupNorm(math.gcd(8, width), width)
 
 
 class TextToImage(TaskModel):
@@ -100,13 +142,13 @@ class TextToImage(TaskModel):
     def __init__(
         self,
         *,
-        width: int = 128,
+        width: int = 96,
         depth: int = 4,
         heads: int = 4,
         captionless: float = 0.1,
         guidance: float = 2.0,
         drawing_steps: int = 25,
-        learning_rate: float = 0.002,
+        learning_rate: float = 0.003,
         weight_decay: float = 0.01,
         warmup: float = 0.1,
         seed: int = 1,
@@ -130,8 +172,7 @@ class TextToImage(TaskModel):
             raise ValueError(f"a picture is cut into patches of {PATCH} pixels; image_size is {self.side}.")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            places = (self.side // PATCH) ** 2
-            self.network = Denoiser(places, images.length, self.width, self.depth, self.heads)
+            self.network = Denoiser(self.side // PATCH, images.length, self.width, self.depth, self.heads)
 
     def judge(self, batch: Batch) -> Judged:
         """The mean squared error of v in each picture."""
@@ -142,9 +183,9 @@ class TextToImage(TaskModel):
             tokens = tokens * (torch.rand(len(latents), 1, device=latents.device) >= self.captionless)
         else:
             time, noise = _own_noise(batch["number"], latents)
-        signal, rest = parts_at(time[:, None, None])
+        signal, rest = parts_at(time[:, None, None, None])
         found = self.network(signal * latents + rest * noise, time, tokens)
-        losses = (found - (signal * noise - rest * latents)).square().mean((1, 2))
+        losses = (found - (signal * noise - rest * latents)).square().mean((1, 2, 3))
         return Judged(losses, tally(losses.detach() < 1, losses))
 
     @staticmethod
@@ -169,7 +210,7 @@ class TextToImage(TaskModel):
         assert self.network is not None
         self.eval()
         tokens = torch.stack([tokens_of(caption, self.network.length) for caption in captions]).to(self.device)
-        size = (len(captions), (self.side // PATCH) ** 2, 3 * PATCH**2)
+        size = (len(captions), 3 * PATCH**2, self.side // PATCH, self.side // PATCH)
         latents = torch.randn(size, generator=torch.Generator().manual_seed(self.seed)).to(self.device)
         times = torch.linspace(1, 0, self.drawing_steps + 1, device=self.device)
         for now, later in pairwise(times):

@@ -11,7 +11,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from lightning_stream.errors import FormatError, NotFoundError
-from lightning_stream.recipes import training
+from lightning_stream.recipes import shapes, training
 from lightning_stream.recipes.captions import CaptionData, caption_data, draw_tars
 from lightning_stream.recipes.text_to_image import TextToImage, decode, encode
 
@@ -53,7 +53,7 @@ def test_tars_and_folders_of_files_give_the_same_samples(tmp_path: Path) -> None
     assert len(from_tars) == 12
     assert from_tars.pop("000000004")
     assert from_files == from_tars
-    assert from_tars["000000003"][0].startswith("a drawing of ")
+    assert from_tars["000000003"][0] == shapes.draw_shape(1, 3)[1]
     assert from_tars["000000003"][1].startswith(b"\xff\xd8\xff")
 
 
@@ -69,7 +69,7 @@ def test_what_holds_no_pictures_is_told(tmp_path: Path) -> None:
 def test_latents_are_the_picture() -> None:
     images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
     latents = encode(images)
-    assert latents.shape == (2, 16, 48)
+    assert latents.shape == (2, 48, 4, 4)
     assert (decode(latents).int() - images.int()).abs().max() <= 1
 
 
