@@ -91,8 +91,8 @@ class S3Options:
         if self.endpoint_url and not self.endpoint_url.startswith(("http://", "https://")):
             shown = scrub(self.endpoint_url)
             raise ValueError(
-                f"endpoint_url (or S3_ENDPOINT_URL, AWS_ENDPOINT_URL) is a URL; got {shown!r}. Write https://{shown}, or "
-                f"http://{shown} where the server has no TLS."
+                f"endpoint_url (or S3_ENDPOINT_URL, AWS_ENDPOINT_URL) is a URL; got {shown!r}. Write https://{shown}, "
+                f"or http://{shown} where the server has no TLS."
             )
 
     def resolved(self) -> S3Options:
