@@ -158,7 +158,13 @@ class AzureStore(BodyStore):
         }
         connection = options.connection_string or _first(("AZURE_STORAGE_CONNECTION_STRING",))
         if connection and not options.anonymous:
-            return ContainerClient.from_connection_string(connection, self._container_name, **settings)
+            try:
+                return ContainerClient.from_connection_string(connection, self._container_name, **settings)
+            except ValueError as error:
+                raise AccessError(
+                    f"{self._shown}: the connection string (AZURE_STORAGE_CONNECTION_STRING) is none ({error}). Copy "
+                    "it whole from the account's access keys: DefaultEndpointsProtocol=...;AccountName=...;AccountKey=..."
+                ) from None
         account = self._account()
         endpoint = options.endpoint_url or _first(("AZURE_STORAGE_ENDPOINT",))
         if endpoint is None and account is None:

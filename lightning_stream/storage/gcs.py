@@ -59,9 +59,15 @@ class GcsOptions:
 
 
 def gcs_store(bucket: str, prefix: str, options: GcsOptions) -> BodyStore:
-    """The store of ``gs://bucket/prefix``: with HMAC keys that of S3, else Google's own."""
+    """The store of ``gs://bucket/prefix``: with HMAC keys that of S3, else Google's own.
+
+    Raises:
+        ValueError: Half a pair of keys.
+    """
     key = options.access_key_id or os.environ.get("GCS_KEY")
     secret = options.secret_access_key or os.environ.get("GCS_SECRET")
+    if (options.access_key_id and not secret) or (options.secret_access_key and not key):
+        raise ValueError("access_key_id and secret_access_key (GCS_KEY and GCS_SECRET) come together; one is missing")
     if key and secret:
         endpoint = options.endpoint_url or _HOME
         interop = S3Options(endpoint, "auto", None, key, secret, anonymous=False, timeout_s=options.timeout_s)

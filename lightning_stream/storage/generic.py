@@ -33,7 +33,7 @@ from .base import (
 
 _BLOCK_BYTES = 4 << 20
 _PACKAGES = {"sftp": "paramiko", "ssh": "paramiko", "oci": "ocifs", "smb": "smbprotocol", "hdfs": "pyarrow"}
-_FINAL = ("AuthenticationException", "BadHostKeyException", "PasswordRequiredException", "NotAuthenticated")
+_FINAL = {"AuthenticationException", "BadHostKeyException", "PasswordRequiredException", "NotAuthenticated"}
 _IN_PLACE = {"sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs"}  # a file being written is seen: write a draft, rename it
 
 
@@ -165,7 +165,7 @@ class FsspecStore(BodyStore):
             return None
         if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
             return NotFoundError(f"{where}: no such file. Check the URL.")
-        if isinstance(error, PermissionError) or type(error).__name__ in _FINAL:
+        if isinstance(error, PermissionError) or {kind.__name__ for kind in type(error).__mro__} & _FINAL:
             return AccessError(f"{where}: refused ({reason_of(error)}). Check user, key or password, and their rights.")
         if isinstance(error, (OSError, EOFError, TimeoutError)) or type(error).__name__ == "SSHException":
             self._of_thread().connected = None  # the next attempt connects anew

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
-from lightning_stream.errors import StoreError
+from lightning_stream.errors import AccessError, StoreError
 from lightning_stream.storage import open_store
+from lightning_stream.storage.generic import FsspecStore
 from lightning_stream.storage.http import _Redirects
 
 QUICK = {"retries": 0, "timeout_s": 5.0}
@@ -87,10 +89,13 @@ def test_what_authorises_goes_to_the_same_host_over_tls_alone(target: str, kept:
     assert followed.has_header("Range")
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
 @pytest.mark.parametrize("half", [{"access_key_id": "key"}, {"secret_access_key": "S3CRET"}])
-def test_half_of_a_pair_of_keys_is_refused(half: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="access_key_id and secret_access_key come together") as caught:
-        open_store("s3://bucket/d", half)
+def test_half_of_a_pair_of_keys_is_refused(monkeypatch: pytest.MonkeyPatch, scheme: str, half: dict[str, str]) -> None:
+    monkeypatch.delenv("GCS_KEY", raising=False)
+    monkeypatch.delenv("GCS_SECRET", raising=False)
+    with pytest.raises(ValueError, match=r"access_key_id and secret_access_key .*come together") as caught:
+        open_store(f"{scheme}://bucket/d", half)
     assert "S3CRET" not in str(caught.value)
 
 
@@ -100,3 +105,22 @@ def test_an_endpoint_without_a_scheme_is_refused_with_the_url_to_write(monkeypat
     monkeypatch.setenv("S3_ENDPOINT_URL", "minio:9000")
     with pytest.raises(ValueError, match=r"S3_ENDPOINT_URL.* is a URL; got 'minio:9000'"):
         open_store("s3://bucket/d", QUICK).read("x")
+
+
+def test_a_connection_string_that_is_none_is_said_without_showing_it() -> None:
+    pytest.importorskip("azure.storage.blob", reason="azure-storage-blob is not installed: pip install it")
+    store = open_store("azure://container/d", {"connection_string": "AccountKey=S3CRET;nothing", **QUICK})
+    with pytest.raises(AccessError, match=r"azure://container/d: the connection string .* is none") as caught:
+        store.read("x")
+    assert "S3CRET" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_login_of_another_kind_than_the_server_takes_is_refused_access() -> None:
+    class AuthenticationException(Exception):
+        """As paramiko's family is called."""
+
+    class BadAuthenticationType(AuthenticationException):
+        """A password, where only keys are taken."""
+
+    found = FsspecStore("sftp://host/d", {}, 5.0)._explain("x", BadAuthenticationType("allowed: publickey"))
+    assert isinstance(found, AccessError)
