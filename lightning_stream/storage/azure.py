@@ -163,7 +163,7 @@ class AzureStore(BodyStore):
             except ValueError as error:
                 raise AccessError(
                     f"{self._shown}: the connection string (AZURE_STORAGE_CONNECTION_STRING) is none ({error}). Copy "
-                    "it whole from the account's access keys: DefaultEndpointsProtocol=...;AccountName=...;AccountKey=..."
+                    "it whole from the account's access keys: DefaultEndpointsProtocol=...;AccountName=...;AccountKey="
                 ) from None
         account = self._account()
         endpoint = options.endpoint_url or _first(("AZURE_STORAGE_ENDPOINT",))
