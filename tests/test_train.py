@@ -266,6 +266,16 @@ def test_wrong_names_get_the_nearest_valid_ones_all_together() -> None:
     assert "Did you mean 'trainer.max_epochs'?" in told
 
 
+def test_wrong_names_and_wrong_values_are_told_together() -> None:
+    wrong = ["data=flowers", "data.phots=x", "data.image_size=big", "scale=cpu", "scale.devices=3", "seed=-1"]
+    told = "\n".join(advise(wrong, CONFIGS))
+    assert "4 thing(s) to change" in told
+    assert "Did you mean 'data.photos'?" in told
+    assert "data.image_size: must be a whole number; found 'big'." in told
+    assert "use a multiple of 3" in told
+    assert "seed: must be at least 0; found -1." in told
+
+
 def test_a_wrong_name_on_the_command_line_gets_hydras_message_and_ours(tmp_path: Path) -> None:
     done = run_train("+data=flowers", "data.phots=/x", cwd=tmp_path)
     assert done.returncode == 1

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from hydra.errors import HydraException
 from hydra.utils import get_object
 
-from lightning_stream.recipes.command_line import nearest
+from lightning_stream.recipes.nearest import nearest
 
 UNKNOWN = object()
 """Stands where a value could not be found out; what is wrong with it has been told already."""

@@ -11,7 +11,7 @@ from lightning_stream.formats.compression import check_compression
 from lightning_stream.formats.hashing import check_hashes
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.recipes.check_targets import UNKNOWN
-from lightning_stream.recipes.command_line import nearest
+from lightning_stream.recipes.nearest import nearest
 
 _AT_LEAST_ONE = (
     "drawn_count",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from lightning_stream.recipes.nearest import close, nearest
 
 _COMPOSED: list[bool] = []
 _CHOSEN_BY_USER = ("data", "experiment")  # in the defaults, empty as they are
@@ -124,16 +125,36 @@ def _advice(overrides: Sequence[str], config_name: str, loader: ConfigLoader) ->
         base = compose(config_name)
     told += wrong
     unchosen: dict[str, list[str]] = {}
+    good = list(groups)
     for override in parsed:
         group = override.key_or_group.partition(".")[0]
         if group in _CHOSEN_BY_USER and "." in override.key_or_group and base.get(group) is None:
             unchosen.setdefault(group, []).append(override.key_or_group)
-        else:
-            told += _wrong_value(override, base, config_name, groups, loader)
+        elif problems := _wrong_value(override, base, config_name, groups, loader):
+            told += problems
+        elif not loader.get_group_options(override.key_or_group, ObjectType.CONFIG):
+            good.append(str(override.input_line))
     for group, keys in unchosen.items():
         options = loader.get_group_options(group, ObjectType.CONFIG)
         told.append(f"{', '.join(keys)}: no {group} is chosen yet. Add +{group}=<one of {', '.join(options)}>.")
+    if not any(override.is_sweep_override() for override in parsed):
+        told += _wrong_all_the_same(good, config_name)
     return told
+
+
+def _wrong_all_the_same(overrides: Sequence[str], config_name: str) -> list[str]:
+    """What is wrong with the config that the other arguments make: then all of it is told at once."""
+    from lightning_stream.recipes.checks import find_problems  # not needed, and slow to import, where all is well
+
+    data = next((one.removeprefix("data=") for one in overrides if one.startswith("data=")), None)
+    if data is None:
+        return []
+    named = any(one.startswith("name=") for one in overrides)
+    try:
+        config = compose(config_name, overrides=[*overrides, *([] if named else [f"name={data}"])])
+    except (HydraException, OmegaConfBaseException):
+        return []
+    return find_problems(config)
 
 
 def _option(arguments: Sequence[str], *names: str) -> str | None:
@@ -163,13 +184,13 @@ def _chosen(loader: ConfigLoader, parsed: Sequence[Override]) -> tuple[list[str]
             else [str(override.value())]
         )
         for wanted in values:
-            close = [wanted] if wanted in options else _close(wanted, options)
+            meant = [wanted] if wanted in options else close(wanted, options)
             if wanted not in options:
                 told.append(
                     f"{group}={wanted}: there is no such choice; there are {', '.join(options)}."
                     + (nearest(wanted, options))
                 )
-        good += [f"{group}={one}" for one in close]
+        good += [f"{group}={one}" for one in meant]
     return good, told
 
 
@@ -206,16 +227,6 @@ def _dotted(config: Any, place: str = "") -> list[str]:
         if OmegaConf.is_dict(node := config._get_node(key)):  # noqa: SLF001 - reading the value would resolve it
             names += _dotted(node, name)
     return names
-
-
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """A hint at the valid name that is most like this one; empty if none is."""
-    close = _close(name, valid)
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
-def _close(name: str, valid: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(name, list(valid), n=1, cutoff=0.55)
 
 
 def fail(sentences: Sequence[str]) -> SystemExit:

@@ -113,11 +113,7 @@ class Conversion:
             write = self._write_by_spark if self.config.convert == SPARK else self._write
             counts, unreadable = write(photos, classes, place)
         done = Description(self.source.title, self.source.drawn, classes, counts[TRAIN], counts[VAL], unreadable)
-        for split, count in counts.items():
-            if not count:
-                raise FormatError(
-                    f"a {split} set needs photos; {self.source.title} gives it none of {sum(counts.values())}."
-                )
+        _check(done)
         open_store(place).put(DESCRIPTION, done.to_bytes())
         return done
 
@@ -169,6 +165,28 @@ class Conversion:
             **self._settings,
             exist_ok=True,  # on a URL, an attempt that was cut short may have left shards, though no index
         )
+
+
+def _check(done: Description) -> None:
+    """Raise FormatError if there is nothing to learn from, or nothing to try it on."""
+    total = done.num_train + done.num_val
+    bad = f"; {len(done.unreadable)} files cannot be decoded, e.g. {done.unreadable[0]}" if done.unreadable else ""
+    if not total:
+        raise FormatError(
+            f"photos are .jpg, .jpeg or .png files in a folder for each class, <photos>/<class>/<photo>.jpg; found "
+            f"none: {done.title}{bad}. Set data.photos to the folder that holds those of the classes."
+        )
+    if len(done.classes) < 2:
+        raise FormatError(
+            f"telling classes apart needs two of them and more; found {', '.join(done.classes)} alone: {done.title}. "
+            "Set data.photos to a folder with a folder for each class."
+        )
+    for split, count in {TRAIN: done.num_train, VAL: done.num_val}.items():
+        if not count:
+            raise FormatError(
+                f"a {split} set needs photos; by data.held_out it gets none of these {total}: {done.title}{bad}. Add "
+                "photos, or change data.held_out."
+            )
 
 
 def as_jpeg(data: bytes) -> bytes | None:

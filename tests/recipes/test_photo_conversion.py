@@ -124,9 +124,21 @@ def test_files_that_cannot_be_decoded_are_left_out_and_named(photo_folder: Path,
     assert set(plan(PhotoFolder(copy), tmp_path).run().description.unreadable) == {"daisy/1.jpg", "roses/2.jpg"}
 
 
-def test_a_source_too_small_to_hold_any_out_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="val set needs photos"):
+def test_what_cannot_be_learnt_from_is_refused_with_what_was_found(tmp_path: Path, photo_folder: Path) -> None:
+    with pytest.raises(FormatError, match=r"val set needs photos; by data\.held_out it gets none of these 5"):
         Conversion.plan(DrawnFlowers(5), tmp_path, ConversionConfig(held_out=0.001)).run()
+    with pytest.raises(
+        FormatError, match=r"<photo>\.jpg; found none: the photos in .*roses\. Set data"
+    ):
+        plan(PhotoFolder(photo_folder / "roses"), tmp_path).run()
+    (tmp_path / "one").mkdir()
+    shutil.copytree(photo_folder / "roses", tmp_path / "one" / "roses")
+    with pytest.raises(FormatError, match="two of them and more; found roses alone"):
+        plan(PhotoFolder(tmp_path / "one"), tmp_path).run()
+    (tmp_path / "bad" / "roses").mkdir(parents=True)
+    (tmp_path / "bad" / "roses" / "1.jpg").write_bytes(b"no picture")
+    with pytest.raises(FormatError, match=r"1 files cannot be decoded, e\.g\. roses/1\.jpg"):
+        plan(PhotoFolder(tmp_path / "bad"), tmp_path).run()
 
 
 def test_a_share_that_is_none_is_refused() -> None:
