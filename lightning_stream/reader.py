@@ -23,6 +23,7 @@ from lightning_stream.formats.index import INDEX_NAME, Index, ShardEntry
 from lightning_stream.formats.mds import MdsShard
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.next_use import next_use_of_file
+from lightning_stream.open_files import is_limit_reached, make_room_for, too_many
 from lightning_stream.order import Snapshot, StreamWeights
 from lightning_stream.reader_process import ReaderProcess
 from lightning_stream.sample_ranges import SampleRanges
@@ -355,12 +356,18 @@ class SampleReader:
             return shard
         cache, entry = self.entry(number)
         fetch = process.fetches.pop(number, None)
-        lease = fetch.result() if fetch is not None else cache.lease(entry, None, self.config.fetch_threads)
-        shard = open_shard(
-            entry,
-            lease.folder,
-            allow_unsafe_types=self.config.allow_unsafe_types,
-            decoders=self.config.decoders,
-        )
+        make_room_for(len(process.open) + len(process.fetches) + 1)
+        try:
+            lease = fetch.result() if fetch is not None else cache.lease(entry, None, self.config.fetch_threads)
+            shard = open_shard(
+                entry,
+                lease.folder,
+                allow_unsafe_types=self.config.allow_unsafe_types,
+                decoders=self.config.decoders,
+            )
+        except OSError as error:
+            if is_limit_reached(error):
+                raise too_many(len(process.open)) from error
+            raise
         process.open.add(number, shard, lease)
         return shard

@@ -16,7 +16,7 @@ FLOORS = {
     "errors": 0,
     "order": 1, "formats": 1, "storage": 1,
     "cache": 2, "writer": 2,
-    "next_use": 3, "open_shards": 3, "reader": 3, "reader_process": 3, "sample_ranges": 3, "subset": 3, "convert": 3,
+    "next_use": 3, "open_files": 3, "open_shards": 3, "reader": 3, "reader_process": 3, "sample_ranges": 3, "subset": 3, "convert": 3,
     "bad_data": 4,
     "batches": 4, "batch_settings": 4, "batch_source": 4, "collate": 4, "forecast": 4, "progress": 4,
     "read_ahead": 4, "resume": 4, "sample_random": 4, "shared_position": 4, "worker_signals": 4, "workers": 4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -313,6 +314,8 @@ class ShardCache:
         except OSError as error:
             if error.errno in FULL:
                 raise disk_full(self.folder, 1) from error
+            if error.errno == errno.EMFILE:
+                raise  # nothing of the folder's
             if error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(self.folder):
                 raise self._place.unusable(error) from error
             raise
