@@ -77,7 +77,8 @@ class StreamingDataset(IterableDataset[Any]):
         on_bad_shard: The same where a shard is missing in the store, or has other bytes than the index says.
         quarantine: File that lists what was bad, a JSON object a line; None for one in the first cache folder.
         start_by_range: Whether samples whose shards are still on their way may come by ranges of their own: the first
-            batches need not wait for whole shards. What comes so cannot be compared with the hashes of the index.
+            batches need not wait for whole shards. What comes so is compared with the shard only once that is here
+            and verified: a difference ends the run.
         stream_config: Further arguments of the stream that is made of `remote` and `local`, e.g.
             ``{"options": {"endpoint_url": ...}}``.
         stream_name: Only ``"stream"``: streams of a class of your own are passed as `streams`.

@@ -369,5 +369,6 @@ class SampleReader:
             if is_limit_reached(error):
                 raise too_many(len(process.open)) from error
             raise
+        process.ranges.compare(number, shard, f"{cache.store.url}/{entry.raw.basename}")
         process.open.add(number, shard, lease)
         return shard

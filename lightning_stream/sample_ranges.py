@@ -3,7 +3,8 @@
 A raw MDS shard begins with the table of where its samples lie. One range brings the table, one more each sample, or
 each run of neighbours. The samples are then written down as a small shard of their own, which is read like any other.
 A range cannot be compared with the hash of its file: what stands in for it is that the table must fit the index, that
-all ranges come from one version of the object, and that each sample's columns must fill it.
+all ranges come from one version of the object, and that each sample's columns must fill it; and if the shard comes
+later, the samples are compared with it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
-from lightning_stream.errors import FormatError
+from lightning_stream.errors import FormatError, StoreError
+from lightning_stream.formats.hashing import digest
 from lightning_stream.formats.mds import MdsShard
 from lightning_stream.formats.schema import ShardEntry
+from lightning_stream.formats.shard import Shard
 from lightning_stream.storage.threads import DaemonPool
 
 _Ints = NDArray[np.int64]
@@ -61,6 +64,7 @@ class SampleRanges:
         self._tables: dict[int, _Table] = {}
         self._held_bytes = 0
         self._spent: Counter[int] = Counter()  # bytes, requests counted as such, by shard
+        self._came: dict[int, dict[int, str]] = {}  # digests of samples, by shard and index
         self._guard = threading.Lock()
         self._pool = DaemonPool(_THREADS, "range")
 
@@ -101,11 +105,33 @@ class SampleRanges:
         content: dict[int, dict[int, bytes]] = {number: {} for number in wanted}
         for number, part, fetch in parts:
             content[number] |= _cut(tables[number], part, fetch.result())
+        with self._guard:
+            for number, samples in content.items():
+                digests = {index: digest("xxh3_64", sample) for index, sample in samples.items()}
+                self._came.setdefault(number, {}).update(digests)
         with tempfile.TemporaryDirectory(prefix="lightning_stream-") as folder:
             return {
                 number: self._write_down(entry, [content[number][index] for index in indices.tolist()], Path(folder))
                 for number, (_, entry, indices) in wanted.items()
             }
+
+    def compare(self, number: int, shard: Shard, where: str) -> None:
+        """See that the samples that came by ranges are those of their shard, which was verified; once.
+
+        Raises:
+            StoreError: They are not.
+        """
+        with self._guard:
+            came = self._came.pop(number, None)
+        if came is None or not isinstance(shard, MdsShard):
+            return
+        wrong = [index for index, digest_ in came.items() if digest("xxh3_64", shard.stored(index)) != digest_]
+        if wrong:
+            raise StoreError(
+                f"{where}: what was read by ranges must be what the whole file has; samples {sorted(wrong)} of it came "
+                "with other bytes, and have been delivered. Go back to a checkpoint from before, and look at the "
+                "proxy or server in between, or read over https."
+            )
 
     def _fetch_table(self, number: int, cache: ShardCache, entry: ShardEntry) -> _Table:
         end = 4 * (entry.num_samples + 2)

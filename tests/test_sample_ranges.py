@@ -20,8 +20,8 @@ if TESTS not in sys.path:
 
 from servers.web import Handler, WebServer  # noqa: E402
 
-from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
-from lightning_stream.errors import FormatError  # noqa: E402
+from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset, sample_ranges  # noqa: E402
+from lightning_stream.errors import FormatError, StoreError  # noqa: E402
 
 WIDTH, NUM_SAMPLES, SHARD_BYTES = 1 << 16, 240, 6 << 20
 
@@ -120,6 +120,27 @@ def test_a_batch_asks_neighbours_in_one_range_and_keeps_its_order(served: Served
     assert batch["id"].tolist() == ids
     assert [bytes(x) for x in batch["x"]] == [sample(number)["x"] for number in ids]
     assert sorted(name for name, _ in served.asked()) == [f"shard.0000{k}.mds" for k in (0, 0, 1, 1, 2, 2)]
+
+
+def test_what_came_by_range_is_compared_with_the_shard_once_that_is_here(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = served.dataset(tmp_path / "whole")
+    assert dataset[7] == sample(7)
+    dataset.reader.fetch(np.array([0]))
+    assert dataset[8] == sample(8)  # the shard's now, and the same
+
+    def flipped(cache: Any, entry: Any, begin: int, end: int) -> tuple[bytes, str | None]:
+        content, version = sample_ranges_range(cache, entry, begin, end)
+        return (content if begin == 0 else content[:-1] + bytes([content[-1] ^ 1])), version
+
+    sample_ranges_range = sample_ranges._range
+    monkeypatch.setattr(sample_ranges, "_range", flipped)
+    dataset = served.dataset(tmp_path / "flipped")
+    assert dataset[7] != sample(7)
+    dataset.reader.fetch(np.array([0]))
+    with pytest.raises(StoreError, match=r"raw/shard\.00000\.mds: .*; samples \[7\] of it came with other bytes"):
+        dataset[8]
 
 
 def test_tables_are_kept_up_to_a_bound_and_fetched_again_behind_it(

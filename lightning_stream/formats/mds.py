@@ -80,6 +80,12 @@ class MdsShard:
             raise FormatError(f"{self._path}, sample {index}: its columns do not fill it. Fetch the shard again.")
         return values
 
+    def stored(self, index: int) -> memoryview:
+        """The bytes of the sample at ``index``, 0 <= index < num_samples, as they are in the file."""
+        view = self.mapped.file.view
+        begin, end = _OFFSETS.unpack_from(view, 4 + 4 * index)
+        return view[begin:end]
+
     def columns(self, indices: NDArray[np.int64], out: Buffers | None = None) -> Batch:
         """Samples as columns; see `Shard.columns`."""
         return gather_mapped([self.mapped], None, np.asarray(indices, np.int64), out)
