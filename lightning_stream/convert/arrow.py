@@ -13,6 +13,7 @@ import pyarrow.compute
 from numpy.typing import NDArray
 
 from lightning_stream.convert.arrow_schema import is_list, plain_type
+from lightning_stream.writer.batch import arrow_numbers
 
 Values: TypeAlias = "NDArray[Any] | Sequence[Any] | pa.Array"
 
@@ -62,15 +63,17 @@ def _values(column: pa.Array, encoding: str) -> Values:
     if encoding == "json":
         return list(map(_json_value(kind), column.to_pylist()))
     if pa.types.is_boolean(kind):
-        return _numpy(column.cast(pa.uint8()))
+        return arrow_numbers(column.cast(pa.uint8()))
     if pa.types.is_date(kind):
-        return column.cast(pa.string()) if encoding == "str" else _numpy(column.cast(pa.date32()).cast(pa.int32()))
+        return (
+            column.cast(pa.string()) if encoding == "str" else arrow_numbers(column.cast(pa.date32()).cast(pa.int32()))
+        )
     if pa.types.is_timestamp(kind):
         return _times(column, encoding)
     if pa.types.is_duration(kind):
-        return _numpy(column.cast(_EPOCH_UNIT["span"]).cast(pa.int64()))
+        return arrow_numbers(column.cast(_EPOCH_UNIT["span"]).cast(pa.int64()))
     if pa.types.is_time(kind):
-        return _numpy(column.cast(pa.time64("us")).cast(pa.int64()))
+        return arrow_numbers(column.cast(pa.time64("us")).cast(pa.int64()))
     if pa.types.is_decimal(kind):
         return _decimals(column, encoding)
     if is_list(kind):
@@ -78,7 +81,7 @@ def _values(column: pa.Array, encoding: str) -> Values:
     if pa.types.is_struct(kind):
         return list(_images(column, encoding))
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        return _numpy(column)
+        return arrow_numbers(column)
     return column  # text and binary: the writer takes views of Arrow's own memory
 
 
@@ -111,14 +114,9 @@ def _cast(array: NDArray[Any], wanted: Any) -> NDArray[Any]:
     return cast
 
 
-def _numpy(column: pa.Array) -> NDArray[Any]:
-    values: NDArray[Any] = column.to_numpy(zero_copy_only=False)
-    return values
-
-
 def _times(column: pa.Array, encoding: str) -> Values:
     if encoding != "str":
-        return _numpy(column.cast(pa.timestamp("us", column.type.tz)).cast(pa.int64()))
+        return arrow_numbers(column.cast(pa.timestamp("us", column.type.tz)).cast(pa.int64()))
     return [value.isoformat() for value in map(_in_utc, column.to_pylist())]
 
 
@@ -130,9 +128,9 @@ def _in_utc(moment: Any) -> Any:
 
 def _decimals(column: pa.Array, encoding: str) -> Values:
     if encoding.startswith("float"):
-        return _numpy(column.cast(pa.float64()))
+        return arrow_numbers(column.cast(pa.float64()))
     if encoding.startswith("int"):
-        return _numpy(column.cast(pa.int64()))
+        return arrow_numbers(column.cast(pa.int64()))
     values: list[Any] = column.to_pylist()
     return values if encoding == "str_decimal" else list(map(str, values))
 
@@ -150,8 +148,8 @@ def nested_arrays(column: pa.Array) -> NDArray[Any] | list[NDArray[Any]]:
             return flat.reshape(len(column), size, *flat.shape[1:])
         return [_stacked(flat[k : k + size]) for k in range(0, len(flat), size)]
     if not is_list(column.type):
-        return _numpy(column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else column)
-    ends = column.offsets.to_numpy()
+        return arrow_numbers(column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else column)
+    ends = arrow_numbers(column.offsets)
     ends = ends - ends[0]
     inner = nested_arrays(column.flatten())
     lengths = np.diff(ends)

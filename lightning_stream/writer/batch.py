@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_stream.formats.encoding_base import type_name
 
@@ -76,7 +77,7 @@ def arrow_values(column: Any, name: str) -> Any:
         pieces.encoding = "str" if "string" in kind else "bytes"
         return pieces
     if kind.startswith("fixed_size_list") and column.flatten().null_count == 0:
-        flat = column.flatten().to_numpy(zero_copy_only=False)
+        flat = arrow_numbers(column.flatten())
         return flat.reshape(len(column), column.type.list_size) if flat.dtype != object else column.to_pylist()
     if (
         kind.startswith(("list<", "large_list<"))
@@ -85,8 +86,25 @@ def arrow_values(column: Any, name: str) -> Any:
     ):
         return _arrow_lists(column)
     if kind in _NUMBERS or kind == "bool":
-        return column.to_numpy(zero_copy_only=False)
+        return arrow_numbers(column)
     return column.to_pylist()
+
+
+def arrow_numbers(column: Any) -> NDArray[Any]:
+    """Arrow's numbers or truth values as an array, sharing its memory where that can be.
+
+    Arrow's own way to arrays imports pandas where that is installed: a second of work in every process.
+    """
+    kind = str(column.type)
+    if kind not in ("bool", *_NUMBERS) or column.null_count:
+        values: NDArray[Any] = column.to_numpy(zero_copy_only=False)
+        return values
+    if kind == "bool":
+        return arrow_numbers(column.cast("uint8")).view(np.bool_)
+    dtype = np.dtype(_NUMBERS[kind])
+    if not len(column):
+        return np.empty(0, dtype)
+    return np.frombuffer(column.buffers()[1], dtype, len(column), column.offset * dtype.itemsize)
 
 
 _NUMBERS = {
@@ -114,6 +132,6 @@ def _arrow_bytes(column: Any, large: bool) -> Pieces:
 
 def _arrow_lists(column: Any) -> list[Any]:
     """Lists of numbers as arrays that share Arrow's memory."""
-    values = column.values.to_numpy(zero_copy_only=False)
-    ends = column.offsets.to_numpy().tolist()
+    values = arrow_numbers(column.values)
+    ends = arrow_numbers(column.offsets).tolist()
     return [values[begin:end] for begin, end in pairwise(ends)]

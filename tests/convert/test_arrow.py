@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import subprocess
+import sys
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ pq = pytest.importorskip("pyarrow.parquet")
 
 from lightning_stream.convert import convert  # noqa: E402
 from lightning_stream.errors import FormatError  # noqa: E402
+from lightning_stream.writer.batch import arrow_numbers  # noqa: E402
 
 PLAIN: dict[str, Any] = {"compression": None, "num_workers": 1}
 WHEN = dt.datetime(2024, 2, 29, 12, 30, 0, 250)
@@ -157,3 +160,28 @@ def test_files_that_are_no_arrow_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"no table at all, and long enough to be one")
     with pytest.raises(FormatError, match=name):
         convert(tmp_path / name, tmp_path / "out", **PLAIN)
+
+
+@pytest.mark.parametrize("kind", [*["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"], "?"])
+def test_numbers_are_those_that_arrow_itself_gives(kind: str) -> None:
+    values = np.arange(20).astype(kind)
+    for column in (pa.array(values), pa.array(values)[3:11], pa.array(values)[5:5]):
+        found, given = arrow_numbers(column), column.to_numpy(zero_copy_only=False)
+        assert (found.dtype, found.tolist()) == (given.dtype, given.tolist())
+
+
+CONVERT = """
+import sys
+from lightning_stream.convert import convert
+
+convert(sys.argv[1], sys.argv[2], compression=None, num_workers=1)
+print("pandas" in sys.modules)
+"""
+
+
+def test_arrows_numbers_and_lists_are_converted_without_pandas(tmp_path: Path) -> None:
+    table = {"x": [1, 2], "flag": [True, False], "fixed": pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2))}
+    pq.write_table(pa.table({**table, "tokens": [[1], [2, 3]], "text": ["a", "b"]}), tmp_path / "rows.parquet")
+    command = [sys.executable, "-c", CONVERT, str(tmp_path / "rows.parquet"), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("False", 0), done.stderr
