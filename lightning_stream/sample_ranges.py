@@ -1,7 +1,8 @@
 """Some samples of shards that are not here: by ranges of their bytes, where that costs less than the shards.
 
 A raw MDS shard begins with the table of where its samples lie. One range brings the table, one more each sample, or
-each run of neighbours. The samples are then written down as a small shard of their own, which is read like any other.
+each run of neighbours; where all samples have one size, at the same time. The samples are then written down as a small
+shard of their own, which is read like any other.
 A range cannot be compared with the hash of its file: what stands in for it is that the table must fit the index, that
 all ranges come from one version of the object, and that each sample's columns must fill it; and if the shard comes
 later, the samples are compared with it.
@@ -13,6 +14,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,10 +40,9 @@ _THREADS = 16
 
 @dataclass(frozen=True)
 class _Table:
-    """Where a shard's samples lie: uint32[num_samples + 1]; and of which version of the object that is true."""
+    """Where a shard's samples lie: uint32[num_samples + 1]."""
 
     offsets: NDArray[np.uint32]
-    version: str | None
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class SampleRanges:
         self._options: dict[str, Any] = {"allow_unsafe_types": allow_unsafe_types, "decoders": decoders}
         self._tables: dict[int, _Table] = {}
         self._held_bytes = 0
+        self._versions: dict[int, str | None] = {}  # of each shard's object, as its first range said
         self._spent: Counter[int] = Counter()  # bytes, requests counted as such, by shard
         self._came: dict[int, dict[int, str]] = {}  # digests of samples, by shard and index
         self._guard = threading.Lock()
@@ -96,7 +98,10 @@ class SampleRanges:
             number: self._tables.get(number) or self._pool.submit(self._fetch_table, number, cache, entry)
             for number, (cache, entry, _) in wanted.items()
         }
-        tables = {number: table if isinstance(table, _Table) else table.result() for number, table in found.items()}
+        tables = {
+            number: table if isinstance(table, _Table) else _reckoned(wanted[number][1]) or table.result()
+            for number, table in found.items()
+        }
         parts = [
             (number, part, self._pool.submit(self._fetch_part, number, *wanted[number][:2], tables[number], part))
             for number in wanted
@@ -105,6 +110,9 @@ class SampleRanges:
         content: dict[int, dict[int, bytes]] = {number: {} for number in wanted}
         for number, part, fetch in parts:
             content[number] |= _cut(tables[number], part, fetch.result())
+        for number, table in found.items():
+            if isinstance(table, Future) and not np.array_equal(table.result().offsets, tables[number].offsets):
+                raise _no_such_shard(*wanted[number][:2])
         with self._guard:
             for number, samples in content.items():
                 digests = {index: digest("xxh3_64", sample) for index, sample in samples.items()}
@@ -140,12 +148,10 @@ class SampleRanges:
         fits = len(content) == end and int.from_bytes(content[:4], "little") == entry.num_samples
         fits = fits and int(offsets[0]) >= end and int(offsets[-1]) == entry.raw.num_bytes
         if not fits or (offsets[1:] < offsets[:-1]).any():
-            raise FormatError(
-                f"{cache.store.url}/{entry.raw.basename}: it does not begin as a shard of {entry.num_samples} samples "
-                f"in {entry.raw.num_bytes:,} bytes, which its index says it is. Compare it with the dataset's source."
-            )
-        table = _Table(offsets, version)
+            raise _no_such_shard(cache, entry)
+        table = _Table(offsets)
         with self._guard:
+            self._expect_version(number, version, cache, entry)
             self._held_bytes += 0 if number in self._tables else end  # another thread's, fetched at the same time
             self._tables[number] = table
             self._spent[number] += REQUEST_BYTES + end
@@ -160,14 +166,22 @@ class SampleRanges:
         where = f"{cache.store.url}/{entry.raw.basename}"
         if len(content) != end - begin:
             raise FormatError(f"{where}: it ends within the bytes {begin:,} to {end:,}, which its index promises.")
-        if version != table.version:
-            with self._guard:
-                if self._tables.pop(number, None) is not None:
-                    self._held_bytes -= 4 + table.offsets.nbytes
-            raise FormatError(f"{where}: it was replaced while it was read. Read again; write datasets to new names.")
         with self._guard:
+            self._expect_version(number, version, cache, entry)
             self._spent[number] += REQUEST_BYTES + len(content)
         return content
+
+    def _expect_version(self, number: int, version: str | None, cache: ShardCache, entry: ShardEntry) -> None:
+        """All ranges are of one version of the object; under the guard."""
+        if version == self._versions.setdefault(number, version):
+            return
+        del self._versions[number]
+        if (table := self._tables.pop(number, None)) is not None:
+            self._held_bytes -= 4 + table.offsets.nbytes
+        raise FormatError(
+            f"{cache.store.url}/{entry.raw.basename}: it was replaced while it was read. Read again; write datasets to "
+            "new names."
+        )
 
     def _write_down(self, entry: ShardEntry, samples: list[bytes], folder: Path) -> MdsShard:
         sizes = np.array([4 * (len(samples) + 2), *map(len, samples)], np.int64)
@@ -178,6 +192,22 @@ class SampleRanges:
         path.write_bytes(content)
         raw = replace(entry.raw, num_bytes=len(content), hashes={})
         return MdsShard(replace(entry, num_samples=len(samples), raw=raw), folder, **self._options)
+
+
+def _reckoned(entry: ShardEntry) -> _Table | None:
+    """Where samples of one size must lie, one after another up to the end; None where they differ in size."""
+    stride = sum(size or 0 for size in entry.schema.sizes)
+    first = entry.raw.num_bytes - entry.num_samples * stride
+    if None in entry.schema.sizes or first < 4 * (entry.num_samples + 2):
+        return None
+    return _Table((first + stride * np.arange(entry.num_samples + 1)).astype(np.uint32))
+
+
+def _no_such_shard(cache: ShardCache, entry: ShardEntry) -> FormatError:
+    return FormatError(
+        f"{cache.store.url}/{entry.raw.basename}: it does not begin as a shard of {entry.num_samples} samples in "
+        f"{entry.raw.num_bytes:,} bytes, which its index says it is. Compare it with the dataset's source."
+    )
 
 
 def _parts(table: _Table, indices: _Ints) -> list[_Part]:

@@ -103,6 +103,40 @@ def test_a_sample_costs_the_table_and_its_bytes_and_the_next_only_its_bytes(serv
     assert not list(tmp_path.glob("shard*"))
 
 
+def test_samples_of_one_size_come_while_the_table_does(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with MDSWriter(out=tmp_path / "d", columns={"x": f"ndarray:uint8:{WIDTH}"}, size_limit=SHARD_BYTES) as writer:
+        for number in range(NUM_SAMPLES):
+            writer.write({"x": np.full(WIDTH, number, np.uint8)})
+    files = {f"/fixed/{path.name}": path.read_bytes() for path in (tmp_path / "d").iterdir()}
+    served.server.objects.update(files)
+    dataset = served.dataset(tmp_path / "cache", "fixed")
+    sample_came, read_range = threading.Event(), sample_ranges._range
+
+    def table_last(cache: Any, entry: Any, begin: int, end: int) -> Any:
+        assert begin or sample_came.wait(30)
+        found = read_range(cache, entry, begin, end)
+        sample_came.set()
+        return found
+
+    monkeypatch.setattr(sample_ranges, "_range", table_last)
+    assert (dataset[7]["x"] == 7).all()
+    assert (dataset[9]["x"] == 9).all()
+    lengths = [end - begin + 1 for begin, end in (map(int, (one or "")[6:].split("-")) for _, one in served.asked())]
+    assert sorted(lengths)[1:] == [WIDTH, WIDTH]  # and the table, once
+    dataset.reader.fetch(np.array([0]))
+    assert (dataset[8]["x"] == 8).all()  # what came before is found in the whole shard
+
+    name = "/fixed/shard.00001.mds"
+    content = files[name]
+    table = np.frombuffer(content[4 : 4 * (dataset.reader.entry(1)[1].num_samples + 2)], "<u4").copy()
+    table[1:-1] += 1
+    served.server.objects[name] = content[:4] + table.tobytes() + content[4 + table.nbytes :]
+    with pytest.raises(FormatError, match=r"fixed/shard\.00001\.mds: it does not begin as a shard of"):
+        dataset[NUM_SAMPLES // 2]
+
+
 def test_once_ranges_have_cost_as_much_as_the_shard_it_is_fetched(served: Served, tmp_path: Path) -> None:
     dataset = served.dataset(tmp_path)
     assert [dataset[number] for number in range(20)] == [sample(number) for number in range(20)]
