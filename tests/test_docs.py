@@ -32,6 +32,46 @@ def test_messages_that_the_troubleshooting_page_explains_are_messages_of_the_cod
     assert not unsaid
 
 
+OF_OTHERS = {  # each constructor's keywords, in mosaicml-streaming 0.13 and LitData 0.2.76
+    "streaming.StreamingDataset": """streams remote local split download_retry download_timeout validate_hash keep_zip
+        epoch_size predownload cache_limit sampling_method sampling_granularity partition_algo num_canonical_nodes
+        batch_size shuffle shuffle_algo shuffle_seed shuffle_block_size batching_method allow_unsafe_types replication
+        stream_name stream_config""",
+    "streaming.Stream": """remote local split proportion repeat choose download_retry download_timeout validate_hash
+        keep_zip""",
+    "streaming.MDSWriter": """columns out keep_local compression hashes size_limit progress_bar max_workers retry
+        exist_ok extra_bytes_per_shard extra_bytes_per_sample""",
+    "litdata.StreamingDataset": """input_dir cache_dir item_loader shuffle drop_last seed serializers max_cache_size
+        subsample encryption storage_options session_options max_pre_download index_path force_override_state_dict
+        transform num_canonical_nodes batch_decode item_shuffle_window window_direct_io""",
+    "litdata.StreamingDataLoader": """dataset batch_size num_workers profile_batches profile_skip_batches profile_dir
+        profile_cprofile prefetch_factor shuffle drop_last collate_fn""",
+    "litdata.optimize": """fn inputs output_dir queue input_dir weights chunk_size chunk_bytes align_chunking
+        compression compression_level compression_batch_size encryption num_workers fast_dev_run num_nodes machine
+        num_downloaders
+        num_uploaders reorder_files reader batch_size mode use_checkpoint item_loader start_method optimize_dns
+        storage_options keep_data_ordered verbose broadcast_paths key_fn""",
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_the_page_on_migrating_tells_of_every_argument(name: str) -> None:
+    page = (DOCS / "migrating.md").read_text()
+    ours, theirs = page.split("## From LitData")
+    told = set(re.findall(r"`(\w+)[=(`]", ours if name.startswith("streaming") else theirs))
+    assert set(OF_OTHERS[name].split()) - told == set()
+
+
+def test_what_the_page_on_migrating_calls_the_same_is_an_argument_here() -> None:
+    from inspect import signature
+
+    from lightning_stream import MDSWriter, Stream, StreamingDataset
+
+    for name, ours in (("StreamingDataset", StreamingDataset), ("Stream", Stream), ("MDSWriter", MDSWriter)):
+        theirs = set(OF_OTHERS[f"streaming.{name}"].split())
+        assert theirs - set(signature(ours).parameters) <= {"extra_bytes_per_shard", "extra_bytes_per_sample"}
+
+
 @pytest.mark.parametrize("page", ["start.md", "migrating.md"])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")

@@ -138,6 +138,10 @@ class CaptionSource:
             raise FormatError(
                 f"images with captions are tars, or folders of .jpg and .txt; {self.folder} has none.{hint}"
             )
+        if not any(file.suffix in (".txt", ".json") for folder in folders for file in folder.iterdir()):
+            raise FormatError(
+                f"a picture's caption is in a .txt or .json file of the same name beside it; {self.folder} has none."
+            )
         stamps = [(str(one), one.stat().st_mtime_ns) for one in folders]
         return Inputs([str(one) for one in folders], folder_samples, stamp=str(stamps))
 

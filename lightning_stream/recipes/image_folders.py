@@ -88,7 +88,10 @@ class ImageFolders:
         unknown = {label for label, _ in order} - {*labels}
         if unknown or not order:
             found = f"found {min(unknown)}" if unknown else "there are none"
-            raise FormatError(f"a {split} set has photos of the classes trained on; {found} in {self.folder}.")
+            raise FormatError(
+                f"a {split} set has photos of the classes trained on; {found} in {self.folder}. Photos lie in "
+                "train/<class>/ and val/<class>/, or in <class>/, of which data.held_out is the share held out."
+            )
         photos = [FilePhoto(labels[key[0]], "/".join(key), str(files[key])) for key in order]
         return [Piece(tuple(photos[at : at + _PIECE_PHOTOS])) for at in range(0, len(photos), _PIECE_PHOTOS)]
 

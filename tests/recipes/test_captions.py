@@ -64,6 +64,9 @@ def test_what_holds_no_pictures_is_told(tmp_path: Path) -> None:
     (tmp_path / "lists" / "00000.parquet").write_bytes(b"PAR1")
     with pytest.raises(FormatError, match="fetch the pictures with img2dataset"):
         captions(tmp_path, tmp_path / "lists").prepare_data()
+    (tmp_path / "lists" / "00000.jpg").write_bytes(shapes.shape_jpeg(1, 1)[0])
+    with pytest.raises(FormatError, match=r"caption is in a \.txt or \.json file"):
+        captions(tmp_path, tmp_path / "lists").prepare_data()
 
 
 def test_latents_are_the_picture() -> None:

@@ -127,9 +127,7 @@ def test_files_that_cannot_be_decoded_are_left_out_and_named(photo_folder: Path,
 def test_what_cannot_be_learnt_from_is_refused_with_what_was_found(tmp_path: Path, photo_folder: Path) -> None:
     with pytest.raises(FormatError, match=r"val set needs photos; by data\.held_out it gets none of these 5"):
         Conversion.plan(DrawnFlowers(5), tmp_path, ConversionConfig(held_out=0.001)).run()
-    with pytest.raises(
-        FormatError, match=r"<photo>\.jpg; found none: the photos in .*roses\. Set data"
-    ):
+    with pytest.raises(FormatError, match=r"<photo>\.jpg; found none: the photos in .*roses\. Set data"):
         plan(PhotoFolder(photo_folder / "roses"), tmp_path).run()
     (tmp_path / "one").mkdir()
     shutil.copytree(photo_folder / "roses", tmp_path / "one" / "roses")
