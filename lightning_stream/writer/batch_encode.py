@@ -15,6 +15,8 @@ from lightning_stream.formats.schema import Schema
 from lightning_stream.writer.batch import Pieces
 from lightning_stream.writer.gathered import Bytes2d, Gathered
 
+_JOIN_BYTES = 1 << 16  # small parts are joined to about so many before they are copied: a step for many
+
 
 class EncodedBatch(NamedTuple):
     """The rows of a batch as bytes, of sizes[k] bytes each.
@@ -34,8 +36,14 @@ class EncodedBatch(NamedTuple):
         if self.blocks:
             gathered.add_rows([block[begin:end] for block in self.blocks])
             return
-        for part in self.parts[begin * self.per_row : end * self.per_row]:
-            gathered.add(part)
+        parts = self.parts[begin * self.per_row : end * self.per_row]
+        per_join = _JOIN_BYTES * len(parts) // max(1, int(self.sizes[begin:end].sum()))
+        if per_join <= 1:
+            for part in parts:
+                gathered.add(part)
+            return
+        for k in range(0, len(parts), per_join):
+            gathered.add(b"".join(parts[k : k + per_join]))
 
     def joined(self) -> bytes | memoryview:
         """All bytes, in order, in memory of their own."""
@@ -137,6 +145,11 @@ def _encode_each(encoding: Encoding, values: Any) -> Sequence[Any]:
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "USO":
         values = values.tolist()
     encode = encoding.encode
+    if encoding is get_encoding("str") and set(map(type, values)) == {str}:
+        try:
+            return list(map(str.encode, values))
+        except UnicodeEncodeError:
+            return list(map(encode, values))  # says more
     return [value if stored and type(value) is bytes else encode(value) for value in values]
 
 

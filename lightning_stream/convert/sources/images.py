@@ -13,7 +13,7 @@ from lightning_stream.convert.sources.sniff import image_encoding
 from lightning_stream.formats.encodings import get_encoding
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-_BATCH_BYTES, _BATCH_FILES = 1 << 23, 256
+_BATCH_BYTES, _BATCH_FILES = 1 << 20, 256
 _COLUMNS = {"image": "jpeg", "label": "int", "name": "str"}
 
 
@@ -56,7 +56,7 @@ class ImageFolderReader(Reader):
         return self.read_all([span], columns)
 
     def read_all(self, spans: Sequence[Span], columns: Mapping[str, str]) -> Iterator[Batch]:
-        """Some MiB of images at a time."""
+        """About a MiB of images at a time: so the next ones come into the same memory."""
         numbers = {name: number for number, name in enumerate(self.classes)}
         gathered: list[SourceFile] = []
         room = _BATCH_BYTES

@@ -84,8 +84,8 @@ class JsonlReader(Reader):
         for file in spread(files):
             spans = self.spans(file, max(_BLOCK_BYTES, file.num_bytes // _SAMPLED_PLACES))
             for span in spans:
-                for found, _ in islice(self._rows(span), 1):
-                    rows += found[: SAMPLED_ROWS // len(spans)]
+                for found, _ in islice(self._rows(span, SAMPLED_ROWS // len(spans)), 1):
+                    rows += found
         return Found(infer_rows(rows, asked, files[0].root), {})
 
     def spans(self, file: SourceFile, part_bytes: int) -> list[Span]:
@@ -99,15 +99,16 @@ class JsonlReader(Reader):
                 refuse_others(rows, columns, where)
             yield Batch(rows if self.as_rows else columns_of(rows, columns), where)
 
-    def _rows(self, span: Span) -> Iterator[tuple[list[Mapping[str, Any]], str]]:
+    def _rows(self, span: Span, limit: int | None = None) -> Iterator[tuple[list[Mapping[str, Any]], str]]:
+        """Rows a few MiB at a time, no more than ``limit`` of each."""
         if _is_array(span.file):
-            yield _array(span.file), span.file.place
+            yield _array(span.file)[:limit], span.file.place
             return
         for at, lines in line_blocks(span):
             where = f"{span.file.place}, lines from byte {at:,}"
             filled = [line for line in lines if line and not line.isspace()]
             if filled:
-                yield _parsed(filled, where), where
+                yield _parsed(filled[:limit], where), where
 
 
 def _is_array(file: SourceFile) -> bool:
