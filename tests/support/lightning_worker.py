@@ -83,6 +83,19 @@ class Sharded(Recorder):
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
+class Split(Recorder):
+    """A `Recorder` whose layers are split over pairs of ranks, and sharded by FSDP2 over the pairs."""
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        parallelize_module(
+            self.net, self.device_mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        )
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
 class Writer(Recorder):
     """A `Recorder` that predicts the numbers of its samples, filler aside."""
 
@@ -148,6 +161,8 @@ def main() -> None:
         callbacks.append(EndsRank(*ending))
     if options.get("strategy") == "fsdp2":
         options |= {"strategy": ModelParallelStrategy(options["devices"], 1), "recorder": Sharded}
+    if options.get("strategy") == "pairs":
+        options |= {"strategy": ModelParallelStrategy(options["devices"] // 2, 2), "recorder": Split}
     Run(shards, out, ckpt, callbacks=callbacks, **options)
 
 

@@ -130,6 +130,24 @@ def test_chains_of_sharded_checkpoints_under_fsdp2_are_exact(shards: Path, tmp_p
 
 
 @pytest.mark.slow
+def test_ranks_of_tensor_parallel_pairs_see_the_same_samples_over_a_chain(shards: Path, tmp_path: Path) -> None:
+    whole = Run(shards, tmp_path / "whole").steps
+    ckpt, seen = None, {}
+    for world, stop in ((2, 7), (4, 15), (2, STEPS)):
+        out = tmp_path / f"{world} to {stop}"
+        launch(out, shards, world, torchrun=True, ckpt=ckpt, strategy="pairs", stop_at=stop)
+        ranks = [json.loads((out / f"rank{rank}of{world}.json").read_text())["steps"] for rank in range(world)]
+        assert ranks[::2] == ranks[1::2]
+        for rank in ranks[::2]:
+            for step, ids in rank.items():
+                seen[int(step)] = sorted([*seen.get(int(step), []), *ids])
+        last_step, path = checkpoints(out)[-1]
+        assert last_step == stop
+        ckpt = str(path)
+    assert seen == whole
+
+
+@pytest.mark.slow
 def test_an_accumulation_that_follows_the_world_is_exact_with_validations(shards: Path, tmp_path: Path) -> None:
     run_chain(tmp_path, shards, [4, 1, 2, 1], torchrun=True, accumulate={"4": 1, "2": 2, "1": 4}, early=True)
 
