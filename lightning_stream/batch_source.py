@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from lightning_stream.bad_data import BadData, readable
 from lightning_stream.batch_settings import BatchSettings, Ordered
 from lightning_stream.batches import BatchInfo, micro_batches
+from lightning_stream.conveyor import Conveyor
 from lightning_stream.read_ahead import read_ahead
 from lightning_stream.reader import SampleReader
 from lightning_stream.shared_position import SharedPosition, Start
@@ -35,6 +36,7 @@ class BatchSource(IterableDataset[tuple[Any, BatchInfo]]):
         settings: What the batches are.
         start: Where an iteration starts; a shared position where the workers outlive an iteration.
         collate: From samples to a batch; None for the dataset's own.
+        conveyor: How batches leave worker processes; None for torch's own way.
     """
 
     def __init__(
@@ -43,11 +45,13 @@ class BatchSource(IterableDataset[tuple[Any, BatchInfo]]):
         settings: BatchSettings,
         start: Start | SharedPosition,
         collate: Callable[[list[Any]], Any] | None,
+        conveyor: Conveyor | None = None,
     ) -> None:
         self.dataset = dataset
         self.settings = settings
         self.start = start
         self.collate = collate
+        self.conveyor = conveyor
 
     def __iter__(self) -> Iterator[tuple[Any, BatchInfo]]:
         start = self.start.upcoming if isinstance(self.start, SharedPosition) else self.start
@@ -60,7 +64,8 @@ class BatchSource(IterableDataset[tuple[Any, BatchInfo]]):
         for info in read_ahead(
             self.dataset.reader, plan, own, self.dataset.predownload, self.settings.device_batch_size
         ):
-            yield readable(self.dataset, info, self._read)
+            batch = readable(self.dataset, info, self._read)
+            yield batch if worker is None or self.conveyor is None else self.conveyor.load(worker.id, batch)
 
     def _read(self, info: BatchInfo) -> Any:
         return self.dataset.deliver(info, self.collate)

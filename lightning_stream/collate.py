@@ -50,8 +50,10 @@ def _column(values: Any) -> Any:
         return list(values)
     first = values[0]
     if isinstance(first, torch.Tensor):
-        same = all(isinstance(v, torch.Tensor) and v.shape == first.shape for v in values)
-        return default_collate(values) if same else values
+        if not all(isinstance(v, torch.Tensor) and v.shape == first.shape for v in values):
+            return values
+        # In a worker torch's own stacks into shared memory, which costs several times as much.
+        return torch.stack(values) if first.layout is torch.strided else default_collate(values)
     if isinstance(first, np.ndarray):
         same = all(isinstance(v, np.ndarray) and v.shape == first.shape and v.dtype == first.dtype for v in values)
         return _tensor(np.stack(values)) if same else values

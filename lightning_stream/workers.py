@@ -12,8 +12,10 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from lightning_stream.batch_settings import BatchSettings
 from lightning_stream.batch_source import BatchSource
 from lightning_stream.batches import BatchInfo
+from lightning_stream.conveyor import conveyor_for
 from lightning_stream.shared_position import SharedPosition, Start
 
 
@@ -39,7 +41,7 @@ class Workers:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._kept: tuple[BatchSource, DataLoader[Any]] | None = None
+        self._kept: tuple[BatchSettings, SharedPosition, DataLoader[Any]] | None = None
         self._kept_is_in_use = False
         self._live: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators that may have workers
 
@@ -51,7 +53,7 @@ class Workers:
             return
         # An iteration inside another one has workers of its own.
         keeps = options.persistent_workers and not self._kept_is_in_use
-        loader = self._kept_loader(source, options) if keeps else self._torch_loader(source, options)
+        loader = self._kept_loader(source, options) if keeps else self._torch_loader(source, source.start, options)
         self._kept_is_in_use |= keeps
         try:
             batches = iter(loader)
@@ -71,18 +73,20 @@ class Workers:
         """The loader of persistent workers, told to begin where the source does."""
         start = source.start
         assert isinstance(start, Start)
-        if self._kept is None or self._kept[0].settings != source.settings:
-            kept = BatchSource(source.dataset, source.settings, SharedPosition(start), source.collate)
-            self._kept = kept, self._torch_loader(kept, options)
-        kept, loader = self._kept
-        assert isinstance(kept.start, SharedPosition)
-        kept.start.upcoming = start
+        if self._kept is None or self._kept[0] != source.settings:
+            shared = SharedPosition(start)
+            self._kept = source.settings, shared, self._torch_loader(source, shared, options)
+        _, shared, loader = self._kept
+        shared.upcoming = start
         return loader
 
-    def _torch_loader(self, source: BatchSource, options: WorkerOptions) -> DataLoader[Any]:
+    def _torch_loader(
+        self, source: BatchSource, start: Start | SharedPosition, options: WorkerOptions
+    ) -> DataLoader[Any]:
         """Torch's own loader over whole batches. It draws from a generator of its own, not the training's."""
+        conveyor = conveyor_for(options.num_workers, (options.prefetch_factor or 0) + 1)
         return DataLoader(
-            source,
+            BatchSource(source.dataset, source.settings, start, source.collate, conveyor),
             batch_size=None,
             collate_fn=_as_it_is,
             generator=torch.Generator().manual_seed(self._seed),
