@@ -293,6 +293,21 @@ def test_a_wrong_value_on_the_command_line_ends_before_any_work(tmp_path: Path) 
     assert not (tmp_path / "runs" / "shards").exists()
 
 
+def test_weights_of_another_model_are_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(_: object) -> None:
+        torch.nn.Linear(2, 2).load_state_dict(torch.nn.Conv2d(2, 2, 3).state_dict())
+
+    monkeypatch.setattr(training, "_run", load)
+    with pytest.raises(SystemExit) as ended:
+        training.train(composed(*TINY, f"root={tmp_path}", "name=x"))
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "this checkpoint's weights do not fit ImageClassifier with these settings" in told
+    assert "The first that differs: size mismatch for weight" in told
+
+
 def test_both_ways_to_choose_data_are_one() -> None:
     assert tidied(["+data=flowers", "+data.x=1", "+x=1"]) == ["data=flowers", "+data.x=1", "+x=1"]
 

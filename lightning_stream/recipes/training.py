@@ -34,6 +34,7 @@ from lightning_stream.recipes.places import LIGHTNING, TORCH, checkpoint_meant, 
 from lightning_stream.recipes.stores import reaching
 from lightning_stream.recipes.summary import RunSummary, summarise
 
+_LOADING = "Error(s) in loading state_dict"
 _SIGNALLED = 128  # a shell's exit code for "ended by signal n" is this plus n
 
 
@@ -64,12 +65,26 @@ def _told(config: DictConfig) -> RunSummary | None:
         if wants_traceback():
             raise
         raise fail([f"Lightning: {error}", "(HYDRA_FULL_ERROR=1 shows where.)"]) from error
+    except RuntimeError as error:
+        if wants_traceback() or _LOADING not in str(error):
+            raise
+        raise fail([_other_model(config, str(error)), "(HYDRA_FULL_ERROR=1 shows all of it.)"]) from error
     except SIGTERMException:  # several ranks: Lightning's own, which would end with 0, as if all were done
         signum: int = signal.SIGTERM
     except RunStopped as stop:
         _say_how_to_go_on(stop, config)
         signum = stop.signum
     raise SystemExit(_SIGNALLED + signum)
+
+
+def _other_model(config: DictConfig, told: str) -> str:
+    """What a user is told of weights that do not fit; torch lists them all."""
+    first = next((line.strip() for line in told.splitlines()[1:] if line.strip()), "")
+    return (
+        f"ckpt_path: a run goes on with the model it began with, and this checkpoint's weights do not fit "
+        f"{config.model._target_.rpartition('.')[2]} with these settings of model= and data=. Choose those of the run "
+        f"to continue, or leave ckpt_path away to start. The first that differs: {first:.150} ..."
+    )
 
 
 def in_our_words(error: BaseException) -> str | None:
