@@ -33,17 +33,11 @@ class Room:
         Raises:
             CacheFullError: It does not fit.
         """
-        free = free_bytes(self.place.path)
-        if holding.num_bytes > free:
-            raise disk_full(self.place.path, holding.num_bytes)
         if limit_bytes is not None and holding.num_bytes > limit_bytes:
             raise CacheFullError(
                 f"cache_limit is {limit_bytes:,} bytes, but {holding.names[0]} alone needs {holding.num_bytes:,} while "
                 f"it is fetched. Raise cache_limit to several times that."
             )
-
-        def in_order(held: list[Holding]) -> list[Holding]:
-            return self._in_order(held, next_use)
 
         shortage: Shortage | None = None
         for _ in pauses(wait_s):
@@ -51,8 +45,11 @@ class Room:
                 holding, limit_bytes, lambda held: self._in_order(held, next_use), self.remove
             )
             if shortage is None:
-                return
-        assert shortage is not None
+                break
+        if shortage is None:
+            if holding.num_bytes > free_bytes(self.place.path):  # only now: what was evicted may be what was missing
+                raise disk_full(self.place.path, holding.num_bytes)
+            return
         raise CacheFullError(
             f"cache_limit is {shortage.limit_bytes:,} bytes, {shortage.in_use_bytes:,} of them are in use and stayed "
             f"so for {wait_s:g} s, and {holding.names[0]} needs {holding.num_bytes:,} more. Raise it, or lower "
@@ -108,6 +105,12 @@ def free_bytes(folder: Path) -> int:
 
 def disk_full(folder: Path, need_bytes: int) -> CacheFullError:
     """The error for a disk without room; all that was there is left as it was."""
+    free = free_bytes(folder)
+    if need_bytes <= free:
+        return CacheFullError(
+            f"the disk of the cache {folder} took no more, though {free:,} bytes are free on it: all its inodes may be "
+            "used (df -i), or your quota. Delete files, or put `local` on another disk."
+        )
     return CacheFullError(
         f"the disk of the cache {folder} is full: {need_bytes:,} bytes are needed, {free_bytes(folder):,} are free. "
         "What was there is untouched. Free some space, put `local` on a larger disk, or set cache_limit below its size."

@@ -316,7 +316,8 @@ class ShardCache:
                 raise disk_full(self.folder, 1) from error
             if error.errno == errno.EMFILE:
                 raise  # nothing of the folder's
-            if error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(self.folder):
+            within = error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(self.folder)
+            if within or error.errno == errno.EFBIG:
                 raise self._place.unusable(error) from error
             raise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import functools
@@ -235,7 +236,9 @@ class FileLock:
                 raise
             if current:
                 self._fd, self._pid = fd, os.getpid()
-                os.pwrite(fd, f"{self._pid} {socket.gethostname()}\n".encode(), 0)
+                # On a full disk that fails; the lock is ours all the same, and only `holder` knows less.
+                with contextlib.suppress(OSError):
+                    os.pwrite(fd, f"{self._pid} {socket.gethostname()}\n".encode(), 0)
                 return True
             HELD.close(fd)
             if not taken:

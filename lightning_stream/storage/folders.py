@@ -77,12 +77,13 @@ class CacheFolder:
         publish_bytes(label.encode(), self.control / "source", self.modes)
 
     def prepare(self) -> None:
-        """Make the folders, see that locks work, and clear what killed processes left; once per process.
+        """Make the folders, see that locks work, and clear what killed processes left; once per process, and anew where
+        somebody has deleted them since.
 
         Raises:
             CacheError: It is another user's, or its file system has no locks.
         """
-        if self._ready_in == os.getpid():
+        if self._ready_in == os.getpid() and (self.control / "drafts").is_dir():
             return
         try:
             make_folder(self.path, self.modes)
@@ -116,7 +117,7 @@ class CacheFolder:
 
     def unusable(self, error: OSError) -> CacheError:
         """The error for a folder in which something cannot be made, read or replaced."""
-        where = error.filename2 or error.filename
+        where = error.filename2 or error.filename or "a file of a shard"
         return CacheError(
             f"the cache {self.path} cannot be used ({error.strerror}: {where}). A cache is a folder on a disk that can "
             "be written to, in which no one else's files or folders have the names of shards. Move away what is in the "

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from servers.shards import make_dataset
 
-from lightning_stream.cache import ShardCache
-from lightning_stream.errors import CacheError
+from lightning_stream.cache import CacheConfig, ShardCache
+from lightning_stream.errors import CacheError, CacheFullError
 from lightning_stream.formats.index import Index
 from lightning_stream.storage import LocalStore
 
@@ -76,6 +78,33 @@ def test_a_link_under_a_shards_name_is_replaced_and_what_it_names_is_not(tmp_pat
     assert (tmp_path / "victim").read_text() == "precious"
 
 
+@pytest.mark.parametrize("gone", ["", ".lightning_stream", ".lightning_stream/drafts", ".lightning_stream/locks"])
+def test_a_cache_that_is_deleted_in_mid_run_is_made_anew(tmp_path: Path, gone: str) -> None:
+    index = make_dataset(tmp_path / "d", num_shards=3)
+    cache = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "cache", CacheConfig(limit_bytes=100_000))
+    for number in range(3):
+        raw = index.entry(number).raw
+        assert (cache.ensure(index.entry(number)) / raw.basename).stat().st_size == raw.num_bytes
+        shutil.rmtree(tmp_path / "cache" / gone)
+
+
+def test_a_file_that_the_system_refuses_for_its_size_is_said(tmp_path: Path) -> None:
+    make_dataset(tmp_path / "d", num_shards=1)
+    code = (
+        "import resource, signal, sys; from pathlib import Path; from lightning_stream.cache import ShardCache\n"
+        "from lightning_stream.formats.index import Index; from lightning_stream.storage import LocalStore\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
+        "cache = ShardCache(LocalStore(sys.argv[1]), sys.argv[2])\n"
+        "cache.ensure(Index.from_bytes(cache.index(), '').entry(0))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "d"), str(tmp_path / "cache")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "CacheError: the cache" in done.stderr
+    assert "cannot be used (File too large" in done.stderr
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can mount; run as root to see a disk that is read only")
 def test_a_disk_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
     make_dataset(tmp_path / "d", num_shards=1)
@@ -88,3 +117,40 @@ def test_a_disk_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
             read(tmp_path / "d", tmp_path / "ro" / "cache")
     finally:
         subprocess.run(["umount", str(tmp_path / "ro")], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A disk of its own, mounted with the given options."""
+    if os.getuid() != 0:
+        pytest.skip("only root can mount; run as root to see a small disk")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", request.param, "none", str(folder)], check=False)
+    if mounted.returncode:
+        pytest.skip("mount is refused here; a machine where root may mount shows it")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("small_disk", ["size=128k"], indirect=True)
+def test_what_a_limit_evicts_makes_room_on_a_full_disk(tmp_path: Path, small_disk: Path) -> None:
+    index = make_dataset(tmp_path / "d", num_shards=5, shard_bytes=40_000)
+    cache = ShardCache(LocalStore(tmp_path / "d"), small_disk / "cache", CacheConfig(limit_bytes=90_000))
+    for number in range(5):
+        cache.ensure(index.entry(number))
+    unlimited = ShardCache(LocalStore(tmp_path / "d"), small_disk / "cache")
+    unlimited.ensure(index.entry(0))  # the third, and so the last that the disk holds
+    for _ in range(2):  # again: what failed let go of its locks
+        with pytest.raises(CacheFullError, match="40,000 bytes are needed"):
+            unlimited.ensure(index.entry(1))
+    cache.ensure(index.entry(1))
+
+
+@pytest.mark.parametrize("small_disk", ["size=4m,nr_inodes=9"], indirect=True)
+def test_a_disk_that_takes_no_more_files_is_told_from_a_full_one(tmp_path: Path, small_disk: Path) -> None:
+    make_dataset(tmp_path / "d", num_shards=1)
+    with pytest.raises(
+        CacheFullError, match=r"took no more, though 4,\d+,\d+ bytes are free on it: all its inodes may be"
+    ):
+        read(tmp_path / "d", small_disk / "cache")
