@@ -1,4 +1,4 @@
-"""Shuffled token rows (int32 x 1,024) in batches of 256, in one process, from local shards.
+"""Shuffled token rows (int32 x 1,024) in batches of 256, in one process or with two workers, from local shards.
 
 python benchmarks/read_tokens.py [--rounds 3]
 """
@@ -44,6 +44,15 @@ def touched(folder: Path) -> dict:
     return {"score": round(sum(counts) / len(counts) / (num_shards * (1 - (1 - 1 / num_shards) ** BATCH)), 2)}
 
 
+def two_workers(folder: Path) -> dict:
+    from lightning_stream import StreamingDataLoader, StreamingDataset
+
+    dataset = StreamingDataset(local=str(folder / "mds"), shuffle=True)
+    loader = StreamingDataLoader(dataset, batch_size=BATCH, num_workers=2)
+    clock = Clock()
+    return clock.stop(sum(len(batch["tokens"]) for _ in range(EPOCHS) for batch in loader))
+
+
 def read_batch(folder: Path) -> dict:
     """Random access: `read_batch` with the ids in hand, no loader."""
     from lightning_stream import StreamingDataset
@@ -66,17 +75,21 @@ def bare_numpy(folder: Path) -> dict:
     return clock.stop(ROWS * EPOCHS)
 
 
-def mosaic(folder: Path) -> dict:
+def mosaic(folder: Path, num_workers: int = 0) -> dict:
     from streaming import StreamingDataLoader, StreamingDataset
 
     dataset = StreamingDataset(local=str(folder / "mds"), shuffle=True, batch_size=BATCH, shuffle_algo="py1e")
-    loader = StreamingDataLoader(dataset, batch_size=BATCH)
+    loader = StreamingDataLoader(dataset, batch_size=BATCH, num_workers=num_workers)
     clock, count = Clock(), 0
     for batch in loader:
         count += len(batch["tokens"])
-        if count >= ROWS // 4:
+        if count >= ROWS // 4 and not num_workers:  # workers are counted once they have ended
             break
     return clock.stop(count)
+
+
+def mosaic_two_workers(folder: Path) -> dict:
+    return mosaic(folder, num_workers=2)
 
 
 def litdata(folder: Path) -> dict:
@@ -98,6 +111,14 @@ def litdata(folder: Path) -> dict:
 if __name__ == "__main__":
     main(
         __file__,
-        {"ours": ours, "ours, read_batch": read_batch, "bare numpy": bare_numpy, "mosaic": mosaic, "litdata": litdata},
+        {
+            "ours": ours,
+            "ours, read_batch": read_batch,
+            "ours, two workers": two_workers,
+            "bare numpy": bare_numpy,
+            "mosaic": mosaic,
+            "mosaic, two workers": mosaic_two_workers,
+            "litdata": litdata,
+        },
         prepare,
     )

@@ -360,7 +360,7 @@ class StreamingDataset(IterableDataset[Any]):
             StateError: It cannot be continued over this data under these settings; says what differs.
         """
         self._loaded = position_in(state, self, self._own_settings(state))
-        self._shared.upcoming = Start(self._loaded.epoch, self._loaded.position)
+        self._shared.upcoming = Start.of(self._loaded)
 
 
 def _check_weights(streams: Sequence[Stream]) -> None:

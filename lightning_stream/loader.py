@@ -159,21 +159,19 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def __len__(self) -> int:
         """Micro-batches of this rank in a full epoch, whatever was consumed of it already."""
-        settings = self.settings()
-        return count_micro_batches(settings.plan(self._streaming, Start()), settings.device_batch_size)
+        return self._micro_batches_from(Start())
 
     def batches_before(self, position: Position) -> int:
         """Micro-batches of this rank that count as done at a position: what a full epoch has less what is to come."""
+        return len(self) - self._micro_batches_from(Start.of(position))
+
+    def _micro_batches_from(self, start: Start) -> int:
         settings = self.settings()
-        plan = settings.plan(self._streaming, Start(position.epoch, position.position))
-        return len(self) - count_micro_batches(plan, settings.device_batch_size)
+        return count_micro_batches(settings.plan(self._streaming, start), settings.device_batch_size)
 
     def warm(self, steps: int) -> int:
         """Fetch, before training, the shards of this rank's first optimizer steps from here; returns their number."""
-        settings, position = self.settings(), self.position
-        return warm(
-            self._streaming.reader, settings.plan(self._streaming, Start(position.epoch, position.position)), steps
-        )
+        return warm(self._streaming.reader, self.settings().plan(self._streaming, Start.of(self.position)), steps)
 
     # Iterating
 
@@ -182,7 +180,7 @@ class StreamingDataLoader(DataLoader[Any]):
         settings = self.settings()
         start = self._begin(settings)
         self._streaming.read_by_loader = True
-        source = BatchSource(self._streaming, settings, Start(start.epoch, start.position), self._collate)
+        source = BatchSource(self._streaming, settings, Start.of(start), self._collate)
         with self._workers.batches(source, self._worker_options()) as batches:
             for batch, info in batches:
                 if not self.evaluation:

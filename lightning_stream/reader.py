@@ -207,6 +207,9 @@ class SampleReader:
         offsets = self.snapshot.shard_offsets
         number = int(offsets.searchsorted(sample_id, side="right")) - 1
         within, process = sample_id - int(offsets[number]), self._mine()
+        with process.lock:
+            if (shard := process.open.get(number)) is not None:
+                return shard.sample(within)
         if part := self._by_range(process, [number], lambda _: np.array([within])):
             return part[number].sample(0)
         with process.lock:

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from lightning_stream.order import Position
+
 _NUM_BYTES = 4096
 _MAX_WORKERS = 1024
 _NEXT_EPOCH, _NEXT_POSITION, _EPOCH, _POSITION, _BEGAN, _KEY, _WORKERS = range(7)
@@ -30,6 +32,11 @@ class Start:
 
     epoch: int = 0
     position: int = 0
+
+    @classmethod
+    def of(cls, position: Position) -> Start:
+        """Where a run at this position goes on."""
+        return cls(position.epoch, position.position)
 
 
 class SharedPosition:
