@@ -84,7 +84,8 @@ class Workers:
         self, source: BatchSource, start: Start | SharedPosition, options: WorkerOptions
     ) -> DataLoader[Any]:
         """Torch's own loader over whole batches. It draws from a generator of its own, not the training's."""
-        conveyor = conveyor_for(options.num_workers, (options.prefetch_factor or 0) + 1)
+        # A worker has so many batches to make or under way, and the slot of one is free before it is asked for more.
+        conveyor = conveyor_for(options.num_workers, max(1, options.prefetch_factor or 0))
         return DataLoader(
             BatchSource(source.dataset, source.settings, start, source.collate, conveyor),
             batch_size=None,
