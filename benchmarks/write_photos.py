@@ -27,13 +27,13 @@ def prepare(_: Path) -> None:
         path.read_bytes()
 
 
-def write(folder: Path, writer_class: type, as_image: bool) -> dict:
+def write(folder: Path, writer_class: type, as_image: bool, hashes: tuple[str, ...] = ("sha1",)) -> dict:
     from PIL import Image
 
     out, found = folder / "out", photos()
     shutil.rmtree(out, ignore_errors=True)
     clock = Clock()
-    with writer_class(out=str(out), columns=COLUMNS, hashes=["sha1"]) as writer:
+    with writer_class(out=str(out), columns=COLUMNS, hashes=list(hashes)) as writer:
         for path, label in found:
             if as_image:
                 with Image.open(path) as image:
@@ -67,6 +67,31 @@ def mosaic_bytes(folder: Path) -> dict:
     return write(folder, MDSWriter, as_image=False)
 
 
+def ours_plain(folder: Path) -> dict:
+    from lightning_stream import MDSWriter
+
+    return write(folder, MDSWriter, as_image=False, hashes=())
+
+
+def mosaic_plain(folder: Path) -> dict:
+    from streaming import MDSWriter
+
+    return write(folder, MDSWriter, as_image=False, hashes=())
+
+
+def bare_file(folder: Path) -> dict:
+    """The same bytes read, and written to one file by plain writes, and synced."""
+    found = photos()
+    clock = Clock()
+    with (folder / "bare").open("wb", buffering=0) as file:
+        for path, _ in found:
+            file.write(path.read_bytes())
+        os.fsync(file.fileno())
+    result = clock.stop(len(found))
+    (folder / "bare").unlink()
+    return result
+
+
 class NoWriter:
     """Takes samples and does nothing: what opening the photos costs by itself."""
 
@@ -98,6 +123,9 @@ if __name__ == "__main__":
         "only opening images": opening,
         "ours, bytes": ours_bytes,
         "mosaic, bytes": mosaic_bytes,
+        "ours, bytes, no hash": ours_plain,
+        "mosaic, bytes, no hash": mosaic_plain,
+        "bare file": bare_file,
         "only reading bytes": reading,
     }
     main(__file__, contenders, prepare)
