@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from lightning_stream.formats.hashing import hashes_to_write
-from lightning_stream.recipes.classifier import ImageData
 from lightning_stream.recipes.converted_set import TRAIN, VAL, split_datasets
+from lightning_stream.recipes.image_classifier import ImageData
 from lightning_stream.recipes.images import AugmentedImage, PlainImage
 from lightning_stream.recipes.labelled_data import Described
 from lightning_stream.recipes.photo_conversion import Conversion, ConversionConfig

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.recipes.cifar import Cifar10
-from lightning_stream.recipes.classifier import ImageData
 from lightning_stream.recipes.converted_set import TRAIN, VAL, split_datasets
+from lightning_stream.recipes.image_classifier import ImageData
 from lightning_stream.recipes.image_folders import ImageFolders
 from lightning_stream.recipes.imagenet import ImageNet
 from lightning_stream.recipes.images import AugmentedImage, PlainImage, PlainPixels, ShiftedPixels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,17 @@ import pytest
 from PIL import Image
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+
+def test_the_maps_name_every_file_and_no_other() -> None:
+    import lightning_stream.recipes as package
+
+    folder = Path(str(package.__file__)).parent
+    named = set(re.findall(r"`(\w+)[`.]", str(package.__doc__)))
+    there = {path.stem for path in folder.glob("*.py")} | {path.name for path in folder.iterdir() if path.is_dir()}
+    assert {name for name in there if not name.startswith("_")} <= named
+    listed = set(re.findall(r"`(\w+\.(?:py|ipynb))`", (RECIPES / "README.md").read_text()))
+    assert listed == {path.name for path in RECIPES.iterdir() if path.suffix in (".py", ".ipynb")}
 
 
 def load(name: str) -> ModuleType:

@@ -263,8 +263,8 @@ def test_every_command_of_the_page_on_configs_is_one_that_runs(
     assert ran(*arguments)
 
 
-def test_the_page_on_configs_names_every_trainer_scale_and_store() -> None:
-    for group in ("trainer", "scale", "store", "callbacks"):
+def test_the_page_on_configs_names_every_choice() -> None:
+    for group in ("data", "model", "trainer", "scale", "store", "callbacks"):
         (row,) = re.findall(rf"^\| `{group}` \|.*$", PAGE, flags=re.MULTILINE)
         missing = [name for name in names_of(group) if f"`{name}`" not in row]
         assert missing == []

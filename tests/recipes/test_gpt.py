@@ -14,9 +14,9 @@ from hydra import compose, initialize_config_dir
 from lightning_stream.errors import LightningStreamError
 from lightning_stream.recipes import training
 from lightning_stream.recipes.checks import find_problems
-from lightning_stream.recipes.classifier import ImageClassifier
 from lightning_stream.recipes.evaluation import Tally
 from lightning_stream.recipes.gpt import GPT
+from lightning_stream.recipes.image_classifier import ImageClassifier
 from lightning_stream.recipes.language_model import LanguageModel
 from lightning_stream.recipes.text import text_data
 from lightning_stream.recipes.tokens import PADDING

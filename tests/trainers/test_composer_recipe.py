@@ -12,9 +12,9 @@ pytest.importorskip("torch", reason="the trainers need torch: uv sync")
 pytest.importorskip("composer", reason="Composer is not installed: uv sync --no-dev --extra composer")
 pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync --extra lightning")
 
-from lightning_stream.recipes.classifier import ImageClassifier
 from lightning_stream.recipes.composer_run import ComposerRun
 from lightning_stream.recipes.flowers import flower_data
+from lightning_stream.recipes.image_classifier import ImageClassifier
 from lightning_stream.recipes.language_model import LanguageModel
 from lightning_stream.recipes.text import text_data
 
