@@ -213,16 +213,17 @@ class SampleReader:
         if part := self._by_range(process, [number], lambda _: np.array([within])):
             return part[number].sample(0)
         with process.lock:
-            sample = self._shard(process, number).sample(within)
-            process.open.close_all_but(self.config.max_open_shards)
-            return sample
+            try:
+                return self._shard(process, number).sample(within)
+            finally:
+                self._let_go(process, [number])
 
     def open_for(self, sample_id: int) -> None:
-        """Have the sample's shard here and open, without reading from it."""
-        process = self._mine()
+        """See that the sample's shard can be had and opened, without reading from it."""
+        process, number = self._mine(), int(self.snapshot.shards_of(np.array([sample_id]))[0])
         with process.lock:
-            self._shard(process, int(self.snapshot.shards_of(np.array([sample_id]))[0]))
-            process.open.close_all_but(self.config.max_open_shards)
+            self._shard(process, number)
+            self._let_go(process, [number])
 
     def batch(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Gather samples as columns, in the order of `ids`.
@@ -259,14 +260,22 @@ class SampleReader:
         for k in (numbers.searchsorted(number) for number in parts):
             within[which == k] = np.unique(within[which == k], return_inverse=True)[1]
         with process.lock:
-            shards = [parts.get(number) or self._shard(process, number) for number in numbers.tolist()]
-            if self._mixed_columns is None:
-                columns = gather(shards, which, within, out)
-            else:
-                columns = gather_mixed(shards, which, within, self._mixed_columns, out)
-            # Not before, since a batch may span more shards than the bound.
-            process.open.close_all_but(self.config.max_open_shards)
-            return columns
+            try:
+                shards = [parts.get(number) or self._shard(process, number) for number in numbers.tolist()]
+                if self._mixed_columns is None:
+                    return gather(shards, which, within, out)
+                return gather_mixed(shards, which, within, self._mixed_columns, out)
+            finally:  # not before, since a batch may span more shards than the bound
+                self._let_go(process, numbers.tolist())
+
+    def _let_go(self, process: ReaderProcess, numbers: list[int]) -> None:
+        """Close what is over the bound; under a cache limit also these shards, where no announced batch needs them:
+        what is open cannot be evicted, and without a plan nobody knows when it will be read again."""
+        process.open.close_all_but(self.config.max_open_shards)
+        if self.defaults.config.limit_bytes is not None:
+            for number in numbers:
+                if process.awaited[number] <= 0:
+                    process.open.close(number)
 
     def read_ahead(self, ids: NDArray[np.int64]) -> None:
         """Begin to fetch the shards of `ids` that are not here, in the order of their first use.

@@ -36,7 +36,7 @@ class SubsetReader(SampleReader):
         return self.whole.sample(int(self._ids[sample_id]))
 
     def open_for(self, sample_id: int) -> None:
-        """Have the sample's shard here and open."""
+        """See that the sample's shard can be had and opened."""
         self.whole.open_for(int(self._ids[sample_id]))
 
     def batch(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None = None) -> dict[str, Any]:

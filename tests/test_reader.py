@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 from lightning_stream import LocalDataset, MDSWriter, Stream, StreamingDataLoader, StreamingDataset
+from lightning_stream.errors import CacheFullError
 
 
 def test_an_empty_dataset_has_no_samples_and_says_so_when_it_is_iterated(tmp_path: Path) -> None:
@@ -37,3 +40,21 @@ def test_pickled_columns_are_refused_with_the_remedy(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"column 'p' is stored as 'pkl'.*pass allow_unsafe_types=True"):
             read(StreamingDataset(local=tmp_path / "set"))
     assert LocalDataset(tmp_path / "set", allow_unsafe_types=True)[-1] == {"p": {1, 2}}
+
+
+def test_random_access_under_a_cache_limit_lets_go_of_what_it_read(tmp_path: Path) -> None:
+    with MDSWriter(out=tmp_path / "set", columns={"id": "int"}, size_limit=1000) as writer:
+        writer.write_batch({"id": list(range(500))})
+    shard_bytes = max(path.stat().st_size for path in (tmp_path / "set").glob("*.mds"))
+    dataset = StreamingDataset(remote=tmp_path / "set", local=tmp_path / "cache", cache_limit=3 * shard_bytes)
+    assert dataset.snapshot.num_shards > 6
+    begin = time.monotonic()
+    assert [dataset[number]["id"] for number in range(500)] == list(range(500))
+    assert [dataset.read_batch([number, 499 - number])["id"].sum() for number in range(0, 250, 20)] == [499] * 13
+    assert time.monotonic() - begin < 50  # nobody waited for room
+    assert sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.mds")) <= 3 * shard_bytes
+    cache = dataset.reader.caches[0]
+    cache.config = replace(cache.config, room_wait_s=0.1)
+    with pytest.raises(CacheFullError, match="cache_limit is"):
+        dataset.read_batch([0, 120, 240, 360, 480])  # four shards at once do not fit
+    assert dataset[250]["id"] == 250  # and are let go of
