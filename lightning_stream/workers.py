@@ -45,6 +45,10 @@ class Workers:
         self._kept_is_in_use = False
         self._live: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators that may have workers
 
+    def __reduce__(self) -> tuple[type[Workers], tuple[int]]:
+        """A copy has workers of its own."""
+        return Workers, (self._seed,)
+
     @contextmanager
     def batches(self, source: BatchSource, options: WorkerOptions) -> Iterator[Iterator[tuple[Any, BatchInfo]]]:
         """The batches of a source, for the time of one iteration."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -201,6 +203,22 @@ def test_one_loader_in_two_threads_delivers_whole_epochs(dataset: StreamingDatas
     for thread in threads:
         thread.join()
     assert seen == [list(range(NUM_SAMPLES))] * 2
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))], ids=["deep", "pickle"]
+)
+def test_a_copy_of_a_loader_goes_on_by_itself(dataset: StreamingDataset, copied: Any) -> None:
+    loader = StreamingDataLoader(dataset, 16, num_workers=1, persistent_workers=True)
+    batches = iter(loader)
+    first = [next(batches)["id"].tolist() for _ in range(2)]
+    state = loader.state_dict()
+    other = copied(loader)
+    assert other.state_dict() == state
+    rest = ids_of(batches)
+    assert first + rest == one_epoch(dataset, 16)
+    other.load_state_dict(state)
+    assert ids_of(other) == rest
 
 
 def test_evaluation_reads_the_same_epoch_every_time(dataset: StreamingDataset) -> None:
