@@ -17,7 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.storage.files import file_system, publish
+from lightning_stream.errors import AccessError, StoreError
+from lightning_stream.storage.files import FULL, file_system, publish
 
 _MAX_VECTORS = 1000  # the system takes 1,024 at once
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -28,10 +29,31 @@ _BLOCK_BYTES = 4096  # no disk asks for more
 
 
 def write_file(path: Path, parts: Sequence[Any]) -> None:
-    """Write the file that the parts make together. Its folder is made if missing."""
+    """Write the file that the parts make together. Its folder is made if missing.
+
+    Raises:
+        AccessError: This user may not write there.
+        StoreError: The disk is full, or cannot be written for another reason.
+    """
+    views = [memoryview(part).cast("B") for part in parts]
+    try:
+        _publish(path, views)
+    except PermissionError as error:
+        place = error.filename or path
+        raise AccessError(
+            f"no right to write {place} as user {os.getuid()}. Check the owner and mode of its folders."
+        ) from error
+    except OSError as error:
+        remedy = "Free some space" if error.errno in FULL else "Check the disk or mount it is on"
+        raise StoreError(
+            f"{path}, {sum(map(len, views)):,} bytes, could not be written: {error.strerror}. {remedy}, and write the "
+            "dataset again."
+        ) from error
+
+
+def _publish(path: Path, views: list[memoryview]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".draft-{secrets.token_hex(16)}")
-    views = [memoryview(part).cast("B") for part in parts]
     try:
         with draft.open("wb", buffering=0) as file:
             fd = file.fileno()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_stream.errors import StoreError
 from lightning_stream.storage.files import file_system
 from lightning_stream.writer import local_file
 from lightning_stream.writer.local_file import write_file
@@ -88,6 +89,14 @@ def test_a_write_that_fails_leaves_no_file(direct: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "writev", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(
+        StoreError, match=r"file, 3,153,920 bytes, could not be written: No space left.*Free some space"
+    ):
         write_file(direct / "file", [_BYTES])
     assert list(direct.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_bytes(b"")
+    with pytest.raises(StoreError, match=r"taken/file, 3 bytes, could not be written: .*Check the disk"):
+        write_file(tmp_path / "taken" / "file", [b"abc"])
