@@ -21,6 +21,7 @@ from composer.utils import dist, reproducibility
 from lightning_stream.batches import BatchInfo
 from lightning_stream.errors import StateError
 from lightning_stream.order import Position
+from lightning_stream.trainers.agreement import check_ranks_agree
 from lightning_stream.trainers.composer_loader import ComposerLoader
 
 ON_MISSING = ("restart", "error")
@@ -84,6 +85,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         trainer.state.callbacks.insert(0, self)
         self.loader.followed_by(self.handed_out, self._position)
         self._check_clock(trainer)
+        check_ranks_agree(self._position())
         self._resumed = False
 
     def upcoming(self) -> int | None:

@@ -22,6 +22,7 @@ from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.order import Position
 from lightning_stream.order.mosaic_state import is_mosaic_state
 from lightning_stream.sample_random import sample_seed
+from lightning_stream.trainers.agreement import check_ranks_agree
 from lightning_stream.trainers.lightning_delivery import DeliveryCheck
 from lightning_stream.trainers.lightning_ledger import DeliveryRecord
 from lightning_stream.trainers.lightning_loops import (
@@ -171,6 +172,7 @@ class StreamingCallback(Callback):
             self._state_in({"global_step": trainer.global_step})
         loader = self._find_loader(trainer)
         check_loader(trainer, loader)
+        check_ranks_agree(self._position())
         if self._at_boundary:
             begin_epoch_afresh(trainer)
             self._at_boundary = False

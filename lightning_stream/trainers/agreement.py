@@ -1,0 +1,46 @@
+"""Whether all ranks are about to train on the same run of the same data, asked once where a training begins.
+
+Each rank reads the index and computes the order for itself. Where one of them read another index, because the dataset
+was replaced while the run began, or was given other settings, samples would be lost and repeated in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_stream.errors import StateError
+from lightning_stream.order import Position
+
+_RESET = "The data was replaced while the run began, or a setting depends on the rank: mend that and begin again"
+
+
+def check_ranks_agree(position: Position) -> None:
+    """Compare where this rank begins with where all others do. Collective, if there is a process group.
+
+    Raises:
+        StateError: They differ; raised on every rank, so that none waits for another.
+    """
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return
+    states: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(states, position.to_state())
+    try:
+        compare(states)
+    except StateError:
+        distributed.barrier()  # a rank that ends while another still gathers would give it a lost connection instead
+        raise
+
+
+def compare(states: Sequence[Mapping[str, Any]]) -> None:
+    """Raise StateError unless all ranks' states are the same."""
+    for rank, state in enumerate(states):
+        differs = [name for name, value in state.items() if value != states[0].get(name)]
+        if differs:
+            found = ", ".join(f"{name}: {states[0].get(name)} and {state[name]}" for name in differs)
+            raise StateError(
+                f"all ranks train on one run of the same data, but ranks 0 and {rank} differ in {found}. {_RESET}"
+            )

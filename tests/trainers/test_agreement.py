@@ -1,0 +1,89 @@
+"""Ranks that read other data, or were given other settings, are told before they train."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream.errors import StateError  # noqa: E402
+from lightning_stream.trainers.agreement import check_ranks_agree, compare  # noqa: E402
+
+RANK = """
+import os, sys, torch
+from lightning_stream import StreamingDataLoader, StreamingDataset
+from lightning_stream.errors import StateError
+from lightning_stream.trainers.agreement import check_ranks_agree
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+loader = StreamingDataLoader(StreamingDataset(remote=sys.argv[3]), 4)
+try:
+    check_ranks_agree(loader.position)
+    print("agreed", flush=True)
+except StateError as error:
+    print(error, flush=True)
+torch.distributed.barrier()
+os._exit(0)  # gloo's own end may abort where the other rank has ended already
+"""
+
+
+def write(folder: Path, count: int) -> Path:
+    with MDSWriter(out=str(folder), columns={"number": "int"}) as writer:
+        for number in range(count):
+            writer.write({"number": number})
+    return folder
+
+
+def run_ranks(tmp_path: Path, data: list[Path]) -> list[tuple[int, str]]:
+    """Exit status and last words of two ranks, each over data of its own."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", RANK, str(tmp_path / "meeting"), str(rank), str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank, folder in enumerate(data)
+    ]
+    ends = []
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        ends.append((process.returncode, out.strip() or err))
+    return ends
+
+
+@pytest.mark.distributed
+def test_an_index_replaced_while_ranks_begin_is_told_on_all_of_them(tmp_path: Path) -> None:
+    former, latter = write(tmp_path / "former", 40), write(tmp_path / "latter", 48)
+    for status, words in run_ranks(tmp_path, [former, latter]):
+        assert status == 0, words
+        assert "ranks 0 and 1 differ in snapshot" in words
+        assert "replaced while the run began" in words
+
+
+@pytest.mark.distributed
+def test_ranks_over_the_same_data_agree(tmp_path: Path) -> None:
+    data = write(tmp_path / "data", 40)
+    assert run_ranks(tmp_path, [data, data]) == [(0, "agreed"), (0, "agreed")]
+
+
+def test_a_seed_that_depends_on_the_rank_is_told(tmp_path: Path) -> None:
+    data = write(tmp_path / "data", 40)
+    states = [
+        StreamingDataLoader(StreamingDataset(remote=data, shuffle=True, shuffle_seed=seed), 4).state_dict()
+        for seed in (1, 1, 2)
+    ]
+    with pytest.raises(StateError, match=r"ranks 0 and 2 differ in order: .*'seed': 1.* and .*'seed': 2"):
+        compare(states)
+    compare(states[:2])
+
+
+def test_a_single_process_asks_nobody(tmp_path: Path) -> None:
+    loader = StreamingDataLoader(StreamingDataset(remote=write(tmp_path / "data", 40)), 4)
+    check_ranks_agree(loader.position)
