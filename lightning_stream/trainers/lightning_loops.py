@@ -8,7 +8,9 @@ data's position, which is always right.
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -130,6 +132,40 @@ def begin_epoch_afresh(trainer: Any) -> None:
     Called in `on_train_start` of a run resumed at a boundary: the loop would otherwise count a batch that never was.
     """
     trainer.fit_loop.epoch_loop.restarting = False
+
+
+def let_ranks_stop_together(trainer: Any) -> None:
+    """Have SIGTERM heeded where all ranks meet: at the next step that begins after rank 0 was told.
+
+    Lightning 2.6 broadcasts from within the signal's handler, wherever each rank happens to be. The ranks' collectives
+    then no longer match, and the run hangs (seen with its own launcher, which passes the signal on to ranks that were
+    told already; Lightning's issue 20806). It also asks rank 0 before each step, where nothing can cross.
+    """
+    loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector  # noqa: SLF001
+    vars(loop).pop("_broadcast_sigterm_tensor", None)  # ours, of a fit before this one
+    ask = getattr(loop, "_broadcast_sigterm_tensor", None)
+    handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
+    if trainer.world_size == 1 or ask is None or connector._sigterm_notifier_fn not in handlers:  # noqa: SLF001
+        return
+    told = threading.Event()
+
+    def note(signum: int, _: Any) -> None:
+        if not told.is_set():
+            told.set()
+            if trainer.strategy.launcher is not None:
+                trainer.strategy.launcher.kill(signum)
+
+    def ask_rank_0() -> None:
+        connector.received_sigterm = told.is_set()
+        try:
+            ask()
+        except BaseException:
+            connector.received_sigterm = True  # rank 0 was told: all ranks leave
+            raise
+        connector.received_sigterm = False
+
+    handlers[handlers.index(connector._sigterm_notifier_fn)] = note  # noqa: SLF001
+    vars(loop)["_broadcast_sigterm_tensor"] = ask_rank_0
 
 
 def train_loader_of(trainer: Any) -> Any:

@@ -29,6 +29,7 @@ from lightning_stream.trainers.lightning_loops import (
     LoopPosition,
     begin_epoch_afresh,
     forget_fetched,
+    let_ranks_stop_together,
     limited,
     loader_states,
     rewrite_loops,
@@ -173,6 +174,7 @@ class StreamingCallback(Callback):
         loader = self._find_loader(trainer)
         check_loader(trainer, loader)
         check_ranks_agree(self._position())
+        let_ranks_stop_together(trainer)
         if self._at_boundary:
             begin_epoch_afresh(trainer)
             self._at_boundary = False

@@ -172,6 +172,8 @@ def test_the_trainers_parts_that_we_reach_into_are_there() -> None:
     assert trainer.state.fn == "fit"
     since_2_6 = tuple(map(int, pl.__version__.split(".")[:2])) >= (2, 6)
     assert hasattr(trainer, "_val_check_time_interval") == since_2_6
+    assert hasattr(loop.epoch_loop, "_broadcast_sigterm_tensor") == since_2_6
+    assert callable(trainer._signal_connector._sigterm_notifier_fn)
     assert list(inspect.signature(ProgressBar.get_metrics).parameters) == ["self", "trainer", "pl_module"]
     for strategy in (DDPStrategy, ModelParallelStrategy):
         assert isinstance(strategy.distributed_sampler_kwargs, property)
