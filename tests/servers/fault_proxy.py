@@ -8,7 +8,6 @@ import random
 import socket
 import struct
 import threading
-import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +59,7 @@ class FaultProxy:
         self.asked: Counter[tuple[str, str]] = Counter()
         self._random = random.Random(self.plan.seed)
         self._burst_left = 0
-        self._transports: weakref.WeakSet[asyncio.WriteTransport] = weakref.WeakSet()
+        self._transports: set[asyncio.WriteTransport] = set()
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)

@@ -36,12 +36,22 @@ def can_run_spark() -> None:
 
 
 @pytest.fixture(scope="session")
-def spark(can_run_spark: None) -> Iterator[Any]:
-    """A session whose failed tasks are tried again."""
+def ends_spark(can_run_spark: None) -> Iterator[None]:
+    """Stops what is left of Spark after all tests."""
+    yield
+    from pyspark.sql import SparkSession
+
+    session = SparkSession.getActiveSession()
+    if session is not None:
+        session.stop()
+
+
+@pytest.fixture
+def spark(ends_spark: None) -> Any:
+    """A session whose failed tasks are tried again: the one there is, or another where a page's code stopped it."""
     from lightning_stream.spark.session import local_session
 
     conf = {"spark.sql.shuffle.partitions": 4, "spark.log.level": "OFF", "spark.ui.showConsoleProgress": "false"}
     session = local_session("local[2,3]", conf=conf)
     session.sparkContext.setLogLevel("OFF")
-    yield session
-    session.stop()
+    return session
