@@ -14,7 +14,6 @@ import itertools
 import mmap
 import os
 import pickle
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,11 +24,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lightning_stream.formats.memory import MAP_OPTIONS
+
 _SPAN = 1 << 32  # bytes of the file that each slot may take; only what is used takes memory
 _MOST_SLOTS = 256  # a slot is named by one byte
 _ALIGNED = 64
 _SMALL_BYTES = 1 << 10  # arrays below it are pickled as they are
-_MAP_OPTIONS: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 _numbers = itertools.count()
 _made_here: weakref.WeakValueDictionary[int, Conveyor] = weakref.WeakValueDictionary()
 _arriving = threading.local()  # address of the slot that is being emptied, and the storages found in it by offset
@@ -121,7 +121,7 @@ class Conveyor:
         mapped, address = self._mapped.get((worker, slot), (b"", 0))
         if len(mapped) < num_bytes:
             length = max(mmap.ALLOCATIONGRANULARITY, 1 << (num_bytes - 1).bit_length())
-            new = mmap.mmap(self._file, length, offset=(worker * self._slots + slot) * _SPAN, **_MAP_OPTIONS)
+            new = mmap.mmap(self._file, length, offset=(worker * self._slots + slot) * _SPAN, **MAP_OPTIONS)
             address = ctypes.addressof(ctypes.c_ubyte.from_buffer(new))
             self._mapped[worker, slot] = new, address
         return address

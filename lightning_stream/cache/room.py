@@ -112,7 +112,7 @@ def disk_full(folder: Path, need_bytes: int) -> CacheFullError:
             "used (df -i), or your quota. Delete files, or put `local` on another disk."
         )
     return CacheFullError(
-        f"the disk of the cache {folder} is full: {need_bytes:,} bytes are needed, {free_bytes(folder):,} are free. "
+        f"the disk of the cache {folder} is full: {need_bytes:,} bytes are needed, {free:,} are free. "
         "What was there is untouched. Free some space, put `local` on a larger disk, or set cache_limit below its size."
     )
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from lightning_stream.errors import CacheError, DigestError, FormatError, NotFoundError, UnavailableError
 from lightning_stream.formats.index import FileEntry, Index, ShardEntry
@@ -26,9 +26,6 @@ from .config import CacheConfig
 from .fetch import Bringer, is_full, size_of, verify
 from .lease import Lease
 from .room import Room, disk_full
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

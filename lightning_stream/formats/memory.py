@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError
 
 _ANY_ADDRESS = ctypes.c_ubyte * (1 << 56)
-_MAP_OPTIONS: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # no descriptor is kept then
+MAP_OPTIONS: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # no descriptor is kept then
 _CHUNK_BYTES = 1 << 18  # what is gathered aside before it goes to the caller's memory: stays in the L2 cache
 _KEPT_WIDTHS = 64
 _WIDE_BYTES = 1 << 15  # from here on a Python loop costs nothing beside the copying
@@ -50,7 +50,7 @@ class MappedFile:
                 )
             mapped: Any = b""
             if found:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **_MAP_OPTIONS)
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **MAP_OPTIONS)
         self.num_bytes = num_bytes
         self.view = memoryview(mapped)
         self.array: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)

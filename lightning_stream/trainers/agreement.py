@@ -14,8 +14,6 @@ import torch
 from lightning_stream.errors import StateError
 from lightning_stream.order import Position
 
-_RESET = "The data was replaced while the run began, or a setting depends on the rank: mend that and begin again"
-
 
 def check_ranks_agree(position: Position) -> None:
     """Compare where this rank begins with where all others do. Collective, if there is a process group.
@@ -42,5 +40,6 @@ def compare(states: Sequence[Mapping[str, Any]]) -> None:
         if differs:
             found = ", ".join(f"{name}: {states[0].get(name)} and {state[name]}" for name in differs)
             raise StateError(
-                f"all ranks train on one run of the same data, but ranks 0 and {rank} differ in {found}. {_RESET}"
+                f"all ranks train on one run of the same data, but ranks 0 and {rank} differ in {found}. The data was "
+                "replaced while the run began, or a setting depends on the rank: mend that and begin again"
             )
