@@ -83,6 +83,7 @@ def _run(file: str, contender: str, python: str, folder: Path) -> dict:
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
+        "PYTHONDONTWRITEBYTECODE": "",  # what is imported on the way is compiled once, as where it is installed
         "PYTHONPATH": os.pathsep.join([str(Path(file).parent), os.environ.get("PYTHONPATH", "")]),
     }
     result = subprocess.run(command, capture_output=True, text=True, env=env, check=False)

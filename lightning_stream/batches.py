@@ -68,10 +68,27 @@ def micro_batches(
     together = max(1, _PLANNED_SAMPLES // (plan.batch_size * num_workers))
     own = _own_batches(plan, device_batch_size, worker, num_workers)
     while some := list(islice(own, together)):
-        for (k, first, count), share in zip(some, plan.shares([k for k, _, _ in some]), strict=True):
-            pieces = share.micro_batches(count)
-            for piece in range(first, count, num_workers):
-                yield _info(plan, k, pieces[piece], is_last_piece=piece == count - 1)
+        shares = plan.shares([k for k, _, _ in some])
+        pieces = [
+            _info(plan, k, part, is_last_piece=first + j * num_workers == count - 1)
+            for (k, first, count), share in zip(some, shares, strict=True)
+            for j, part in enumerate(share.micro_batches(count)[first::num_workers])
+        ]
+        yield from pieces
+
+
+def _info(plan: BatchPlan, k: int, share: Share, is_last_piece: bool) -> BatchInfo:
+    begin, end = plan.bounds(k)
+    return BatchInfo(
+        epoch=plan.order.epoch,
+        begin=begin,
+        end=end,
+        completes_step=is_last_piece,
+        ends_epoch=is_last_piece and k == plan.num_batches - 1,
+        ids=share.ids,
+        positions=share.positions,
+        filler=share.filler,
+    )
 
 
 def _own_batches(
@@ -79,8 +96,10 @@ def _own_batches(
 ) -> Iterator[tuple[int, int, int]]:
     """The global batches that a worker has a part in: which, its first micro-batch in it, and how many it is cut to."""
     upcoming = 0
+    num_whole = plan.num_whole_batches
+    whole = pieces_of(plan, 0, device_batch_size) if num_whole else 0
     for k in range(plan.num_batches):
-        count = pieces_of(plan, k, device_batch_size)
+        count = whole if k < num_whole else pieces_of(plan, k, device_batch_size)
         first = (worker - upcoming) % num_workers
         upcoming += count
         if first < count:
@@ -98,17 +117,3 @@ def count_micro_batches(plan: BatchPlan, device_batch_size: int) -> int:
     whole = plan.num_whole_batches
     full = pieces_of(plan, 0, device_batch_size) if whole else 0
     return whole * full + sum(pieces_of(plan, k, device_batch_size) for k in range(whole, plan.num_batches))
-
-
-def _info(plan: BatchPlan, k: int, share: Share, is_last_piece: bool) -> BatchInfo:
-    begin, end = plan.bounds(k)
-    return BatchInfo(
-        epoch=plan.order.epoch,
-        begin=begin,
-        end=end,
-        completes_step=is_last_piece,
-        ends_epoch=is_last_piece and k == plan.num_batches - 1,
-        ids=share.ids,
-        positions=share.positions,
-        filler=share.filler,
-    )

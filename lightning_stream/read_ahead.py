@@ -53,19 +53,25 @@ def read_ahead(
     depth = read_ahead_depth(predownload, device_batch_size)
     furthest = depth if predownload is not None else _FURTHER * depth
     waiting: deque[BatchInfo] = deque()
+    infos = iter(infos)
     for info in infos:
+        if reader.has_all_open:  # and keeps them: nothing is fetched or evicted any more
+            yield from waiting
+            yield info
+            yield from infos
+            return
         reader.read_ahead(info.ids)
         waiting.append(info)
         while len(waiting) > depth and (len(waiting) > furthest or not reader.could_fetch_more()):
-            yield from _pass_on(reader, waiting.popleft(), next_use)
+            first = waiting.popleft()
+            next_use.advance(first.begin)
+            yield first
+            reader.done_with(first.ids)
     while waiting:
-        yield from _pass_on(reader, waiting.popleft(), next_use)
-
-
-def _pass_on(reader: SampleReader, info: BatchInfo, next_use: NextUse) -> Iterator[BatchInfo]:
-    next_use.advance(info.begin)
-    yield info
-    reader.done_with(info.ids)
+        first = waiting.popleft()
+        next_use.advance(first.begin)
+        yield first
+        reader.done_with(first.ids)
 
 
 def _eviction_plan(reader: SampleReader, plan: BatchPlan) -> NextUse:

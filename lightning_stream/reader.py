@@ -240,8 +240,7 @@ class SampleReader:
         """
         if not len(ids):
             raise ValueError("a batch needs at least one sample id, since its columns are those of its samples")
-        of_shard = self.snapshot.shards_of(ids)
-        within = ids - self.snapshot.shard_offsets.take(of_shard)
+        of_shard, within = self.snapshot.locate(ids)
         process = self._mine()
         with process.lock:
             columns = None if self._mixed_columns else process.open.gather(of_shard, within, out)
@@ -284,8 +283,6 @@ class SampleReader:
         """
         process, is_limited = self._mine(), self.defaults.config.limit_bytes is not None
         with process.lock:
-            if not is_limited and len(process.open) == self.snapshot.num_shards:
-                return
             of_shard = self.snapshot.shards_of(ids)
             if not is_limited and process.open.has(of_shard):
                 return
@@ -294,6 +291,13 @@ class SampleReader:
                 process.awaited.update(list(numbers))
             new = [number for number in numbers if number not in process.open and number not in process.fetches]
             process.fetches.update(zip(new, process.fetch([self.entry(number) for number in new]), strict=True))
+
+    @property
+    def has_all_open(self) -> bool:
+        """Whether every shard is mapped, and stays so."""
+        if self.defaults.config.limit_bytes is not None:
+            return False
+        return len(self._mine().open) == self.snapshot.num_shards <= self.config.max_open_shards
 
     def could_fetch_more(self) -> bool:
         """Whether shards are waited for while connections are idle. Never under a cache limit: what it must hold is

@@ -56,6 +56,11 @@ class SubsetReader(SampleReader):
         begin, end = np.searchsorted(self._sorted, self.whole.snapshot.shard_offsets[number : number + 2])
         return self.whole.ranges_are_cheaper(number, int(end - begin))
 
+    @property
+    def has_all_open(self) -> bool:
+        """Whether every shard of the whole is mapped, and stays so."""
+        return self.whole.has_all_open
+
     def could_fetch_more(self) -> bool:
         """Whether shards are waited for while connections are idle."""
         return self.whole.could_fetch_more()

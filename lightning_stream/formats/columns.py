@@ -193,7 +193,7 @@ def _numbers(stretch: Stretch, column: Column, at: _Ints, size: int, out: Any) -
     assert layout is not None
     shape = (len(at), *layout.shape)
     if out is None:
-        return stretch.take(at, size).view(layout.dtype).reshape(shape) if len(at) else np.empty(shape, layout.dtype)
+        return stretch.take_as(layout.dtype, at, size).reshape(shape) if len(at) else np.empty(shape, layout.dtype)
     target = buffer_array(out, layout.dtype, shape, column.name)
     if len(at):
         stretch.take(at, size, target.reshape(-1).view(np.uint8).reshape(len(at), size))

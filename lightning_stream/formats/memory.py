@@ -76,14 +76,19 @@ class Stretch:
         """The ``width`` bytes at each of the positions ``at``: uint8[n, width], in ``out`` if given (C-contiguous)."""
         if width >= _WIDE_BYTES:
             return self._take_wide(at, width, out)
-        cells = self._cells_of(width)
         if out is None:
-            return cells[at].view(np.uint8).reshape(len(at), width)
+            return self.take_as(np.dtype(np.uint8), at, width).reshape(len(at), width)
+        cells = self._cells_of(width)
         target = out.view(_void(width)).reshape(len(at))
         step = max(1, _CHUNK_BYTES // width)
         for k in range(0, len(at), step):
             target[k : k + step] = cells[at[k : k + step]]
         return out
+
+    def take_as(self, dtype: np.dtype[Any], at: NDArray[np.int64], width: int) -> NDArray[Any]:
+        """The same bytes as numbers, one position's after another's: ``dtype[n * width / itemsize]``."""
+        taken = self._take_wide(at, width, None).reshape(-1) if width >= _WIDE_BYTES else self._cells_of(width)[at]
+        return taken.view(dtype)
 
     def _cells_of(self, width: int) -> NDArray[Any]:
         """The stretch as overlapping pieces of this width, one at every position."""

@@ -50,8 +50,9 @@ class SpanTable:
             None where not all of these samples are here.
         """
         counts = self._spans[3].take(numbers).view(np.uint64)
-        if self._plan is None or self._stretch is None or not (indices.view(np.uint64) < counts).all():
-            return None  # negative indices are huge then
+        here = np.count_nonzero(indices.view(np.uint64) < counts)  # negative indices are huge then
+        if self._plan is None or self._stretch is None or here < len(indices):
+            return None
         return gather_rows(self._plan, self._stretch, self._spans, numbers, indices, self._where, out)
 
     def _where(self, number: int) -> str:

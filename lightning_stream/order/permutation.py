@@ -11,6 +11,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+_WORTH_PACKING = 512
 MAX_NUMBER = 2**63  # seeds and epochs stay below: two 32-bit words each, and an int64 in every other tool
 
 
@@ -37,7 +38,25 @@ def raw(purpose: Purpose, *numbers: int, size: int) -> NDArray[np.uint64]:
 
 def permutation(purpose: Purpose, *numbers: int, size: int) -> NDArray[np.int64]:
     """The permutation of ``range(size)`` with this key: the stable argsort of :func:`raw`."""
-    return stable_argsort(raw(purpose, *numbers, size=size))
+    keys = raw(purpose, *numbers, size=size)
+    order = _argsort_scattered(keys) if size >= _WORTH_PACKING else None
+    return stable_argsort(keys) if order is None else order
+
+
+def _argsort_scattered(keys: NDArray[np.uint64]) -> NDArray[np.int64] | None:
+    """The stable argsort of random numbers, at twice the speed; None where two are too much alike for that.
+
+    Each number's lowest bits make room for its index, so that one sort moves both; sorting is faster than argsorting.
+    The order is the same if the remaining bits of no two numbers are equal.
+    """
+    index_bits = (len(keys) - 1).bit_length()
+    index_mask = np.uint64((1 << index_bits) - 1)
+    packed = keys & ~index_mask
+    packed |= np.arange(len(keys), dtype=np.uint64)
+    packed.sort()
+    order = (packed & index_mask).view(np.int64)
+    packed >>= np.uint64(index_bits)
+    return None if np.count_nonzero(packed[1:] == packed[:-1]) else order
 
 
 def stable_argsort(keys: NDArray[np.uint64] | NDArray[np.int64]) -> NDArray[np.int64]:

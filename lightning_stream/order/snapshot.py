@@ -111,7 +111,24 @@ class Snapshot:
 
     def shards_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """The shard that holds each sample id."""
-        return self.shard_offsets.searchsorted(ids, side="right") - 1
+        return self.locate(ids)[0]
+
+    def locate(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The shard that holds each sample id, and the sample's index in it."""
+        if self._shard_length:
+            shards = ids // self._shard_length
+            return shards, ids - shards * self._shard_length
+        shards = self.shard_offsets.searchsorted(ids, side="right") - 1
+        return shards, ids - self.shard_offsets.take(shards)
+
+    @cached_property
+    def _shard_length(self) -> int:
+        """Samples of every shard but the last, which has no more; 0 where they differ. Then a division, several times
+        as fast as a search, finds the shard: so it is with rows of a fixed size."""
+        sizes = self.sizes
+        if not len(sizes) or (sizes[:-1] != sizes[0]).any() or sizes[-1] > sizes[0]:
+            return 0
+        return int(sizes[0])
 
     def streams_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """The stream that holds each sample id."""

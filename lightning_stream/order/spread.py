@@ -6,6 +6,8 @@ active shards: 88 of 100 instead of 69 with 128 of 400 shards (random: 92).
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -55,12 +57,18 @@ def spread_parts(
     seed, epoch, stream, node = key
     num_strata = min(canonical_nodes * window, max(num_groups, 1))
     stratum = group * num_strata // max(num_groups, 1)
-    turn = permutation(Purpose.STRATA, seed, epoch, stream, size=num_strata)[stratum]
+    turn = _turns(seed, epoch, stream, num_strata)[stratum]
     row, column = turn % canonical_nodes, turn // canonical_nodes
     rounds = _ranks_within(key, stratum)
     num_rounds = int(rounds.max(initial=0)) + 1
     sweep = (row - node - rounds) % canonical_nodes
     return np.argsort((sweep * num_rounds + rounds) * window + column)  # all differ: any sort gives the same
+
+
+@lru_cache(maxsize=8)
+def _turns(seed: int, epoch: int, stream: int, num_strata: int) -> NDArray[np.int64]:
+    """How an epoch's strata are dealt: one answer for all its nodes."""
+    return permutation(Purpose.STRATA, seed, epoch, stream, size=num_strata)
 
 
 def _ranks_within(key: tuple[int, int, int, int], stratum: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -8,6 +8,7 @@ fills with half pieces, and the last block holds all that the last parts have le
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -188,7 +189,7 @@ class NodeWindow:
     def __init__(self, draw: Draw, key: tuple[int, int, int, int], parts: Parts, window: int) -> None:
         self._draw, self._key, self._parts, self._window = draw, key, parts, window
         self._ends = block_ends(parts.sizes(), window)
-        self._permuted: dict[int, tuple[NDArray[np.int64], list[int]]] = {}
+        self._permuted: dict[int, tuple[NDArray[np.int64], tuple[int, ...]]] = {}
         self._blocks: dict[int, NDArray[np.int64]] = {}
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
@@ -220,13 +221,13 @@ class NodeWindow:
         ids = np.concatenate(pieces)
         return ids[permutation(Purpose.BLOCK, *self._key, block, size=len(ids))]
 
-    def _part(self, place: int) -> tuple[NDArray[np.int64], list[int]]:
+    def _part(self, place: int) -> tuple[NDArray[np.int64], tuple[int, ...]]:
         """The part's ids, permuted, and where its pieces begin."""
         found = self._permuted.get(place)
         if found is None:
             ids = self._parts.read(place, self._draw, self._key[1])
             ids = ids[permutation(Purpose.SAMPLES, *self._key, place, size=len(ids))]
-            found = ids, piece_begins(len(ids), place, self._window).tolist()
+            found = ids, piece_begins(len(ids), min(place, self._window), self._window)
             _remember(self._permuted, place, found, keep=self._window + 1)
         return found
 
@@ -244,15 +245,17 @@ def block_ends(sizes: NDArray[np.int64], window: int) -> NDArray[np.int64]:
     rise -= np.bincount(steady + longer, weights=longer > 0, minlength=length).astype(np.int64)
     blocks = np.cumsum(rise)
     for place in range(head):
-        blocks[place : place + window] += np.diff(piece_begins(int(sizes[place]), place, window))
+        begins = piece_begins(int(sizes[place]), place, window)
+        blocks[place : place + window] += np.subtract(begins[1:], begins[:-1])
     ends = np.cumsum(blocks)[:num_parts]
     if num_parts:
         ends[-1] = sizes.sum()
     return ends
 
 
-def piece_begins(size: int, place: int, window: int) -> NDArray[np.int64]:
-    """int64[w + 1]: where each piece of the part at ``place`` begins, and the end.
+@lru_cache(maxsize=256)  # most parts are of like sizes
+def piece_begins(size: int, place: int, window: int) -> tuple[int, ...]:
+    """Where each of the w pieces of the part at ``place`` begins, and the end.
 
     A part gives w pieces, the first ``size mod w`` of them one longer. While the window fills, the first w - 1 parts
     give half pieces, and what they keep back in equal pieces once it is full: it fills twice as fast.
@@ -262,8 +265,8 @@ def piece_begins(size: int, place: int, window: int) -> NDArray[np.int64]:
     even, longer = divmod(size - half * filling, window - filling)
     piece = np.arange(window + 1, dtype=np.int64)
     late = np.maximum(piece - filling, 0)
-    begins: NDArray[np.int64] = half * np.minimum(piece, filling) + even * late + np.minimum(late, longer)
-    return begins
+    begins = half * np.minimum(piece, filling) + even * late + np.minimum(late, longer)
+    return tuple(begins.tolist())
 
 
 def _remember(cache: dict[int, _Kept], key: int, value: _Kept, keep: int) -> None:
