@@ -34,7 +34,7 @@ from paced_store import Pace, serve
 
 PYTHONS = {"mosaic": "LIGHTNING_STREAM_MOSAIC_PYTHON", "litdata": "LIGHTNING_STREAM_LITDATA_PYTHON"}
 PACES = {"25ms": Pace(0.025, 60e6), "slow": Pace(0.025, 6e6), "unlimited": Pace()}
-WIDTH, SAMPLES, SHARD_BYTES, BATCH, WORKERS, THREADS = 1 << 16, 4096, 1 << 24, 32, 2, 4
+WIDTH, SAMPLES, SHARD_BYTES, BATCH, WORKERS, THREADS = 1 << 16, 16384, 1 << 24, 32, 2, 4
 
 
 def prepare(folder: Path) -> None:

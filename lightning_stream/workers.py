@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning_stream.batch_settings import BatchSettings
 from lightning_stream.batch_source import BatchSource
 from lightning_stream.batches import BatchInfo
 from lightning_stream.conveyor import conveyor_for
+from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.shared_position import SharedPosition, Start
 
 
@@ -88,6 +90,8 @@ class Workers:
         self, source: BatchSource, start: Start | SharedPosition, options: WorkerOptions
     ) -> DataLoader[Any]:
         """Torch's own loader over whole batches. It draws from a generator of its own, not the training's."""
+        if options.num_workers:
+            _import_for_workers()
         # A worker has so many batches to make or under way, and the slot of one is free before it is asked for more.
         conveyor = conveyor_for(options.num_workers, max(1, options.prefetch_factor or 0))
         return DataLoader(
@@ -97,6 +101,13 @@ class Workers:
             generator=torch.Generator().manual_seed(self._seed),
             **vars(options),
         )
+
+
+def _import_for_workers() -> None:
+    """What every forked worker would import with its first batch, some 30 ms in each: it is there already then."""
+    get_encoding("int")
+    with suppress(ImportError):  # torch asks for it where it pickles a tensor; a torch without it does not
+        import_module("torch.nested._internal.nested_tensor")
 
 
 def _as_it_is(batch: Any) -> Any:
