@@ -13,6 +13,7 @@ from lightning_stream.convert.publish import begin, check, publish
 from lightning_stream.convert.receipt import Receipt
 from lightning_stream.spark.delta import delta_versions
 from lightning_stream.spark.explain import explained
+from lightning_stream.spark.parquet_scan import ParquetScan
 from lightning_stream.spark.partition import RESULT, SparkJob, with_done, write_partition
 from lightning_stream.spark.plan import fingerprint, ordered, plan_text, selected, small_batches
 from lightning_stream.spark.progress import Progress
@@ -132,10 +133,16 @@ class Conversion:
         """
         if done:
             _LOG.info("going on with an earlier run: %d partitions are written already", len(done))
-        task = _task(with_done(self.job, done))
+        session, job = self.dataframe.sparkSession, with_done(self.job, done)
+        scan = ParquetScan.of(self.dataframe) if self.job.udf is None else None
+        if scan is None:
+            written = self.dataframe.mapInArrow(_task(job), RESULT)
+        else:
+            tasks = session.range(0, len(scan.partitions), 1, len(scan.partitions))
+            written = tasks.mapInArrow(_scanning_task(job, scan, self.batch_rows), RESULT)
         progress = Progress(self.job) if progress_bar else nullcontext()
-        with progress, small_batches(self.dataframe.sparkSession, self.batch_rows):
-            rows = _collected(self.dataframe.mapInArrow(task, RESULT))
+        with progress, small_batches(session, self.batch_rows):
+            rows = _collected(written)
         receipts = sorted((Receipt.from_bytes(bytes(row[0])) for row in rows), key=lambda receipt: receipt.partition)
         check(receipts, "the DataFrame", _FILL)
         return receipts
@@ -185,5 +192,16 @@ def _task(job: SparkJob) -> Callable[[Iterator[Any]], Iterator[Any]]:
         context = TaskContext.get()
         assert context is not None
         return write_partition(job, context.partitionId(), batches)
+
+    return write
+
+
+def _scanning_task(
+    job: SparkJob, scan: ParquetScan, batch_rows: int | None
+) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    def write(numbers: Iterator[Any]) -> Iterator[Any]:
+        for batch in numbers:
+            for number in batch.column(0).to_pylist():
+                yield from write_partition(job, number, scan.read(number, batch_rows))
 
     return write

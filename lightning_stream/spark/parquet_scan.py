@@ -1,0 +1,230 @@
+"""A DataFrame that is nothing but Parquet files: its tasks read them by Arrow, and its rows are spared Java.
+
+Java hands Python each number of an array by a call of its own, and takes longer for that than everything else does.
+So where a plan only reads columns of Parquet files that lie in a file system of the machine, each task reads the
+row groups that Spark would have read in it. The partitions, and so the files that are written, stay the same.
+
+Whether a plan is one is asked of Spark's own classes, since nothing public tells it. What is not known for certain to
+give the same rows (filters, partitioned tables, Delta, moments and decimals, files of other types than the DataFrame's)
+is left to Spark.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from lightning_stream.errors import FormatError
+
+_LOG = logging.getLogger(__name__)
+_MOST_FILES = 4096  # the driver looks into each of them first
+_ROWS = 8192
+_KNOWN_OPTIONS = {"path", "paths", "compression"}
+_TYPES = {
+    "ByteType": "int8",
+    "ShortType": "int16",
+    "IntegerType": "int32",
+    "LongType": "int64",
+    "FloatType": "float",
+    "DoubleType": "double",
+    "BooleanType": "bool",
+    "StringType": "string",
+    "BinaryType": "binary",
+}
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The bytes ``[begin, end)`` of a file: row groups whose middle lies there are read, as Parquet's own readers do.
+
+    Attributes:
+        path: The file.
+        begin, end: Offsets in it.
+        num_bytes: Of the whole file.
+    """
+
+    path: str
+    begin: int
+    end: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class ParquetScan:
+    """What every partition of a DataFrame reads.
+
+    Attributes:
+        partitions: The stretches of each.
+        types: Arrow's name of the type by column, in the DataFrame's order.
+    """
+
+    partitions: tuple[tuple[Stretch, ...], ...]
+    types: Mapping[str, str]
+
+    @classmethod
+    def of(cls, dataframe: Any) -> ParquetScan | None:
+        """What the DataFrame reads; None where that is more than columns of Parquet files, or not known."""
+        types = _arrow_types(dataframe.schema)
+        if types is None or not hasattr(dataframe, "_jdf"):
+            return None
+        try:
+            partitions = _partitions(dataframe)
+            if partitions is None or not _are_whole(partitions):
+                return None
+            scan = cls(partitions, types)
+            return scan if scan.fits_files() else None
+        except Exception as error:  # noqa: BLE001 - a Spark of other classes; its own way of reading is always right
+            _LOG.debug("Spark reads the rows itself: %s", error)
+            return None
+
+    def fits_files(self) -> bool:
+        """Whether every file has the columns as they are in the DataFrame."""
+        paths = {stretch.path for partition in self.partitions for stretch in partition}
+        return 0 < len(paths) <= _MOST_FILES and all(_fits(_opened(path).schema_arrow, self.types) for path in paths)
+
+    def read(self, partition: int, batch_rows: int | None) -> Iterator[Any]:
+        """The rows of a partition, as Arrow batches.
+
+        Raises:
+            FormatError: A file has changed since, or is damaged.
+        """
+        for stretch in self.partitions[partition]:
+            if Path(stretch.path).stat().st_size != stretch.num_bytes:
+                raise FormatError(f"{stretch.path} has changed since the DataFrame was made. Make it again.")
+            try:
+                file = _opened(stretch.path)
+                groups = _row_groups(file.metadata, stretch)
+                if groups:
+                    yield from file.iter_batches(
+                        batch_rows or _ROWS, row_groups=groups, columns=list(self.types), use_threads=False
+                    )
+            except OSError as error:  # what Arrow raises for damaged pages
+                raise FormatError(f"{stretch.path} cannot be read as Parquet: {error}") from error
+
+
+def _opened(path: str) -> Any:
+    import pyarrow.parquet as pq
+
+    return pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)
+
+
+def _row_groups(metadata: Any, stretch: Stretch) -> list[int]:
+    """The row groups of a stretch: those whose middle lies in it, each in exactly one of a file's stretches."""
+    groups = []
+    for number in range(metadata.num_row_groups):
+        chunks = [metadata.row_group(number).column(k) for k in range(metadata.num_columns)]
+        begin = chunks[0].data_page_offset
+        if chunks[0].has_dictionary_page and chunks[0].dictionary_page_offset:
+            begin = min(begin, chunks[0].dictionary_page_offset)
+        middle = begin + sum(chunk.total_compressed_size for chunk in chunks) // 2
+        if stretch.begin <= middle < stretch.end:
+            groups.append(number)
+    return groups
+
+
+def _arrow_types(schema: Any) -> dict[str, str] | None:
+    """By column; None where one is of a type that Spark and Arrow might read differently."""
+    types = {field.name: _arrow_type(field.dataType) for field in schema.fields}
+    if len(types) < len(schema.fields) or not all(types.values()) or any("." in name for name in types):
+        return None  # Arrow takes a name with a dot for a path
+    return {name: kind for name, kind in types.items() if kind is not None}
+
+
+def _arrow_type(spark_type: Any) -> str | None:
+    kind = type(spark_type).__name__
+    if kind == "ArrayType":
+        inner = _arrow_type(spark_type.elementType)
+        return inner and f"list<{inner}>"
+    return _TYPES.get(kind)
+
+
+def _fits(schema: Any, types: Mapping[str, str]) -> bool:
+    """Whether a file has these columns, each once and of this type."""
+    folded = [name.casefold() for name in schema.names]  # Spark may not tell upper case from lower
+    return all(
+        name in schema.names and folded.count(name.casefold()) == 1 and _type_name(schema.field(name).type) == kind
+        for name, kind in types.items()
+    )
+
+
+def _type_name(arrow_type: Any) -> str:
+    import pyarrow as pa
+
+    if pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type):
+        return f"list<{_type_name(arrow_type.value_type)}>"
+    return str(arrow_type).removeprefix("large_")
+
+
+def _are_whole(partitions: Sequence[Sequence[Stretch]]) -> bool:
+    """Whether the stretches of every file are all of it, without overlap: then no row group is lost or read twice."""
+    by_file: dict[str, list[Stretch]] = {}
+    for partition in partitions:
+        for stretch in partition:
+            by_file.setdefault(stretch.path, []).append(stretch)
+    for stretches in by_file.values():
+        edges = sorted((one.begin, one.end) for one in stretches)
+        ends = [0, *(end for _, end in edges)]
+        if [begin for begin, _ in edges] != ends[:-1] or ends[-1] != stretches[0].num_bytes:
+            return False
+    return True
+
+
+def _partitions(dataframe: Any) -> tuple[tuple[Stretch, ...], ...] | None:
+    """What Spark's tasks would read; None if the plan is anything but columns of Parquet files in local folders."""
+    execution = dataframe._jdf.queryExecution()  # noqa: SLF001 - the only way to Spark's plan
+    plan = execution.optimizedPlan()
+    if _class_of(plan) == "Project":
+        chosen = list(_items(plan.projectList()))
+        if any(_class_of(one) != "AttributeReference" for one in chosen):
+            return None
+        plan = plan.child()
+    if _class_of(plan) != "LogicalRelation" or not _is_plain(plan.relation()):
+        return None
+    leaves = list(_items(execution.executedPlan().collectLeaves()))
+    if len(leaves) != 1 or _class_of(leaves[0]) != "FileSourceScanExec":
+        return None
+    read = list(_items(leaves[0].inputRDDs()))
+    if len(read) != 1 or _class_of(read[0]) != "FileScanRDD":
+        return None
+    found = [tuple(_stretch(file) for file in partition.files()) for partition in _items(read[0].filePartitions())]
+    if any(stretch is None for partition in found for stretch in partition):
+        return None
+    return tuple(tuple(stretch for stretch in partition if stretch is not None) for partition in found)
+
+
+def _is_plain(relation: Any) -> bool:
+    """Whether it is Parquet files alone: not partitioned, bucketed, of a table format, or read with options."""
+    if _class_of(relation) != "HadoopFsRelation":
+        return False
+    return (
+        relation.fileFormat().getClass().getName()
+        == "org.apache.spark.sql.execution.datasources.parquet.ParquetFileFormat"
+        and _class_of(relation.location()) == "InMemoryFileIndex"
+        and relation.partitionSchema().length() == 0
+        and relation.bucketSpec().isEmpty()
+        and {pair._1() for pair in _items(relation.options().toSeq())} <= _KNOWN_OPTIONS  # noqa: SLF001 - Scala's name
+    )
+
+
+def _stretch(file: Any) -> Stretch | None:
+    """None for a file of another file system than the machine's own."""
+    url = urlparse(file.filePath().toString())
+    if url.scheme != "file":
+        return None
+    path = unquote(url.path)
+    return Stretch(path, file.start(), file.start() + file.length(), Path(path).stat().st_size)
+
+
+def _class_of(thing: Any) -> str:
+    return str(thing.getClass().getSimpleName())
+
+
+def _items(sequence: Any) -> Iterator[Any]:
+    """The items of one of Scala's sequences."""
+    iterator = sequence.iterator()
+    while iterator.hasNext():
+        yield iterator.next()
