@@ -1,10 +1,10 @@
 """The first epoch from an S3 store into an empty cache: time to the first batch, throughput, CPU per GB.
 
-python benchmarks/cold_start.py [--rounds 3] [--pace 25ms slow unlimited] [--order shuffled plain]
+python benchmarks/cold_start.py [--rounds 3] [--pace 25ms slow unlimited] [--order shuffled plain] [--workers 2]
 
-All contenders read the same samples through two workers from a server of this machine (`paced_store.py`): with 25 ms to
-the first byte and 60 MB/s on each connection; "slow", with a tenth of that, where no CPU is scarce; or as fast as it
-goes. The last column compares with the link: eight connections of that speed, four for each worker. The clock begins
+All contenders read the same gigabyte through two workers from a server of this machine (`paced_store.py`): with 25 ms
+to the first byte and 60 MB/s on each connection; "slow", with a tenth of that, where no CPU is scarce; or as fast as it
+goes. The last column compares with the link: connections of that speed, four for each worker. The clock begins
 after the imports, and counts CPU of the process and its workers. "bare boto3" is the floor: as many threads in as many
 processes, each a loop of `get_object` that writes what it reads to a file; "ours, fetch" brings the shards, verified,
 into a cache likewise, and makes no batches. "ours, ranges" is `start_by_range=True`. Peers run where the environment
@@ -33,8 +33,9 @@ from pathlib import Path
 from paced_store import Pace, serve
 
 PYTHONS = {"mosaic": "LIGHTNING_STREAM_MOSAIC_PYTHON", "litdata": "LIGHTNING_STREAM_LITDATA_PYTHON"}
+WORKERS = int(os.environ.get("COLD_START_WORKERS", "2"))
 PACES = {"25ms": Pace(0.025, 60e6), "slow": Pace(0.025, 6e6), "unlimited": Pace()}
-WIDTH, SAMPLES, SHARD_BYTES, BATCH, WORKERS, THREADS = 1 << 16, 16384, 1 << 24, 32, 2, 4
+WIDTH, SAMPLES, SHARD_BYTES, BATCH, THREADS = 1 << 16, 16384, 1 << 24, 32, 4
 
 
 def prepare(folder: Path) -> None:
@@ -204,14 +205,19 @@ def _python(contender: str) -> str | None:
     return sys.executable if variable is None else os.environ.get(variable)
 
 
-def _run(contender: str, endpoint: str, data: Path, order: str) -> dict:
+def _run(contender: str, endpoint: str, data: Path, order: str, workers: int) -> dict:
     python = _python(contender)
     assert python is not None
     with tempfile.TemporaryDirectory(dir=data) as scratch:
         names = ("S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
         settings = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
         env = {**os.environ, **dict.fromkeys(names, endpoint), **settings, "OMP_NUM_THREADS": "1"}
-        env |= {"COLD_START_DATA": str(data), "PYTHONWARNINGS": "ignore", "TMPDIR": scratch}
+        env |= {
+            "COLD_START_DATA": str(data),
+            "COLD_START_WORKERS": str(workers),
+            "PYTHONWARNINGS": "ignore",
+            "TMPDIR": scratch,
+        }
         env |= {"AWS_ALLOW_HTTP": "true", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
         urllib.request.urlopen(f"{endpoint}/_counts").read()
         command = [python, __file__, "--contender", contender, "--scratch", scratch, "--order", order]
@@ -223,8 +229,8 @@ def _run(contender: str, endpoint: str, data: Path, order: str) -> dict:
         return {**json.loads(done.stdout.splitlines()[-1]), **counts}
 
 
-def _table(rounds: list[dict[str, dict]], pace: Pace) -> str:
-    link = WORKERS * THREADS * (pace.bytes_per_s or 0) / 1e6
+def _table(rounds: list[dict[str, dict]], pace: Pace, workers: int) -> str:
+    link = workers * THREADS * (pace.bytes_per_s or 0) / 1e6
     lines = [f"{'':14}{'first batch s':>15}{'MB/s':>8}{'CPU-s/GB':>10}{'GETs':>7}{'GB sent':>9}{'of link':>9}"]
     for name in rounds[0]:
         runs = [one[name] for one in rounds if one[name]]
@@ -244,6 +250,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pace", nargs="+", choices=PACES, default=list(PACES))
     parser.add_argument("--order", nargs="+", choices=("shuffled", "plain"), default=["shuffled", "plain"])
+    parser.add_argument("--workers", type=int, default=WORKERS, help="processes that read")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
@@ -263,10 +270,12 @@ def main() -> None:
                 for order in args.order:
                     chosen = [name for name in args.only if _python(name)]
                     rounds = [
-                        {name: _run(name, endpoint, Path(folder), order) for name in chosen} for _ in range(args.rounds)
+                        {name: _run(name, endpoint, Path(folder), order, args.workers) for name in chosen}
+                        for _ in range(args.rounds)
                     ]
                     sys.stdout.write(
-                        f"\n{order}, {pace}: medians of {args.rounds} rounds\n{_table(rounds, PACES[pace])}\n"
+                        f"\n{order}, {pace}, {args.workers} workers: medians of {args.rounds} rounds\n"
+                        f"{_table(rounds, PACES[pace], args.workers)}\n"
                     )
                     sys.stdout.flush()
 

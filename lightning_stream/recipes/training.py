@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import (  # type: ignore[attr-define
 from omegaconf import DictConfig, OmegaConf
 
 import lightning_stream
-from lightning_stream.errors import LightningStreamError, MissingExtraError
+from lightning_stream.errors import LightningStreamError, MissingExtraError, StateError
 from lightning_stream.recipes.callbacks import RunStopped
 from lightning_stream.recipes.checks import refusal
 from lightning_stream.recipes.command_line import fail, mark_composed, wants_traceback
@@ -35,6 +35,7 @@ from lightning_stream.recipes.stores import reaching
 from lightning_stream.recipes.summary import RunSummary, summarise
 
 _LOADING = "Error(s) in loading state_dict"
+_CONFIG = "config.yaml"
 _SIGNALLED = 128  # a shell's exit code for "ended by signal n" is this plus n
 
 
@@ -60,7 +61,8 @@ def _told(config: DictConfig) -> RunSummary | None:
         sentence = in_our_words(error)
         if wants_traceback() or sentence is None:
             raise
-        raise fail([sentence, "(HYDRA_FULL_ERROR=1 shows where.)"]) from error
+        others = [_how_the_run_began(config)] if isinstance(error, StateError) else []
+        raise fail([sentence, *others, "(HYDRA_FULL_ERROR=1 shows where.)"]) from error
     except MisconfigurationException as error:
         if wants_traceback():
             raise
@@ -84,6 +86,16 @@ def _other_model(config: DictConfig, told: str) -> str:
         f"ckpt_path: a run goes on with the model it began with, and this checkpoint's weights do not fit "
         f"{config.model._target_.rpartition('.')[2]} with these settings of model= and data=. Choose those of the run "
         f"to continue, or leave ckpt_path away to start. The first that differs: {first:.150} ..."
+    )
+
+
+def _how_the_run_began(config: DictConfig) -> str:
+    """What to do where a checkpoint was refused."""
+    kept = Path(config.folder) / _CONFIG
+    began = f" (they are in {kept})" if kept.exists() else ""
+    return (
+        f"ckpt_path: go on with the data= and settings that the run began with{began}, or leave ckpt_path away to "
+        "start anew."
     )
 
 
@@ -124,12 +136,16 @@ def _run(config: DictConfig) -> RunSummary | None:
     model: Any = instantiate(config.model, _convert_="all")
     if continued is None:
         put_aside(checkpoints(folder, kind))
-    keep_config(config, folder)
+    earlier = keep_config(config, folder)
     try:
         if kind == LIGHTNING:
             summary = _run_lightning(config, model, data, continued)
         else:
             summary = _run_other(config, model, data, kind)
+    except StateError:  # nothing was trained: the folder is still the earlier run's
+        if continued is not None and earlier is not None:
+            (folder / _CONFIG).write_text(earlier)
+        raise
     finally:
         data.close()
     if summary is not None:
@@ -166,10 +182,17 @@ def _tell_measures(measured: Mapping[str, float], folder: Path) -> None:
 
 
 @rank_zero_only
-def keep_config(config: DictConfig, folder: Path) -> None:
-    """Write down what the run is made of; what it takes from the environment stays a reference."""
+def keep_config(config: DictConfig, folder: Path) -> str | None:
+    """Write down what the run is made of; what it takes from the environment stays a reference.
+
+    Returns:
+        What was written there by an earlier run, if anything.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(config, folder / "config.yaml")
+    path = folder / _CONFIG
+    earlier = path.read_text() if path.exists() else None
+    OmegaConf.save(config, path)
+    return earlier
 
 
 @rank_zero_only

@@ -28,7 +28,9 @@ def show_in_progress_bar(
     whole = loader.dataset.order(loader.settings().order).num_samples
 
     def with_position(*arguments: Any) -> dict[str, Any]:
-        return {**metrics(*arguments), "samples": f"{position().position}/{whole}"}
+        here = position()
+        has_ended = not here.position and here.epoch > trainer.current_epoch
+        return {**metrics(*arguments), "samples": f"{whole if has_ended else here.position}/{whole}"}
 
     def restore() -> None:
         vars(bar).pop("get_metrics", None)

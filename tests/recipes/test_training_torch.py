@@ -142,6 +142,16 @@ def test_a_checkpoint_of_other_data_is_refused_without_a_traceback(
     assert "A run must continue over the data it began with" in capsys.readouterr().err
 
 
+def test_a_refused_run_leaves_the_earlier_ones_config_and_names_it(
+    root: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began = (whole / "config.yaml").read_text()
+    with pytest.raises(SystemExit):
+        train(root, "whole", *PLAIN, "data.drawn_count=41", "ckpt_path=last")
+    assert (whole / "config.yaml").read_text() == began
+    assert f"that the run began with (they are in {whole / 'config.yaml'})" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_go_on_where_one_was_stopped_and_one_where_two_were(

@@ -347,6 +347,11 @@ def test_the_progress_bar_shows_the_position_and_is_left_as_it_was(shards: Path,
     assert shown == ["16/167", "32/167", "48/167"]
     assert "get_metrics" not in vars(bar)
 
+    shown.clear()
+    Run(shards, tmp_path, callbacks=[Bar()], enable_progress_bar=True, max_epochs=2)
+    assert shown[10] == shown[-1] == "167/167"  # 11 batches an epoch
+    assert shown[11] == "16/167"
+
 
 def test_the_happy_path_warns_of_nothing_of_ours(shards: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
