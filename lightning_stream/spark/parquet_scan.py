@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from lightning_stream.errors import FormatError
 
 _LOG = logging.getLogger(__name__)
 _MOST_FILES = 4096  # the driver looks into each of them first
+_LOOK_AT_ONCE = 16
 _ROWS = 8192
+_BUFFER_BYTES = 1 << 20  # read at a time: a mounted bucket is slow to answer
 _KNOWN_OPTIONS = {"path", "paths", "compression"}
 _TYPES = {
     "ByteType": "int8",
@@ -84,7 +87,10 @@ class ParquetScan:
     def fits_files(self) -> bool:
         """Whether every file has the columns as they are in the DataFrame."""
         paths = {stretch.path for partition in self.partitions for stretch in partition}
-        return 0 < len(paths) <= _MOST_FILES and all(_fits(_opened(path).schema_arrow, self.types) for path in paths)
+        if not 0 < len(paths) <= _MOST_FILES:
+            return False
+        with ThreadPoolExecutor(_LOOK_AT_ONCE) as pool:
+            return all(pool.map(lambda path: _fits(_opened(path).schema_arrow, self.types), paths))
 
     def read(self, partition: int, batch_rows: int | None) -> Iterator[Any]:
         """The rows of a partition, as Arrow batches.
@@ -109,7 +115,7 @@ class ParquetScan:
 def _opened(path: str) -> Any:
     import pyarrow.parquet as pq
 
-    return pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)
+    return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, page_checksum_verification=True)
 
 
 def _row_groups(metadata: Any, stretch: Stretch) -> list[int]:
