@@ -51,8 +51,8 @@ def list_pictures(session: Any, folder: str) -> Any:
     from pyspark.sql import functions as f
 
     files = session.read.format("binaryFile").option("pathGlobFilter", "*.jpg").option("recursiveFileLookup", "true")
-    number = f.array_position(f.array(*map(f.lit, CLASSES)), class_of("path")).cast("int") - 1
-    return files.load(folder).select("path", number.alias("label")).where("label >= 0")
+    numbers = f.create_map(*(f.lit(one) for pair in enumerate(CLASSES) for one in reversed(pair)))
+    return files.load(folder).select("path", numbers[class_of("path")].alias("label")).where("label >= 0")
 
 
 def class_of(path: str) -> Any:

