@@ -92,7 +92,6 @@ class StreamingDataLoader(DataLoader[Any]):
         self._progress = Progress()
         self._workers = Workers(dataset.shuffle_seed)
         self._told: BatchSettings | None = None  # the settings whose forecast was told
-        self.last_batch: BatchInfo | None = None
         self.num_substituted = 0  # samples delivered to this rank in place of bad ones so far; all ranks' add up
         self._on_batch: Callable[[BatchInfo], object] | None = None
         self._trained: Callable[[], Position] | None = None
@@ -185,7 +184,7 @@ class StreamingDataLoader(DataLoader[Any]):
             for batch, info in batches:
                 if not self.evaluation:
                     self._progress.hand_out(start, info)
-                self.last_batch = info
+                self._progress.last = info
                 if info.substitutions:
                     self.num_substituted += info.num_substituted
                 if self._on_batch is not None:
@@ -230,6 +229,11 @@ class StreamingDataLoader(DataLoader[Any]):
         self._workers.close()
 
     # The position
+
+    @property
+    def last_batch(self) -> BatchInfo | None:
+        """What the batch handed out last is made of; None before any was."""
+        return self._progress.last
 
     @property
     def position(self) -> Position:

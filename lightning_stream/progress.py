@@ -16,6 +16,7 @@ class Progress:
         # Where the iteration began or the next one will, and what was handed out last since then. Replaced as one,
         # since several threads may iterate.
         self._at: tuple[Position, BatchInfo | None] | None = None
+        self.last: BatchInfo | None = None  # the batch handed out last, of an evaluation too
         self._summed = (0, 0, 0)  # the ledger's expected sum: of this epoch, up to this position, so much
 
     @property
