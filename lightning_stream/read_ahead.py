@@ -63,15 +63,15 @@ def read_ahead(
         reader.read_ahead(info.ids)
         waiting.append(info)
         while len(waiting) > depth and (len(waiting) > furthest or not reader.could_fetch_more()):
-            first = waiting.popleft()
-            next_use.advance(first.begin)
-            yield first
-            reader.done_with(first.ids)
+            yield from _pass_on(reader, waiting.popleft(), next_use)
     while waiting:
-        first = waiting.popleft()
-        next_use.advance(first.begin)
-        yield first
-        reader.done_with(first.ids)
+        yield from _pass_on(reader, waiting.popleft(), next_use)
+
+
+def _pass_on(reader: SampleReader, info: BatchInfo, next_use: NextUse) -> Iterator[BatchInfo]:
+    next_use.advance(info.begin)
+    yield info
+    reader.done_with(info.ids)
 
 
 def _eviction_plan(reader: SampleReader, plan: BatchPlan) -> NextUse:

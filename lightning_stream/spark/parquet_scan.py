@@ -41,8 +41,8 @@ _TYPES = {
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """The bytes ``[begin, end)`` of a file: row groups whose middle lies there are read, as Parquet's own readers do.
+class FileSplit:
+    """The bytes ``[begin, end)`` of a file. Row groups whose middle lies there are read, as by Parquet's own readers.
 
     Attributes:
         path: The file.
@@ -61,11 +61,11 @@ class ParquetScan:
     """What every partition of a DataFrame reads.
 
     Attributes:
-        partitions: The stretches of each.
+        partitions: The splits of each.
         types: Arrow's name of the type by column, in the DataFrame's order.
     """
 
-    partitions: tuple[tuple[Stretch, ...], ...]
+    partitions: tuple[tuple[FileSplit, ...], ...]
     types: Mapping[str, str]
 
     @classmethod
@@ -86,7 +86,7 @@ class ParquetScan:
 
     def fits_files(self) -> bool:
         """Whether every file has the columns as they are in the DataFrame."""
-        paths = {stretch.path for partition in self.partitions for stretch in partition}
+        paths = {split.path for partition in self.partitions for split in partition}
         if not 0 < len(paths) <= _MOST_FILES:
             return False
         with ThreadPoolExecutor(_LOOK_AT_ONCE) as pool:
@@ -98,18 +98,18 @@ class ParquetScan:
         Raises:
             FormatError: A file has changed since, or is damaged.
         """
-        for stretch in self.partitions[partition]:
-            if Path(stretch.path).stat().st_size != stretch.num_bytes:
-                raise FormatError(f"{stretch.path} has changed since the DataFrame was made. Make it again.")
+        for split in self.partitions[partition]:
+            if Path(split.path).stat().st_size != split.num_bytes:
+                raise FormatError(f"{split.path} has changed since the DataFrame was made. Make it again.")
             try:
-                file = _opened(stretch.path)
-                groups = _row_groups(file.metadata, stretch)
+                file = _opened(split.path)
+                groups = _row_groups(file.metadata, split)
                 if groups:
                     yield from file.iter_batches(
                         batch_rows or _ROWS, row_groups=groups, columns=list(self.types), use_threads=False
                     )
             except OSError as error:  # what Arrow raises for damaged pages
-                raise FormatError(f"{stretch.path} cannot be read as Parquet: {error}") from error
+                raise FormatError(f"{split.path} cannot be read as Parquet: {error}") from error
 
 
 def _opened(path: str) -> Any:
@@ -118,8 +118,8 @@ def _opened(path: str) -> Any:
     return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, page_checksum_verification=True)
 
 
-def _row_groups(metadata: Any, stretch: Stretch) -> list[int]:
-    """The row groups of a stretch: those whose middle lies in it, each in exactly one of a file's stretches."""
+def _row_groups(metadata: Any, split: FileSplit) -> list[int]:
+    """The row groups of a split: those whose middle lies in it, each in exactly one of a file's splits."""
     groups = []
     for number in range(metadata.num_row_groups):
         chunks = [metadata.row_group(number).column(k) for k in range(metadata.num_columns)]
@@ -127,7 +127,7 @@ def _row_groups(metadata: Any, stretch: Stretch) -> list[int]:
         if chunks[0].has_dictionary_page and chunks[0].dictionary_page_offset:
             begin = min(begin, chunks[0].dictionary_page_offset)
         middle = begin + sum(chunk.total_compressed_size for chunk in chunks) // 2
-        if stretch.begin <= middle < stretch.end:
+        if split.begin <= middle < split.end:
             groups.append(number)
     return groups
 
@@ -165,21 +165,21 @@ def _type_name(arrow_type: Any) -> str:
     return str(arrow_type).removeprefix("large_")
 
 
-def _are_whole(partitions: Sequence[Sequence[Stretch]]) -> bool:
-    """Whether the stretches of every file are all of it, without overlap: then no row group is lost or read twice."""
-    by_file: dict[str, list[Stretch]] = {}
+def _are_whole(partitions: Sequence[Sequence[FileSplit]]) -> bool:
+    """Whether the splits of every file are all of it, without overlap: then no row group is lost or read twice."""
+    by_file: dict[str, list[FileSplit]] = {}
     for partition in partitions:
-        for stretch in partition:
-            by_file.setdefault(stretch.path, []).append(stretch)
-    for stretches in by_file.values():
-        edges = sorted((one.begin, one.end) for one in stretches)
+        for split in partition:
+            by_file.setdefault(split.path, []).append(split)
+    for splits in by_file.values():
+        edges = sorted((one.begin, one.end) for one in splits)
         ends = [0, *(end for _, end in edges)]
-        if [begin for begin, _ in edges] != ends[:-1] or ends[-1] != stretches[0].num_bytes:
+        if [begin for begin, _ in edges] != ends[:-1] or ends[-1] != splits[0].num_bytes:
             return False
     return True
 
 
-def _partitions(dataframe: Any) -> tuple[tuple[Stretch, ...], ...] | None:
+def _partitions(dataframe: Any) -> tuple[tuple[FileSplit, ...], ...] | None:
     """What Spark's tasks would read; None if the plan is anything but columns of Parquet files in local folders."""
     execution = dataframe._jdf.queryExecution()  # noqa: SLF001 - the only way to Spark's plan
     plan = execution.optimizedPlan()
@@ -196,10 +196,10 @@ def _partitions(dataframe: Any) -> tuple[tuple[Stretch, ...], ...] | None:
     read = list(_items(leaves[0].inputRDDs()))
     if len(read) != 1 or _class_of(read[0]) != "FileScanRDD":
         return None
-    found = [tuple(_stretch(file) for file in partition.files()) for partition in _items(read[0].filePartitions())]
-    if any(stretch is None for partition in found for stretch in partition):
+    found = [tuple(_split(file) for file in partition.files()) for partition in _items(read[0].filePartitions())]
+    if any(split is None for partition in found for split in partition):
         return None
-    return tuple(tuple(stretch for stretch in partition if stretch is not None) for partition in found)
+    return tuple(tuple(split for split in partition if split is not None) for partition in found)
 
 
 def _is_plain(relation: Any) -> bool:
@@ -216,13 +216,13 @@ def _is_plain(relation: Any) -> bool:
     )
 
 
-def _stretch(file: Any) -> Stretch | None:
+def _split(file: Any) -> FileSplit | None:
     """None for a file of another file system than the machine's own."""
     url = urlparse(file.filePath().toString())
     if url.scheme != "file":
         return None
     path = unquote(url.path)
-    return Stretch(path, file.start(), file.start() + file.length(), Path(path).stat().st_size)
+    return FileSplit(path, file.start(), file.start() + file.length(), Path(path).stat().st_size)
 
 
 def _class_of(thing: Any) -> str:

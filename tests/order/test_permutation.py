@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stream.order import ORDER_VERSION, OrderConfig, RunOrder, Snapshot, StreamWeights, ledger
+from lightning_stream.order import permutation as permutations
 from lightning_stream.order.permutation import Purpose, permutation, raw, stable_argsort
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "order_1.json").read_text())
@@ -49,3 +50,25 @@ def test_every_purpose_has_its_own_numbers():
 def test_equal_keys_keep_their_order(keys):
     keys = np.array(keys, dtype=np.uint64)
     assert np.array_equal(stable_argsort(keys), np.argsort(keys, kind="stable"))
+
+
+@pytest.mark.parametrize("size", [511, 512, 513, 1000, 4096, 70_000])
+def test_a_permutation_is_the_stable_argsort_at_any_size(size: int) -> None:
+    keys = raw(Purpose.SAMPLES, 9176, size, size=size)
+    assert np.array_equal(permutation(Purpose.SAMPLES, 9176, size, size=size), np.argsort(keys, kind="stable"))
+
+
+def test_numbers_too_much_alike_to_carry_their_index_are_sorted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = np.arange(1000, dtype=np.uint64)[::-1] % 7  # all differ in their lowest bits alone
+    monkeypatch.setattr(permutations, "raw", lambda *_, size: keys[:size])
+    assert np.array_equal(permutation(Purpose.SAMPLES, 1, size=1000), np.argsort(keys, kind="stable"))
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(1, 9), st.integers(0, 9))
+def test_a_sample_is_located_in_shards_of_any_sizes(sizes: list[int], length: int, last: int) -> None:
+    for some in (sizes, [length] * len(sizes), [*[length] * len(sizes), last]):
+        snapshot = Snapshot.of([some])
+        ids = np.arange(snapshot.num_samples)
+        shards, within = snapshot.locate(ids)
+        assert shards.tolist() == [k for k, size in enumerate(some) for _ in range(size)]
+        assert within.tolist() == [k for size in some for k in range(size)]
