@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,10 @@ def test_more_is_worth_fetching_while_shards_are_waited_for_and_threads_are_idle
     fetches = process.fetch(shards(9))
     assert process.could_fetch_more()  # what another process fetches takes no connection of ours
     fetches += process.fetch(shards(0))
-    assert process.could_fetch_more()
+    deadline = time.monotonic() + 30
+    while not process.could_fetch_more():  # until a thread has found that out
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     fetches += process.fetch(shards(1))
     with pytest.raises(TimeoutError):
         fetches[-1].result(0.2)
