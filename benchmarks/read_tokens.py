@@ -74,15 +74,12 @@ def bare_numpy(folder: Path) -> dict:
     virtual machine the host backs them as it likes.
     """
     files = [np.memmap(path, np.uint8, mode="r") for path in sorted((folder / "mds").glob("*.mds"))]
-    rows = [shard.ctypes.data + np.arange(0, len(shard), 4 * WIDTH, np.int64) for shard in files]
     first = [int(shard[4:8].view("<u4")[0]) for shard in files]
-    at = np.concatenate(
-        [
-            addresses[: (len(shard) - head) // (4 * WIDTH)] + head
-            for addresses, shard, head in zip(rows, files, first, strict=True)
-        ]
-    )
-    begin, end = min(at), max(at) + 4 * WIDTH
+    rows = [
+        shard.ctypes.data + np.arange(head, len(shard), 4 * WIDTH) for head, shard in zip(first, files, strict=True)
+    ]
+    at = np.concatenate(rows)
+    begin, end = at.min(), at.max() + 4 * WIDTH
     memory = (ctypes.c_ubyte * int(end - begin)).from_address(int(begin))
     row = np.dtype((np.void, 4 * WIDTH))
     anywhere = np.ndarray((len(memory) - row.itemsize + 1,), row, memory, 0, (1,))

@@ -252,7 +252,7 @@ def _equal_arrays(stretch: Stretch, column: Column, at: _Ints, size: int | _Ints
     heads = stretch.take(at, head)
     if head == width or not (heads == heads[0]).all():
         return None
-    return list(stretch.take(at + head, width - head).view(dtype).reshape(len(at), *shape))
+    return list(stretch.take_as(dtype, at + head, width - head).reshape(len(at), *shape))
 
 
 def _gather_apart(shards: Sequence[Shard], which: _Ints, indices: _Ints, out: Buffers | None) -> Batch:

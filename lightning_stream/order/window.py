@@ -227,7 +227,7 @@ class NodeWindow:
         if found is None:
             ids = self._parts.read(place, self._draw, self._key[1])
             ids = ids[permutation(Purpose.SAMPLES, *self._key, place, size=len(ids))]
-            found = ids, piece_begins(len(ids), min(place, self._window), self._window)
+            found = ids, piece_begins(len(ids), min(place, self._window), self._window)  # all later places are alike
             _remember(self._permuted, place, found, keep=self._window + 1)
         return found
 
@@ -245,8 +245,7 @@ def block_ends(sizes: NDArray[np.int64], window: int) -> NDArray[np.int64]:
     rise -= np.bincount(steady + longer, weights=longer > 0, minlength=length).astype(np.int64)
     blocks = np.cumsum(rise)
     for place in range(head):
-        begins = piece_begins(int(sizes[place]), place, window)
-        blocks[place : place + window] += np.subtract(begins[1:], begins[:-1])
+        blocks[place : place + window] += np.diff(piece_begins(int(sizes[place]), place, window))
     ends = np.cumsum(blocks)[:num_parts]
     if num_parts:
         ends[-1] = sizes.sum()

@@ -47,7 +47,7 @@ class FileSplit:
     Attributes:
         path: The file.
         begin, end: Offsets in it.
-        num_bytes: Of the whole file.
+        num_bytes: Of the whole file, when Spark listed it.
     """
 
     path: str
@@ -85,12 +85,16 @@ class ParquetScan:
             return None
 
     def fits_files(self) -> bool:
-        """Whether every file has the columns as they are in the DataFrame."""
-        paths = {split.path for partition in self.partitions for split in partition}
-        if not 0 < len(paths) <= _MOST_FILES:
+        """Whether every file is as Spark listed it, and has the columns as they are in the DataFrame."""
+        files = {split.path: split.num_bytes for partition in self.partitions for split in partition}
+        if not 0 < len(files) <= _MOST_FILES:
             return False
+
+        def fits(path: str) -> bool:
+            return Path(path).stat().st_size == files[path] and _fits(_opened(path).schema_arrow, self.types)
+
         with ThreadPoolExecutor(_LOOK_AT_ONCE) as pool:
-            return all(pool.map(lambda path: _fits(_opened(path).schema_arrow, self.types), paths))
+            return all(pool.map(fits, files))
 
     def read(self, partition: int, batch_rows: int | None) -> Iterator[Any]:
         """The rows of a partition, as Arrow batches.
@@ -221,8 +225,7 @@ def _split(file: Any) -> FileSplit | None:
     url = urlparse(file.filePath().toString())
     if url.scheme != "file":
         return None
-    path = unquote(url.path)
-    return FileSplit(path, file.start(), file.start() + file.length(), Path(path).stat().st_size)
+    return FileSplit(unquote(url.path), file.start(), file.start() + file.length(), file.fileSize())
 
 
 def _class_of(thing: Any) -> str:
