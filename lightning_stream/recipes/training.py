@@ -61,7 +61,8 @@ def _told(config: DictConfig) -> RunSummary | None:
         sentence = in_our_words(error)
         if wants_traceback() or sentence is None:
             raise
-        others = [_how_the_run_began(config)] if isinstance(error, StateError) else []
+        is_refused = isinstance(error, StateError) and config.ckpt_path is not None
+        others = [_how_the_run_began(config)] if is_refused else []
         raise fail([sentence, *others, "(HYDRA_FULL_ERROR=1 shows where.)"]) from error
     except MisconfigurationException as error:
         if wants_traceback():

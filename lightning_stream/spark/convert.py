@@ -133,19 +133,20 @@ class Conversion:
         """
         if done:
             _LOG.info("going on with an earlier run: %d partitions are written already", len(done))
-        session, job = self.dataframe.sparkSession, with_done(self.job, done)
-        scan = ParquetScan.of(self.dataframe) if self.job.udf is None else None
-        if scan is None:
-            written = self.dataframe.mapInArrow(_task(job), RESULT)
-        else:
-            tasks = session.range(0, len(scan.partitions), 1, len(scan.partitions))
-            written = tasks.mapInArrow(_scanning_task(job, scan, self.batch_rows), RESULT)
         progress = Progress(self.job) if progress_bar else nullcontext()
-        with progress, small_batches(session, self.batch_rows):
-            rows = _collected(written)
+        with progress, small_batches(self.dataframe.sparkSession, self.batch_rows):
+            rows = _collected(self._receipts(with_done(self.job, done)))
         receipts = sorted((Receipt.from_bytes(bytes(row[0])) for row in rows), key=lambda receipt: receipt.partition)
         check(receipts, "the DataFrame", _FILL)
         return receipts
+
+    def _receipts(self, job: SparkJob) -> Any:
+        """A DataFrame whose tasks write the partitions, each a row."""
+        scan = ParquetScan.of(self.dataframe) if job.udf is None else None
+        if scan is None:
+            return self.dataframe.mapInArrow(_task(job), RESULT)
+        numbers = self.dataframe.sparkSession.range(0, len(scan.partitions), 1, len(scan.partitions))
+        return numbers.mapInArrow(_scanning_task(job, scan, self.batch_rows), RESULT)
 
     def publish(self, receipts: Sequence[Receipt], merge_index: bool = True) -> None:
         """Make a dataset of what was written."""
