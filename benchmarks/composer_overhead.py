@@ -21,8 +21,8 @@ from composer import ComposerModel, DataSpec, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_stream import MDSWriter
-from lightning_stream.trainers.composer import data_spec
-from lightning_stream.trainers.composer_position import StreamingPosition
+from lightning_stream.trainers.composer.callback import StreamingPosition
+from lightning_stream.trainers.composer.spec import data_spec
 
 BATCH = 16
 METHODS = ("handed_out", "batch_end")

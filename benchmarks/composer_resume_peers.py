@@ -94,7 +94,7 @@ def data_of(given: dict[str, Any], world_size: int) -> Any:
     """The training data of either library, with its own defaults for the order."""
     size, workers = GLOBAL_BATCH // world_size, given["workers"]
     if given["library"] == OURS:
-        from lightning_stream.trainers.composer import data_spec
+        from lightning_stream.trainers.composer.spec import data_spec
 
         return data_spec(remote=given["shards"], shuffle=True, global_batch_size=GLOBAL_BATCH, num_workers=workers)
     from streaming import StreamingDataLoader, StreamingDataset

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_stream import MDSWriter, StreamingDataModule
-from lightning_stream.trainers.lightning_position import StreamingCallback
+from lightning_stream.trainers.lightning.callback import StreamingCallback
 
 BATCH = 16
 HOOKS = ("on_train_batch_start", "on_train_batch_end")

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from lightning_stream.loader import StreamingDataLoader
     from lightning_stream.local_dataset import LocalDataset
     from lightning_stream.order import Position, World
-    from lightning_stream.reader import Stream
+    from lightning_stream.reading.reader import Stream
     from lightning_stream.spark import StreamToTorchDataset as StreamToTorchDataset
     from lightning_stream.spark import dataframe_to_mds as dataframe_to_mds
-    from lightning_stream.trainers.composer import data_spec as data_spec
-    from lightning_stream.trainers.lightning import StreamingDataModule as StreamingDataModule
-    from lightning_stream.trainers.lightning_position import StreamingCallback as StreamingCallback
+    from lightning_stream.trainers.composer.spec import data_spec as data_spec
+    from lightning_stream.trainers.lightning.callback import StreamingCallback as StreamingCallback
+    from lightning_stream.trainers.lightning.data_module import StreamingDataModule as StreamingDataModule
     from lightning_stream.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter, merge_index
 
 __version__ = "0.1.0"
@@ -34,16 +34,16 @@ _HOME = {
     "LocalDataset": "local_dataset",
     "MDSWriter": "writer",
     "Position": "order",
-    "Stream": "reader",
+    "Stream": "reading.reader",
     "StreamToTorchDataset": "spark",
-    "StreamingCallback": "trainers.lightning_position",
+    "StreamingCallback": "trainers.lightning.callback",
     "StreamingDataLoader": "loader",
-    "StreamingDataModule": "trainers.lightning",
+    "StreamingDataModule": "trainers.lightning.data_module",
     "StreamingDataset": "dataset",
     "TSVWriter": "writer",
     "World": "order",
     "XSVWriter": "writer",
-    "data_spec": "trainers.composer",
+    "data_spec": "trainers.composer.spec",
     "dataframe_to_mds": "spark",
     "merge_index": "writer",
     "register_encoding": "formats.encodings",

@@ -14,22 +14,22 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lightning_stream.bad_data import BadData, Policy, bad_data, readable
-from lightning_stream.batch_settings import BatchSettings
-from lightning_stream.batches import BatchInfo, micro_batches
 from lightning_stream.cache import CacheConfig
-from lightning_stream.collate import collate_columns, collate_samples
 from lightning_stream.errors import StateError
 from lightning_stream.formats.sizes import parse_bytes, parse_count
+from lightning_stream.loading.collate import collate_columns, collate_samples
+from lightning_stream.loading.distributed import WorldLike, detect_world
+from lightning_stream.loading.randomness import seed_sample, undisturbed_generators
+from lightning_stream.loading.resume import order_in, position_in
+from lightning_stream.loading.settings import BatchSettings
+from lightning_stream.loading.shared_position import SharedPosition, Start
 from lightning_stream.order import MosaicConfig, OrderConfig, Position, RunOrder, Snapshot, Tail, World
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
-from lightning_stream.read_ahead import read_ahead, warm
-from lightning_stream.reader import CacheDefaults, ReaderConfig, SampleReader, Stream
-from lightning_stream.resume import order_in, position_in
-from lightning_stream.runtime import WorldLike, detect_world
-from lightning_stream.sample_random import seed_sample, undisturbed_generators
-from lightning_stream.shared_position import SharedPosition, Start
-from lightning_stream.subset import SubsetReader
+from lightning_stream.order.micro_batches import BatchInfo, micro_batches
+from lightning_stream.reading.bad_samples import BadData, Policy, bad_data, readable
+from lightning_stream.reading.look_ahead import read_ahead, warm
+from lightning_stream.reading.reader import CacheDefaults, ReaderConfig, SampleReader, Stream
+from lightning_stream.reading.subset import SubsetReader
 
 Transform = Callable[[dict[str, Any]], Any]
 

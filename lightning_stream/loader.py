@@ -8,19 +8,19 @@ from typing import Any, Literal
 
 from torch.utils.data import DataLoader
 
-from lightning_stream.batch_settings import BatchSettings
-from lightning_stream.batch_source import BatchSource
-from lightning_stream.batches import BatchInfo, count_micro_batches
 from lightning_stream.dataset import StreamingDataset
-from lightning_stream.forecast import ReadAhead, tell
+from lightning_stream.loading.checks import ReadAhead, tell
+from lightning_stream.loading.distributed import WorldLike, detect_world
+from lightning_stream.loading.pipeline import BatchSource
+from lightning_stream.loading.progress import Progress
+from lightning_stream.loading.resume import order_in, position_in
+from lightning_stream.loading.settings import BatchSettings
+from lightning_stream.loading.shared_position import Start
+from lightning_stream.loading.workers import WorkerOptions, Workers
 from lightning_stream.order import OrderConfig, Position, RunOrder, Tail, World, explain, trace
+from lightning_stream.order.micro_batches import BatchInfo, count_micro_batches
 from lightning_stream.order.tracing import Explanation, TracedBatch
-from lightning_stream.progress import Progress
-from lightning_stream.read_ahead import read_ahead_depth, warm
-from lightning_stream.resume import order_in, position_in
-from lightning_stream.runtime import WorldLike, detect_world
-from lightning_stream.shared_position import Start
-from lightning_stream.workers import WorkerOptions, Workers
+from lightning_stream.reading.look_ahead import read_ahead_depth, warm
 
 
 class StreamingDataLoader(DataLoader[Any]):

@@ -23,13 +23,13 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_stream import StreamingDataLoader, StreamingDataset
+from lightning_stream.loading.randomness import seed_sample
+from lightning_stream.loading.shared_position import Start
 from lightning_stream.order import BatchPlan
 from lightning_stream.recipes.converted_set import TRAIN, VAL
 from lightning_stream.recipes.drawing import CLASSES, drawn_jpeg
 from lightning_stream.recipes.flowers import PhotoData, flower_data
 from lightning_stream.recipes.image_classifier import ImageClassifier
-from lightning_stream.sample_random import seed_sample
-from lightning_stream.shared_position import Start
 
 Place = tuple[int, int, int]
 """Epoch and position, which seed the augmentation, and the number of the file."""

@@ -16,19 +16,14 @@ FLOORS = {
     "errors": 0,
     "order": 1, "formats": 1, "storage": 1,
     "cache": 2, "writer": 2,
-    "next_use": 3, "open_files": 3, "open_shards": 3, "reader": 3, "reader_process": 3,
-    "sample_ranges": 3, "subset": 3, "convert": 3,
-    "bad_data": 4,
-    "batches": 4, "batch_settings": 4, "batch_source": 4, "collate": 4, "conveyor": 4,
-    "forecast": 4, "progress": 4,
-    "read_ahead": 4, "resume": 4, "sample_random": 4, "shared_position": 4, "worker_signals": 4, "workers": 4,
-    "local_dataset": 4,
-    "runtime": 4, "dataset": 4, "loader": 4,
-    "trainers": 5, "spark": 5,
-    "recipes": 6, "cli": 7,
+    "reading": 3,
+    "loading": 4, "convert": 4,
+    "dataset": 5,
+    "loader": 6, "local_dataset": 6,
+    "trainers": 7, "spark": 7,
+    "recipes": 8, "cli": 9,
 }  # fmt: skip
 TORCH_FROM_FLOOR = 4
-FLOORS_OF_ONE_ROOM = (3, 4)  # several files, one room without a folder of its own
 OPTIONAL = {
     "boto3",
     "botocore",
@@ -91,8 +86,7 @@ def test_a_module_imports_only_from_lower_floors_or_its_own_room(path: Path) -> 
         if parts[0] == "lightning_stream" and len(parts) > 1:
             other = parts[1]
             same_or_lower = other == room or other == "__init__" or FLOORS[other] < FLOORS[room]
-            one_room = FLOORS[room] == FLOORS[other] and FLOORS[room] in FLOORS_OF_ONE_ROOM
-            assert same_or_lower or one_room, f"{room} (floor {FLOORS[room]}) imports {module} (floor {FLOORS[other]})"
+            assert same_or_lower, f"{room} (floor {FLOORS[room]}) imports {module} (floor {FLOORS[other]})"
         if parts[0] == "torch":
             assert FLOORS[room] >= TORCH_FROM_FLOOR, f"torch below its floor, in {room}"
 
@@ -130,7 +124,7 @@ def _depth(node: ast.AST) -> int:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_no_one_draws_from_the_global_generators(path: Path) -> None:
     # A sample's transform draws from them, seeded by its place in the run: a thread of ours must not come between.
-    if path.name == "sample_random.py" or _room(path) == "recipes":
+    if path.name == "randomness.py" or _room(path) == "recipes":
         return
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "random":
@@ -146,7 +140,7 @@ def test_importing_the_package_pulls_in_nothing_heavy() -> None:
 
 
 def test_the_writer_and_the_order_need_no_torch() -> None:
-    code = "import sys, lightning_stream.order, lightning_stream.writer, lightning_stream.reader; print(*sys.modules)"
+    code = "import sys, lightning_stream.writer, lightning_stream.reading.reader; print(*sys.modules)"
     loaded = set(
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     )

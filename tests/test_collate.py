@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataset  # noqa: E402
-from lightning_stream.collate import collate_samples  # noqa: E402
+from lightning_stream.loading.collate import collate_samples  # noqa: E402
 
 LENGTHS = [3, 3, 3, 3, 2, 3, 4, 3]
 COLUMNS = {

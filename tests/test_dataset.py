@@ -24,7 +24,7 @@ from lightning_stream import (  # noqa: E402
 )
 from lightning_stream.errors import SnapshotMismatch, StateError  # noqa: E402
 from lightning_stream.order.mosaic import epoch_work  # noqa: E402
-from lightning_stream.reader import ReaderConfig  # noqa: E402
+from lightning_stream.reading.reader import ReaderConfig  # noqa: E402
 
 NUM_SAMPLES = 167
 

@@ -13,9 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
-from lightning_stream.forecast import ReadAhead, cache_need  # noqa: E402
-from lightning_stream.next_use import NextUse  # noqa: E402
+from lightning_stream.loading.checks import ReadAhead, cache_need  # noqa: E402
 from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights  # noqa: E402
+from lightning_stream.reading.next_use import NextUse  # noqa: E402
 from lightning_stream.storage import LocalStore  # noqa: E402
 
 NUM_SAMPLES = 960

@@ -75,7 +75,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 @pytest.fixture(autouse=True)
 def small_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that cost as much as 512 KiB, so that some pay beside shards of a few MiB."""
-    monkeypatch.setattr("lightning_stream.sample_ranges.REQUEST_BYTES", 1 << 19)
+    monkeypatch.setattr("lightning_stream.reading.range_reads.REQUEST_BYTES", 1 << 19)
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_what_came_by_range_is_compared_with_the_shard_once_that_is_here(
 def test_tables_are_kept_up_to_a_bound_and_fetched_again_behind_it(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_stream.sample_ranges._HELD_BYTES", 100)
+    monkeypatch.setattr("lightning_stream.reading.range_reads._HELD_BYTES", 100)
     dataset = served.dataset(tmp_path)
     for number in (1, 100, 230, 101, 2):
         assert dataset.read_batch([number])["id"].tolist() == [number]

@@ -11,15 +11,15 @@ import pytest
 from servers.shards import make_dataset, shard_content
 
 from lightning_stream import MDSWriter, StreamingDataset
-from lightning_stream.batches import micro_batches
 from lightning_stream.cache import Lease, ShardCache
 from lightning_stream.errors import LockTimeoutError
+from lightning_stream.loading.shared_position import Start
 from lightning_stream.order import World
-from lightning_stream.read_ahead import read_ahead
-from lightning_stream.reader import SampleReader
-from lightning_stream.reader_process import ReaderProcess
-from lightning_stream.sample_ranges import SampleRanges
-from lightning_stream.shared_position import Start
+from lightning_stream.order.micro_batches import micro_batches
+from lightning_stream.reading.fetches import ReaderProcess
+from lightning_stream.reading.look_ahead import read_ahead
+from lightning_stream.reading.range_reads import SampleRanges
+from lightning_stream.reading.reader import SampleReader
 from lightning_stream.storage import LocalStore, RetryingStore, retry
 from lightning_stream.storage.base import Body
 

@@ -95,7 +95,7 @@ def _print(about: dict[str, Any]) -> None:
 
 
 def _print_samples(store: Store, options: argparse.Namespace) -> None:
-    from lightning_stream.reader import CacheDefaults, ReaderConfig, SampleReader, Stream
+    from lightning_stream.reading.reader import CacheDefaults, ReaderConfig, SampleReader, Stream
 
     with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
         local = folder if "://" in store.url or store.url.startswith("dbfs:") else None

@@ -42,7 +42,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from lightning_stream.trainers.positions import read_position  # brings torch
+    from lightning_stream.trainers.checkpoints import read_position  # brings torch
 
     path = _checkpoint_at(Path(options.checkpoint).expanduser())
     position = Position.from_state(read_position(path))

@@ -12,8 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.profilers import Profiler
 
-from lightning_stream.batches import BatchInfo
 from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.order.micro_batches import BatchInfo
 from lightning_stream.recipes.places import LAST
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)

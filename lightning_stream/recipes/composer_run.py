@@ -82,7 +82,7 @@ class ComposerRun:
         """Convert on one process of each node, while the others wait."""
         from composer.utils import dist
 
-        from lightning_stream.trainers.composer import name_node
+        from lightning_stream.trainers.composer.spec import name_node
 
         name_node()
         if dist.get_world_size() > 1:
@@ -94,7 +94,7 @@ class ComposerRun:
         from composer import Trainer
 
         from lightning_stream.recipes.composer_model import ComposerTask
-        from lightning_stream.trainers.composer import data_spec
+        from lightning_stream.trainers.composer.spec import data_spec
 
         model.build(data)
         optimizer = model.optimizer()

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_stream.batches import BatchInfo
+from lightning_stream.order.micro_batches import BatchInfo
 from lightning_stream.recipes.torch_processes import Processes
 
 _LOSS_EVERY = 10  # steps; in between the loss stays on its device

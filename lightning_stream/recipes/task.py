@@ -22,7 +22,7 @@ from lightning_stream.errors import LightningStreamError
 from lightning_stream.recipes.callbacks import batch_in_training
 from lightning_stream.recipes.converted_set import TRAIN, VAL
 from lightning_stream.recipes.evaluation import WIDTH, Tally
-from lightning_stream.trainers.lightning import StreamingDataModule
+from lightning_stream.trainers.lightning.data_module import StreamingDataModule
 
 Batch = Mapping[str, Any]
 _Data = TypeVar("_Data", bound="TaskData")

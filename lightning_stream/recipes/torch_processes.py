@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from lightning_stream.loading.distributed import detect_world
 from lightning_stream.order import World
-from lightning_stream.runtime import detect_world
 
 
 @dataclass(frozen=True)

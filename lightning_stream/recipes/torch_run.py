@@ -19,18 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_stream.batches import BatchInfo
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.loading.randomness import sample_seed
+from lightning_stream.order.micro_batches import BatchInfo
 from lightning_stream.recipes.callbacks import RunStopped
 from lightning_stream.recipes.converted_set import TRAIN, VAL
 from lightning_stream.recipes.places import TORCH, checkpoint_meant, last_checkpoint
 from lightning_stream.recipes.steps_log import StepsLog
 from lightning_stream.recipes.task import Batch, TaskData, TaskModel
 from lightning_stream.recipes.torch_processes import Processes, started
-from lightning_stream.sample_random import sample_seed
 from lightning_stream.storage.files import publish
-from lightning_stream.trainers.lightning_position import STATE_KEY
+from lightning_stream.trainers.lightning.callback import STATE_KEY
 
 KEY = "lightning_stream.torch_run"
 """What tells a checkpoint of this loop from others'."""

@@ -21,7 +21,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from lightning_stream.recipes import torch_run, training
-from lightning_stream.trainers.positions import read_position
+from lightning_stream.trainers.checkpoints import read_position
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = [

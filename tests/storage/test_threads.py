@@ -70,7 +70,7 @@ TESTS = Path(__file__).resolve().parent.parent
 FETCH = """
 import sys
 import numpy as np
-from lightning_stream.reader import CacheDefaults, ReaderConfig, SampleReader, Stream
+from lightning_stream.reading.reader import CacheDefaults, ReaderConfig, SampleReader, Stream
 stream = Stream(remote=sys.argv[1], local=sys.argv[2], options={"timeout_s": 60.0})
 reader = SampleReader([stream], CacheDefaults(), ReaderConfig())
 from servers.shards import make_dataset

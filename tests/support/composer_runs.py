@@ -15,7 +15,7 @@ import numpy as np  # noqa: E402
 from composer import Callback, ComposerModel, Trainer  # noqa: E402
 
 from lightning_stream import MDSWriter, Stream  # noqa: E402
-from lightning_stream.trainers.composer import data_spec  # noqa: E402
+from lightning_stream.trainers.composer.spec import data_spec  # noqa: E402
 
 NUM_SAMPLES, GLOBAL_BATCH, EPOCHS = 167, 16, 3
 STEPS_PER_EPOCH = 11

@@ -23,7 +23,7 @@ from support.composer_runs import (  # noqa: E402
 
 from lightning_stream import Stream, StreamingDataset  # noqa: E402
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError  # noqa: E402
-from lightning_stream.trainers.composer import data_spec  # noqa: E402
+from lightning_stream.trainers.composer.spec import data_spec  # noqa: E402
 
 # What Composer itself says of small runs on a CPU; and torch of forks, which Composer's threads make.
 pytestmark = [

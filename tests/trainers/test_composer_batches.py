@@ -15,7 +15,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset, World  # noqa: E402
-from lightning_stream.trainers.composer_batches import BatchCounter, cut, length_of  # noqa: E402
+from lightning_stream.trainers.composer.counting import BatchCounter, cut, length_of  # noqa: E402
 
 IDS = torch.arange(6)
 

@@ -14,7 +14,7 @@ pytest.importorskip("torchvision", reason="the recipes need torchvision")
 
 from support.launches import TINY, free_port, launch, torchrun, train  # noqa: E402
 
-from lightning_stream.trainers.positions import read_position  # noqa: E402
+from lightning_stream.trainers.checkpoints import read_position  # noqa: E402
 
 RUN = [
     *TINY,

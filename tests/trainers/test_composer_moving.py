@@ -16,8 +16,8 @@ from support.composer_runs import GLOBAL_BATCH, STEPS_PER_EPOCH, Run, checkpoint
 
 from lightning_stream import StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.errors import StateError  # noqa: E402
-from lightning_stream.trainers.composer import data_spec  # noqa: E402
-from lightning_stream.trainers.positions import read_position, start_at  # noqa: E402
+from lightning_stream.trainers.checkpoints import read_position, start_at  # noqa: E402
+from lightning_stream.trainers.composer.spec import data_spec  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("default::UserWarning:composer"),

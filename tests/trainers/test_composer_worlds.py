@@ -21,7 +21,7 @@ from support.composer_runs import (  # noqa: E402
     write_shards,
 )
 
-from lightning_stream.trainers.positions import read_position  # noqa: E402
+from lightning_stream.trainers.checkpoints import read_position  # noqa: E402
 
 pytestmark = [
     pytest.mark.distributed,
@@ -176,7 +176,7 @@ def test_sharded_checkpoints_continue_over_2_4_and_1_devices(shards: Path, tmp_p
 
 def test_an_evaluation_of_fewer_samples_than_devices_is_refused(tmp_path: Path) -> None:
     from lightning_stream import World
-    from lightning_stream.trainers.composer import data_spec
+    from lightning_stream.trainers.composer.spec import data_spec
 
     write_shards(tmp_path, 3)
     spec = data_spec(remote=tmp_path, batch_size=2, evaluation=True, world=World(0, 4, 4))

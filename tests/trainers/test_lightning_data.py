@@ -17,7 +17,7 @@ from support.lightning_runs import NUM_SAMPLES, Recorder, Run, checkpoints
 
 from lightning_stream import StreamingDataModule
 from lightning_stream.errors import SettingsMismatch, StateError
-from lightning_stream.trainers.positions import read_position
+from lightning_stream.trainers.checkpoints import read_position
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint.*")
 QUIET: dict[str, Any] = {

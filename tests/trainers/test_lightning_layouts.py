@@ -21,8 +21,8 @@ from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy  # noqa: E402
 
 from lightning_stream.errors import StateError  # noqa: E402
-from lightning_stream.trainers import lightning_loops  # noqa: E402
-from lightning_stream.trainers.lightning_loops import LoopPosition, is_tried, rewrite_loops, warn_if_untried  # noqa: E402
+from lightning_stream.trainers.lightning import loops as lightning_loops  # noqa: E402
+from lightning_stream.trainers.lightning.loops import LoopPosition, is_tried, rewrite_loops, warn_if_untried  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable.*")
 PAIR, FOUR = {"ready", "completed"}, {"ready", "started", "processed", "completed"}

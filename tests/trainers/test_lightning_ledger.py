@@ -20,7 +20,7 @@ from support.lightning_stops import At, Stopped, StopsIn, saved_on_exception
 from lightning_stream import StreamingDataset
 from lightning_stream.errors import LedgerError
 from lightning_stream.order import World, ledger
-from lightning_stream.trainers.lightning_ledger import verify_delivery
+from lightning_stream.trainers.audit import verify_delivery
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:.*{text}.*")

@@ -17,7 +17,7 @@ from support.lightning_runs import GLOBAL_BATCH, NUM_SAMPLES, Recorder, Run, che
 
 from lightning_stream import StreamingDataLoader, StreamingDataModule, StreamingDataset
 from lightning_stream.errors import StateError
-from lightning_stream.trainers.lightning_position import StreamingCallback
+from lightning_stream.trainers.lightning.callback import StreamingCallback
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:.*{text}.*")

@@ -18,7 +18,7 @@ from support.lightning_runs import GLOBAL_BATCH, NUM_SAMPLES, Recorder, Run, che
 
 from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataModule, StreamingDataset
 from lightning_stream.errors import LedgerError, SettingsMismatch, SnapshotMismatch, StateError
-from lightning_stream.trainers.lightning_position import StreamingCallback
+from lightning_stream.trainers.lightning.callback import StreamingCallback
 
 STEPS_PER_EPOCH = 11
 pytestmark = [

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnE
 from support.lightning_runs import GLOBAL_BATCH, Recorder, Run, checkpoints, expect_exact, keep_all
 from support.lightning_stops import KINDS, ActsEarly, At, Stopped, StopsIn, run_stopped, saved_on_exception, send
 
-from lightning_stream.trainers import lightning_position
+from lightning_stream.trainers.lightning import callback as lightning_position
 
 STEPS_PER_EPOCH = 11
 # Lightning's own, of runs whose callbacks change or that look for a checkpoint by themselves.
@@ -261,7 +261,7 @@ class WithRate(Recorder):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_saving_on_an_exception_is_refused_on_several_ranks(kind: str, tmp_path: Path) -> None:
-    from lightning_stream.trainers.lightning_rules import check_callbacks
+    from lightning_stream.trainers.lightning.rules import check_callbacks
 
     trainer = SimpleNamespace(world_size=2, callbacks=[saved_on_exception(tmp_path, kind)])
     with pytest.raises(ValueError, match="the other of the 2 ranks would wait for ever"):

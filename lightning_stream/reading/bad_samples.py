@@ -12,10 +12,10 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.batches import BatchInfo
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.order.ledger import Substitution, replacements
-from lightning_stream.reader import SampleReader
+from lightning_stream.order.micro_batches import BatchInfo
+from lightning_stream.reading.reader import SampleReader
 
 T = TypeVar("T")
 Policy = Literal["raise", "substitute"]

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from lightning_stream.cache import Lease, ShardCache
 from lightning_stream.errors import LockTimeoutError
 from lightning_stream.formats.schema import ShardEntry
-from lightning_stream.open_shards import OpenShards
-from lightning_stream.sample_ranges import SampleRanges
+from lightning_stream.reading.open_shards import OpenShards
+from lightning_stream.reading.range_reads import SampleRanges
 from lightning_stream.storage.threads import DaemonPool, follow
 
 _WAITERS = 32  # threads that wait for other processes' fetches

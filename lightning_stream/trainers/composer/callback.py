@@ -18,11 +18,11 @@ from composer import Callback, Logger, State, Trainer
 from composer.loggers import ProgressBarLogger
 from composer.utils import dist, reproducibility
 
-from lightning_stream.batches import BatchInfo
 from lightning_stream.errors import StateError
 from lightning_stream.order import Position
+from lightning_stream.order.micro_batches import BatchInfo
 from lightning_stream.trainers.agreement import check_ranks_agree
-from lightning_stream.trainers.composer_loader import ComposerLoader
+from lightning_stream.trainers.composer.loader import ComposerLoader
 
 ON_MISSING = ("restart", "error")
 

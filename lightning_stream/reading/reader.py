@@ -22,11 +22,11 @@ from lightning_stream.formats.columns import gather, gather_mixed
 from lightning_stream.formats.index import INDEX_NAME, Index, ShardEntry
 from lightning_stream.formats.mds import MdsShard
 from lightning_stream.formats.shard import Shard, open_shard
-from lightning_stream.next_use import next_use_of_file
-from lightning_stream.open_files import is_limit_reached, make_room_for, too_many
 from lightning_stream.order import Snapshot, StreamWeights
-from lightning_stream.reader_process import ReaderProcess
-from lightning_stream.sample_ranges import SampleRanges
+from lightning_stream.reading.fetches import ReaderProcess
+from lightning_stream.reading.file_limit import is_limit_reached, make_room_for, too_many
+from lightning_stream.reading.next_use import next_use_of_file
+from lightning_stream.reading.range_reads import SampleRanges
 from lightning_stream.storage import Store, open_store
 from lightning_stream.storage.threads import DaemonPool
 

@@ -13,9 +13,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset, conveyor  # noqa: E402
-from lightning_stream.conveyor import Conveyor, conveyor_for  # noqa: E402
+from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.formats.shard_base import Ragged  # noqa: E402
+from lightning_stream.loading import transport as conveyor  # noqa: E402
+from lightning_stream.loading.transport import Conveyor, conveyor_for  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     conveyor_for(1, 1) is None, reason="the system has no memfd_create (Linux has): batches go torch's own way there"

@@ -15,9 +15,9 @@ import torch
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.order import Tail, World
-from lightning_stream.trainers.lightning_loops import loader_kept_as_it_is
-from lightning_stream.trainers.lightning_package import LightningDataModule
-from lightning_stream.trainers.lightning_position import StreamingCallback
+from lightning_stream.trainers.lightning.callback import StreamingCallback
+from lightning_stream.trainers.lightning.loops import loader_kept_as_it_is
+from lightning_stream.trainers.lightning.package import LightningDataModule
 
 DatasetLike = StreamingDataset | Mapping[str, Any] | str | os.PathLike[str]
 

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_stream.batches import BatchInfo
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.order import Position, is_mosaic_state
+from lightning_stream.order.micro_batches import BatchInfo
 
 STATE_KEY = "lightning_stream"
 

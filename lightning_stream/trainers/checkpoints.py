@@ -13,8 +13,8 @@ import torch
 from torch.torch_version import TorchVersion
 
 from lightning_stream.errors import StateError
-from lightning_stream.trainers.composer_loader import STATE_KEY as _KEY  # of both trainers
-from lightning_stream.trainers.composer_loader import unpacked
+from lightning_stream.trainers.composer.loader import STATE_KEY as _KEY  # of both trainers
+from lightning_stream.trainers.composer.loader import unpacked
 
 # What Composer's checkpoints hold beside tensors and plain values: the clock's times, and numpy's random state.
 _PLAIN = (timedelta, TorchVersion, np.ndarray, np.dtype, type(np.dtype(np.uint32)))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.batch_settings import BatchSettings
-from lightning_stream.batches import BatchInfo, pieces_of
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.errors import LedgerError
 from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.loading.settings import BatchSettings
+from lightning_stream.loading.shared_position import Start
 from lightning_stream.order import BatchPlan, Position
-from lightning_stream.shared_position import Start
+from lightning_stream.order.micro_batches import BatchInfo, pieces_of
 
 _CHUNK_STEPS = 64
 _SHARE_EVERY = 64

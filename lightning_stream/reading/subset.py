@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order import Snapshot
-from lightning_stream.reader import SampleReader
+from lightning_stream.reading.reader import SampleReader
 
 
 class SubsetReader(SampleReader):

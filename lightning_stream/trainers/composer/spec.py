@@ -10,16 +10,16 @@ import torch
 
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.errors import missing_extra
+from lightning_stream.loading.distributed import WorldLike
 from lightning_stream.order import Tail
-from lightning_stream.reader import Stream
-from lightning_stream.runtime import WorldLike
-from lightning_stream.trainers.composer_batches import BatchCounter
-from lightning_stream.trainers.composer_loader import ComposerLoader
+from lightning_stream.reading.reader import Stream
+from lightning_stream.trainers.composer.counting import BatchCounter
+from lightning_stream.trainers.composer.loader import ComposerLoader
 
 try:
     from composer import DataSpec
 
-    from lightning_stream.trainers.composer_position import StreamingPosition
+    from lightning_stream.trainers.composer.callback import StreamingPosition
 except ModuleNotFoundError as error:
     if (error.name or "").split(".")[0] != "composer":
         raise

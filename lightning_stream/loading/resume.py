@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from lightning_stream.batch_settings import BatchSettings, Ordered
+from lightning_stream.loading.settings import BatchSettings, Ordered
 from lightning_stream.order import OrderConfig, Position, is_mosaic_state, mosaic_config, mosaic_position
 
 

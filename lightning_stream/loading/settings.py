@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from lightning_stream.loading.shared_position import Start
 from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Tail, World
-from lightning_stream.shared_position import Start
 
 
 class Ordered(Protocol):

@@ -19,11 +19,11 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.batches import BatchInfo
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.errors import LedgerError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.order import BatchPlan, Position, RunOrder, Tail, World, ledger
+from lightning_stream.order.micro_batches import BatchInfo
 
 _START = "run.json"
 _NAME = "epoch{}-from{}-batch{}-{}-rank{}of{}by{}.ledger"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_stream.batches import pieces_of
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
-from lightning_stream.shared_position import Start
-from lightning_stream.trainers.lightning_loops import LoopPosition
+from lightning_stream.loading.shared_position import Start
+from lightning_stream.order.micro_batches import pieces_of
+from lightning_stream.trainers.lightning.loops import LoopPosition
 
 
 def check_callbacks(trainer: Any) -> None:

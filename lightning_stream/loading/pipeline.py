@@ -7,14 +7,14 @@ from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lightning_stream.bad_data import BadData, readable
-from lightning_stream.batch_settings import BatchSettings, Ordered
-from lightning_stream.batches import BatchInfo, micro_batches
-from lightning_stream.conveyor import Conveyor
-from lightning_stream.read_ahead import read_ahead
-from lightning_stream.reader import SampleReader
-from lightning_stream.shared_position import SharedPosition, Start
-from lightning_stream.worker_signals import leave_signals_to_the_trainer
+from lightning_stream.loading.settings import BatchSettings, Ordered
+from lightning_stream.loading.shared_position import SharedPosition, Start
+from lightning_stream.loading.transport import Conveyor
+from lightning_stream.loading.worker_signals import leave_signals_to_the_trainer
+from lightning_stream.order.micro_batches import BatchInfo, micro_batches
+from lightning_stream.reading.bad_samples import BadData, readable
+from lightning_stream.reading.look_ahead import read_ahead
+from lightning_stream.reading.reader import SampleReader
 
 
 class Readable(Ordered, Protocol):

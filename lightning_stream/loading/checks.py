@@ -12,10 +12,10 @@ import numpy as np
 from lightning_stream.order import RunOrder
 from lightning_stream.order.downloads import estimate_factor, warning_about
 from lightning_stream.order.quality import Quality, active_shards, max_active, measure
-from lightning_stream.reader import SampleReader
+from lightning_stream.reading.reader import SampleReader
 
 if TYPE_CHECKING:
-    from lightning_stream.batch_settings import BatchSettings
+    from lightning_stream.loading.settings import BatchSettings
 
 _log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_stream.batches import BatchInfo
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.order import num_micro_batches
+from lightning_stream.order.micro_batches import BatchInfo
 
 
 @dataclass(frozen=True)

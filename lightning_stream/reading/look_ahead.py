@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from lightning_stream.batches import BatchInfo
-from lightning_stream.next_use import NextUse
 from lightning_stream.order import BatchPlan, prefetch_shards
-from lightning_stream.reader import SampleReader
+from lightning_stream.order.micro_batches import BatchInfo
+from lightning_stream.reading.next_use import NextUse
+from lightning_stream.reading.reader import SampleReader
 
 _READ_AHEAD_BATCHES = 8
 _FURTHER = 16  # times as far, where connections would be idle otherwise

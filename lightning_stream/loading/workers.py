@@ -13,12 +13,12 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from lightning_stream.batch_settings import BatchSettings
-from lightning_stream.batch_source import BatchSource
-from lightning_stream.batches import BatchInfo
-from lightning_stream.conveyor import conveyor_for
 from lightning_stream.formats.encodings import get_encoding
-from lightning_stream.shared_position import SharedPosition, Start
+from lightning_stream.loading.pipeline import BatchSource
+from lightning_stream.loading.settings import BatchSettings
+from lightning_stream.loading.shared_position import SharedPosition, Start
+from lightning_stream.loading.transport import conveyor_for
+from lightning_stream.order.micro_batches import BatchInfo
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-from lightning_stream.batches import BatchInfo
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.loading.randomness import sample_seed
 from lightning_stream.order import Position
+from lightning_stream.order.micro_batches import BatchInfo
 from lightning_stream.order.mosaic_state import is_mosaic_state
-from lightning_stream.sample_random import sample_seed
 from lightning_stream.trainers.agreement import check_ranks_agree
-from lightning_stream.trainers.lightning_delivery import DeliveryCheck
-from lightning_stream.trainers.lightning_ledger import DeliveryRecord
-from lightning_stream.trainers.lightning_loops import (
+from lightning_stream.trainers.audit import DeliveryRecord
+from lightning_stream.trainers.delivery import DeliveryCheck
+from lightning_stream.trainers.lightning.loops import (
     LoopPosition,
     begin_epoch_afresh,
     forget_fetched,
@@ -37,9 +37,9 @@ from lightning_stream.trainers.lightning_loops import (
     validation_is_due,
     warn_if_untried,
 )
-from lightning_stream.trainers.lightning_package import Callback
-from lightning_stream.trainers.lightning_rules import check_alignment, check_callbacks, check_loader
-from lightning_stream.trainers.lightning_show import show_in_progress_bar
+from lightning_stream.trainers.lightning.package import Callback
+from lightning_stream.trainers.lightning.rules import check_alignment, check_callbacks, check_loader
+from lightning_stream.trainers.lightning.show import show_in_progress_bar
 
 STATE_KEY = "lightning_stream"
 _NEVER = -1

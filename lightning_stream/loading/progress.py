@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_stream.batch_settings import BatchSettings
-from lightning_stream.batches import BatchInfo
+from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.order import Position, RunOrder, ledger
+from lightning_stream.order.micro_batches import BatchInfo
 
 
 class Progress:
