@@ -7,31 +7,33 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from lightning_stream.cache import CacheConfig
-from lightning_stream.errors import StateError
 from lightning_stream.formats.sizes import parse_bytes, parse_count
-from lightning_stream.loading.collate import collate_columns, collate_samples
-from lightning_stream.loading.distributed import WorldLike, detect_world
-from lightning_stream.loading.randomness import seed_sample, undisturbed_generators
-from lightning_stream.loading.resume import order_in, position_in
-from lightning_stream.loading.settings import BatchSettings
-from lightning_stream.loading.shared_position import SharedPosition, Start
-from lightning_stream.order import MosaicConfig, OrderConfig, Position, RunOrder, Snapshot, Tail, World
+from lightning_stream.loading.distributed import WorldLike
+from lightning_stream.loading.plain import PlainIterations
+from lightning_stream.loading.source import SampleSource, Transform
+from lightning_stream.order import MosaicConfig, OrderConfig
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
-from lightning_stream.order.micro_batches import BatchInfo, micro_batches
-from lightning_stream.reading.bad_samples import BadData, Policy, bad_data, readable
-from lightning_stream.reading.look_ahead import read_ahead, warm
+from lightning_stream.reading.bad_samples import Policy, bad_data
 from lightning_stream.reading.reader import CacheDefaults, ReaderConfig, SampleReader, Stream
-from lightning_stream.reading.subset import SubsetReader
 
-Transform = Callable[[dict[str, Any]], Any]
+
+class _Readable:
+    """An attribute of ours that a subclass may take for itself: what it stores under this name never meets us."""
+
+    def __init__(self, read: Callable[[SampleSource], Any]) -> None:
+        self._read = read
+
+    def __get__(self, dataset: StreamingDataset | None, owner: type) -> Any:
+        return self if dataset is None else self._read(dataset._streaming_source)  # noqa: SLF001 - its own class
 
 
 class StreamingDataset(IterableDataset[Any]):
@@ -141,11 +143,7 @@ class StreamingDataset(IterableDataset[Any]):
         self.shuffle_seed = shuffle_seed
         self.replication = replication
         self.predownload = predownload
-        self.transform = transform
-        self.world = world
-        self.data_dimension = data_dimension
-        self._shuffle_algo = shuffle_algo
-        self._order_arguments: dict[str, Any] = {
+        order_arguments: dict[str, Any] = {
             "shuffle": shuffle,
             "seed": shuffle_seed,
             "algorithm": shuffle_algo,
@@ -157,7 +155,7 @@ class StreamingDataset(IterableDataset[Any]):
             "epoch_size": None if epoch_size is None else parse_count(epoch_size),
             "mosaic": MosaicConfig(partition_algo, shuffle_block_size) if shuffle_algo in MOSAIC_ALGORITHMS else None,
         }
-        OrderConfig.resolve(batch_size=1, device_batch_size=1, **self._order_arguments)  # refuses wrong values now
+        OrderConfig.resolve(batch_size=1, device_batch_size=1, **order_arguments)  # refuses wrong values now
         _check_weights(self.streams)
         config = CacheConfig(
             limit_bytes=None if cache_limit is None else parse_bytes(cache_limit),
@@ -167,63 +165,41 @@ class StreamingDataset(IterableDataset[Any]):
         )
         defaults = CacheDefaults(config, retries=download_retry, timeout_s=download_timeout)
         reading = ReaderConfig(allow_unsafe_types=allow_unsafe_types, decoders=decoders, start_by_range=start_by_range)
-        self.reader = SampleReader(self.streams, defaults, reading)
-        self.bad_data = bad_data(on_bad_sample, on_bad_shard, quarantine, shuffle_seed)
-        self.read_by_loader = False  # a StreamingDataLoader then has the position
-        self._shared = SharedPosition()
-        self._loaded: Position | None = None
-        self._run_order: RunOrder | None = None
+        # All that reading needs is in these two: the attributes of a subclass never meet them.
+        self._streaming_source = SampleSource(
+            SampleReader(self.streams, defaults, reading),
+            bad_data(on_bad_sample, on_bad_shard, quarantine, shuffle_seed),
+            order_arguments,
+            shuffle_seed,
+            predownload=predownload,
+            transform=transform,
+            world=world,
+            replication=replication,
+            data_dimension=data_dimension,
+        )
+        self._streaming_plain = PlainIterations(batch_size)
 
     # What the data is
 
-    @property
-    def snapshot(self) -> Snapshot:
-        """The shards of all streams, with a digest; reads the indexes on first use."""
-        return self.reader.snapshot
+    reader = _Readable(lambda source: source.reader)
+    snapshot = _Readable(lambda source: source.snapshot)
+    order = _Readable(lambda source: source.order)
+    transform = _Readable(lambda source: source.transform)
 
     @property
     def size(self) -> int:
         """Samples in all shards: the valid indices of ``dataset[i]``."""
-        return self.snapshot.num_samples
+        return self._streaming_source.snapshot.num_samples
 
     @property
     def num_samples(self) -> int:
         """Samples drawn per epoch, over all replicas."""
-        return self.order(self._own_settings().order).num_samples
+        return self._streaming_plain.order(self._streaming_source).num_samples
 
     def __len__(self) -> int:
         """Samples of one replica in a full epoch."""
-        return math.ceil(self.num_samples / self.detect_world().num_replicas)
-
-    def detect_world(self) -> World:
-        """The world this process is in, as given or as detected now."""
-        return detect_world(self.world, self.replication or 1, self.data_dimension)
-
-    # Its order
-
-    def batch_settings(
-        self, world: World, device_batch_size: int, accumulate: int, tail: Tail, resumed: OrderConfig | None = None
-    ) -> BatchSettings:
-        """What a run's batches are: the order settings fill in what the user left open.
-
-        Args:
-            world: This process among all that train.
-            device_batch_size: Samples of a micro-batch on one device.
-            accumulate: Micro-batches of one optimizer step on each device.
-            tail: What happens to an epoch's rest.
-            resumed: The settings of a state that the run continues from; they fill in before any default does.
-        """
-        size = device_batch_size * accumulate * world.num_replicas
-        order = OrderConfig.resolve(
-            batch_size=size, device_batch_size=device_batch_size, world=world, resumed=resumed, **self._order_arguments
-        )
-        return BatchSettings(world, device_batch_size, size, tail, order)
-
-    def order(self, config: OrderConfig) -> RunOrder:
-        """The order of a run with these settings over this data; the latest is kept."""
-        if self._run_order is None or self._run_order.config != config:
-            self._run_order = RunOrder(self.snapshot, tuple(stream.weights for stream in self.streams), config)
-        return self._run_order
+        num_samples = self._streaming_plain.order(self._streaming_source).num_samples
+        return math.ceil(num_samples / self._streaming_source.detect_world().num_replicas)
 
     def subset(self, ids: Iterable[int] | NDArray[np.int64]) -> StreamingDataset:
         """Some samples as a dataset with an order, a fingerprint and a position of its own; reads only their shards.
@@ -231,15 +207,11 @@ class StreamingDataset(IterableDataset[Any]):
         Args:
             ids: Sample ids of this dataset, each at most once.
         """
-        chosen = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
         part = copy.copy(self)
-        part.__dict__ |= {
-            "reader": SubsetReader(self.reader, chosen),
-            "bad_data": BadData(self.bad_data.policy),
-            "_shared": SharedPosition(),
-            "_loaded": None,
-            "_run_order": None,
-        }
+        vars(part).update(
+            _streaming_source=self._streaming_source.subset(ids),
+            _streaming_plain=PlainIterations(self._streaming_plain.batch_size),
+        )
         return part
 
     # Random access
@@ -255,7 +227,16 @@ class StreamingDataset(IterableDataset[Any]):
         number, size = operator.index(index), self.size
         if not -size <= number < size:
             raise IndexError(f"the dataset has {size} samples: index {number} is not in [-{size}, {size})")
-        return self.reader.sample(number % size)
+        return self.get_item(number % size)
+
+    def get_item(self, sample_id: int, retry: int = 7) -> Any:  # noqa: ARG002 - mosaicml-streaming's argument
+        """Read one sample, in [0, size). A subclass may override it; so may it override ``__getitem__``.
+
+        Args:
+            sample_id: The sample.
+            retry: Taken as mosaicml-streaming takes it; the store's own retries suffice.
+        """
+        return self._streaming_source.reader.sample(sample_id)
 
     def read_batch(
         self, ids: Iterable[int] | NDArray[np.int64], out: Mapping[str, Any] | None = None
@@ -269,98 +250,50 @@ class StreamingDataset(IterableDataset[Any]):
         array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64)
         if not (array.view(np.uint64) < self.size).all():  # negative ids are huge then
             raise IndexError(f"sample ids must be in [0, {self.size}); found {array.min()} to {array.max()}")
-        return self.reader.batch(array, out)
-
-    def deliver(self, info: BatchInfo, collate: Callable[[list[Any]], Any] | None = None) -> Any:
-        """Read, transform and collate one micro-batch.
-
-        Gathered as columns where nothing asks for single samples: no transform, no collate function of the user's,
-        no `__getitem__` of a subclass.
-        """
-        if self.transform is None and collate is None and not self._reads_by_item:
-            return collate_columns(self.reader.batch(info.delivered))
-        return (collate or collate_samples)(self._samples(info))
-
-    @property
-    def _reads_by_item(self) -> bool:
-        return type(self).__getitem__ is not StreamingDataset.__getitem__
-
-    def _samples(self, info: BatchInfo) -> list[Any]:
-        read = self.__getitem__ if self._reads_by_item else self.reader.sample
-        if self.transform is None and not self._reads_by_item:
-            return [read(sample_id) for sample_id in info.delivered.tolist()]
-        samples = []
-        with undisturbed_generators():
-            for sample_id, position in zip(info.delivered.tolist(), info.positions.tolist(), strict=True):
-                seed_sample(self.shuffle_seed, info.epoch, position)
-                sample = read(sample_id)
-                samples.append(sample if self.transform is None else self.transform(sample))
-        return samples
+        return self._streaming_source.reader.batch(array, out)
 
     # Iteration without a loader of ours, and its position
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's samples; in a worker of a plain DataLoader, the samples of that worker's batches."""
-        worker = get_worker_info()
-        if worker is not None and worker.num_workers > 1 and self.batch_size is None:
-            raise ValueError(
-                f"{worker.num_workers} DataLoader workers deal batches among them, so the dataset must know the batch "
-                "size: pass batch_size= to StreamingDataset, the same as to the DataLoader, or use StreamingDataLoader"
-            )
-        self.reader.require_samples()
-        index, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        key = worker.seed - worker.id if worker is not None else os.getpid()
-        settings = self._own_settings()
-        start = self._shared.begin(key or 1, index)
-        plan = settings.plan(self, start)
-        own = micro_batches(plan, settings.device_batch_size, index, count)
-        for info in read_ahead(self.reader, plan, own, self.predownload, settings.device_batch_size):
-            yield from readable(self, info, self._samples)[0]
+        return self._streaming_plain.iterate(source_of(self))
 
     def warm(self, steps: int) -> int:
         """Fetch, before training, the shards of this rank's first optimizer steps from where the next iteration starts.
 
         For a run through a `StreamingDataLoader`, use its `warm`, which knows the global batch. Returns their number.
         """
-        return warm(self.reader, self._own_settings().plan(self, self._shared.upcoming), steps)
+        return self._streaming_plain.warm(self._streaming_source, steps)
 
-    def _own_settings(self, state: Mapping[str, Any] | None = None) -> BatchSettings:
-        """What this rank's batches are where no loader of ours says it."""
-        resumed = self._loaded.order if self._loaded is not None else None
-        if state is not None:
-            resumed = order_in(state)
-        return self.batch_settings(self.detect_world(), self.batch_size or 1, 1, "pad", resumed)
-
-    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+    def state_dict(self, num_samples: int | None = None, from_beginning: bool = True) -> dict[str, Any]:
         """The position after so many samples, in the form that `load_state_dict` reads.
 
         Args:
-            num_samples: Samples trained on over all replicas, filler excluded.
+            num_samples: Samples trained on over all replicas, padding excluded.
             from_beginning: Whether they count from the beginning of the epoch, or from where this iteration started.
         """
-        if self.read_by_loader:
-            raise StateError(
-                "the position of a run is kept by who hands out its batches, and this dataset is read by a "
-                "StreamingDataLoader: save loader.state_dict() instead; under Composer, hand the trainer data_spec(...)"
-            )
-        settings = self._own_settings()
-        run = self.order(settings.order)
-        began = self._shared.current
-        start = began or self._shared.upcoming
-        position = Position.start(run, batch_size=settings.global_batch_size, tail=settings.tail, epoch=start.epoch)
-        if began is not None and num_samples == 0 and from_beginning:
-            return position.next_epoch().to_state()  # asked between epochs: the one that was iterated is over
-        reached = num_samples if from_beginning else start.position + num_samples
-        return position.advanced(run, min(reached, run.num_samples)).to_state()
+        return self._streaming_plain.state_dict(self._streaming_source, num_samples, from_beginning)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state: the next iteration starts there.
+        """Continue from a state: the next iteration starts there; at an epoch's end it is that epoch's empty rest.
 
         Raises:
             StateError: It cannot be continued over this data under these settings; says what differs.
         """
-        self._loaded = position_in(state, self, self._own_settings(state))
-        self._shared.upcoming = Start.of(self._loaded)
+        self._streaming_plain.load_state_dict(self._streaming_source, state)
+
+
+def source_of(dataset: StreamingDataset) -> SampleSource:
+    """What a dataset reads, as a value; with the subclass's own way to read a sample, if it has one."""
+    kind = type(dataset)
+    own = kind.__getitem__ is not StreamingDataset.__getitem__ or kind.get_item is not StreamingDataset.get_item
+    source = dataset._streaming_source  # noqa: SLF001 - the one door to it
+    return replace(source, read_one=dataset.__getitem__) if own else source
+
+
+def plain_iterations_of(dataset: StreamingDataset) -> PlainIterations:
+    """The position of a dataset that is read without a `StreamingDataLoader`."""
+    return dataset._streaming_plain  # noqa: SLF001 - the one door to it
 
 
 def _check_weights(streams: Sequence[Stream]) -> None:

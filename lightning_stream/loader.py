@@ -1,24 +1,29 @@
-"""`StreamingDataLoader`: batches in the run's order, and the position of what was handed out."""
+"""`StreamingDataLoader`: batches in the training run's order, and the position of what was handed out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader
 
-from lightning_stream.dataset import StreamingDataset
+from lightning_stream.dataset import StreamingDataset, plain_iterations_of, source_of
+from lightning_stream.errors import StateError
 from lightning_stream.loading.checks import ReadAhead, tell
+from lightning_stream.loading.collate import collate_samples
 from lightning_stream.loading.distributed import WorldLike, detect_world
-from lightning_stream.loading.pipeline import BatchSource
+from lightning_stream.loading.iteration import Driver, LoaderIterator
+from lightning_stream.loading.pipeline import Pipeline
 from lightning_stream.loading.progress import Progress
 from lightning_stream.loading.resume import order_in, position_in
 from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.loading.shared_position import Start
-from lightning_stream.loading.workers import WorkerOptions, Workers
+from lightning_stream.loading.workers import MadeBatches, WorkerOptions, Workers
 from lightning_stream.order import OrderConfig, Position, RunOrder, Tail, World, explain, trace
-from lightning_stream.order.micro_batches import BatchInfo, count_micro_batches
+from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.order.tracing import Explanation, TracedBatch
 from lightning_stream.reading.look_ahead import read_ahead_depth, warm
 
@@ -41,11 +46,12 @@ class StreamingDataLoader(DataLoader[Any]):
         drop_last: True for ``tail="drop"``, False for ``"pad"``.
         evaluation: Always read epoch 0 from its beginning, with ``tail="exact"`` by default.
         world: Which processes train together; None takes the dataset's, or detects it when first needed.
-        pin_memory, timeout, worker_init_fn, prefetch_factor, persistent_workers, multiprocessing_context: As in
-            `torch.utils.data.DataLoader`.
+        pin_memory, pin_memory_device, timeout, worker_init_fn, prefetch_factor, persistent_workers,
+            multiprocessing_context: As in `torch.utils.data.DataLoader`.
         on_mismatch: What `load_state_dict` does where data or settings differ: ``"error"`` or ``"warn"``.
-        shuffle, sampler, batch_sampler: To be left out, since the dataset has the order; Lightning passes None for
-            the latter two where it makes a loader once more, to predict.
+        generator: Taken as torch's loader takes it, and not needed: what is drawn at random depends on its place in
+            the training run.
+        shuffle, sampler, batch_sampler, in_order: To be left out, since the dataset has the order.
 
     Raises:
         ValueError: Settings that contradict each other.
@@ -74,11 +80,14 @@ class StreamingDataLoader(DataLoader[Any]):
         shuffle: Literal[False] | None = None,
         sampler: None = None,
         batch_sampler: None = None,
+        generator: Any = None,  # noqa: ARG002 - torch's argument, which has nothing to decide here
+        pin_memory_device: str = "",
+        in_order: Literal[True] = True,
     ) -> None:
-        if shuffle or sampler is not None or batch_sampler is not None:
+        if shuffle or sampler is not None or batch_sampler is not None or not in_order:
             raise ValueError(
-                "the order is the dataset's: leave out shuffle, sampler and batch_sampler of its loader. To shuffle, "
-                "pass shuffle=True to the StreamingDataset"
+                "the order is the dataset's: leave out shuffle, sampler, batch_sampler and in_order of its loader. To "
+                "shuffle, pass shuffle=True to the StreamingDataset"
             )
         _check_arguments(dataset, batch_size, global_batch_size, accumulate, tail, drop_last)
         self._device_batch_size = batch_size
@@ -88,27 +97,31 @@ class StreamingDataLoader(DataLoader[Any]):
         self.tail: Tail = tail or ("drop" if drop_last else "exact" if evaluation else "pad")
         self.world = world
         self.on_mismatch = on_mismatch
-        self._collate = collate_fn
+        self._collate = None if collate_fn is collate_samples else collate_fn
         self._progress = Progress()
-        self._workers = Workers(dataset.shuffle_seed)
-        self._told: BatchSettings | None = None  # the settings whose forecast was told
+        self.streaming, self._source = dataset, source_of(dataset)
+        self._workers = Workers(dataset)
+        self._checked: BatchSettings | None = None  # the settings that the checks before training were made for
+        self._last: MicroBatch | None = None
+        self._driver: Driver | None = None
+        self._begins_at: Position | None = None  # set by the user for the next training run over this loader
         self.num_substituted = 0  # samples delivered to this rank in place of bad ones so far; all ranks' add up
-        self._on_batch: Callable[[BatchInfo], object] | None = None
-        self._trained: Callable[[], Position] | None = None
+        extra: dict[str, Any] = {"pin_memory_device": pin_memory_device} if pin_memory_device else {}
         super().__init__(
             dataset,
             batch_size=batch_size or dataset.batch_size or 1,
             num_workers=num_workers,
-            collate_fn=collate_fn,
+            collate_fn=collate_fn or collate_samples,
             pin_memory=pin_memory,
             timeout=timeout,
             worker_init_fn=worker_init_fn,
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
             multiprocessing_context=multiprocessing_context,
+            **extra,
         )
-        # Lightning reads the constructor's arguments off the attributes of their names; torch has filled in its own.
-        vars(self).update(batch_size=batch_size, drop_last=None, collate_fn=collate_fn)
+        # Accelerate and Lightning read arguments off the attributes of their names; torch has filled in its own.
+        vars(self).update(batch_size=batch_size, drop_last=self.tail == "drop")
 
     # What the batches are
 
@@ -116,7 +129,7 @@ class StreamingDataLoader(DataLoader[Any]):
     def batch_size(self) -> int | None:
         """Samples per device and micro-batch."""
         if self.global_batch_size is None:
-            return self._device_batch_size or self._streaming.batch_size
+            return self._device_batch_size or self.streaming.batch_size
         replicas = self.detect_world().num_replicas
         if self.global_batch_size % (replicas * self.accumulate):
             raise ValueError(
@@ -130,17 +143,11 @@ class StreamingDataLoader(DataLoader[Any]):
     def batch_size(self, value: int | None) -> None:
         """Torch's constructor assigns what we derive: nothing to keep."""
 
-    @property
-    def _streaming(self) -> StreamingDataset:
-        dataset = self.dataset
-        assert isinstance(dataset, StreamingDataset)
-        return dataset
-
     def detect_world(self) -> World:
         """The world as given to the loader or its dataset, or as detected now."""
-        if self.world is not None:
-            return detect_world(self.world, self._streaming.replication or 1)
-        return self._streaming.detect_world()
+        source = self._source
+        given = source.world if self.world is None else self.world
+        return detect_world(given, source.replication or 1, source.data_dimension)
 
     def settings(self, resumed: OrderConfig | None = None) -> BatchSettings:
         """What the batches are in this world, for a run that continues under these order settings.
@@ -149,80 +156,110 @@ class StreamingDataLoader(DataLoader[Any]):
         """
         size = self.batch_size
         assert size is not None
-        own = None if self._progress.position is None else self._progress.position.order
-        settings = self._streaming.batch_settings(self.detect_world(), size, self.accumulate, self.tail, resumed or own)
+        here = self._progress.position if self._driver is None else self._driver.known
+        own = None if here is None else here.order
+        settings = self._source.settings(self.detect_world(), size, self.accumulate, self.tail, resumed or own)
+        if self._driver is not None:
+            settings = replace(settings, padding=self._driver.padding)
         return settings if resumed is not None or own is None else replace(settings, order=own)
 
     def _run(self, settings: BatchSettings) -> RunOrder:
-        return self._streaming.order(settings.order)
+        return self._source.order(settings.order)
 
     def __len__(self) -> int:
         """Micro-batches of this rank in a full epoch, whatever was consumed of it already."""
-        return self._micro_batches_from(Start())
+        settings = self.settings()
+        return len(settings.micro_batches(self._source, Start()))
 
     def batches_before(self, position: Position) -> int:
         """Micro-batches of this rank that count as done at a position: what a full epoch has less what is to come."""
-        return len(self) - self._micro_batches_from(Start.of(position))
+        return len(self) - len(self.micro_batches_from(position))
 
-    def _micro_batches_from(self, start: Start) -> int:
-        settings = self.settings()
-        return count_micro_batches(settings.plan(self._streaming, start), settings.device_batch_size)
+    def micro_batches_from(self, position: Position) -> MicroBatches:
+        """This rank's micro-batches from a position to the end of its epoch, by number."""
+        settings = replace(self.settings(position.order), order=position.order)
+        return settings.micro_batches(self._source, Start.of(position))
 
     def warm(self, steps: int) -> int:
         """Fetch, before training, the shards of this rank's first optimizer steps from here; returns their number."""
-        return warm(self._streaming.reader, self.settings().plan(self._streaming, Start.of(self.position)), steps)
+        return warm(self._source.reader, self.settings().plan(self._source, Start.of(self.position)), steps)
 
     # Iterating
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its own iterator class
-        """Yield the batches from the loaded state, or of the next epoch that was not begun yet."""
-        settings = self.settings()
-        start = self._begin(settings)
-        self._streaming.read_by_loader = True
-        source = BatchSource(self._streaming, settings, Start.of(start), self._collate)
-        with self._workers.batches(source, self._worker_options()) as batches:
-            for batch, info in batches:
-                if not self.evaluation:
-                    self._progress.hand_out(start, info)
-                self._progress.last = info
-                if info.substitutions:
-                    self.num_substituted += info.num_substituted
-                if self._on_batch is not None:
-                    self._on_batch(info)
-                yield batch
+    def __iter__(self) -> LoaderIterator:  # type: ignore[override]  # torch names its own iterator class
+        """Make an iteration from the loaded state, or of the next epoch that was not begun yet."""
+        return LoaderIterator(self)
 
-    def _begin(self, settings: BatchSettings) -> Position:
+    def look(self) -> LoaderIterator:
+        """Make an iteration over a whole epoch that moves nothing, e.g. for statistics before training."""
+        return LoaderIterator(self, moves=False)
+
+    def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]:
+        """Say where an iteration begins, and begin to make its batches."""
+        plain = plain_iterations_of(self.streaming)
+        if iterator.moves and not self.evaluation:
+            plain.belongs_to(self)
+        if self._begins_at is None and self._progress.position is None and plain.loaded_state is not None:
+            self.continue_from(self.accept(plain.loaded_state))  # the state was given to the dataset, as MDS users do
+        driver = self._driver or _driver_of(self)
+        own = driver.begin(iterator) if driver is not None and iterator.moves and not self.evaluation else None
+        settings = self.settings()
         run = self._run(settings)
-        position = self._first_of(settings) if self.evaluation else self._progress.begin(run, settings)
-        if self._told != settings:
-            self._told = settings
-            tell(self._streaming.reader, run, settings, self._reads_ahead(settings))
+        iterator.moves &= not self.evaluation and (driver is None or own is not None)
+        if own is not None:
+            start = own
+        elif iterator.moves:
+            start = self._progress.begin(iterator, run, settings)
+        else:
+            epoch = 0 if self.evaluation else self.position.epoch
+            start = Position.start(run, batch_size=settings.global_batch_size, tail=settings.tail, epoch=epoch)
+        if self._checked != settings:
+            self._checked = settings
+            tell(self._source.reader, run, settings, self._reads_ahead(settings))
             self._refuse_nothing(settings)
-        return position
+        if iterator.limit == 0:
+            return start, MadeBatches.none()
+        pipeline = Pipeline(self._source, settings, Start.of(start), self._collate)
+        return start, self._workers.batches(pipeline, WorkerOptions.of(self))
+
+    def note_batch(self, iterator: LoaderIterator) -> None:
+        """Take note of a batch that is about to be handed out."""
+        self._last = iterator.last_batch
+        if self._driver is not None:
+            self._driver.note_batch(iterator)
+        if iterator.moves:
+            if self._last is not None and self._last.substitutions:
+                self.num_substituted += self._last.num_substituted
+            if self._driver is None:
+                self._progress.moved(iterator)
+
+    def note_end(self, iterator: LoaderIterator) -> None:
+        """Take note that an iteration is over."""
+        if iterator.moves and self._driver is None:
+            self._progress.ended(iterator)
 
     def _reads_ahead(self, settings: BatchSettings) -> ReadAhead:
-        depth = read_ahead_depth(self._streaming.predownload, settings.device_batch_size)
+        depth = read_ahead_depth(self._source.predownload, settings.device_batch_size)
         return ReadAhead(max(1, self.num_workers), depth, self.prefetch_factor or 0)
 
     def _refuse_nothing(self, settings: BatchSettings) -> None:
-        self._streaming.reader.require_samples()
-        if settings.plan(self._streaming, Start()).num_batches == 0:
+        self._source.reader.require_samples()
+        if settings.plan(self._source, Start()).num_batches == 0:
             raise ValueError(
                 f"an epoch must have a batch, but tail={settings.tail!r} leaves none of "
                 f"{self._run(settings).num_samples} samples in global batches of {settings.global_batch_size}. "
                 "Choose a smaller batch, or tail='pad' or 'exact'"
             )
 
-    def _worker_options(self) -> WorkerOptions:
-        return WorkerOptions(
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
-            timeout=self.timeout,
-            worker_init_fn=self.worker_init_fn,
-            prefetch_factor=self.prefetch_factor,
-            persistent_workers=self.persistent_workers,
-            multiprocessing_context=self.multiprocessing_context,
-        )
+    @property
+    def _iterator(self) -> None:
+        """Where torch keeps persistent workers. Lightning sets it to None at the end of a fit, to end them."""
+
+    @_iterator.setter
+    def _iterator(self, value: Any) -> None:
+        workers = vars(self).get("_workers")
+        if value is None and workers is not None:
+            workers.close()
 
     def close(self) -> None:
         """End the worker processes of this loader, persistent ones too; a later iteration starts new ones."""
@@ -231,21 +268,42 @@ class StreamingDataLoader(DataLoader[Any]):
     # The position
 
     @property
-    def last_batch(self) -> BatchInfo | None:
-        """What the batch handed out last is made of; None before any was."""
-        return self._progress.last
+    def last_batch(self) -> MicroBatch | None:
+        """What the batch in training, or else handed out last, is made of; None before any was."""
+        current = None if self._driver is None else self._driver.current
+        return self._last if current is None else current
+
+    @property
+    def substitutes(self) -> bool:
+        """Whether samples may be delivered in place of bad ones."""
+        return self._source.bad_data.policy.substitutes
+
+    @property
+    def begins_at(self) -> Position | None:
+        """Where a state, or `set_epoch`, made the next training run begin; None for its start."""
+        return self._begins_at
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch over all replicas, padding excluded."""
+        return self._run(self.settings()).num_samples
 
     @property
     def position(self) -> Position:
-        """Where the run is, by the batches handed out; mid-accumulation: at the last whole optimizer step."""
-        return self._progress.position or self.first_position()
+        """Where the training run is, by the batches trained on, or else handed out; at a whole optimizer step."""
+        here = self._progress.position if self._driver is None else self._driver.known
+        return here or self._begins_at or self.first_position()
 
     def first_position(self) -> Position:
-        """The beginning of the run in this world."""
-        return self._first_of(self.settings())
-
-    def _first_of(self, settings: BatchSettings) -> Position:
+        """The beginning of the training run in this world."""
+        settings = self.settings()
         return Position.start(self._run(settings), batch_size=settings.global_batch_size, tail=settings.tail)
+
+    def normalised(self, position: Position) -> Position:
+        """A position as this loader sees it: with its batch, and the next epoch if no batch can come in this one."""
+        settings = replace(self.settings(position.order), order=position.order)
+        size, tail = settings.global_batch_size, settings.tail
+        return position.normalised(self._run(settings), batch_size=size, tail=tail, world=settings.world)
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of this epoch; a state loaded in the middle of it is kept."""
@@ -256,39 +314,47 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position as plain values: JSON-able, the same on every rank, loadable with ``weights_only=True``."""
-        return self.proven(self.position if self._trained is None else self._trained()).to_state()
+        if self._driver is not None:
+            return self._driver.state()
+        self._progress.asked()
+        return self.proven(self.position).to_state()
 
     def proven(self, position: Position) -> Position:
         """A position with the ledger's expected sum up to it. Costs the samples since it was last asked."""
-        return self._progress.proven(self._run(self.settings()), position)
+        return self._progress.proven(self._source.order(position.order), position)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a state: the next iteration starts there.
 
         Raises:
             StateError: It cannot be continued over this data under these settings; says what differs.
         """
-        if self._trained is None:  # else who follows knows better where to continue
+        if self._driver is None:
             self.continue_from(self.accept(state))
+        elif self._driver.takes_states:  # else the trainer has read the same checkpoint by itself
+            self._driver.load(state)
 
-    def followed_by(self, on_batch: Callable[[BatchInfo], object], trained: Callable[[], Position]) -> None:
-        """Let a trainer's callback say what was trained on, since a loader only sees what it hands out.
+    def driven_by(self, driver: Driver) -> None:
+        """Let a trainer say what was trained on, since a loader only sees what it hands out."""
+        self._driver = driver
 
-        Args:
-            on_batch: Called with every batch's info as it is handed out.
-            trained: The position of the optimizer's last step. From now on it is what `state_dict` gives, and
-                `load_state_dict` leaves the position to the follower, who sets it with `continue_from`.
-        """
-        self._on_batch, self._trained = on_batch, trained
+    def released(self) -> None:
+        """Let no trainer drive the loader any more: it stands where the training run ended."""
+        if self._driver is not None:
+            self._progress.go_to(self.position)
+        self._driver = self._begins_at = None
 
     def continue_from(self, position: Position) -> None:
         """Start the next iteration at a position."""
+        self._begins_at = position
         self._progress.go_to(position)
 
-    def accept(self, state: Mapping[str, Any]) -> Position:
+    def accept(self, state: Mapping[str, Any] | None) -> Position:
         """As `load_state_dict`, but only say where the state would continue, without moving there."""
+        if not isinstance(state, Mapping):
+            raise StateError(f"a state is the mapping that state_dict() gave; found {type(state).__name__}")
         settings = self.settings(order_in(state))
-        return self.builds_on(position_in(state, self._streaming, settings, self.on_mismatch))
+        return self.builds_on(position_in(state, self._source, settings, self.on_mismatch))
 
     def builds_on(self, proven: Position) -> Position:
         """Go on with the ledger's sum of this position, instead of summing what came before anew."""
@@ -323,8 +389,10 @@ def _check_arguments(
             f"Use torch.utils.data.DataLoader for other datasets"
         )
     problems = []
-    if tail is not None and drop_last is not None:
-        problems.append(f"pass tail= or drop_last=, not both: found tail={tail!r}, drop_last={drop_last!r}.")
+    if tail is not None and drop_last is not None and drop_last != (tail == "drop"):
+        problems.append(
+            f"pass tail= or drop_last=, not both: found tail={tail!r}, drop_last={drop_last!r}."
+        )
     if tail not in (None, "pad", "drop", "exact"):
         problems.append(f"tail is 'pad', 'drop' or 'exact'; found {tail!r}.")
     if batch_size is not None and global_batch_size is not None:
@@ -344,3 +412,12 @@ def _check_arguments(
             problems.append(f"{name} is a whole number of at least 1; found {value!r}.")
     if problems:
         raise ValueError(" ".join(problems))
+
+
+def _driver_of(loader: StreamingDataLoader) -> Driver | None:
+    """The trainer that asks for batches, where it is one that a loader must recognise by itself."""
+    if "composer" not in sys.modules:
+        return None
+    join = import_module("lightning_stream.trainers.composer.callback")  # above us: only where Composer is there
+    found: Driver | None = join.driver_of(loader)
+    return found

@@ -163,9 +163,61 @@ def test_a_broken_off_epoch_is_followed_by_the_next(dataset: StreamingDataset) -
     reference = StreamingDataLoader(dataset, 16)
     _, second = ids_of(reference), ids_of(reference)
     loader = StreamingDataLoader(dataset, 16, num_workers=2)
-    for _ in loader:
-        break
+    for step, _ in enumerate(loader):
+        if step == 1:
+            break
     assert ids_of(loader) == second
+
+
+def test_a_look_at_one_batch_moves_nothing(dataset: StreamingDataset) -> None:
+    epochs = [
+        one_epoch(dataset, 16),
+        *[ids_of(loader) for loader in [StreamingDataLoader(dataset, 16)] for _ in "01"][1:],
+    ]
+    loader = StreamingDataLoader(dataset, 16)
+    next(iter(loader))
+    kept = iter(loader)  # a look whose iterator is kept
+    next(kept)
+    seen = []
+    for batch in loader:
+        seen.append(batch["id"].tolist())
+        if len(seen) == 4:
+            state = loader.state_dict()
+            next(iter(loader))
+            assert loader.state_dict() == state
+            assert len(list(loader.look())) == len(loader)
+            assert loader.state_dict() == state
+    assert seen == epochs[0]
+    assert ids_of(loader) == epochs[1]
+
+
+def test_a_second_iterator_moves_nothing_while_the_first_one_goes(dataset: StreamingDataset) -> None:
+    loader = StreamingDataLoader(dataset, 16)
+    whole = one_epoch(dataset, 16)
+    first = iter(loader)
+    seen = [next(first)["id"].tolist() for _ in range(3)]
+    list(loader)  # a whole pass of another iterator
+    state = loader.state_dict()
+    assert (state["epoch"], state["position"]) == (0, 48)
+    second = iter(loader)
+    next(second), next(second)
+    with pytest.raises(StateError, match=r"several iterations .* after 2 and 3 batches|after 3 and 2 batches"):
+        loader.state_dict()
+    assert first.state_dict()["position"] == 48
+    second.close()
+    assert loader.state_dict()["position"] == 48
+    assert seen + ids_of(first) == whole
+
+
+def test_an_iterator_that_goes_on_after_a_state_was_loaded_moves_nothing(dataset: StreamingDataset) -> None:
+    loader = StreamingDataLoader(dataset, 16)
+    whole = one_epoch(dataset, 16)
+    old = iter(loader)
+    next(old)
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    next(old), next(old)
+    assert ids_of(loader) == whole[1:]
 
 
 def test_set_epoch_overrides_but_keeps_a_position_inside_that_epoch(dataset: StreamingDataset) -> None:
@@ -255,11 +307,16 @@ def test_a_plain_dataloader_resumes_through_the_dataset(shards: Path, tmp_path: 
     assert ids_of(torch.utils.data.DataLoader(again, batch_size=16, num_workers=2)) == expected[4:]
 
 
-def test_a_dataset_read_by_our_loader_has_no_position_of_its_own_to_save(dataset: StreamingDataset) -> None:
-    # Composer asks the dataset of whatever loader it was given: silence would restart the data at a resume.
-    next(iter(StreamingDataLoader(dataset, 16)))
-    with pytest.raises(StateError, match=r"save loader\.state_dict\(\) instead; under Composer, .*data_spec"):
-        dataset.state_dict(16, from_beginning=True)
+def test_the_state_of_a_dataset_that_our_loader_reads_is_the_loaders(dataset: StreamingDataset) -> None:
+    # Composer asks the dataset of whatever loader it was given, and mosaicml-streaming's users ask it themselves.
+    loader = StreamingDataLoader(dataset, 16)
+    batches = iter(loader)
+    next(batches), next(batches)
+    state = dataset.state_dict(32, True)
+    assert state == loader.state_dict()
+    again = StreamingDataset(streams=dataset.streams, shuffle=True)
+    again.load_state_dict(state)
+    assert ids_of(StreamingDataLoader(again, 16)) == ids_of(batches)
 
 
 def test_a_plain_dataloader_with_workers_needs_the_batch_size(dataset: StreamingDataset) -> None:

@@ -1,70 +1,138 @@
-"""Where a loader's run is, by the batches that it handed out; and the ledger's sum up to there."""
+"""Where a loader stands, by the batches that its iterations handed out; and the ledger's sum up to there."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
+from weakref import WeakSet, ref
 
+from lightning_stream.errors import StateError
 from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.order import Position, RunOrder, ledger
-from lightning_stream.order.micro_batches import BatchInfo
+from lightning_stream.order.micro_batches import MicroBatch
+
+
+class Iteration(Protocol):
+    """One iteration over a loader: a `LoaderIterator`."""
+
+    start: Position | None
+    last_batch: MicroBatch | None
+    num_batches: int
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """Where an iteration began, what it handed out last, and how many batches it handed out."""
+
+    start: Position
+    last: MicroBatch | None = None
+    num_batches: int = 0
+
+    @property
+    def position(self) -> Position:
+        """Everything before it was handed out; inside an accumulation: the last whole optimizer step."""
+        if self.last is None:
+            return self.start
+        if self.last.ends_epoch:
+            return self.start.next_epoch()
+        return replace(self.start, position=self.last.end if self.last.completes_step else self.last.begin)
+
+    @property
+    def is_inside_epoch(self) -> bool:
+        """Whether some, but not all of the epoch was handed out."""
+        return self.last is not None and not self.last.ends_epoch
 
 
 class Progress:
-    """The position of one loader: moved by what is handed out, set by states and trainers."""
+    """The position of a loader that no trainer drives.
+
+    One iteration leads, and its batches move the position; others look on and move nothing while the leader lives.
+    An iteration that handed out a single batch was a look, as in ``next(iter(loader))``, unless a state was taken
+    then: the next iteration begins where it began.
+    """
 
     def __init__(self) -> None:
-        # Where the iteration began or the next one will, and what was handed out last since then. Replaced as one,
-        # since several threads may iterate.
-        self._at: tuple[Position, BatchInfo | None] | None = None
-        self.last: BatchInfo | None = None  # the batch handed out last, of an evaluation too
+        self._stop: _Stop | None = None  # of the iteration that led last
+        self._leader: ref[Iteration] | None = None
+        self._live: WeakSet[Iteration] = WeakSet()
+        self._was_asked = False  # whether a state was taken since the leader's last start
         self._summed = (0, 0, 0)  # the ledger's expected sum: of this epoch, up to this position, so much
+
+    def __getstate__(self) -> dict[str, object]:
+        """A copy stands where this one does, and follows no iteration."""
+        return {"_stop": self._now, "_was_asked": True, "_summed": self._summed}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__init__()  # type: ignore[misc]
+        vars(self).update(state)
+
+    @property
+    def _now(self) -> _Stop | None:
+        leader = None if self._leader is None else self._leader()
+        if leader is None or leader.start is None:
+            return self._stop
+        return _Stop(leader.start, leader.last_batch, leader.num_batches)
 
     @property
     def position(self) -> Position | None:
-        """Where the run is; None before anything began."""
-        if self._at is None:
-            return None
-        start, last = self._at
-        if last is None:
-            return start
-        if last.ends_epoch:
-            return start.next_epoch()
-        return replace(start, position=last.end if last.completes_step else last.begin)
+        """Where the training run is; None before anything began."""
+        return None if (now := self._now) is None else now.position
+
+    def asked(self) -> None:
+        """Note that a state is taken here.
+
+        Raises:
+            StateError: Two iterations are under way, and nothing tells which of them trains.
+        """
+        going = [one.num_batches for one in self._live if one.num_batches > 1]
+        if len(going) > 1:
+            raise StateError(
+                "a loader's state is that of the iteration that trains, but several iterations over this loader are "
+                f"under way, after {' and '.join(map(str, going))} batches. Take iterator.state_dict() of the one that "
+                "trains, or close() the others"
+            )
+        self._was_asked = True
 
     def go_to(self, position: Position) -> None:
-        """The next iteration begins here."""
-        self._at = position, None
+        """Let the next iteration begin here; those under way move nothing any more."""
+        self._stop, self._leader, self._live, self._was_asked = _Stop(position), None, WeakSet(), False
 
-    def begin(self, run: RunOrder, settings: BatchSettings) -> Position:
-        """Begin an iteration: where the next one was to begin, or at the next epoch if this one was begun already."""
-        size, tail = settings.global_batch_size, settings.tail
-        here = self.position
-        if here is None:
+    def begin(self, iteration: Iteration, run: RunOrder, settings: BatchSettings) -> Position:
+        """Say where a new iteration begins: where the last one did if it was a look, else behind it or its epoch."""
+        size, tail, now = settings.global_batch_size, settings.tail, self._now
+        if now is None:
             here = Position.start(run, batch_size=size, tail=tail)
+        elif self._only_looked(now):
+            here = now.start
         else:
-            here = here.next_epoch() if self._is_inside_epoch else here
+            here = now.position.next_epoch() if now.is_inside_epoch else now.position
             here = here.normalised(run, batch_size=size, tail=tail, world=settings.world)
-        self.go_to(here)
+        self._live.add(iteration)
+        if self._leader is None:
+            self._stop, self._leader, self._was_asked = _Stop(here), ref(iteration), False
         return here
 
-    def hand_out(self, start: Position, info: BatchInfo) -> None:
-        """Count a micro-batch of the iteration that began at this position.
+    def moved(self, iteration: Iteration) -> None:
+        """Note that an iteration handed out a batch: a second one makes it the leader where that one only looked."""
+        now = self._now
+        if iteration.num_batches == 2 and (now is None or self._only_looked(now)) and iteration in self._live:
+            self._leader = ref(iteration)
 
-        To be called before the batch is handed out: trainers never ask past the last one, so nothing behind its
-        `yield` would run.
-        """
-        self._at = start, info
+    def _only_looked(self, stop: _Stop) -> bool:
+        return stop.num_batches <= 1 and stop.is_inside_epoch and not self._was_asked
+
+    def ended(self, iteration: Iteration) -> None:
+        """Note that an iteration was closed, dropped or exhausted."""
+        self._live.discard(iteration)
+        if self._leader is not None and self._leader() in (iteration, None):
+            if iteration.start is not None and iteration.num_batches:
+                self._stop = _Stop(iteration.start, iteration.last_batch, iteration.num_batches)
+            self._leader = None
 
     def begins_in(self, epoch: int) -> bool:
         """Whether the next iteration reads this epoch, from wherever in it was set."""
-        here = self.position
-        return not self._is_inside_epoch and epoch == (0 if here is None else here.epoch)
-
-    @property
-    def _is_inside_epoch(self) -> bool:
-        """Whether some, but not all of the epoch was handed out by the last iteration."""
-        last = None if self._at is None else self._at[1]
-        return last is not None and not last.ends_epoch
+        now = self._now
+        return now is None or (not now.is_inside_epoch and epoch == now.position.epoch)
 
     def proven(self, run: RunOrder, position: Position) -> Position:
         """A position with the ledger's expected sum up to it. Costs the samples since it was last asked."""
@@ -75,6 +143,6 @@ class Progress:
         return self.builds_on(replace(position, ledger=(total + grown) % ledger.MODULUS))
 
     def builds_on(self, proven: Position) -> Position:
-        """Go on with the ledger's sum of this position, instead of summing what came before anew."""
+        """Continue with the ledger's sum of this position, instead of summing again what came before."""
         self._summed = (proven.epoch, proven.position, proven.ledger)
         return proven

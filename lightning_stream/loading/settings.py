@@ -1,4 +1,4 @@
-"""What a run's batches are, besides the data and the place in it."""
+"""What a training run's batches are, besides the data and the place in it."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ from typing import Protocol
 
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Tail, World
+from lightning_stream.order.micro_batches import MicroBatches
 
 
 class Ordered(Protocol):
-    """What has an order: a `StreamingDataset`."""
+    """What has an order: a `SampleSource`."""
 
     def order(self, config: OrderConfig) -> RunOrder:
-        """The order of a run with these settings."""
+        """The order of a training run with these settings."""
 
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """What a run's batches are, besides the data and the place in it.
+    """What a training run's batches are, besides the data and the place in it.
 
     Attributes:
         world: This process among all that train.
         device_batch_size: Samples of a micro-batch on one device.
         global_batch_size: B, samples of one optimizer step over all replicas.
-        tail: What happens to an epoch's rest.
+        tail: What happens to the last partial batch of an epoch.
         order: The order settings.
+        padding: Whether a rank gets padding beside samples of its own, so that all ranks have equal shapes.
     """
 
     world: World
@@ -33,13 +35,18 @@ class BatchSettings:
     global_batch_size: int
     tail: Tail
     order: OrderConfig
+    padding: bool = True
 
-    def plan(self, dataset: Ordered, start: Start) -> BatchPlan:
+    def plan(self, source: Ordered, start: Start) -> BatchPlan:
         """The global batches from a start to the end of its epoch."""
         return BatchPlan(
-            dataset.order(self.order).epoch(start.epoch),
+            source.order(self.order).epoch(start.epoch),
             batch_size=self.global_batch_size,
             world=self.world,
             tail=self.tail,
             start=start.position,
         )
+
+    def micro_batches(self, source: Ordered, start: Start) -> MicroBatches:
+        """This rank's micro-batches from a start to the end of its epoch."""
+        return MicroBatches(self.plan(source, start), self.device_batch_size, self.padding)

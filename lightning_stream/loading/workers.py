@@ -1,24 +1,23 @@
-"""Who makes a loader's batches: this process, or worker processes of torch's, which may outlive an iteration."""
+"""Where a loader's batches are made: in this process, or in torch's workers, which may outlive an iteration."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from importlib import import_module
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_stream.formats.encodings import get_encoding
-from lightning_stream.loading.pipeline import BatchSource
+from lightning_stream.loading import torch_private
+from lightning_stream.loading.pipeline import Pipeline
+from lightning_stream.loading.randomness import sample_seed
 from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.loading.shared_position import SharedPosition, Start
 from lightning_stream.loading.transport import conveyor_for
-from lightning_stream.order.micro_batches import BatchInfo
+from lightning_stream.order.micro_batches import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -33,82 +32,142 @@ class WorkerOptions:
     persistent_workers: bool
     multiprocessing_context: Any
 
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> WorkerOptions:
+        """The options that a loader has now."""
+        return cls(**{field.name: getattr(loader, field.name) for field in fields(cls)})
+
+
+class MadeBatches:
+    """The batches of one iteration, and what makes them: closed early or at the end, nothing of it is left.
+
+    Args:
+        batches: What torch or the pipeline gives.
+        end: Called once, with whether an error ended the iteration.
+    """
+
+    def __init__(self, batches: Iterator[tuple[Any, MicroBatch]], end: Callable[[bool], None]) -> None:
+        self._batches, self._end = batches, end
+
+    @classmethod
+    def none(cls) -> MadeBatches:
+        """No batches at all."""
+        return cls(iter(()), _nothing)
+
+    def __next__(self) -> tuple[Any, MicroBatch]:
+        try:
+            return next(self._batches)
+        except BaseException as error:
+            self.close(failed=not isinstance(error, StopIteration))
+            raise
+
+    def close(self, failed: bool = False) -> None:
+        """End the iteration: its workers, what it announced to the reader, and its hold on shards."""
+        end, self._end = self._end, _nothing
+        end(failed)
+
 
 class Workers:
     """Makes the batches of one loader; keeps persistent worker processes between its iterations.
 
     Args:
-        seed: Key of the seeds that torch gives its workers.
+        dataset: What workers see as ``get_worker_info().dataset``.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
         self._kept: tuple[BatchSettings, SharedPosition, DataLoader[Any]] | None = None
         self._kept_is_in_use = False
         self._live: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators that may have workers
 
-    def __reduce__(self) -> tuple[type[Workers], tuple[int]]:
+    def __getstate__(self) -> dict[str, Any]:
         """A copy has workers of its own."""
-        return Workers, (self._seed,)
+        return {"_dataset": self._dataset}
 
-    @contextmanager
-    def batches(self, source: BatchSource, options: WorkerOptions) -> Iterator[Iterator[tuple[Any, BatchInfo]]]:
-        """The batches of a source, for the time of one iteration."""
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["_dataset"])  # type: ignore[misc]
+
+    def batches(self, pipeline: Pipeline, options: WorkerOptions) -> MadeBatches:
+        """Begin one iteration."""
         if not (options.num_workers or options.pin_memory or options.timeout):
-            yield iter(source)  # as torch would, at a tenth of the cost
-            return
+            made = iter(pipeline)  # as torch would, at a tenth of the cost
+            return MadeBatches(made, lambda _: made.close())  # type: ignore[attr-defined]
         # An iteration inside another one has workers of its own.
-        keeps = options.persistent_workers and not self._kept_is_in_use
-        loader = self._kept_loader(source, options) if keeps else self._torch_loader(source, source.start, options)
+        keeps = options.persistent_workers and options.num_workers > 0 and not self._kept_is_in_use
+        loader = self._kept_loader(pipeline, options) if keeps else self._torch_loader(pipeline, options)
+        batches = iter(loader)
+        self._live.add(batches)
         self._kept_is_in_use |= keeps
-        try:
-            batches = iter(loader)
-            self._live.add(batches)
-            yield batches
-        finally:
+
+        def end(failed: bool) -> None:
             self._kept_is_in_use &= not keeps
+            if failed and keeps:
+                self._kept = None  # a worker died: torch's iterator stays broken
+            if failed or not keeps:
+                torch_private.end_workers(batches)
+
+        return MadeBatches(batches, end)
 
     def close(self) -> None:
         """End the worker processes, persistent ones too; a later iteration starts new ones."""
         for batches in list(self._live):
-            if isinstance(batches, _MultiProcessingDataLoaderIter):
-                batches._shutdown_workers()  # noqa: SLF001 - what its destructor calls; torch has nothing public
+            torch_private.end_workers(batches)
         self._kept, self._kept_is_in_use = None, False
 
-    def _kept_loader(self, source: BatchSource, options: WorkerOptions) -> DataLoader[Any]:
-        """The loader of persistent workers, told to begin where the source does."""
-        start = source.start
+    def _kept_loader(self, pipeline: Pipeline, options: WorkerOptions) -> DataLoader[Any]:
+        """The loader of persistent workers, set to begin where the pipeline does."""
+        start = pipeline.start
         assert isinstance(start, Start)
-        if self._kept is None or self._kept[0] != source.settings:
+        if self._kept is None or self._kept[0] != pipeline.settings:
             shared = SharedPosition(start)
-            self._kept = source.settings, shared, self._torch_loader(source, shared, options)
+            moved = Pipeline(pipeline.source, pipeline.settings, shared, pipeline.collate)
+            self._kept = pipeline.settings, shared, self._torch_loader(moved, options)
         _, shared, loader = self._kept
         shared.upcoming = start
         return loader
 
-    def _torch_loader(
-        self, source: BatchSource, start: Start | SharedPosition, options: WorkerOptions
-    ) -> DataLoader[Any]:
+    def _torch_loader(self, pipeline: Pipeline, options: WorkerOptions) -> DataLoader[Any]:
         """Torch's own loader over whole batches. It draws from a generator of its own, not the training's."""
+        start = pipeline.start if isinstance(pipeline.start, Start) else pipeline.start.upcoming
         if options.num_workers:
             _import_for_workers()
-        # A worker has so many batches to make or under way, and the slot of one is free before it is asked for more.
-        conveyor = conveyor_for(options.num_workers, max(1, options.prefetch_factor or 0))
+            # A worker has so many batches to make or under way, and the slot of one is free before it makes another.
+            pipeline.transport = conveyor_for(options.num_workers, max(1, options.prefetch_factor or 0))
+        seed = sample_seed(
+            sample_seed(pipeline.source.seed, start.epoch, start.position), pipeline.settings.world.rank, 0
+        )
+        init = _WorkerInit(self._dataset, options.worker_init_fn) if options.num_workers else None
         return DataLoader(
-            BatchSource(source.dataset, source.settings, start, source.collate, conveyor),
+            pipeline,
             batch_size=None,
             collate_fn=_as_it_is,
-            generator=torch.Generator().manual_seed(self._seed),
-            **vars(options),
+            generator=torch.Generator().manual_seed(seed),
+            **{**vars(options), "worker_init_fn": init},
         )
 
 
+@dataclass(frozen=True)
+class _WorkerInit:
+    """A worker's first act: show the dataset as ``get_worker_info().dataset``, and call the user's function."""
+
+    dataset: Any
+    then: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        torch_private.set_worker_dataset(get_worker_info(), self.dataset)
+        if self.then is not None:
+            self.then(worker)
+
+
 def _import_for_workers() -> None:
-    """What every forked worker would import with its first batch, some 30 ms in each: it is there already then."""
+    """Import what every forked worker would import with its first batch, which takes some 30 ms in each."""
     get_encoding("int")
-    with suppress(ImportError):  # torch asks for it where it pickles a tensor; a torch without it does not
-        import_module("torch.nested._internal.nested_tensor")
+    torch_private.import_nested_tensors()
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def _nothing(_: bool) -> None:
+    """Nothing is left to end."""

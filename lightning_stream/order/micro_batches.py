@@ -1,23 +1,26 @@
-"""The micro-batches that one worker of one rank must deliver: a pure walk over a `BatchPlan`."""
+"""The micro-batches of one rank over a `BatchPlan`, by number or one after another: pure arithmetic."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order import BatchPlan, Share, num_micro_batches
 from lightning_stream.order.ledger import Substitution
+from lightning_stream.order.plan import BatchPlan
+from lightning_stream.order.rank_split import Share, num_micro_batches
 
-_PLANNED_SAMPLES = 1 << 14  # about so many at a time: fewer cost more each, more would keep the first batch waiting
+_PLANNED_SAMPLES = 1 << 14  # planned together: fewer cost more each, more would keep the first batch waiting
 
 
 @dataclass(frozen=True)
-class BatchInfo:
-    """What a micro-batch is made of, and where it stands in the epoch.
+class Place:
+    """Where a micro-batch stands in its epoch; known without planning a sample.
 
     Attributes:
         epoch: The epoch it belongs to.
@@ -25,10 +28,6 @@ class BatchInfo:
         end: One past the last position of its global batch.
         completes_step: Whether it is the last micro-batch of its global batch on this rank.
         ends_epoch: Whether it is the last micro-batch of the epoch on this rank.
-        ids: Sample ids, int64[n].
-        positions: Their positions in the epoch, int64[n].
-        filler: bool[n]; True where a sample only fills the batch up and must not count.
-        substitutions: Where another sample was delivered than `ids` says, which could not be read.
     """
 
     epoch: int
@@ -36,6 +35,19 @@ class BatchInfo:
     end: int
     completes_step: bool
     ends_epoch: bool
+
+
+@dataclass(frozen=True)
+class MicroBatch(Place):
+    """What a micro-batch is made of, and where it stands in the epoch.
+
+    Attributes:
+        ids: Sample ids, int64[n].
+        positions: Their positions in the epoch, int64[n].
+        filler: bool[n]; True where a sample is padding: a repeat that must not count.
+        substitutions: Where another sample was delivered than `ids` says, because that one could not be read.
+    """
+
     ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     filler: NDArray[np.bool_]
@@ -43,7 +55,7 @@ class BatchInfo:
 
     @property
     def delivered(self) -> NDArray[np.int64]:
-        """int64[n]: the sample ids that are delivered, substitutions made."""
+        """int64[n]: the sample ids that are delivered, after substitutions."""
         if not self.substitutions:
             return self.ids
         instead = {(one.position, one.drawn): one.delivered for one in self.substitutions}
@@ -52,68 +64,108 @@ class BatchInfo:
 
     @property
     def num_samples(self) -> int:
-        """Samples that count: filler excluded."""
+        """Samples that count: padding excluded."""
         return int(self.filler.size - np.count_nonzero(self.filler))
 
     @property
     def num_substituted(self) -> int:
-        """Samples that another one was delivered for: filler excluded."""
+        """Samples that another one was delivered for: padding excluded."""
         return int(np.count_nonzero((self.delivered != self.ids) & ~self.filler)) if self.substitutions else 0
 
-
-def micro_batches(
-    plan: BatchPlan, device_batch_size: int, worker: int = 0, num_workers: int = 1
-) -> Iterator[BatchInfo]:
-    """Yield the micro-batches of one worker: the rank's j-th goes to worker j mod num_workers, as torch asks."""
-    together = max(1, _PLANNED_SAMPLES // (plan.batch_size * num_workers))
-    own = _own_batches(plan, device_batch_size, worker, num_workers)
-    while some := list(islice(own, together)):
-        shares = plan.shares([k for k, _, _ in some])
-        pieces = [
-            _info(plan, k, part, is_last_piece=first + j * num_workers == count - 1)
-            for (k, first, count), share in zip(some, shares, strict=True)
-            for j, part in enumerate(share.micro_batches(count)[first::num_workers])
-        ]
-        yield from pieces
+    def without_padding(self) -> MicroBatch:
+        """The samples that count; one row of padding where there are none, since a batch cannot be empty."""
+        if not self.filler.any():
+            return self
+        keep = ~self.filler if self.num_samples else np.arange(self.filler.size) == 0
+        return replace(self, ids=self.ids[keep], positions=self.positions[keep], filler=self.filler[keep])
 
 
-def _info(plan: BatchPlan, k: int, share: Share, is_last_piece: bool) -> BatchInfo:
-    begin, end = plan.bounds(k)
-    return BatchInfo(
-        epoch=plan.order.epoch,
-        begin=begin,
-        end=end,
-        completes_step=is_last_piece,
-        ends_epoch=is_last_piece and k == plan.num_batches - 1,
-        ids=share.ids,
-        positions=share.positions,
-        filler=share.filler,
-    )
+class MicroBatches:
+    """The micro-batches of one rank from a plan's start to the end of its epoch.
+
+    Args:
+        plan: The global batches.
+        device_batch_size: Samples of a micro-batch on one device.
+        padding: Whether padding is delivered where a rank has samples of its own, so that all shapes are equal.
+
+    Example::
+
+        batches = MicroBatches(BatchPlan(run.epoch(0), batch_size=32), device_batch_size=8)
+        assert len(batches) == 4 * batches.plan.num_batches
+        batches[5].ids  # the sample ids of the sixth micro-batch, planned on its own
+    """
+
+    def __init__(self, plan: BatchPlan, device_batch_size: int, padding: bool = True) -> None:
+        self.plan, self._size, self._padding = plan, device_batch_size, padding
+        self._pieces = pieces_of(plan, 0, device_batch_size) if plan.num_whole_batches else 0
+        self._num_whole = plan.num_whole_batches * self._pieces
+
+    @cached_property
+    def _rest_ends(self) -> list[int]:
+        """Numbers behind the last micro-batch of each global batch that is not whole."""
+        plan = self.plan
+        rests = (pieces_of(plan, k, self._size) for k in range(plan.num_whole_batches, plan.num_batches))
+        return [self._num_whole + end for end in accumulate(rests)]
+
+    def __len__(self) -> int:
+        return self._rest_ends[-1] if self._rest_ends else self._num_whole
+
+    def _locate(self, j: int) -> tuple[int, int, int]:
+        """Global batch of micro-batch j, its number within that batch, and how many the batch has."""
+        if not 0 <= j < len(self):
+            raise IndexError(f"micro-batches count from 0 to {len(self) - 1} here; {j} was asked")
+        if j < self._num_whole:
+            return j // self._pieces, j % self._pieces, self._pieces
+        rest = bisect_right(self._rest_ends, j)
+        first = self._rest_ends[rest - 1] if rest else self._num_whole
+        return self.plan.num_whole_batches + rest, j - first, self._rest_ends[rest] - first
+
+    def place(self, j: int) -> Place:
+        """Where micro-batch j stands. O(1)."""
+        k, piece, count = self._locate(j)
+        return self._place(k, is_last_piece=piece == count - 1)
+
+    def __getitem__(self, j: int) -> MicroBatch:
+        """Micro-batch j, planned on its own. O(samples of its global batch)."""
+        k, piece, count = self._locate(j)
+        return self._made(k, self.plan.share(k).micro_batches(count)[piece], piece == count - 1)
+
+    def walk(self, first: int = 0, step: int = 1) -> Iterator[MicroBatch]:
+        """Yield micro-batches first, first + step, ...: many are planned together, which costs less than one by one.
+
+        Worker w of n delivers those from w on in steps of n, as torch asks.
+        """
+        together = max(1, _PLANNED_SAMPLES // (self.plan.batch_size * step))
+        own = self._own(first, step)
+        while some := list(islice(own, together)):
+            shares = self.plan.shares([k for k, _, _ in some])
+            for (k, piece, count), share in zip(some, shares, strict=True):
+                parts = share.micro_batches(count)
+                for number in range(piece, count, step):
+                    yield self._made(k, parts[number], is_last_piece=number == count - 1)
+
+    def _own(self, first: int, step: int) -> Iterator[tuple[int, int, int]]:
+        """The global batches that a walk comes by: which, its first micro-batch in it, and how many that has."""
+        j = first
+        while j < len(self):
+            k, piece, count = self._locate(j)
+            yield k, piece, count
+            j += -(-(count - piece) // step) * step
+
+    def _place(self, k: int, *, is_last_piece: bool) -> Place:
+        begin, end = self.plan.bounds(k)
+        return Place(self.plan.order.epoch, begin, end, is_last_piece, is_last_piece and k == self.plan.num_batches - 1)
+
+    def _made(self, k: int, share: Share, is_last_piece: bool) -> MicroBatch:
+        place = self._place(k, is_last_piece=is_last_piece)
+        made = MicroBatch(**vars(place), ids=share.ids, positions=share.positions, filler=share.filler)
+        return made if self._padding else made.without_padding()
 
 
-def _own_batches(
-    plan: BatchPlan, device_batch_size: int, worker: int, num_workers: int
-) -> Iterator[tuple[int, int, int]]:
-    """The global batches that a worker has a part in: which, its first micro-batch in it, and how many it is cut to."""
-    upcoming = 0
-    num_whole = plan.num_whole_batches
-    whole = pieces_of(plan, 0, device_batch_size) if num_whole else 0
-    for k in range(plan.num_batches):
-        count = whole if k < num_whole else pieces_of(plan, k, device_batch_size)
-        first = (worker - upcoming) % num_workers
-        upcoming += count
-        if first < count:
-            yield k, first, count
+BatchInfo = MicroBatch
 
 
 def pieces_of(plan: BatchPlan, k: int, device_batch_size: int) -> int:
     """Into how many micro-batches each rank's share of global batch k is cut."""
     begin, end = plan.bounds(k)
     return num_micro_batches(end - begin, device_batch_size, plan.world.num_replicas, plan.tail)
-
-
-def count_micro_batches(plan: BatchPlan, device_batch_size: int) -> int:
-    """Micro-batches of each rank over the whole plan."""
-    whole = plan.num_whole_batches
-    full = pieces_of(plan, 0, device_batch_size) if whole else 0
-    return whole * full + sum(pieces_of(plan, k, device_batch_size) for k in range(whole, plan.num_batches))

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.loading.plain import STATE_KEY
 from lightning_stream.loading.randomness import sample_seed
 from lightning_stream.order.micro_batches import BatchInfo
 from lightning_stream.recipes.callbacks import RunStopped
@@ -30,7 +31,6 @@ from lightning_stream.recipes.steps_log import StepsLog
 from lightning_stream.recipes.task import Batch, TaskData, TaskModel
 from lightning_stream.recipes.torch_processes import Processes, started
 from lightning_stream.storage.files import publish
-from lightning_stream.trainers.lightning.callback import STATE_KEY
 
 KEY = "lightning_stream.torch_run"
 """What tells a checkpoint of this loop from others'."""

@@ -11,7 +11,7 @@ import os
 import re
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -19,11 +19,11 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.dataset import StreamingDataset
+from lightning_stream.dataset import StreamingDataset, source_of
 from lightning_stream.errors import LedgerError
-from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.order import BatchPlan, Position, RunOrder, Tail, World, ledger
-from lightning_stream.order.micro_batches import BatchInfo
+from lightning_stream.order.micro_batches import MicroBatch
 
 _START = "run.json"
 _NAME = "epoch{}-from{}-batch{}-{}-rank{}of{}by{}.ledger"
@@ -67,30 +67,34 @@ class DeliveryRecord:
 
     Args:
         folder: Where to; made if missing. Ranks of other machines may write to folders of their own.
-        loader: Whose batches they are.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], loader: StreamingDataLoader) -> None:
-        self._folder, self._loader = Path(folder), loader
-        self._taken: list[BatchInfo] = []
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder)
+        self._taken: list[MicroBatch] = []
         self._file: BinaryIO | None = None
         self._next = (-1, -1)
 
-    def take(self, info: BatchInfo) -> None:
+    def take(self, info: MicroBatch) -> None:
         """Note a micro-batch that is about to be trained on; a step begun before and not committed is done again."""
         if self._taken and (info.epoch, info.begin) < (self._taken[-1].epoch, self._taken[-1].begin):
             self._taken = []
         self._taken.append(info)
 
-    def commit(self) -> None:
-        """Write the sums of the global batches taken, all of which the optimizer has used up."""
+    def commit(self, settings: BatchSettings, first: Callable[[], Position]) -> None:
+        """Write the sums of the global batches taken, all of which the optimizer has used up.
+
+        Args:
+            settings: What the run's batches are.
+            first: Gives the beginning of the training run.
+        """
         taken, self._taken = self._taken, []  # first: a signal's handler may come by here again
-        steps: dict[int, list[BatchInfo]] = defaultdict(list)
+        steps: dict[int, list[MicroBatch]] = defaultdict(list)
         for info in taken:
             steps[info.begin].append(info)
         for infos in steps.values():
             if infos[-1].completes_step:  # else the trainer's limit on an epoch ended it inside a step
-                self._write(infos)
+                self._write(infos, settings, first)
 
     def close(self) -> None:
         """Close the file; a later commit opens another."""
@@ -98,10 +102,10 @@ class DeliveryRecord:
             self._file.close()
         self._file, self._next = None, (-1, -1)
 
-    def _write(self, infos: list[BatchInfo]) -> None:
+    def _write(self, infos: list[MicroBatch], settings: BatchSettings, beginning: Callable[[], Position]) -> None:
         first = infos[0]
         if (first.epoch, first.begin) != self._next:
-            self._open(first)
+            self._open(first, settings, beginning)
         assert self._file is not None
         kept = [~info.filler for info in infos]
         whole = sum(
@@ -115,13 +119,12 @@ class DeliveryRecord:
                 lines.writelines(f"{json.dumps([one.position, one.drawn, one.delivered])}\n" for one in listed)
         self._next = (first.epoch, first.end)
 
-    def _open(self, first: BatchInfo) -> None:
-        settings = self._loader.settings()
+    def _open(self, first: MicroBatch, settings: BatchSettings, beginning: Callable[[], Position]) -> None:
         world = settings.world
         self._folder.mkdir(parents=True, exist_ok=True)
         if world.rank == 0 and not (self._folder / _START).exists():
             draft = self._folder / f"{_START}.draft"
-            draft.write_text(json.dumps(self._loader.first_position().to_state()), encoding="utf-8")
+            draft.write_text(json.dumps(beginning().to_state()), encoding="utf-8")
             draft.replace(self._folder / _START)
         self.close()
         path = self._folder / _NAME.format(
@@ -149,7 +152,7 @@ def verify_delivery(folder: str | os.PathLike[str], dataset: StreamingDataset) -
     if not stretches or not (path / _START).exists():
         raise LedgerError(f"a run with record_delivery= leaves {_START} and *.ledger files; {path} lacks them")
     start = Position.from_state(json.loads((path / _START).read_text(encoding="utf-8")))
-    run = dataset.order(start.order)
+    run = source_of(dataset).order(start.order)
     start.check(run)
     return _compare(path, run, stretches)
 

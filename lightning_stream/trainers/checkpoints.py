@@ -13,8 +13,8 @@ import torch
 from torch.torch_version import TorchVersion
 
 from lightning_stream.errors import StateError
-from lightning_stream.trainers.composer.loader import STATE_KEY as _KEY  # of both trainers
-from lightning_stream.trainers.composer.loader import unpacked
+from lightning_stream.loading.plain import STATE_KEY as _KEY  # of both trainers
+from lightning_stream.loading.plain import unpacked
 
 # What Composer's checkpoints hold beside tensors and plain values: the clock's times, and numpy's random state.
 _PLAIN = (timedelta, TorchVersion, np.ndarray, np.dtype, type(np.dtype(np.uint32)))
@@ -62,13 +62,12 @@ def start_at(state: Mapping[str, Any], data: Any) -> None:
         callback.start_at(state)
         return
     loader = getattr(data, "dataloader", data)
-    target = loader.dataset if hasattr(loader, "follower") else loader
-    if not hasattr(target, "load_state_dict"):
+    if not hasattr(loader, "load_state_dict"):
         raise TypeError(
             "a position is handed to a data_spec, a StreamingDataModule, a StreamingCallback or a StreamingDataLoader; "
             f"found {type(data).__name__}"
         )
-    target.load_state_dict(state)
+    loader.load_state_dict(state)
 
 
 def _read_file(path: Path, trusted: bool) -> Mapping[str, Any]:

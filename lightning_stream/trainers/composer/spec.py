@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_stream.dataset import StreamingDataset
+from lightning_stream.dataset import StreamingDataset, plain_iterations_of
 from lightning_stream.errors import missing_extra
+from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.distributed import WorldLike
 from lightning_stream.order import Tail
 from lightning_stream.reading.reader import Stream
 from lightning_stream.trainers.composer.counting import BatchCounter
-from lightning_stream.trainers.composer.loader import ComposerLoader
 
 try:
     from composer import DataSpec
@@ -51,7 +51,10 @@ def data_spec(
     get_num_tokens_in_batch: Callable[[Any], int | dict[str, int]] | None = None,
     split_batch: Callable[[Any, int | float], Sequence[Any]] | None = None,
     on_mismatch: Literal["error", "warn"] = "error",
-    on_missing_state: Literal["restart", "error"] = "restart",
+    on_missing_state: Literal["restart", "error"] = "error",
+    check_delivery: bool = True,
+    record_delivery: str | os.PathLike[str] | None = None,
+    seed_steps: int | None = None,
     **dataset_arguments: Any,
 ) -> DataSpec:
     """Make a Composer `DataSpec` that streams data, and continues a stopped run exactly.
@@ -81,8 +84,7 @@ def data_spec(
         get_num_samples_in_batch, get_num_tokens_in_batch, split_batch: Instead of ours, which read tensors, arrays,
             lists, and dicts or tuples of them, and leave filler out.
         on_mismatch: What to do where data or settings differ from the checkpoint's: ``"error"`` or ``"warn"``.
-        on_missing_state: What to do with a checkpoint that holds no position: ``"restart"`` the data, with a warning,
-            or ``"error"``.
+        on_missing_state, check_delivery, record_delivery, seed_steps: See `PositionTracker`.
         dataset_arguments: Arguments of `StreamingDataset`.
 
     Raises:
@@ -90,10 +92,8 @@ def data_spec(
         MissingExtraError: Composer is not installed.
     """
     name_node()
-    follower = None if evaluation else StreamingPosition(on_missing_state)
-    loader = ComposerLoader(
+    loader = StreamingDataLoader(
         _dataset(dataset, dataset_arguments),
-        follower,
         batch_size=batch_size,
         global_batch_size=global_batch_size,
         evaluation=evaluation,
@@ -107,8 +107,17 @@ def data_spec(
         world=world,
         on_mismatch=on_mismatch,
     )
-    if follower is not None:
-        follower.follow(loader)
+    if evaluation:
+        _refuse_empty_ranks(loader)
+    else:
+        StreamingPosition(
+            loader,
+            on_missing_state=on_missing_state,
+            check_delivery=check_delivery,
+            record_delivery=record_delivery,
+            seed_steps=seed_steps,
+        )
+        plain_iterations_of(loader.streaming).belongs_to(loader, packed=True)
     counter = BatchCounter(loader, token_column, padding_id)
     return DataSpec(
         loader,
@@ -133,6 +142,16 @@ def _dataset(given: DatasetLike | None, arguments: Mapping[str, Any]) -> Streami
     if isinstance(given, Mapping):
         return StreamingDataset(**{**given, **arguments})
     return StreamingDataset(**arguments) if given is None else StreamingDataset(streams=given, **arguments)
+
+
+def _refuse_empty_ranks(loader: StreamingDataLoader) -> None:
+    world = loader.detect_world()
+    if loader.num_samples < world.num_replicas:
+        raise ValueError(
+            f"an evaluation has at least one sample for each device, since Composer's metrics cannot leave padding "
+            f"out; {loader.num_samples} samples do not suffice for {world.num_replicas} devices. Evaluate on fewer "
+            "devices, or on more samples"
+        )
 
 
 def name_node() -> None:

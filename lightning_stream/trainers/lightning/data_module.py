@@ -14,9 +14,10 @@ import torch
 
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.loading.distributed import detect_world
 from lightning_stream.order import Tail, World
 from lightning_stream.trainers.lightning.callback import StreamingCallback
-from lightning_stream.trainers.lightning.loops import loader_kept_as_it_is
+from lightning_stream.trainers.lightning.loops import loader_kept_as_it_is, sampler_replicas
 from lightning_stream.trainers.lightning.package import LightningDataModule
 
 DatasetLike = StreamingDataset | Mapping[str, Any] | str | os.PathLike[str]
@@ -52,7 +53,7 @@ class StreamingDataModule(LightningDataModule):
         prepare: Called once per node before anything is read, e.g. to convert the data.
         on_mismatch: Where the data or the order settings differ from the checkpoint's: ``"error"``, or ``"warn"`` to go
             on under another order from there.
-        seed_steps, on_missing_state, check_delivery, show_position, record_delivery: See `StreamingCallback`.
+        seed_steps, on_missing_state, check_delivery, record_delivery: See `StreamingCallback`.
 
     Raises:
         ValueError: Neither or both of `global_batch_size` and `batch_size`; a dataset's argument that there is none of.
@@ -82,7 +83,6 @@ class StreamingDataModule(LightningDataModule):
         seed_steps: int | None = None,
         on_missing_state: str = "error",
         check_delivery: bool = True,
-        show_position: bool = True,
         record_delivery: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
@@ -110,16 +110,14 @@ class StreamingDataModule(LightningDataModule):
             "multiprocessing_context": multiprocessing_context,
         }
         self._loaders: weakref.WeakSet[StreamingDataLoader] = weakref.WeakSet()
+        self._ignored: list[Any] = []  # the filters that keep Lightning's wrong advice out, while it runs
         self.position_callback = StreamingCallback(
             seed_steps,
             on_missing_state,
             check_delivery=check_delivery,
-            show_position=show_position,
             record_delivery=record_delivery,
         )
         self.position_callback.make_loader = self._make_train_loader
-        for advice in _OUT_OF_PLACE if val is None else _OUT_OF_PLACE[:1]:
-            warnings.filterwarnings("ignore", advice)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the loaders made so far: launchers that start processes anew copy the module to each."""
@@ -135,12 +133,12 @@ class StreamingDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Put the position's callback first, so that what ModelCheckpoint saves is up to date."""
+        self._ignore_advice()
         trainer: Any = self.trainer
-        assert trainer is not None
-        if stage != "fit":
+        if stage != "fit" or trainer is None:
             return
         for other in [c for c in trainer.callbacks if isinstance(c, StreamingCallback)]:
-            if other.make_loader is None:
+            if other.make_loader is None and not other.is_passive:
                 raise ValueError(
                     "one callback keeps the position, and StreamingDataModule brings its own: remove StreamingCallback "
                     "from the trainer's callbacks, and pass its settings (seed_steps=...) to StreamingDataModule"
@@ -149,10 +147,22 @@ class StreamingDataModule(LightningDataModule):
         trainer.callbacks.insert(0, self.position_callback)
 
     def train_dataloader(self) -> StreamingDataLoader:
-        """The training loader, at the position trained up to."""
-        loader = self._make_train_loader()
-        self.position_callback.attach(loader)
-        return loader
+        """A training loader; the one that the trainer asks for begins at the position trained up to."""
+        return self._make_train_loader()
+
+    def teardown(self, stage: str) -> None:
+        """Let Lightning's warnings through again."""
+        for one in self._ignored:
+            if one in warnings.filters:
+                warnings.filters.remove(one)  # type: ignore[attr-defined]
+        self._ignored = []
+
+    def _ignore_advice(self) -> None:
+        self.teardown("")
+        before = list(warnings.filters)
+        for advice in _OUT_OF_PLACE if self.datasets["val"] is None else _OUT_OF_PLACE[:1]:
+            warnings.filterwarnings("ignore", advice)
+        self._ignored = [one for one in warnings.filters if one not in before]
 
     @property
     def val_dataloader(self) -> Callable[[], Any]:
@@ -162,6 +172,7 @@ class StreamingDataModule(LightningDataModule):
         """
         trainer: Any = self.trainer
         if self.datasets["val"] is None and (trainer is None or trainer.state.fn == "fit"):
+            self._ignore_advice()  # Lightning warns next
             base: Callable[[], Any] = super().val_dataloader
             return base
         return self._val_dataloader
@@ -187,9 +198,10 @@ class StreamingDataModule(LightningDataModule):
             loader.close()
 
     def world(self) -> World:
-        """This process among those of the trainer."""
+        """This process among those of the trainer, or of the launcher where there is no trainer."""
         trainer: Any = self.trainer
-        assert trainer is not None
+        if trainer is None:  # looked at without a trainer
+            return detect_world(None, self.replication or 1)
         return World(
             rank=trainer.global_rank,
             num_ranks=trainer.world_size,
@@ -203,7 +215,7 @@ class StreamingDataModule(LightningDataModule):
             self._dataset_for("train"),
             self.batch_size,
             global_batch_size=self.global_batch_size,
-            accumulate=trainer.accumulate_grad_batches,
+            accumulate=1 if trainer is None else trainer.accumulate_grad_batches,
             num_workers=self.num_workers,
             tail=self.tail,
             world=self.world(),
@@ -215,7 +227,9 @@ class StreamingDataModule(LightningDataModule):
 
     def _evaluation_loader(self, name: str) -> StreamingDataLoader:
         world = self.world()
-        train_size = self.batch_size or max(1, (self.global_batch_size or 1) // world.num_replicas)
+        trainer: Any = self.trainer
+        accumulate = 1 if trainer is None else trainer.accumulate_grad_batches
+        train_size = self.batch_size or max(1, (self.global_batch_size or 1) // (world.num_replicas * accumulate))
         loader = StreamingDataLoader(
             self._dataset_for(name),
             self.eval_batch_size or train_size,
@@ -236,13 +250,12 @@ class StreamingDataModule(LightningDataModule):
     def _kept(self, loader: StreamingDataLoader) -> StreamingDataLoader:
         self._loaders.add(loader)
         trainer: Any = self.trainer
-        return loader_kept_as_it_is(loader) if trainer.overfit_batches else loader
+        return loader_kept_as_it_is(loader) if trainer is not None and trainer.overfit_batches else loader
 
     def _pins(self) -> bool:
         trainer: Any = self.trainer
-        on_cuda = isinstance(getattr(trainer.strategy, "root_device", None), torch.device) and (
-            trainer.strategy.root_device.type == "cuda"
-        )
+        device = None if trainer is None else getattr(trainer.strategy, "root_device", None)
+        on_cuda = isinstance(device, torch.device) and device.type == "cuda"
         return on_cuda if self.pin_memory is None else self.pin_memory
 
 
@@ -271,6 +284,4 @@ def _dataset(name: str, given: DatasetLike | None) -> StreamingDataset | None:
 
 def _replication_of(trainer: Any) -> int:
     """How many ranks share their samples, by what the strategy would tell a distributed sampler."""
-    ranks = int(trainer.world_size)
-    sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-    return max(1, ranks // int(sampler.get("num_replicas", ranks)))
+    return max(1, int(trainer.world_size) // sampler_replicas(trainer))

@@ -8,6 +8,8 @@ data's position, which is always right.
 
 from __future__ import annotations
 
+import inspect
+import logging
 import signal
 import sys
 import threading
@@ -20,6 +22,7 @@ from torch.utils.data import SequentialSampler
 
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.loading.iteration import LoaderIterator
 
 TRIED_VERSIONS = ((2, 4), (2, 7))  # from, up to but excluding
 
@@ -61,8 +64,7 @@ def is_tried(version: str) -> bool:
 
 def warn_if_untried(trainer: Any) -> None:
     """Say so, once per fit, where this Lightning is one that nobody tried."""
-    package = type(trainer.fit_loop).__module__.partition(".loops.")[0]
-    version = getattr(sys.modules.get(package), "__version__", None)
+    version = getattr(sys.modules.get(_package_of(trainer)), "__version__", None)
     if version is not None and not is_tried(version):
         warnings.warn(
             f"resuming exactly rests on layouts inside Lightning {_tried()}, and this is {version}: prove a resume "
@@ -126,12 +128,73 @@ def _set(counts: dict[str, int], begun: int, ended: int) -> None:
     counts.update(ready=begun, started=begun, processed=ended, completed=ended)
 
 
-def begin_epoch_afresh(trainer: Any) -> None:
-    """Keep the epoch loop from treating the start of an epoch as the middle of one.
+def enter(trainer: Any, at: LoopPosition) -> None:
+    """Let the epoch loop of a resumed run begin where it was put; called in `on_train_start`."""
+    loop = trainer.fit_loop.epoch_loop
+    if at.at_boundary:
+        loop.restarting = False  # else it takes the start of an epoch for the middle, and counts a batch too many
+    elif at.batch == at.num_batches and not at.validation_due:
+        loop.val_loop._has_run = True  # noqa: SLF001 - else it trains on one batch more before it ends the epoch
 
-    Called in `on_train_start` of a run resumed at a boundary: the loop would otherwise count a batch that never was.
+
+def end_restart(trainer: Any) -> None:
+    """End what Lightning treats as a restart with the resumed epoch, so that it updates plateau schedulers.
+
+    Where the metric that one monitors was logged before the checkpoint only, it is left out, with a warning.
     """
-    trainer.fit_loop.epoch_loop.restarting = False
+    loop = trainer.fit_loop
+    if not loop.restarting:
+        return
+    loop.epoch_loop.restarting = False
+    monitored = {one.monitor for one in trainer.lr_scheduler_configs if one.reduce_on_plateau}
+    lacking = sorted(str(name) for name in monitored - set(trainer.callback_metrics))
+    if lacking:
+        warnings.warn(
+            f"a scheduler on plateaus needs the metric of the whole epoch, but {', '.join(lacking)} was logged before "
+            "the checkpoint that this run resumed from: the scheduler is not updated at the end of this epoch",
+            stacklevel=2,
+        )
+    else:
+        loop._restarting = False  # noqa: SLF001 - its setter would restart what has ended already
+
+
+def epoch_end_is_due(checkpoint: Mapping[str, Any], epoch: int) -> bool:
+    """Whether a checkpoint at the end of an epoch was written before Lightning ran that epoch's last hooks."""
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {})
+    return int(progress.get("current", {}).get("processed", epoch)) < epoch
+
+
+def iterators(trainer: Any) -> list[LoaderIterator]:
+    """Our iterations that the fit loop takes its batches from."""
+    fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
+    combined = None if fetcher is None else fetcher._combined_loader  # noqa: SLF001
+    mode = None if combined is None else combined._iterator  # noqa: SLF001
+    return [] if mode is None else [one for one in mode.iterators if isinstance(one, LoaderIterator)]
+
+
+def data_source_of(trainer: Any) -> Any:
+    """What was handed to `fit`: a loader, or a module that makes one."""
+    return trainer.fit_loop._data_source.instance  # noqa: SLF001
+
+
+def asked_for_last(trainer: Any) -> bool:
+    """Whether `fit` was called with ``ckpt_path="last"``; Lightning keeps only what it found."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is trainer:
+            return frame.f_locals.get("ckpt_path") == "last"
+        frame = frame.f_back
+    return False
+
+
+def say(trainer: Any, sentence: str) -> None:
+    """Show a sentence as Lightning shows its own."""
+    logging.getLogger(_package_of(trainer)).info(sentence)
+
+
+def _package_of(trainer: Any) -> str:
+    """``lightning.pytorch`` or ``pytorch_lightning``."""
+    return type(trainer.fit_loop).__module__.partition(".loops.")[0]
 
 
 def let_ranks_stop_together(trainer: Any) -> None:
@@ -217,3 +280,12 @@ def loader_kept_as_it_is(loader: StreamingDataLoader) -> StreamingDataLoader:
     """
     vars(loader)["sampler"] = SequentialSampler(range(1))
     return loader
+
+
+def sampler_replicas(trainer: Any) -> int:
+    """How many replicas a distributed sampler would deal to: fewer than ranks under tensor parallelism."""
+    strategy, ranks = trainer.strategy, int(trainer.world_size)
+    if ranks == 1:
+        return 1
+    # Asked for by its plain name where several ranks train: a Lightning without it must fail loudly.
+    return int((strategy.distributed_sampler_kwargs or {}).get("num_replicas", ranks))

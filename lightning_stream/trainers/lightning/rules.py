@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
-from lightning_stream.loading.shared_position import Start
-from lightning_stream.order.micro_batches import pieces_of
-from lightning_stream.trainers.lightning.loops import LoopPosition
+from lightning_stream.loading.settings import BatchSettings
+from lightning_stream.order.micro_batches import MicroBatch, pieces_of
+from lightning_stream.trainers.lightning.loops import LoopPosition, asked_for_last
 
 
 def check_callbacks(trainer: Any) -> None:
@@ -59,8 +61,7 @@ def _check_accumulation(trainer: Any, loader: StreamingDataLoader) -> None:
             "same number: Trainer(accumulate_grad_batches=...), StreamingDataLoader(accumulate=...)"
         )
     settings = loader.settings()
-    assert isinstance(loader.dataset, StreamingDataset)
-    plan = settings.plan(loader.dataset, Start())
+    plan = loader.micro_batches_from(loader.first_position()).plan
     rests = range(plan.num_whole_batches, plan.num_batches - 1)
     if any(pieces_of(plan, k, settings.device_batch_size) != loader.accumulate for k in rests):
         raise ValueError(
@@ -83,3 +84,46 @@ def check_alignment(loader: StreamingDataLoader, at: LoopPosition) -> None:
             f"what would be micro-batch {at.batch} of {at.num_batches}. Keep the former size, accumulate 1, or resume "
             "from a checkpoint at the start of an epoch"
         )
+
+
+def check_last(trainer: Any) -> None:
+    """Refuse to begin a run from its start where ``ckpt_path="last"`` was asked for and there are checkpoints.
+
+    Raises:
+        StateError: Lightning found no last checkpoint, and would begin from the start with no more than a warning.
+    """
+    if trainer.ckpt_path is not None or not asked_for_last(trainer):
+        return
+    root = Path(trainer.default_root_dir)
+    folders = [Path(found) for one in trainer.checkpoint_callbacks if (found := getattr(one, "dirpath", None))]
+    found = [path for folder in folders or [root / "checkpoints"] for path in folder.glob("*.ckpt")]
+    found += [] if folders else root.glob("lightning_logs/*/checkpoints/*.ckpt")
+    if found:
+        newest = str(max(found, key=lambda path: path.stat().st_mtime))
+        raise StateError(
+            f'ckpt_path="last" continues from the last checkpoint, but none is marked as last among {len(found)} in '
+            f"{found[0].parent}: the run would begin from its start. Pass ModelCheckpoint(..., save_last=True) from "
+            f"the first fit on, or name the file, e.g. ckpt_path={newest!r}"
+        )
+
+
+def warn_of_plain_loader(loader: Any) -> None:
+    """Say that torch's own loader over a dataset of ours is not resumed by Lightning."""
+    if isinstance(getattr(loader, "dataset", None), StreamingDataset):
+        warnings.warn(
+            "Lightning does not resume torch's DataLoader: after a stop it would train on other samples than the "
+            "checkpoint says. Replace it by StreamingDataLoader(dataset, batch_size=...), imported from "
+            "lightning_stream; nothing else has to change",
+            stacklevel=2,
+        )
+
+
+def weight_of(current: MicroBatch, settings: BatchSettings) -> float:
+    """What a micro-batch's loss must be multiplied by, so that each sample of its step weighs the same.
+
+    Lightning divides by the accumulation, and the ranks' gradients are averaged: right for whole steps only.
+    """
+    in_step = current.end - current.begin
+    if in_step == settings.global_batch_size:
+        return 1.0
+    return settings.global_batch_size / settings.device_batch_size * current.num_samples / in_step

@@ -1,0 +1,140 @@
+"""One iteration over a loader: it owns its workers and its hold on shards, and has a position of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Protocol
+
+from lightning_stream.loading.workers import MadeBatches
+from lightning_stream.order import Position
+from lightning_stream.order.micro_batches import MicroBatch
+
+
+class Driver(Protocol):
+    """A trainer that drives a loader: it knows where the training run is, and which iteration is its own."""
+
+    padding: bool  # whether a rank gets padding beside samples of its own
+    takes_states: bool  # whether the trainer loads states through the loader, and not by itself
+
+    @property
+    def known(self) -> Position | None:
+        """Everything before it was trained on; None where the run begins at its start."""
+
+    @property
+    def current(self) -> MicroBatch | None:
+        """What is being trained on."""
+
+    def begin(self, iterator: LoaderIterator) -> Position | None:
+        """Where the trainer's own iteration begins; None for an iteration that the trainer does not train on."""
+
+    def note_batch(self, iterator: LoaderIterator) -> None:
+        """Take note of a batch that is about to be handed out."""
+
+    def state(self) -> dict[str, Any]:
+        """The position as plain values."""
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Continue where a state stands."""
+
+
+class Loads(Protocol):
+    """What is iterated over: a `StreamingDataLoader`."""
+
+    @property
+    def position(self) -> Position:
+        """Where the training run is."""
+
+    def __len__(self) -> int: ...
+
+    def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]:
+        """Say where an iteration begins, and begin to make its batches."""
+
+    def note_batch(self, iterator: LoaderIterator) -> None:
+        """Take note of a batch that is about to be handed out."""
+
+    def note_end(self, iterator: LoaderIterator) -> None:
+        """Take note that an iteration is over."""
+
+    def proven(self, position: Position) -> Position:
+        """A position with the ledger's expected sum up to it."""
+
+
+class LoaderIterator:
+    """One iteration over a `StreamingDataLoader`: it owns its workers and its hold on shards, and has a position.
+
+    It begins at the first ``next``. Closed early or dropped, it leaves nothing behind.
+
+    Attributes:
+        start: Where it began; None before its first batch.
+        last_batch: What the batch that it handed out last is made of.
+        num_batches: How many it handed out.
+        limit: How many it hands out at most; None for all of the epoch.
+
+    Example::
+
+        batches = iter(loader)
+        first = next(batches)
+        state = batches.state_dict()  # resumes at the second batch
+        batches.close()
+    """
+
+    def __init__(self, loader: Loads, moves: bool = True) -> None:
+        self._loader, self.moves = loader, moves
+        self._made: MadeBatches | None = None
+        self._is_over = False
+        self.start: Position | None = None
+        self.last_batch: MicroBatch | None = None
+        self.num_batches = 0
+        self.limit: int | None = None
+
+    def __iter__(self) -> LoaderIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __next__(self) -> Any:
+        if self._is_over:
+            raise StopIteration
+        try:
+            if self._made is None:
+                self.start, self._made = self._loader.begin_iteration(self)
+            if self.limit is not None and self.num_batches >= self.limit:
+                raise StopIteration
+            batch, self.last_batch = next(self._made)
+        except BaseException:
+            self.close()
+            raise
+        self.num_batches += 1
+        self._loader.note_batch(self)
+        return batch
+
+    @property
+    def position(self) -> Position:
+        """Everything before it was handed out; inside an accumulation: the last whole optimizer step."""
+        if self.start is None:
+            return self._loader.position
+        last = self.last_batch
+        if last is None:
+            return self.start
+        at = last.end if last.completes_step else last.begin
+        return self.start.next_epoch() if last.ends_epoch else replace(self.start, position=at)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of this iteration as plain values, whatever other iterations do."""
+        return self._loader.proven(self.position).to_state()
+
+    def close(self) -> None:
+        """End the iteration and what it owns."""
+        if not self._is_over:
+            self._is_over = True
+            made, self._made = self._made, None
+            if made is not None:
+                made.close()
+            self._loader.note_end(self)
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # a half-made one
+            self.close()

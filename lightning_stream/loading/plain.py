@@ -1,0 +1,161 @@
+"""The order and position of a dataset that a plain `torch.utils.data.DataLoader`, or a ``for``, reads by itself.
+
+This is the protocol of mosaicml-streaming's dataset, which Composer speaks, too: the trainer counts samples.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+from weakref import ReferenceType, ref
+
+from torch.utils.data import get_worker_info
+
+from lightning_stream.errors import StateError
+from lightning_stream.loading.resume import order_in, position_in
+from lightning_stream.loading.settings import BatchSettings
+from lightning_stream.loading.shared_position import SharedPosition, Start
+from lightning_stream.loading.source import SampleSource
+from lightning_stream.order import Position, RunOrder, is_mosaic_state
+from lightning_stream.reading.bad_samples import readable
+from lightning_stream.reading.look_ahead import read_ahead, warm
+
+STATE_KEY = "lightning_stream"
+
+
+class Stateful(Protocol):
+    """What has a position: a `StreamingDataLoader`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position as plain values."""
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a state."""
+
+
+class PlainIterations:
+    """Where the iterations over one dataset start, agreed upon by the workers of a plain DataLoader.
+
+    Args:
+        batch_size: Samples per device; DataLoader workers need it.
+    """
+
+    def __init__(self, batch_size: int | None) -> None:
+        self.batch_size = batch_size
+        self._owner: ReferenceType[Stateful] | None = None
+        self._packed = False
+        self.loaded_state: Mapping[str, Any] | None = None
+        self._shared = SharedPosition()
+        self._loaded: Position | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_owner": None}
+
+    def belongs_to(self, loader: Stateful, *, packed: bool | None = None) -> None:
+        """Leave the position to a loader of ours that reads this dataset.
+
+        Args:
+            loader: The loader.
+            packed: Whether states are one string of JSON under a constant key: Composer loads sharded checkpoints key
+                by key into the state of the run that loads. None leaves it as it is.
+        """
+        self._owner = ref(loader)
+        self._packed = self._packed if packed is None else packed
+
+    def settings(self, source: SampleSource, state: Mapping[str, Any] | None = None) -> BatchSettings:
+        """What this rank's batches are where no loader of ours says it."""
+        resumed = order_in(state) if state is not None else None if self._loaded is None else self._loaded.order
+        return source.settings(source.detect_world(), self.batch_size or 1, 1, "pad", resumed)
+
+    def order(self, source: SampleSource) -> RunOrder:
+        """The order of the training run."""
+        return source.order(self.settings(source).order)
+
+    def iterate(self, source: SampleSource) -> Iterator[Any]:
+        """Yield this rank's samples; in a worker of a DataLoader, the samples of that worker's batches."""
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1 and self.batch_size is None:
+            raise ValueError(
+                f"{worker.num_workers} DataLoader workers deal batches among them, so the dataset must know the batch "
+                "size: pass batch_size= to StreamingDataset, the same as to the DataLoader, or use StreamingDataLoader"
+            )
+        source.reader.require_samples()
+        index, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        key = worker.seed - worker.id if worker is not None else os.getpid()
+        settings = self.settings(source)
+        batches = settings.micro_batches(source, self._shared.begin(key or 1, index))
+        ahead = read_ahead(
+            source.reader, batches.plan, batches.walk(index, count), source.predownload, settings.device_batch_size
+        )
+        for batch in ahead:
+            yield from readable(source, batch, source.samples)[0]
+
+    def warm(self, source: SampleSource, steps: int) -> int:
+        """Fetch the shards of this rank's first optimizer steps from where the next iteration starts."""
+        return warm(source.reader, self.settings(source).plan(source, self._shared.upcoming), steps)
+
+    def state_dict(self, source: SampleSource, num_samples: int | None, from_beginning: bool) -> dict[str, Any]:
+        """The position after so many samples, see `StreamingDataset.state_dict`."""
+        owner = None if self._owner is None else self._owner()
+        if owner is not None:
+            state = owner.state_dict()
+            return {STATE_KEY: json.dumps(state)} if self._packed else state
+        if num_samples is None:
+            raise StateError(
+                "a dataset does not know which of its samples were trained on: pass state_dict(num_samples, "
+                "from_beginning) as Composer does, or use a StreamingDataLoader, whose state_dict() needs nothing; it "
+                "replaces torchdata's StatefulDataLoader, too"
+            )
+        settings = self.settings(source)
+        run, began = source.order(settings.order), self._shared.current
+        start = began or self._shared.upcoming
+        position = Position.start(run, batch_size=settings.global_batch_size, tail=settings.tail, epoch=start.epoch)
+        if began is not None and num_samples == 0 and from_beginning:
+            return position.next_epoch().to_state()  # asked between epochs: the one that was iterated is over
+        reached = num_samples if from_beginning else start.position + num_samples
+        return position.advanced(run, min(reached, run.num_samples)).to_state()
+
+    def load_state_dict(self, source: SampleSource, state: Mapping[str, Any] | None) -> None:
+        """Let the next iteration start at a state.
+
+        At the end of an epoch it is the empty rest of that epoch: Composer asks for it before it ends the epoch.
+        """
+        state = unpacked(state)
+        owner = None if self._owner is None else self._owner()
+        if owner is not None:
+            owner.load_state_dict(state)
+            return
+        if state is None:
+            raise StateError(
+                "a training run continues from the data position in its checkpoint, but this one holds none: it was "
+                "written without a StreamingDataset. To begin the data from its start, load the weights only"
+            )
+        self.loaded_state = state
+        if self.batch_size is None:
+            return  # a loader of ours will read it, or nobody
+        self._loaded = position_in(state, source, self.settings(source, state))
+        start = Start.of(self._loaded)
+        reached = int(state["sample_in_epoch"] if is_mosaic_state(state) else state["position"])
+        if reached and start.epoch > int(state["epoch"]):
+            start = Start(int(state["epoch"]), self.order(source).num_samples)
+        self._shared.upcoming = start
+
+
+def unpacked(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """A state as it was before it was packed into one string of JSON.
+
+    Raises:
+        StateError: It is damaged.
+    """
+    if state is None or STATE_KEY not in state:
+        return state
+    try:
+        found: Mapping[str, Any] = json.loads(state[STATE_KEY])
+    except (TypeError, ValueError) as error:
+        raise StateError(
+            f"the data state in a checkpoint is JSON under {STATE_KEY!r}; found {str(state[STATE_KEY])[:60]!r}. "
+            "It is damaged: load another checkpoint"
+        ) from error
+    return found

@@ -1,0 +1,145 @@
+"""The samples of a dataset as a value: where they are, their order, and how a batch of them is read.
+
+A worker process gets one; it never calls the dataset back, except where a subclass reads samples in its own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.loading.collate import collate_columns, collate_samples
+from lightning_stream.loading.distributed import WorldLike, detect_world
+from lightning_stream.loading.randomness import seed_sample, undisturbed_generators
+from lightning_stream.loading.settings import BatchSettings
+from lightning_stream.order import OrderConfig, RunOrder, Snapshot, Tail, World
+from lightning_stream.order.micro_batches import MicroBatch
+from lightning_stream.reading.bad_samples import BadData
+from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.subset import SubsetReader
+
+Transform = Callable[..., Any]
+Collate = Callable[..., Any]
+
+
+@dataclass
+class SampleSource:
+    """What a dataset reads, in which order, and what becomes of a sample.
+
+    Attributes:
+        reader: From sample ids to samples and columns.
+        bad_data: What to do with what cannot be read.
+        order_arguments: What the user said about the order, see `OrderConfig.resolve`.
+        seed: Key of the order and of what is drawn at random.
+        predownload: Samples each worker fetches ahead; None for what suits.
+        transform: Called with each sample; None for none.
+        read_one: A subclass's own way to read a sample by its id; None for the reader's.
+        world, replication, data_dimension: See `StreamingDataset`.
+    """
+
+    reader: SampleReader
+    bad_data: BadData
+    order_arguments: Mapping[str, Any]
+    seed: int
+    predownload: int | None = None
+    transform: Transform | None = None
+    read_one: Callable[[int], Any] | None = None
+    world: WorldLike = None
+    replication: int | None = None
+    data_dimension: Any = "dp"
+    orders: dict[OrderConfig, RunOrder] = field(default_factory=dict, repr=False)  # the latest; shared by copies
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The shards of all streams, with a digest; reads the indexes on first use."""
+        return self.reader.snapshot
+
+    def detect_world(self) -> World:
+        """The world this process is in, as given or as detected now."""
+        return detect_world(self.world, self.replication or 1, self.data_dimension)
+
+    def settings(
+        self, world: World, device_batch_size: int, accumulate: int, tail: Tail, resumed: OrderConfig | None = None
+    ) -> BatchSettings:
+        """What a training run's batches are.
+
+        Args:
+            world: This process among all that train.
+            device_batch_size: Samples of a micro-batch on one device.
+            accumulate: Micro-batches of one optimizer step on each device.
+            tail: What happens to the last partial batch of an epoch.
+            resumed: The settings of a state that the run continues from; they fill in before any default does.
+        """
+        size = device_batch_size * accumulate * world.num_replicas
+        order = OrderConfig.resolve(
+            batch_size=size, device_batch_size=device_batch_size, world=world, resumed=resumed, **self.order_arguments
+        )
+        return BatchSettings(world, device_batch_size, size, tail, order)
+
+    def order(self, config: OrderConfig) -> RunOrder:
+        """The order of a training run with these settings; the latest is kept."""
+        found = self.orders.get(config)
+        if found is None:
+            found = RunOrder(self.snapshot, tuple(stream.weights for stream in self.reader.streams), config)
+            self.orders.clear()
+            self.orders[config] = found
+        return found
+
+    def subset(self, ids: Iterable[int] | NDArray[np.int64]) -> SampleSource:
+        """Some samples of this source, with an order of their own."""
+        chosen = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
+        bad_data = BadData(self.bad_data.policy)
+        return replace(self, reader=SubsetReader(self.reader, chosen), bad_data=bad_data, orders={})
+
+    def batch(self, batch: MicroBatch, collate: Collate | None) -> Any:
+        """Read, transform and collate one micro-batch.
+
+        Columns are gathered at once where nothing asks for single samples: no transform, no collate function, no
+        subclass that reads samples in its own way.
+        """
+        if self.transform is None and collate is None and self.read_one is None:
+            return collate_columns(self.reader.batch(batch.delivered))
+        samples = self.samples(batch)
+        if collate is None:
+            return collate_samples(samples)
+        with undisturbed_generators(), self._named("collating", batch.delivered[:8].tolist()):
+            seed_sample(self.seed, ~batch.epoch, int(batch.positions[0]))
+            return collate(samples)
+
+    def samples(self, batch: MicroBatch) -> list[Any]:
+        """Read and transform the samples of one micro-batch."""
+        ids = batch.delivered.tolist()
+        if self.transform is None and self.read_one is None:
+            return [self.reader.sample(sample_id) for sample_id in ids]
+        samples = []
+        with undisturbed_generators():
+            for sample_id, position in zip(ids, batch.positions.tolist(), strict=True):
+                seed_sample(self.seed, batch.epoch, position)
+                samples.append(self._one(sample_id))
+        return samples
+
+    def _one(self, sample_id: int) -> Any:
+        sample = self.reader.sample(sample_id) if self.read_one is None else None
+        with self._named("reading or transforming", [sample_id]):
+            if self.read_one is not None:
+                sample = self.read_one(sample_id)
+            return sample if self.transform is None else self.transform(sample)
+
+    @contextmanager
+    def _named(self, doing: str, ids: list[int]) -> Iterator[None]:
+        """Add to an error of the user's code which samples it came from."""
+        try:
+            yield
+        except Exception as error:
+            shards = self.snapshot.shards_of(np.array(ids))
+            stream = self.snapshot.stream_names[int(self.snapshot.streams_of(np.array(ids[:1]))[0])]
+            files = sorted({self.reader.entry(int(shard))[1].raw.basename for shard in shards})
+            note = f"While {doing} samples {ids} of stream {stream!r}, shard {', '.join(files)}."
+            # A note shows in the traceback, also in one that crosses processes; the error's type and text stay.
+            error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
+            raise

@@ -1,0 +1,26 @@
+"""The private names of torch that this package touches, all in this file; `test_torch_private` tries each of them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+
+def end_workers(batches: Any) -> None:
+    """End the worker processes of torch's iterator, as its destructor does; torch has no public name for it."""
+    if isinstance(batches, _MultiProcessingDataLoaderIter):
+        batches._shutdown_workers()  # noqa: SLF001
+
+
+def set_worker_dataset(info: Any, dataset: Any) -> None:
+    """Replace ``get_worker_info().dataset``, which torch only sets once."""
+    object.__setattr__(info, "dataset", dataset)
+
+
+def import_nested_tensors() -> None:
+    """Import what torch imports where it pickles a tensor; a torch without it does not."""
+    with suppress(ImportError):
+        import_module("torch.nested._internal.nested_tensor")

@@ -1,0 +1,385 @@
+"""What a training run has trained on, by the numbers that the trainer itself counts: the same for every trainer.
+
+Global batch k of an epoch is a pure function, so nothing that was handed out has to be remembered: the trainer says
+which micro-batch it is at, and this module knows what that micro-batch is made of. Lightning, Composer and a plain
+loop drive one `PositionTracker`, which checks deliveries, keeps the audit record, seeds steps, and says what happens
+where a checkpoint holds no position.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_stream.errors import LedgerError, StateError
+from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.loading.iteration import LoaderIterator
+from lightning_stream.loading.randomness import sample_seed
+from lightning_stream.loading.settings import BatchSettings
+from lightning_stream.order import Position, is_mosaic_state
+from lightning_stream.order.micro_batches import MicroBatch, MicroBatches, Place
+from lightning_stream.trainers.agreement import check_ranks_agree
+from lightning_stream.trainers.audit import DeliveryRecord
+
+ON_MISSING = ("error", "restart")
+
+
+class PositionTracker:
+    """Follows one training run over a `StreamingDataLoader`, by its micro-batches' numbers.
+
+    Args:
+        loader: What the run trains on, once it is known; see `attach`.
+        check_delivery: Compare every batch with the plan, and raise `LedgerError` at the first that differs.
+        record_delivery: A folder where each rank writes down what it trained on, 8 bytes a step, for
+            `verify_delivery`; None writes nothing.
+        seed_steps: A seed: torch is seeded before every batch from (this, step, rank, micro-batch), so that dropout
+            draws the same whether or not the run was stopped; None leaves torch's generator alone.
+        on_missing_state: What to do with a checkpoint that holds no position: ``"error"``, or ``"restart"`` to begin
+            the data from its start.
+
+    Attributes:
+        output: Called on rank 0 with sentences for people.
+
+    Example: a plain loop with all of it::
+
+        tracker = PositionTracker(loader, seed_steps=7, record_delivery="audit")
+        if resuming:
+            tracker.load(torch.load("run.pt")["data"])
+        for batch in tracker:
+            model(batch).backward()
+            if tracker.current.completes_step:
+                optimizer.step()
+                tracker.stepped()
+        torch.save({"data": tracker.state(), ...}, "run.pt")
+    """
+
+    padding = True
+    takes_states = False  # whether the trainer loads states through the loader, and not by itself
+
+    def __init__(
+        self,
+        loader: StreamingDataLoader | None = None,
+        *,
+        check_delivery: bool = True,
+        record_delivery: str | os.PathLike[str] | None = None,
+        seed_steps: int | None = None,
+        on_missing_state: str = "error",
+    ) -> None:
+        if on_missing_state not in ON_MISSING:
+            raise ValueError(f"on_missing_state is {' or '.join(map(repr, ON_MISSING))}; found {on_missing_state!r}")
+        self.check_delivery, self.record_delivery = check_delivery, record_delivery
+        self.seed_steps, self.on_missing_state = seed_steps, on_missing_state
+        self._loader: StreamingDataLoader | None = None
+        self.num_steps = 0  # optimizer steps of this run so far, where the trainer counts none itself
+        self.num_lost = self.num_repeated = 0  # samples of this process's run, against the plan
+        self.output: Callable[[str], object] = print
+        self._committed: Position | None = None
+        self._proven: Position | None = None  # the last position with a ledger's sum of its own
+        self._batches: MicroBatches | None = None  # from where this iteration of the epoch began
+        self._base = 0  # the trainer's number of the first of them
+        self._walk: Iterator[MicroBatch] | None = None
+        self._next = (-1, 0)  # (epoch, number) of the micro-batch that the walk gives next
+        self._epoch = -1  # the epoch that `_batches` belongs to
+        self._place: Place | None = None
+        self._current: MicroBatch | None = None
+        self._record: DeliveryRecord | None = None
+        self._settings: BatchSettings | None = None
+        self._own: LoaderIterator | None = None  # the iteration of a plain loop
+        self._owns: Callable[[LoaderIterator], bool] = self._is_own
+        self.is_resumed = self.is_of_mosaic = False
+        if loader is not None:
+            self.attach(loader)
+
+    # The loader
+
+    def attach(
+        self,
+        loader: StreamingDataLoader,
+        position: Position | None = None,
+        owns: Callable[[LoaderIterator], bool] | None = None,
+    ) -> None:
+        """Follow a training run over this loader.
+
+        Args:
+            loader: The loader.
+            position: Where the run is; None for where the loader was set to begin.
+            owns: Whether an iteration is the trainer's own; None in a plain loop over this tracker.
+        """
+        if self._loader is not None and self._loader is not loader:
+            self._loader.released()
+        self._loader = loader
+        self._committed = position
+        self._owns = owns or self._is_own
+        self._record = None if self.record_delivery is None else DeliveryRecord(self.record_delivery)
+        self._forget_epoch()
+        loader.driven_by(self)
+        if self._proven is not None:
+            loader.builds_on(self._proven)
+
+    def detach(self) -> None:
+        """End the training run: the loader stands where it ended, and the record is closed."""
+        if self._record is not None:
+            self._record.close()
+        if self._loader is not None:
+            self._loader.released()
+        self._loader = self._own = self._current = None
+
+    @property
+    def loader(self) -> StreamingDataLoader:
+        """What the run trains on."""
+        if self._loader is None:
+            raise StateError("a PositionTracker follows a StreamingDataLoader: call attach(loader) first")
+        return self._loader
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether it follows a loader."""
+        return self._loader is not None
+
+    @property
+    def settings(self) -> BatchSettings:
+        """What the run's batches are."""
+        if self._settings is None:
+            self._settings = self.loader.settings()
+        return self._settings
+
+    # What the loader asks, see `Driver`
+
+    @property
+    def known(self) -> Position | None:
+        """Where the run is, or None where it begins at its start and nobody has asked yet where that is."""
+        return self._committed
+
+    @property
+    def position(self) -> Position:
+        """Everything before it was trained on."""
+        if self._committed is None:
+            self._committed = self.loader.begins_at or self.loader.first_position()
+        return self._committed
+
+    @property
+    def current(self) -> MicroBatch | None:
+        """What is being trained on."""
+        return self._current
+
+    def _is_own(self, iterator: LoaderIterator) -> bool:
+        return iterator is self._own
+
+    def begin(self, iterator: LoaderIterator) -> Position | None:
+        """Where the run's own iteration begins; None for any other."""
+        if not self._owns(iterator):
+            return None
+        self._own = iterator
+        return self.position
+
+    def note_batch(self, iterator: LoaderIterator) -> None:
+        """Take note of a batch that is about to be handed out."""
+        if iterator is self._own:
+            self._current = iterator.last_batch
+
+    def state(self) -> dict[str, Any]:
+        """The position as plain values, the same on every rank; no collective."""
+        self._proven = self.loader.proven(self.position)
+        return self._proven.to_state()
+
+    # What the trainer says
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Continue where a state stands.
+
+        Raises:
+            StateError: It cannot be continued over this data under these settings; or there is none.
+        """
+        if state is None:
+            self.report_missing("this one holds none")
+            self.move_to(self.loader.first_position())
+            return
+        self.is_of_mosaic = is_mosaic_state(state)
+        here = self.loader.accept(state)
+        # At the end of an epoch's data the trainer may have yet to end that epoch: keep which it was.
+        reached = int(state["sample_in_epoch"] if self.is_of_mosaic else state["position"])
+        self.resume(here)
+        self.move_to(replace(here, epoch=int(state["epoch"]), position=reached) if self.takes_states else here)
+
+    def move_to(self, position: Position) -> None:
+        """Set where the run is."""
+        self._committed = position
+        self._forget_epoch()
+
+    def resume(self, position: Position) -> None:
+        """Continue from a position that a state gave."""
+        self._proven, self.is_resumed = position, True
+        self.move_to(position)
+
+    def report_missing(self, found: str) -> None:
+        """Raise or warn, as the user chose, where a checkpoint holds no position."""
+        sentence = f"A training run continues from the data position in its checkpoint, but {found}. "
+        if self.on_missing_state == "error":
+            raise StateError(
+                sentence + "Load a checkpoint that holds one, or pass on_missing_state='restart' to keep the weights "
+                "and begin the data from its start"
+            )
+        warnings.warn(f"{sentence}The data begins from its start", stacklevel=3)
+
+    def begin_run(self, steps_of_epoch: int, step_in_epoch: int) -> None:
+        """Check that all ranks stand at the same place, and say where a resumed run continues. Collective."""
+        check_ranks_agree(self.position)
+        if self.is_resumed:
+            here = self.position
+            total = self.loader.num_samples
+            self.say(
+                f"Resumed at epoch {here.epoch}, step {step_in_epoch:,} of {steps_of_epoch:,} ({here.position:,} of "
+                f"{total:,} samples); order verified"
+            )
+
+    def end_run(self) -> None:
+        """Say what a resumed run lost and repeated, which is nothing."""
+        if self.is_resumed:
+            here = self.position
+            self.say(
+                f"Trained up to epoch {here.epoch}, sample {here.position:,}: {self.num_lost} lost, "
+                f"{self.num_repeated} repeated"
+            )
+            self.is_resumed = False
+
+    def say(self, sentence: str) -> None:
+        """Tell people a sentence, once for all ranks."""
+        if not self.settings.world.rank:
+            self.output(sentence)
+
+    def begin_epoch(self, number: int) -> None:
+        """Plan an epoch's rest: the trainer counts its first micro-batch as this number."""
+        self._settings = self.loader.settings()
+        self._batches = self.loader.micro_batches_from(self.position)
+        self._base, self._epoch = number, self.position.epoch
+        self._walk, self._next = None, (-1, 0)
+
+    def take(self, number: int, step: int) -> MicroBatch:
+        """Take up the micro-batch that the trainer trains on now.
+
+        Args:
+            number: Its number in the epoch, as the trainer counts.
+            step: The trainer's count of optimizer steps.
+
+        Raises:
+            LedgerError: It is not the one that was planned.
+        """
+        if self._batches is None or self.position.epoch > self._epoch:
+            self.begin_epoch(self.loader.batches_before(self.position))
+        planned = self._planned(number - self._base)
+        seen = self._current  # what came out of the loader's own iteration
+        if self.check_delivery:
+            _compare(planned, seen, number)
+        self._place, seen = planned, seen or planned
+        if self._record is not None:
+            self._record.take(seen)
+        if self.seed_steps is not None:
+            torch.manual_seed(sample_seed(self.seed_steps, step * 65536 + self.settings.world.rank, number))
+        return seen
+
+    def _planned(self, j: int) -> MicroBatch:
+        batches = self._batches
+        assert batches is not None
+        if j >= len(batches) or j < 0:
+            raise LedgerError(
+                f"an epoch has the micro-batches that were planned, {len(batches)} from here on, but the trainer asks "
+                f"for number {j}. The weights of the last checkpoint are still right: resume from it"
+            )
+        if self._walk is None or self._next != (self._epoch, j):
+            if self._next[0] == self._epoch and self._walk is not None:
+                self._count_gap(self._next[1], j)
+            self._walk = batches.walk(j)
+        self._next = (self._epoch, j + 1)
+        return next(self._walk)
+
+    def _count_gap(self, due: int, found: int) -> None:
+        """Count the samples of micro-batches that were passed over, or came again."""
+        assert self._batches is not None
+        for j in range(min(due, found), max(due, found)):
+            count = self._batches[j].num_samples
+            if found > due:
+                self.num_lost += count
+            else:
+                self.num_repeated += count
+
+    def stepped(self, *, ends_epoch: bool = False, whole_steps: bool = True) -> None:
+        """Commit the micro-batch in training: the optimizer has used it up.
+
+        Args:
+            ends_epoch: Whether the trainer ends the epoch here, at a limit of its own.
+            whole_steps: Whether every optimizer step must use up whole global batches.
+
+        Raises:
+            StateError: The optimizer stepped in the middle of a global batch.
+        """
+        place = self._place
+        if place is None:
+            return
+        if place.ends_epoch or ends_epoch:
+            self._committed = replace(self.position, epoch=place.epoch).next_epoch()
+        elif place.completes_step:
+            self._committed = replace(self.position, epoch=place.epoch, position=place.end)
+        elif whole_steps:
+            raise StateError(
+                "an optimizer step must use up whole global batches, but the trainer stepped in the middle of the one "
+                f"at positions {place.begin} to {place.end}: it accumulates another number of micro-batches than the "
+                f"loader, which has accumulate={self.loader.accumulate}. Give both the same number"
+            )
+        self._place = None
+        self.num_steps += 1
+        if self._record is not None:
+            self._record.commit(self.settings, self.loader.first_position)
+
+    def epoch_over(self) -> None:
+        """Begin the next epoch, also where the trainer cut this one short."""
+        if self.position.epoch == self._epoch:
+            self._committed = self.position.next_epoch()
+        self._place = None
+
+    @property
+    def epoch_in_training(self) -> int:
+        """The epoch of the micro-batch that was taken last; -1 before any."""
+        return self._epoch
+
+    def _forget_epoch(self) -> None:
+        self._batches = self._walk = self._place = self._settings = None
+        self._epoch, self._next = -1, (-1, 0)
+
+    # A plain loop
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of an epoch's rest, each taken up; call `stepped` after each optimizer step."""
+        first = self.loader.batches_before(self.position)
+        self.begin_epoch(first)
+        self.begin_run(-(-len(self.loader) // self.loader.accumulate), first // self.loader.accumulate)
+        self._own = iter(self.loader)
+        for number, batch in enumerate(self._own, first):
+            self.take(number, self.num_steps)
+            yield batch
+
+
+def _compare(planned: MicroBatch, delivered: MicroBatch | None, number: int) -> None:
+    """Raise LedgerError unless what came out of the worker is what this number must be."""
+    if delivered is None:
+        reason = "nothing came out of the loader's own iteration"
+    elif (delivered.epoch, delivered.begin) != (planned.epoch, planned.begin):
+        reason = f"the loader delivered the one at epoch {delivered.epoch}, position {delivered.begin}"
+    elif not (np.array_equal(planned.ids, delivered.ids) and np.array_equal(planned.positions, delivered.positions)):
+        reason = f"the loader delivered samples {_short(delivered)} instead of {_short(planned)}"
+    else:
+        return
+    raise LedgerError(
+        f"a batch trained on must be the one planned, but for micro-batch {number}, at epoch {planned.epoch}, position "
+        f"{planned.begin}, {reason}. The weights of the last checkpoint are still right: resume from it. If nobody "
+        "takes batches from the trainer's own iterator, this is an error of lightning_stream"
+    )
+
+
+def _short(batch: MicroBatch) -> str:
+    return f"{batch.ids[:8].tolist()}{' and more' if len(batch.ids) > 8 else ''}"
