@@ -92,7 +92,7 @@ class PositionTracker:
         self._settings: BatchSettings | None = None
         self._own: LoaderIterator | None = None  # the iteration of a plain loop
         self._owns: Callable[[LoaderIterator], bool] = self._is_own
-        self.is_resumed = self.is_of_mosaic = False
+        self.is_resumed = self.is_of_mosaic = self.is_attached = False
         if loader is not None:
             self.attach(loader)
 
@@ -111,9 +111,9 @@ class PositionTracker:
             position: Where the run is; None for where the loader was set to begin.
             owns: Whether an iteration is the trainer's own; None in a plain loop over this tracker.
         """
-        if self._loader is not None and self._loader is not loader:
-            self._loader.released()
-        self._loader = loader
+        if self.is_attached and self._loader is not loader:
+            self.loader.released()
+        self._loader, self.is_attached = loader, True
         self._committed = position
         self._owns = owns or self._is_own
         self._record = None if self.record_delivery is None else DeliveryRecord(self.record_delivery)
@@ -126,9 +126,9 @@ class PositionTracker:
         """End the training run: the loader stands where it ended, and the record is closed."""
         if self._record is not None:
             self._record.close()
-        if self._loader is not None:
-            self._loader.released()
-        self._loader = self._own = self._current = None
+        if self.is_attached:
+            self.loader.released()
+        self.is_attached, self._own, self._current = False, None, None
 
     @property
     def loader(self) -> StreamingDataLoader:
@@ -138,8 +138,8 @@ class PositionTracker:
         return self._loader
 
     @property
-    def is_attached(self) -> bool:
-        """Whether it follows a loader."""
+    def has_run(self) -> bool:
+        """Whether it follows a loader, or did: there is a position then."""
         return self._loader is not None
 
     @property

@@ -258,13 +258,13 @@ class StreamingCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, the same on every rank; no collective."""
-        if not self.tracker.is_attached:  # before any data
+        if not self.tracker.has_run:  # before any data
             return {} if self.is_passive else {"position": None, "validated_step": _NEVER}
         return {"position": self.tracker.state(), "validated_step": self._validated_step}
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Bring the state up to the optimizer's last step: an exception may have come before our batch end."""
-        if self.tracker.is_attached:
+        if self.tracker.has_run:
             self._sync(trainer)
             checkpoint["callbacks"][STATE_KEY] = self.state_dict()
 
