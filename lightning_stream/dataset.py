@@ -28,7 +28,8 @@ from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.order.micro_batches import BatchInfo, micro_batches
 from lightning_stream.reading.bad_samples import BadData, Policy, bad_data, readable
 from lightning_stream.reading.look_ahead import read_ahead, warm
-from lightning_stream.reading.reader import CacheDefaults, ReaderConfig, SampleReader, Stream
+from lightning_stream.reading.reader import ReaderConfig, SampleReader
+from lightning_stream.reading.stream import CacheDefaults, Stream, weights_of
 from lightning_stream.reading.subset import SubsetReader
 
 Transform = Callable[[dict[str, Any]], Any]
@@ -166,7 +167,12 @@ class StreamingDataset(IterableDataset[Any]):
             shared=shared_cache,
         )
         defaults = CacheDefaults(config, retries=download_retry, timeout_s=download_timeout)
-        reading = ReaderConfig(allow_unsafe_types=allow_unsafe_types, decoders=decoders, start_by_range=start_by_range)
+        reading = ReaderConfig(
+            allow_unsafe_types=allow_unsafe_types,
+            decoders=decoders,
+            start_by_range=start_by_range,
+            load_images=on_bad_sample == "substitute",
+        )
         self.reader = SampleReader(self.streams, defaults, reading)
         self.bad_data = bad_data(on_bad_sample, on_bad_shard, quarantine, shuffle_seed)
         self.read_by_loader = False  # a StreamingDataLoader then has the position
@@ -222,7 +228,7 @@ class StreamingDataset(IterableDataset[Any]):
     def order(self, config: OrderConfig) -> RunOrder:
         """The order of a run with these settings over this data; the latest is kept."""
         if self._run_order is None or self._run_order.config != config:
-            self._run_order = RunOrder(self.snapshot, tuple(stream.weights for stream in self.streams), config)
+            self._run_order = RunOrder(self.snapshot, tuple(map(weights_of, self.streams)), config)
         return self._run_order
 
     def subset(self, ids: Iterable[int] | NDArray[np.int64]) -> StreamingDataset:
@@ -364,9 +370,9 @@ class StreamingDataset(IterableDataset[Any]):
 
 
 def _check_weights(streams: Sequence[Stream]) -> None:
-    relative = [stream for stream in streams if stream.weights.proportion is not None]
+    relative = [stream for stream in streams if stream.proportion is not None]
     if relative and len(relative) < len(streams):
-        others = [stream for stream in streams if stream.weights.proportion is None]
+        others = [stream for stream in streams if stream.proportion is None]
         raise ValueError(
             "the streams of a mix are weighted all by proportion, or all by repeat or choose; found a proportion for "
             f"{relative} and none for {others}. Give every stream a proportion, or none"

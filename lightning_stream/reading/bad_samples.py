@@ -168,11 +168,11 @@ def readable(dataset: HasBadData, info: BatchInfo, read: Callable[[BatchInfo], T
     else:
         whole = bad.replaced(reader, info)
     instead = np.array([one.delivered for one in whole.substitutions])
-    reader.read_ahead(instead)
+    announced = reader.read_ahead(instead)
     try:
         return read(whole), whole
     finally:
-        reader.done_with(instead)
+        reader.done_with(announced)
 
 
 def bad_data(on_bad_sample: Any, on_bad_shard: Any, quarantine: str | os.PathLike[str] | None, seed: int) -> BadData:

@@ -124,13 +124,18 @@ class SampleRanges:
             }
 
     def compare(self, number: int, shard: Shard, where: str) -> None:
-        """See that the samples that came by ranges are those of their shard, which was verified; once.
+        """See that the samples that came by ranges are those of their shard, which is here and was verified; once.
+
+        What is known of the shard for further ranges is forgotten.
 
         Raises:
             StoreError: They are not.
         """
         with self._guard:
             came = self._came.pop(number, None)
+            self._versions.pop(number, None)
+            self._spent.pop(number, None)
+            self._forget_table(number)
         if came is None or not isinstance(shard, MdsShard):
             return
         wrong = [index for index, digest_ in came.items() if digest("xxh3_64", shard.stored(index)) != digest_]
@@ -156,8 +161,7 @@ class SampleRanges:
             self._tables[number] = table
             self._spent[number] += REQUEST_BYTES + end
             while self._held_bytes > _HELD_BYTES and len(self._tables) > 1:
-                oldest = next(iter(self._tables))
-                self._held_bytes -= 4 + self._tables.pop(oldest).offsets.nbytes
+                self._forget_table(next(iter(self._tables)))
         return table
 
     def _fetch_part(self, number: int, cache: ShardCache, entry: ShardEntry, table: _Table, part: _Part) -> bytes:
@@ -176,12 +180,15 @@ class SampleRanges:
         if version == self._versions.setdefault(number, version):
             return
         del self._versions[number]
-        if (table := self._tables.pop(number, None)) is not None:
-            self._held_bytes -= 4 + table.offsets.nbytes
+        self._forget_table(number)
         raise FormatError(
             f"{cache.store.url}/{entry.raw.basename}: it was replaced while it was read. Read again; write datasets to "
             "new names."
         )
+
+    def _forget_table(self, number: int) -> None:
+        if (table := self._tables.pop(number, None)) is not None:
+            self._held_bytes -= 4 + table.offsets.nbytes
 
     def _write_down(self, entry: ShardEntry, samples: list[bytes], folder: Path) -> MdsShard:
         sizes = np.array([4 * (len(samples) + 2), *map(len, samples)], np.int64)

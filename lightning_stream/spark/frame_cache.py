@@ -17,7 +17,8 @@ from lightning_stream.convert.publish import begin, index_bytes
 from lightning_stream.convert.receipt import Receipt, receipt_name
 from lightning_stream.errors import CacheError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
-from lightning_stream.reading.reader import CacheDefaults, ReaderConfig, SampleReader, Stream
+from lightning_stream.reading.reader import ReaderConfig, SampleReader
+from lightning_stream.reading.stream import CacheDefaults, Stream
 from lightning_stream.spark.convert import Conversion, conversion_of
 from lightning_stream.storage import LocalStore, Store, open_store
 from lightning_stream.storage.files import FileLock, make_folder
