@@ -75,6 +75,8 @@ class Stream:
             if place is not None and os.fspath(place).rstrip("/").endswith(f"/{INDEX_NAME}"):
                 folder = os.fspath(place).rstrip("/").removesuffix(f"/{INDEX_NAME}")
                 raise ValueError(f"a stream is named by its folder, not by its index; found {place}. Pass {folder!r}")
+        if sum(weight is not None for weight in (proportion, repeat, choose)) > 1:
+            raise ValueError(f"a stream has one weight; found {proportion=}, {repeat=}, {choose=}. Pass one of them")
         self.remote = None if remote is None else os.path.expanduser(os.fspath(remote))  # noqa: PTH111 - may be a URL
         self.local = None if local is None else os.fspath(local)
         self.split = split or ""
@@ -86,7 +88,6 @@ class Stream:
         self.safe_keep_zip = bool(keep_zip) or self.remote in (None, self.local)
         self.options = self._options = dict(options or {})  # a subclass may use the name for its own
         self._store: Store | None = None
-        weights_of(self)  # refuses wrong ones now
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({name_of(self)!r})"
