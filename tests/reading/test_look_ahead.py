@@ -57,9 +57,12 @@ def broken_off(batches: Iterator[Any]) -> None:
 
 
 def failing(batches: Iterator[Any]) -> None:
-    with pytest.raises(ZeroDivisionError):
+    def train() -> None:
         for _ in batches:
             1 / 0  # noqa: B018
+
+    with pytest.raises(ZeroDivisionError):
+        train()
 
 
 def collected(batches: Iterator[Any]) -> None:

@@ -159,6 +159,8 @@ def test_what_came_by_range_is_compared_with_the_shard_once_that_is_here(
     assert dataset[7] == sample(7)
     dataset.reader.fetch(np.array([0]))
     assert dataset[8] == sample(8)  # the shard's now, and the same
+    ranges = dataset.reader._mine().ranges
+    assert (ranges._tables, ranges._came, ranges._versions, ranges._spent, ranges._held_bytes) == ({}, {}, {}, {}, 0)
 
     def flipped(cache: Any, entry: Any, begin: int, end: int) -> tuple[bytes, str | None]:
         content, version = whole_range(cache, entry, begin, end)

@@ -128,9 +128,13 @@ def test_a_child_forked_while_a_thread_reads_reads_too(shards: Path, tmp_path: P
         child = os.fork()
         if not child:
             signal.alarm(20)
-            reader.done_with(announced)  # as an iterator does that the child inherits and drops
-            reader.done_with(reader.read_ahead(np.arange(20)))
-            os._exit(int(int(reader.sample(7)["id"]) != 7))
+            found = None
+            try:
+                reader.done_with(announced)  # as an iterator does that the child inherits and drops
+                reader.done_with(reader.read_ahead(np.arange(20)))
+                found = int(reader.sample(7)["id"])
+            finally:
+                os._exit(int(found != 7))
         assert os.waitpid(child, 0)[1] == 0
         go.set()
     assert process.awaited.total() == reader.snapshot.num_shards
