@@ -100,10 +100,15 @@ class ReaderProcess:
                 self.awaited[number] -= 1
                 if self.awaited[number] <= 0:
                     del self.awaited[number]
-                    if (fetch := self.fetches.pop(number, None)) is not None:
-                        _give_up(fetch)
+                    self._give_up(number)
                     if self._is_limited:
                         self.open.close(number)
+
+    def _give_up(self, number: int) -> None:
+        """Do not begin a fetch that waits for a thread; the lease that another brings ends as nobody refers to it."""
+        fetch = self.fetches.pop(number, None)
+        if fetch is not None and (queued := fetch.queued()) is not None:
+            queued.cancel()
 
     @contextmanager
     def reading(self, numbers: list[int]) -> Iterator[None]:
@@ -159,18 +164,6 @@ class ReaderProcess:
         self._fetchers.close()
         self._waiters.close()
         with self.lock:
-            while self.fetches:
-                _give_up(self.fetches.popitem()[1])
+            for number in list(self.fetches):
+                self._give_up(number)
             self.open.close_all_but(0)
-
-
-def _give_up(fetch: Fetch) -> None:
-    """Do not begin a fetch that waits for a thread; what another one brings may be evicted."""
-    queued = fetch.queued()
-    if queued is None or not queued.cancel():
-        fetch.add_done_callback(_let_go)
-
-
-def _let_go(fetch: Future[Lease]) -> None:
-    if not fetch.cancelled() and fetch.exception() is None:
-        fetch.result().close()

@@ -1,11 +1,11 @@
-"""Some samples of shards that are not here: by ranges of their bytes, where that costs less than the shards.
+"""Read some samples of shards that are not here by ranges of bytes, where that costs less than the shards.
 
-A raw MDS shard begins with the table of where its samples lie. One range brings the table, one more each sample, or
-each run of neighbours; where all samples have one size, at the same time. The samples are then written down as a small
-shard of their own, which is read like any other.
-A range cannot be compared with the hash of its file: what stands in for it is that the table must fit the index, that
-all ranges come from one version of the object, and that each sample's columns must fill it; and if the shard comes
-later, the samples are compared with it.
+A raw MDS shard begins with the table of where its samples lie. One range reads the table, and one more each
+sample or group of neighbours; where all samples have one size, at the same time. The samples then become a small shard
+of their own, which is read like any other.
+A range cannot be compared with the hash of its file. Instead, the table must fit the index, all ranges must come from
+one version of the object, and each sample's columns must fill it. If the shard is fetched later, the samples are
+compared with it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class SampleRanges:
         self._pool = DaemonPool(_THREADS, "range")
 
     def cheaper(self, number: int, cache: ShardCache, entry: ShardEntry, num_samples: int) -> bool:
-        """Whether so many samples of a shard are had for less than the shard, what was spent on it before included.
+        """Whether so many samples of a shard cost less than the shard, with what was spent on it before.
 
         Never where the user named a hash that all that is read must have, nor for shards that are compressed, of
         another format, or here.
@@ -99,7 +99,7 @@ class SampleRanges:
             for number, (cache, entry, _) in wanted.items()
         }
         tables = {
-            number: table if isinstance(table, _Table) else _reckoned(wanted[number][1]) or table.result()
+            number: table if isinstance(table, _Table) else _equal_sizes_table(wanted[number][1]) or table.result()
             for number, table in found.items()
         }
         parts = [
@@ -119,7 +119,7 @@ class SampleRanges:
                 self._came.setdefault(number, {}).update(digests)
         with tempfile.TemporaryDirectory(prefix="lightning_stream-") as folder:
             return {
-                number: self._write_down(entry, [content[number][index] for index in indices.tolist()], Path(folder))
+                number: self._as_shard(entry, [content[number][index] for index in indices.tolist()], Path(folder))
                 for number, (_, entry, indices) in wanted.items()
             }
 
@@ -190,7 +190,7 @@ class SampleRanges:
         if (table := self._tables.pop(number, None)) is not None:
             self._held_bytes -= 4 + table.offsets.nbytes
 
-    def _write_down(self, entry: ShardEntry, samples: list[bytes], folder: Path) -> MdsShard:
+    def _as_shard(self, entry: ShardEntry, samples: list[bytes], folder: Path) -> MdsShard:
         sizes = np.array([4 * (len(samples) + 2), *map(len, samples)], np.int64)
         head = len(samples).to_bytes(4, "little") + np.cumsum(sizes).astype("<u4").tobytes()
         content = b"".join([head, *samples])
@@ -201,7 +201,7 @@ class SampleRanges:
         return MdsShard(replace(entry, num_samples=len(samples), raw=raw), folder, **self._options)
 
 
-def _reckoned(entry: ShardEntry) -> _Table | None:
+def _equal_sizes_table(entry: ShardEntry) -> _Table | None:
     """Where samples of one size must lie, one after another up to the end; None where they differ in size."""
     stride = sum(size or 0 for size in entry.schema.sizes)
     first = entry.raw.num_bytes - entry.num_samples * stride

@@ -217,8 +217,8 @@ class SampleReader:
         return len(self._mine().open) == self.snapshot.num_shards <= self.config.max_open_shards
 
     def could_fetch_more(self) -> bool:
-        """Whether shards are waited for while connections are idle. Never under a cache limit: what it must hold is
-        reckoned from how far is read ahead."""
+        """Whether shards are waited for while connections are idle. Never under a cache limit, which must hold all that
+        is read ahead."""
         return self.defaults.config.limit_bytes is None and self._mine().could_fetch_more()
 
     def done_with(self, announced: Announced | None) -> None:
@@ -257,7 +257,7 @@ class SampleReader:
         self._process = None
 
     def _mine(self) -> ReaderProcess:
-        """This process's handles: those of the process that forked us stay its own."""
+        """What this process holds; a forked child starts with nothing."""
         found = self._process
         if found is None or found.pid != os.getpid():
             config, is_limited = self.config, self.defaults.config.limit_bytes is not None

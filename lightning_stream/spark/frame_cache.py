@@ -29,7 +29,7 @@ _WAIT_S = 24 * 3600.0
 
 
 class FrameCache:
-    """A DataFrame's rows as samples. Conversion begins with the first use, in a thread, and goes on in Spark.
+    """A DataFrame's rows as samples. Conversion begins with the first use: a thread runs it in Spark.
 
     Pickles and forks without the DataFrame: another process waits until the cache is filled, and reads it.
 
