@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_stream.loader import StreamingDataLoader
     from lightning_stream.local_dataset import LocalDataset
     from lightning_stream.order import Position, World
-    from lightning_stream.reading.reader import Stream
+    from lightning_stream.reading.stream import Stream
     from lightning_stream.spark import StreamToTorchDataset as StreamToTorchDataset
     from lightning_stream.spark import dataframe_to_mds as dataframe_to_mds
     from lightning_stream.trainers.composer.spec import data_spec as data_spec
@@ -34,7 +34,7 @@ _HOME = {
     "LocalDataset": "local_dataset",
     "MDSWriter": "writer",
     "Position": "order",
-    "Stream": "reading.reader",
+    "Stream": "reading.stream",
     "StreamToTorchDataset": "spark",
     "StreamingCallback": "trainers.lightning.callback",
     "StreamingDataLoader": "loader",

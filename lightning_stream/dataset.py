@@ -23,7 +23,8 @@ from lightning_stream.loading.source import SampleSource, Transform
 from lightning_stream.order import MosaicConfig, OrderConfig
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.reading.bad_samples import Policy, bad_data
-from lightning_stream.reading.reader import CacheDefaults, ReaderConfig, SampleReader, Stream
+from lightning_stream.reading.reader import ReaderConfig, SampleReader
+from lightning_stream.reading.stream import CacheDefaults, Stream
 
 
 class _Readable:
@@ -164,7 +165,12 @@ class StreamingDataset(IterableDataset[Any]):
             shared=shared_cache,
         )
         defaults = CacheDefaults(config, retries=download_retry, timeout_s=download_timeout)
-        reading = ReaderConfig(allow_unsafe_types=allow_unsafe_types, decoders=decoders, start_by_range=start_by_range)
+        reading = ReaderConfig(
+            allow_unsafe_types=allow_unsafe_types,
+            decoders=decoders,
+            start_by_range=start_by_range,
+            load_images=on_bad_sample == "substitute",
+        )
         # All that reading needs is in these two: the attributes of a subclass never meet them.
         self._streaming_source = SampleSource(
             SampleReader(self.streams, defaults, reading),
@@ -297,9 +303,9 @@ def plain_iterations_of(dataset: StreamingDataset) -> PlainIterations:
 
 
 def _check_weights(streams: Sequence[Stream]) -> None:
-    relative = [stream for stream in streams if stream.weights.proportion is not None]
+    relative = [stream for stream in streams if stream.proportion is not None]
     if relative and len(relative) < len(streams):
-        others = [stream for stream in streams if stream.weights.proportion is None]
+        others = [stream for stream in streams if stream.proportion is None]
         raise ValueError(
             "the streams of a mix are weighted all by proportion, or all by repeat or choose; found a proportion for "
             f"{relative} and none for {others}. Give every stream a proportion, or none"

@@ -6,7 +6,7 @@
     +-- FormatError            bytes that are not what their format says (index, shard, compressed file)
     |   +-- DigestError        a file whose size or hash differs from its index
     +-- StoreError             a store (remote) could not do what was asked
-    |   +-- NotFoundError      no such object, bucket or folder
+    |   +-- NotFoundError      no such object, bucket or folder; a FileNotFoundError too
     |   +-- AccessError        credentials missing, wrong, or without the right
     |   +-- UnavailableError   still failing after the retries: throttled, reset, stalled, timed out
     +-- CacheError             the local cache could not take or give a shard
@@ -42,7 +42,7 @@ class StoreError(LightningStreamError):
     """A store could not do what was asked."""
 
 
-class NotFoundError(StoreError):
+class NotFoundError(StoreError, FileNotFoundError):
     """No such object, bucket or folder in the store."""
 
 

@@ -95,7 +95,8 @@ def _print(about: dict[str, Any]) -> None:
 
 
 def _print_samples(store: Store, options: argparse.Namespace) -> None:
-    from lightning_stream.reading.reader import CacheDefaults, ReaderConfig, SampleReader, Stream
+    from lightning_stream.reading.reader import ReaderConfig, SampleReader
+    from lightning_stream.reading.stream import CacheDefaults, Stream
 
     with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
         local = folder if "://" in store.url or store.url.startswith("dbfs:") else None

@@ -83,7 +83,9 @@ def gather_mapped(files: Sequence[Mapped], which: _Ints | None, indices: _Ints, 
     rows = np.zeros(len(indices), np.int64) if which is None else which
     _check_range(rows, len(files), "shard")
     _check_range(indices, spans[3].take(rows).view(np.uint64), "sample")
-    return gather_rows(files[0].plan, stretch, spans, rows, indices, lambda shard: files[shard].file.where, out)
+    return gather_rows(
+        files[0].plan, stretch, spans.take(rows, 1), rows, indices, lambda shard: files[shard].file.where, out
+    )
 
 
 def gather_rows(
@@ -100,17 +102,17 @@ def gather_rows(
     Args:
         plan: That of all the shards.
         stretch: Memory that holds them all.
-        spans: int64[4, shards]: the `Mapped.span` of each.
-        which: int64[n], 0 <= which < shards.
+        spans: int64[4, n]: the `Mapped.span` of each sample's shard.
+        which: int64[n], the shards, for messages.
         indices: int64[n], 0 <= index < samples of that shard.
         out: As for `gather`.
         where: The path of a shard, for messages.
     """
     batch = _Located(plan, stretch, len(indices))
     if plan.stride is None:
-        batch.locate_variable(spans[0].take(which) - stretch.begin, spans[1].take(which) - stretch.begin, indices)
+        batch.locate_variable(spans[0] - stretch.begin, spans[1] - stretch.begin, indices)
     else:
-        batch.locate_fixed(spans[2].take(which) + (indices * plan.stride - stretch.begin))
+        batch.locate_fixed(spans[2] + (indices * plan.stride - stretch.begin))
     if batch.broken is not None:
         k = batch.broken
         raise FormatError(

@@ -8,7 +8,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_stream.errors import missing_extra
+from lightning_stream.errors import FormatError, missing_extra
 from lightning_stream.formats.encoding_base import Encoding, ViewEncoding, told
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class _ImageFile(ViewEncoding):
         return data
 
     def decode(self, data: bytes | memoryview) -> Image.Image:
-        image: Image.Image = pillow().open(BytesIO(data))
+        image: Image.Image = pillow().open(BytesIO(data), formats=(self.name.upper(),))
         return image
 
 
@@ -128,6 +128,22 @@ def require_image(value: Any, name: str) -> Image.Image:
         raise TypeError(f"{name} takes a PIL image, or the encoded bytes; got {told(value)}.")
     image: Image.Image = value
     return image
+
+
+def load_images(column: str, value: Any) -> None:
+    """Read the pixels of an image that was only opened, or of all images in a list.
+
+    Raises:
+        FormatError: They are damaged.
+    """
+    if isinstance(value, list):
+        for one in value:
+            load_images(column, one)
+    elif type(value).__module__.startswith("PIL."):
+        try:
+            value.load()
+        except Exception as error:
+            raise FormatError(f"column {column!r}: cannot be decoded ({type(error).__name__}: {error}).") from error
 
 
 def _original_bytes(image: Image.Image) -> bytes | None:

@@ -48,7 +48,7 @@ class RowShard:
         row = bytes(self._file.view[begin:end])
         try:
             return self._parse(str(row.removesuffix(self._newline), "utf-8"))
-        except (*DECODE_ERRORS, RecursionError) as error:
+        except DECODE_ERRORS as error:
             raise damaged(str(self._path), index, "(the row)", error) from error
 
     def columns(self, indices: NDArray[np.int64], out: Buffers | None = None) -> Batch:

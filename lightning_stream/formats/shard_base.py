@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -25,8 +24,8 @@ class Ragged(list[Any]):
 Batch: TypeAlias = "dict[str, NDArray[Any] | list[Any]]"
 Buffers: TypeAlias = "Mapping[str, Any]"
 
-DECODE_ERRORS = (ValueError, TypeError, KeyError, IndexError, OverflowError, OSError, MemoryError, struct.error)
-"""What decoding damaged bytes may raise; readers make a `FormatError` of it that says where."""
+DECODE_ERRORS = Exception
+"""What decoding damaged bytes, or a caller's own decoder, may raise; `damaged` makes a `FormatError` of it."""
 
 
 class Mapped(NamedTuple):
@@ -69,7 +68,9 @@ class Shard(Protocol):
 
 
 def damaged(where: str, index: int, column: str, error: BaseException) -> FormatError:
-    """The error for one value that cannot be decoded."""
+    """The error for one value that cannot be decoded; a missing package is not the data's fault: raised as is."""
+    if isinstance(error, ImportError):
+        raise error
     return FormatError(
         f"{where}, sample {index}, column {column!r}: cannot be decoded ({type(error).__name__}: {error}). "
         "Fetch the shard again; if it stays so, it was written wrong."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,17 +14,20 @@ from lightning_stream.formats.shard_base import Batch, Buffers, Mapped
 
 
 class SpanTable:
-    """The mapped shards of one plan among all shards of the data. Not thread-safe.
+    """The mapped shards of one plan among all shards of the data. Gathering is thread-safe, changing it is not.
 
-    Whoever takes a shard in keeps it mapped until it is taken out.
+    A gather first refers to `_outlived`, then looks the samples up. A shard is first marked as not here and then put
+    into that list, so it stays mapped for every gather that has found it.
 
     Args:
         num_shards: All that there are. Memory that is never touched costs nothing, and most shards are never mapped.
     """
 
     def __init__(self, num_shards: int) -> None:
-        self._spans: NDArray[np.int64] = np.zeros((4, num_shards), np.int64)  # a shard not here has no samples
+        self._spans: NDArray[np.int64] = np.zeros((num_shards, 4), np.int64)  # a shard not here has no samples
         self._held: dict[int, Mapped] = {}
+        # Shards taken out since a gather began; the last element is the list of those taken out later.
+        self._outlived: list[Any] = []
         self._plan: RowPlan | None = None
         self._stretch: Stretch | None = None
 
@@ -32,16 +37,19 @@ class SpanTable:
             return
         self._plan = mapped.plan
         self._held[number] = mapped
-        self._spans[:, number] = mapped.span
         begin, end, _, _ = mapped.span
         if self._stretch is None or begin < self._stretch.begin or end > self._stretch.end:
             # It only grows: nothing is read but the samples of shards that are here.
             self._stretch = Stretch(*((begin, end) if self._stretch is None else self._stretch.reaching(begin, end)))
+        self._spans[number] = mapped.span  # last: what is found lies in the stretch
 
     def take_out(self, number: int) -> None:
-        """The shard is about to be unmapped."""
-        if self._held.pop(number, None) is not None:
-            self._spans[:, number] = 0
+        """Forget a shard; it is unmapped once nobody reads what was located before."""
+        if (mapped := self._held.pop(number, None)) is not None:
+            self._spans[number] = 0
+            following: list[Any] = []
+            self._outlived += (mapped, following)
+            self._outlived = following
 
     def gather(self, numbers: NDArray[np.int64], indices: NDArray[np.int64], out: Buffers | None) -> Batch | None:
         """One batch: row k is sample ``indices[k]`` of shard ``numbers[k]``; see `columns.gather`.
@@ -49,11 +57,15 @@ class SpanTable:
         Returns:
             None where not all of these samples are here.
         """
-        counts = self._spans[3].take(numbers).view(np.uint64)
-        here = np.count_nonzero(indices.view(np.uint64) < counts)  # negative indices are huge then
-        if self._plan is None or self._stretch is None or here < len(indices):
+        keeps_mapped, plan = self._outlived, self._plan
+        spans = self._spans.take(numbers, 0).T
+        here = np.count_nonzero(indices.view(np.uint64) < spans[3].view(np.uint64))  # negative indices are huge then
+        if plan is None or plan is not self._plan or self._stretch is None or here < len(indices):
             return None
-        return gather_rows(self._plan, self._stretch, self._spans, numbers, indices, self._where, out)
+        batch = gather_rows(plan, self._stretch, spans, numbers, indices, self._where, out)
+        del keeps_mapped
+        return batch
 
     def _where(self, number: int) -> str:
-        return self._held[number].file.where
+        held = self._held.get(number)
+        return f"shard {number}" if held is None else held.file.where

@@ -21,6 +21,7 @@ from lightning_stream.order import OrderConfig, RunOrder, Snapshot, Tail, World
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.reading.bad_samples import BadData
 from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.stream import weights_of
 from lightning_stream.reading.subset import SubsetReader
 
 Transform = Callable[..., Any]
@@ -85,7 +86,7 @@ class SampleSource:
         """The order of a training run with these settings; the latest is kept."""
         found = self.orders.get(config)
         if found is None:
-            found = RunOrder(self.snapshot, tuple(stream.weights for stream in self.reader.streams), config)
+            found = RunOrder(self.snapshot, tuple(map(weights_of, self.reader.streams)), config)
             self.orders.clear()
             self.orders[config] = found
         return found

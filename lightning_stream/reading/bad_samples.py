@@ -1,4 +1,4 @@
-"""What to do where a sample or a shard cannot be read: raise, or deliver the sample that the order plans instead."""
+"""What to do with a sample or shard that cannot be read: raise, or deliver the sample that the order plans instead."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lightning_stream.reading.reader import SampleReader
 
 T = TypeVar("T")
 Policy = Literal["raise", "substitute"]
-_BAD = (FormatError, NotFoundError)  # of the data itself; a store that does not answer or refuses is no bad data
+_BAD = (FormatError, NotFoundError)  # a store that does not answer, or refuses, is no bad data
 
 
 @dataclass(frozen=True)
 class BadDataPolicy:
-    """What a dataset does with what cannot be read.
+    """What a dataset does with data that cannot be read.
 
     Attributes:
-        on_bad_sample: With a sample whose bytes cannot be decoded.
-        on_bad_shard: With a shard that the store lacks, or whose bytes are not what the index says.
+        on_bad_sample: What happens to a sample whose bytes cannot be decoded.
+        on_bad_shard: What happens to a shard that the store lacks, or whose bytes are not what the index says.
         quarantine: The file that lists them, a JSON object a line; None for ``quarantine.jsonl`` in the cache folder.
         seed: Key of the replacements.
     """
@@ -75,7 +75,7 @@ class BadData:
         return bool(self.found) and not self.found.keys().isdisjoint(ids.tolist())
 
     def is_bad(self, reader: SampleReader, sample_id: int) -> bool:
-        """Whether the sample cannot be read, which is tried now where it is not known.
+        """Whether the sample cannot be read; tries to, where that is not known yet.
 
         Raises:
             FormatError, NotFoundError: It cannot, and the policy for its kind of trouble is to raise.
@@ -114,7 +114,7 @@ class BadData:
         )
 
     def replaced(self, reader: SampleReader, info: BatchInfo) -> BatchInfo:
-        """The micro-batch with what can be read in place of what cannot; the same one where all can be."""
+        """The micro-batch with substitutes for samples that cannot be read; the same object where all can be."""
         substitutions = []
         for position, drawn in zip(info.positions.tolist(), info.ids.tolist(), strict=True):
             if self.is_bad(reader, drawn):
@@ -164,18 +164,18 @@ def readable(dataset: HasBadData, info: BatchInfo, read: Callable[[BatchInfo], T
                 raise
             whole = bad.replaced(reader, info)
             if whole is info:
-                raise  # all samples are whole: it is the user's own code that failed
+                raise  # all samples can be read: the user's own code failed
     else:
         whole = bad.replaced(reader, info)
     instead = np.array([one.delivered for one in whole.substitutions])
-    reader.read_ahead(instead)
+    announced = reader.read_ahead(instead)
     try:
         return read(whole), whole
     finally:
-        reader.done_with(instead)
+        reader.done_with(announced)
 
 
 def bad_data(on_bad_sample: Any, on_bad_shard: Any, quarantine: str | os.PathLike[str] | None, seed: int) -> BadData:
-    """The beginning of a run under a policy."""
+    """A policy, before anything was found bad."""
     path = None if quarantine is None else Path(quarantine)
     return BadData(BadDataPolicy(on_bad_sample, on_bad_shard, path, seed))

@@ -4,44 +4,125 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter
-from collections.abc import Sequence
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from lightning_stream.cache import Lease, ShardCache
 from lightning_stream.errors import LockTimeoutError
 from lightning_stream.formats.schema import ShardEntry
+from lightning_stream.reading.next_use import NextUse
 from lightning_stream.reading.open_shards import OpenShards
 from lightning_stream.reading.range_reads import SampleRanges
 from lightning_stream.storage.threads import DaemonPool, follow
 
 _WAITERS = 32  # threads that wait for other processes' fetches
+_LOCK_S = 1.0  # the lock is held for microseconds
+
+
+class Announced(NamedTuple):
+    """Shards that one batch needs, in the process where that was announced."""
+
+    process: ReaderProcess
+    numbers: list[int]
+
+
+class Fetch(Future[Lease]):
+    """A shard on its way; `queued` is the thread pool's call, for as long as the pool has it."""
+
+    queued: weakref.ref[Future[None]]
 
 
 class ReaderProcess:
-    """Mapped shards and fetches of one process; all but `fetch` under `lock`.
+    """Mapped shards and fetches of one process. Its tables change under `lock`, which nobody holds while reading.
 
     Args:
         num_shards: All shards there are.
         fetch_threads: Shards fetched at the same time.
         ranges: What reads samples of shards that are not here.
+        max_open_shards: Shards that stay mapped.
+        is_limited: Whether a cache limit asks for shards to be closed as soon as no announced batch needs them: what
+            is open cannot be evicted, and without a plan nobody knows when it will be read again.
     """
 
-    def __init__(self, num_shards: int, fetch_threads: int, ranges: SampleRanges) -> None:
+    def __init__(
+        self,
+        num_shards: int,
+        fetch_threads: int,
+        ranges: SampleRanges,
+        max_open_shards: int = 256,
+        is_limited: bool = False,
+    ) -> None:
         self.pid = os.getpid()
         self.lock = threading.RLock()
         self.open = OpenShards(num_shards)
-        self.fetches: dict[int, Future[Lease]] = {}
-        self.awaited: Counter[int] = Counter()  # batches announced by read_ahead that still need the shard
+        self.fetches: dict[int, Fetch] = {}
+        self.awaited: Counter[int] = Counter()  # batches that are being read, or were announced, by shard
+        self.plans: dict[int, NextUse] = {}  # of the iterations that live, by id
         self.ranges = ranges
+        self._max_open_shards = max_open_shards
+        self._is_limited = is_limited
+        self._taken_back: deque[list[int]] = deque()
         self._fetch_threads = fetch_threads
         self._wanted = 0  # shards that this process is to fetch, or fetches
         self._unfinished = 0  # those, and what other processes fetch
         self._counting = threading.Lock()
         self._fetchers = DaemonPool(fetch_threads, "fetch")
         self._waiters = DaemonPool(_WAITERS, "wait")
+        # A forked child must not finalize its parent's pools: their locks may be held for ever there.
+        self.pools: list[object] = [self._fetchers, self._waiters, ranges]
 
-    def fetch(self, shards: Sequence[tuple[ShardCache, ShardEntry]]) -> list[Future[Lease]]:
+    def announce(self, numbers: list[int]) -> Announced:
+        """Note that a batch needs these shards, until it is taken back. The caller holds the lock."""
+        self._settle()
+        self.awaited.update(numbers)
+        return Announced(self, numbers)
+
+    def take_back(self, numbers: list[int]) -> None:
+        """Undo one `announce`: what no other batch needs is not fetched any more and, under a limit, closed.
+
+        A garbage collector may call this in any thread, so it never waits long for the lock: what is left here is
+        settled by the next call.
+        """
+        self._taken_back.append(numbers)
+        if self.lock.acquire(timeout=_LOCK_S):
+            try:
+                self._settle()
+            finally:
+                self.lock.release()
+
+    def _settle(self) -> None:
+        while self._taken_back:
+            for number in self._taken_back.popleft():
+                self.awaited[number] -= 1
+                if self.awaited[number] <= 0:
+                    del self.awaited[number]
+                    self._give_up(number)
+                    if self._is_limited:
+                        self.open.close(number)
+
+    def _give_up(self, number: int) -> None:
+        """Do not begin a fetch that waits for a thread; the lease that another brings ends as nobody refers to it."""
+        fetch = self.fetches.pop(number, None)
+        if fetch is not None and (queued := fetch.queued()) is not None:
+            queued.cancel()
+
+    @contextmanager
+    def reading(self, numbers: list[int]) -> Iterator[None]:
+        """Keep these shards for as long as it takes to open them; closes what is over the bound afterwards."""
+        with self.lock:
+            self.announce(numbers)
+        try:
+            yield
+        finally:
+            self.take_back(numbers)
+            with self.lock:
+                self.open.close_all_but(self._max_open_shards)
+
+    def fetch(self, shards: Sequence[tuple[ShardCache, ShardEntry]]) -> list[Fetch]:
         """Begin to fetch shards, in this order.
 
         What another process is fetching already is waited for in threads of their own: the workers of a node want the
@@ -50,22 +131,23 @@ class ReaderProcess:
         self._count(len(shards), len(shards))
         return [self._fetch(cache, entry) for cache, entry in shards]
 
-    def _fetch(self, cache: ShardCache, entry: ShardEntry) -> Future[Lease]:
-        promise: Future[Lease] = Future()
+    def _fetch(self, cache: ShardCache, entry: ShardEntry) -> Fetch:
+        promise = Fetch()
 
         def unless_busy() -> None:
             try:
                 # With fewer shards wanted than threads, the connections of the idle ones help with these.
-                promise.set_result(cache.lease(entry, 0, max(1, self._fetch_threads // self._wanted)))
+                promise.set_result(cache.lease(entry, 0, max(1, self._fetch_threads // max(1, self._wanted))))
             except LockTimeoutError:
                 follow(promise, self._waiters.submit(cache.lease, entry))
-            except BaseException as error:  # noqa: BLE001 - whoever asks for the shard gets it
+            except BaseException as error:  # noqa: BLE001 - raised where the shard is asked for
                 promise.set_exception(error)
-            finally:
-                self._count(-1, 0)
 
         promise.add_done_callback(lambda _: self._count(0, -1))
-        follow(promise, self._fetchers.submit(unless_busy), only_failures=True)
+        queued = self._fetchers.submit(unless_busy)
+        promise.queued = weakref.ref(queued)
+        queued.add_done_callback(lambda _: self._count(-1, 0))
+        follow(promise, queued, only_failures=True)
         return promise
 
     def could_fetch_more(self) -> bool:
@@ -81,12 +163,7 @@ class ReaderProcess:
         """Let go of everything; what has begun is not waited for."""
         self._fetchers.close()
         self._waiters.close()
-        while self.fetches:
-            self.fetches.popitem()[1].add_done_callback(_let_go)
-        self.open.close_all_but(0)
-
-
-def _let_go(fetch: Future[Lease]) -> None:
-    """What was fetched for nobody may be evicted."""
-    if not fetch.cancelled() and fetch.exception() is None:
-        fetch.result().close()
+        with self.lock:
+            for number in list(self.fetches):
+                self._give_up(number)
+            self.open.close_all_but(0)

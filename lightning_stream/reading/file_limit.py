@@ -16,7 +16,7 @@ _FILES_OF_OTHERS = 256  # connections, logs, and what the trainer has open
 
 
 def make_room_for(num_shards: int) -> None:
-    """Ask the system for a higher limit where so many open shards come near the one there is."""
+    """Ask the system for a higher limit where so many open shards need it."""
     wanted = num_shards * FILES_PER_SHARD + _FILES_OF_OTHERS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or wanted <= soft:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 
 from lightning_stream.order import BatchPlan, prefetch_shards
 from lightning_stream.order.micro_batches import BatchInfo
+from lightning_stream.reading.fetches import Announced
 from lightning_stream.reading.next_use import NextUse
 from lightning_stream.reading.reader import SampleReader
 
@@ -26,9 +28,12 @@ def warm(reader: SampleReader, plan: BatchPlan, steps: int) -> int:
     """
     if steps < 0:
         raise ValueError(f"steps is 0 or more; found {steps}")
-    _eviction_plan(reader, plan)
-    shards = prefetch_shards(plan, reader.snapshot, 0, min(steps, plan.num_batches))
-    reader.fetch(shards)
+    next_use = _eviction_plan(reader, plan)
+    try:
+        shards = prefetch_shards(plan, reader.snapshot, 0, min(steps, plan.num_batches))
+        reader.fetch(shards)
+    finally:
+        reader.forget(next_use)
     return len(shards)
 
 
@@ -44,34 +49,36 @@ def read_ahead(
     predownload: int | None,
     device_batch_size: int,
 ) -> Iterator[BatchInfo]:
-    """Pass micro-batches of a plan on, having begun to fetch the shards of those that follow.
+    """Yield micro-batches of a plan, with the shards of those that follow being fetched.
 
     Where the user left it open how many, more while there are connections that would be idle: in an order that reads
     shard after shard, the next batches need too few to fill the link.
+
+    However it ends (exhausted, closed, by an error, garbage-collected), it takes back what it has announced.
     """
-    next_use = _eviction_plan(reader, plan)
+    next_use, is_exiting = _eviction_plan(reader, plan), sys.is_finalizing
     depth = read_ahead_depth(predownload, device_batch_size)
     furthest = depth if predownload is not None else _FURTHER * depth
-    waiting: deque[BatchInfo] = deque()
+    waiting: deque[tuple[BatchInfo, Announced | None]] = deque()
     infos = iter(infos)
-    for info in infos:
-        if reader.has_all_open:  # and keeps them: nothing is fetched or evicted any more
-            yield from waiting
-            yield info
-            yield from infos
-            return
-        reader.read_ahead(info.ids)
-        waiting.append(info)
-        while len(waiting) > depth and (len(waiting) > furthest or not reader.could_fetch_more()):
-            yield from _pass_on(reader, waiting.popleft(), next_use)
-    while waiting:
-        yield from _pass_on(reader, waiting.popleft(), next_use)
-
-
-def _pass_on(reader: SampleReader, info: BatchInfo, next_use: NextUse) -> Iterator[BatchInfo]:
-    next_use.advance(info.begin)
-    yield info
-    reader.done_with(info.ids)
+    try:
+        # With all shards open, which then stay so, nothing is fetched or evicted any more.
+        while not reader.has_all_open or waiting:
+            allowed = 0 if reader.has_all_open else furthest if reader.could_fetch_more() else depth
+            if len(waiting) <= allowed and (info := next(infos, None)) is not None:
+                waiting.append((info, reader.read_ahead(info.ids)))
+                continue
+            if not waiting:
+                break
+            next_use.advance(waiting[0][0].begin)
+            yield waiting[0][0]
+            reader.done_with(waiting.popleft()[1])
+        yield from infos
+    finally:
+        if not is_exiting():  # what this needs may be gone already
+            for _, announced in waiting:
+                reader.done_with(announced)
+            reader.forget(next_use)
 
 
 def _eviction_plan(reader: SampleReader, plan: BatchPlan) -> NextUse:

@@ -20,7 +20,7 @@ class _OpenShard:
 
 
 class OpenShards:
-    """Mapped shards by number, and when each was used last. Not thread-safe.
+    """Mapped shards by number, and when each was used last. Reading is thread-safe; changes need the caller's lock.
 
     Args:
         num_shards: All shards there are.
@@ -29,7 +29,8 @@ class OpenShards:
     def __init__(self, num_shards: int) -> None:
         self._held: dict[int, _OpenShard] = {}
         self._table = SpanTable(num_shards)
-        self._used: NDArray[np.int64] = np.zeros(num_shards, np.int64)  # by a clock of uses; 0 where it is not open
+        self._used: NDArray[np.int64] = np.zeros(num_shards, np.int64)  # by a clock of uses
+        self._is_open: NDArray[np.bool_] = np.zeros(num_shards, np.bool_)
         self._clock = 0
 
     def __contains__(self, number: int) -> bool:
@@ -38,15 +39,21 @@ class OpenShards:
     def __len__(self) -> int:
         return len(self._held)
 
-    def add(self, number: int, shard: Shard, lease: Lease) -> None:
-        """Take up a shard that was opened, and what keeps it from being evicted."""
+    def add(self, number: int, shard: Shard, lease: Lease) -> Shard:
+        """Keep a shard that was opened, and its lease; where another thread was first, give that one's shard."""
+        if (held := self._held.get(number)) is not None:
+            if lease is not held.lease:
+                lease.close()
+            return held.shard
         self._held[number] = _OpenShard(shard, lease)
         self._clock += 1
         self._used[number] = self._clock
+        self._is_open[number] = True
         self._table.take_in(number, shard.mapped)
+        return shard
 
     def get(self, number: int) -> Shard | None:
-        """A shard that is about to be used; None if it is not open."""
+        """A shard to read from, which stays mapped while it is referred to; None if it is not open."""
         held = self._held.get(number)
         if held is None:
             return None
@@ -56,7 +63,7 @@ class OpenShards:
 
     def has(self, numbers: NDArray[np.int64]) -> bool:
         """Whether all of these are open."""
-        return bool(self._used.take(numbers).all())
+        return bool(self._is_open.take(numbers).all())
 
     def gather(self, numbers: NDArray[np.int64], indices: NDArray[np.int64], out: Buffers | None) -> Batch | None:
         """A batch gathered at once: row k is sample ``indices[k]`` of shard ``numbers[k]``.
@@ -71,16 +78,15 @@ class OpenShards:
         return batch
 
     def close(self, number: int) -> None:
-        """Let go of a shard, if it is open."""
+        """Forget a shard, if it is open; it stays mapped for those that are reading it."""
         held = self._held.pop(number, None)
         if held is not None:
-            self._used[number] = 0
+            self._is_open[number] = False
             self._table.take_out(number)
-            held.shard.close()
             held.lease.close()
 
     def close_all_but(self, count: int) -> None:
-        """Let go of the shards used longest ago."""
+        """Forget the shards used longest ago."""
         if len(self._held) > count:
             for number in sorted(self._held, key=self._used.__getitem__)[: len(self._held) - count]:
                 self.close(number)

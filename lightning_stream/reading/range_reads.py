@@ -1,11 +1,11 @@
-"""Some samples of shards that are not here: by ranges of their bytes, where that costs less than the shards.
+"""Read some samples of shards that are not here by ranges of bytes, where that costs less than the shards.
 
-A raw MDS shard begins with the table of where its samples lie. One range brings the table, one more each sample, or
-each run of neighbours; where all samples have one size, at the same time. The samples are then written down as a small
-shard of their own, which is read like any other.
-A range cannot be compared with the hash of its file: what stands in for it is that the table must fit the index, that
-all ranges come from one version of the object, and that each sample's columns must fill it; and if the shard comes
-later, the samples are compared with it.
+A raw MDS shard begins with the table of where its samples lie. One range reads the table, and one more each
+sample or group of neighbours; where all samples have one size, at the same time. The samples then become a small shard
+of their own, which is read like any other.
+A range cannot be compared with the hash of its file. Instead, the table must fit the index, all ranges must come from
+one version of the object, and each sample's columns must fill it. If the shard is fetched later, the samples are
+compared with it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class SampleRanges:
         self._pool = DaemonPool(_THREADS, "range")
 
     def cheaper(self, number: int, cache: ShardCache, entry: ShardEntry, num_samples: int) -> bool:
-        """Whether so many samples of a shard are had for less than the shard, what was spent on it before included.
+        """Whether so many samples of a shard cost less than the shard, with what was spent on it before.
 
         Never where the user named a hash that all that is read must have, nor for shards that are compressed, of
         another format, or here.
@@ -99,7 +99,7 @@ class SampleRanges:
             for number, (cache, entry, _) in wanted.items()
         }
         tables = {
-            number: table if isinstance(table, _Table) else _reckoned(wanted[number][1]) or table.result()
+            number: table if isinstance(table, _Table) else _equal_sizes_table(wanted[number][1]) or table.result()
             for number, table in found.items()
         }
         parts = [
@@ -119,18 +119,23 @@ class SampleRanges:
                 self._came.setdefault(number, {}).update(digests)
         with tempfile.TemporaryDirectory(prefix="lightning_stream-") as folder:
             return {
-                number: self._write_down(entry, [content[number][index] for index in indices.tolist()], Path(folder))
+                number: self._as_shard(entry, [content[number][index] for index in indices.tolist()], Path(folder))
                 for number, (_, entry, indices) in wanted.items()
             }
 
     def compare(self, number: int, shard: Shard, where: str) -> None:
-        """See that the samples that came by ranges are those of their shard, which was verified; once.
+        """See that the samples that came by ranges are those of their shard, which is here and was verified; once.
+
+        What is known of the shard for further ranges is forgotten.
 
         Raises:
             StoreError: They are not.
         """
         with self._guard:
             came = self._came.pop(number, None)
+            self._versions.pop(number, None)
+            self._spent.pop(number, None)
+            self._forget_table(number)
         if came is None or not isinstance(shard, MdsShard):
             return
         wrong = [index for index, digest_ in came.items() if digest("xxh3_64", shard.stored(index)) != digest_]
@@ -156,8 +161,7 @@ class SampleRanges:
             self._tables[number] = table
             self._spent[number] += REQUEST_BYTES + end
             while self._held_bytes > _HELD_BYTES and len(self._tables) > 1:
-                oldest = next(iter(self._tables))
-                self._held_bytes -= 4 + self._tables.pop(oldest).offsets.nbytes
+                self._forget_table(next(iter(self._tables)))
         return table
 
     def _fetch_part(self, number: int, cache: ShardCache, entry: ShardEntry, table: _Table, part: _Part) -> bytes:
@@ -176,14 +180,17 @@ class SampleRanges:
         if version == self._versions.setdefault(number, version):
             return
         del self._versions[number]
-        if (table := self._tables.pop(number, None)) is not None:
-            self._held_bytes -= 4 + table.offsets.nbytes
+        self._forget_table(number)
         raise FormatError(
             f"{cache.store.url}/{entry.raw.basename}: it was replaced while it was read. Read again; write datasets to "
             "new names."
         )
 
-    def _write_down(self, entry: ShardEntry, samples: list[bytes], folder: Path) -> MdsShard:
+    def _forget_table(self, number: int) -> None:
+        if (table := self._tables.pop(number, None)) is not None:
+            self._held_bytes -= 4 + table.offsets.nbytes
+
+    def _as_shard(self, entry: ShardEntry, samples: list[bytes], folder: Path) -> MdsShard:
         sizes = np.array([4 * (len(samples) + 2), *map(len, samples)], np.int64)
         head = len(samples).to_bytes(4, "little") + np.cumsum(sizes).astype("<u4").tobytes()
         content = b"".join([head, *samples])
@@ -194,7 +201,7 @@ class SampleRanges:
         return MdsShard(replace(entry, num_samples=len(samples), raw=raw), folder, **self._options)
 
 
-def _reckoned(entry: ShardEntry) -> _Table | None:
+def _equal_sizes_table(entry: ShardEntry) -> _Table | None:
     """Where samples of one size must lie, one after another up to the end; None where they differ in size."""
     stride = sum(size or 0 for size in entry.schema.sizes)
     first = entry.raw.num_bytes - entry.num_samples * stride

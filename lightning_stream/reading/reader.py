@@ -1,125 +1,34 @@
 """From sample ids to samples and columns: streams, their shards, and reading ahead.
 
-A `Stream` is one dataset (one index.json) in a mix. A `SampleReader` joins streams into one space of sample ids
-(streams one after another, shards in index order), keeps a bounded number of shards mapped, and fetches those that
-are needed soon in threads of its own.
+A `SampleReader` joins streams into one space of sample ids (streams one after another, shards in index order), keeps a
+bounded number of shards mapped, and fetches those that are needed soon in threads of its own.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.cache import CacheConfig, ShardCache
+from lightning_stream.cache import ShardCache
+from lightning_stream.errors import DigestError, FormatError
 from lightning_stream.formats.columns import gather, gather_mixed
-from lightning_stream.formats.index import INDEX_NAME, Index, ShardEntry
+from lightning_stream.formats.images import load_images
+from lightning_stream.formats.index import Index, ShardEntry
 from lightning_stream.formats.mds import MdsShard
 from lightning_stream.formats.shard import Shard, open_shard
-from lightning_stream.order import Snapshot, StreamWeights
-from lightning_stream.reading.fetches import ReaderProcess
+from lightning_stream.order import Snapshot
+from lightning_stream.reading.fetches import Announced, ReaderProcess
 from lightning_stream.reading.file_limit import is_limit_reached, make_room_for, too_many
-from lightning_stream.reading.next_use import next_use_of_file
+from lightning_stream.reading.next_use import NextUse, next_use_of_file
 from lightning_stream.reading.range_reads import SampleRanges
-from lightning_stream.storage import Store, open_store
+from lightning_stream.reading.stream import CacheDefaults, DownloadHook, Stream, cache_of, name_of
 from lightning_stream.storage.threads import DaemonPool
-
-
-class Stream:
-    """One dataset in a mix, under the arguments MDS users know.
-
-    Args:
-        remote: Folder or URL that holds the dataset; None where `local` is the only copy.
-        local: The cache folder; None for a private one chosen from the URL, or for reading a local `remote` in place.
-        split: Sub-folder of both, e.g. ``"train"``.
-        proportion: Share of the epoch that comes from this stream, relative to the other streams' proportions.
-        repeat: How often its samples are drawn per epoch (2.5: each twice, half of them a third time).
-        choose: How many samples are drawn from it per epoch.
-        download_retry: How often a failed request is tried again; None takes the dataset's.
-        download_timeout: Longest silence on a connection, in seconds; None takes the dataset's.
-        validate_hash: Name of the hash to check fetched files with, None to check what the index has.
-        keep_zip: Whether compressed files stay in the cache after decompression; None takes the dataset's.
-        options: Further options of the store, e.g. ``{"endpoint_url": ...}``.
-
-    Raises:
-        ValueError: Neither `remote` nor `local`, one of them names the index and not its folder, or more than one of
-            proportion, repeat and choose.
-    """
-
-    def __init__(
-        self,
-        *,
-        remote: str | os.PathLike[str] | None = None,
-        local: str | os.PathLike[str] | None = None,
-        split: str | None = None,
-        proportion: float | None = None,
-        repeat: float | None = None,
-        choose: int | None = None,
-        download_retry: int | None = None,
-        download_timeout: float | None = None,
-        validate_hash: str | None = None,
-        keep_zip: bool | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        if remote is None and local is None:
-            raise ValueError(
-                "a stream reads from somewhere: pass remote= (a folder or URL), or local= (a folder), or both"
-            )
-        for place in (remote, local):
-            if place is not None and os.fspath(place).rstrip("/").endswith(f"/{INDEX_NAME}"):
-                folder = os.fspath(place).rstrip("/").removesuffix(f"/{INDEX_NAME}")
-                raise ValueError(f"a stream is named by its folder, not by its index; found {place}. Pass {folder!r}")
-        self.remote = None if remote is None else os.path.expanduser(os.fspath(remote))  # noqa: PTH111 - may be a URL
-        self.local = None if local is None else Path(local)
-        self.split = split or ""
-        self.weights = StreamWeights(proportion=proportion, repeat=repeat, choose=choose)
-        self.download_retry = download_retry
-        self.download_timeout = download_timeout
-        self.validate_hash = validate_hash
-        self.keep_zip = keep_zip
-        self.options = dict(options or {})
-
-    def __repr__(self) -> str:
-        return f"Stream({self.name!r})"
-
-    @property
-    def name(self) -> str:
-        """Where it comes from, for messages; without secrets."""
-        where = self._store().url if self.remote is not None else str(self.local)
-        return f"{where}/{self.split}" if self.split and self.remote is None else where
-
-    def cache(self, defaults: CacheDefaults) -> ShardCache:
-        """The cache its shards are read through, with the dataset's settings where it has none of its own."""
-        folder = None if self.local is None else self.local / self.split
-        config = replace(
-            defaults.config,
-            keep_zip=defaults.config.keep_zip if self.keep_zip is None else self.keep_zip,
-            validate_hash=self.validate_hash or defaults.config.validate_hash,
-        )
-        return ShardCache(self._store(defaults) if self.remote is not None else None, folder, config)
-
-    def _store(self, defaults: CacheDefaults | None = None) -> Store:
-        assert self.remote is not None
-        retries = self.download_retry if self.download_retry is not None else defaults and defaults.retries
-        timeout = self.download_timeout if self.download_timeout is not None else defaults and defaults.timeout_s
-        common = {"retries": retries, "timeout_s": timeout}
-        url = f"{self.remote.rstrip('/')}/{self.split}" if self.split else self.remote
-        return open_store(url, {**{k: v for k, v in common.items() if v is not None}, **self.options})
-
-
-@dataclass(frozen=True)
-class CacheDefaults:
-    """What a dataset sets for all its streams."""
-
-    config: CacheConfig = field(default_factory=CacheConfig)
-    retries: int | None = None
-    timeout_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -132,6 +41,8 @@ class ReaderConfig:
         allow_unsafe_types: Whether the ``pkl`` encoding may be decoded: it runs code that the data names.
         decoders: Column name to what turns its stored bytes into a value, instead of its encoding.
         start_by_range: Whether samples of shards that are still on their way may come by ranges of their own.
+        load_images: Whether images are loaded when they are read, and not when they are first looked at: damaged pixels
+            are found then.
     """
 
     max_open_shards: int = 256
@@ -139,6 +50,7 @@ class ReaderConfig:
     allow_unsafe_types: bool = False
     decoders: Mapping[str, Callable[[bytes], Any]] | None = None
     start_by_range: bool = False
+    load_images: bool = False
 
 
 class SampleReader:
@@ -159,13 +71,13 @@ class SampleReader:
     @cached_property
     def caches(self) -> tuple[ShardCache, ...]:
         """One cache per stream."""
-        return tuple(stream.cache(self.defaults) for stream in self.streams)
+        return tuple(cache_of(stream, self.defaults) for stream in self.streams)
 
     @cached_property
     def indexes(self) -> tuple[Index, ...]:
         """One parsed index per stream; fetched on first use."""
         return tuple(
-            Index.from_bytes(cache.newest_index(), where=stream.name)
+            Index.from_bytes(cache.newest_index(), where=name_of(stream))
             for stream, cache in zip(self.streams, self.caches, strict=True)
         )
 
@@ -174,7 +86,7 @@ class SampleReader:
         """What the data is, as the order needs to know it."""
         return Snapshot.of(
             [index.shard_sizes for index in self.indexes],
-            names=[stream.name for stream in self.streams],
+            names=[name_of(stream) for stream in self.streams],
             stream_digests=[index.digest for index in self.indexes],
         )
 
@@ -191,7 +103,7 @@ class SampleReader:
     def require_samples(self) -> None:
         """Raise ValueError where there is nothing to iterate over."""
         if self.snapshot.num_samples == 0:
-            names = ", ".join(stream.name for stream in self.streams)
+            names = ", ".join(map(name_of, self.streams))
             raise ValueError(
                 f"there must be samples to iterate over; {names} has none in {self.snapshot.num_shards} shards. "
                 "Check what its writer was given, or which samples were chosen."
@@ -203,27 +115,36 @@ class SampleReader:
         return self.caches[stream], self.indexes[stream].entry(shard - int(self.snapshot.stream_offsets[stream]))
 
     def sample(self, sample_id: int) -> dict[str, Any]:
-        """Read one sample: column name to value."""
+        """Read one sample: column name to value.
+
+        Raises:
+            FormatError: It cannot be decoded; names the sample, its stream, its shard and the column.
+        """
         offsets = self.snapshot.shard_offsets
         number = int(offsets.searchsorted(sample_id, side="right")) - 1
         within, process = sample_id - int(offsets[number]), self._mine()
-        with process.lock:
-            if (shard := process.open.get(number)) is not None:
-                return shard.sample(within)
-        if part := self._by_range(process, [number], lambda _: np.array([within])):
-            return part[number].sample(0)
-        with process.lock:
-            try:
-                return self._shard(process, number).sample(within)
-            finally:
-                self._let_go(process, [number])
+        if (shard := process.open.get(number)) is None:
+            if part := self._by_range(process, [number], lambda _: np.array([within])):
+                shard, within = part[number], 0
+            else:
+                with process.reading([number]):
+                    shard = self._shard(process, number)
+        try:
+            sample = shard.sample(within)
+            if self.config.load_images:
+                for name, value in sample.items():
+                    load_images(name, value)
+        except FormatError as error:
+            stream = int(self.snapshot.streams_of(np.array([sample_id]))[0])
+            where = f"sample {sample_id}, in {self.entry(number)[1].raw.basename} of {name_of(self.streams[stream])}"
+            raise FormatError(f"{where}: {error}") from error.__cause__
+        return sample
 
     def open_for(self, sample_id: int) -> None:
         """See that the sample's shard can be had and opened, without reading from it."""
         process, number = self._mine(), int(self.snapshot.shards_of(np.array([sample_id]))[0])
-        with process.lock:
+        with process.reading([number]):
             self._shard(process, number)
-            self._let_go(process, [number])
 
     def batch(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Gather samples as columns, in the order of `ids`.
@@ -237,60 +158,56 @@ class SampleReader:
 
             Where streams have different columns: all of them, whatever this batch draws from; columns that not every
             stream has in the same encoding are lists, with None where a sample lacks the column.
+
+        Raises:
+            FormatError: As `sample`, for the first sample that cannot be decoded.
         """
         if not len(ids):
             raise ValueError("a batch needs at least one sample id, since its columns are those of its samples")
+        try:
+            columns = self._columns(ids, out)
+            if self.config.load_images:
+                for name, values in columns.items():
+                    load_images(name, values)
+        except DigestError:
+            raise
+        except FormatError:
+            for sample_id in ids.tolist():
+                self.sample(sample_id)
+            raise
+        return columns
+
+    def _columns(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None) -> dict[str, Any]:
         of_shard, within = self.snapshot.locate(ids)
         process = self._mine()
-        with process.lock:
-            columns = None if self._mixed_columns else process.open.gather(of_shard, within, out)
-        return columns or self._batch_shard_by_shard(process, of_shard, within, out)
-
-    def _batch_shard_by_shard(
-        self,
-        process: ReaderProcess,
-        of_shard: NDArray[np.int64],
-        within: NDArray[np.int64],
-        out: Mapping[str, Any] | None,
-    ) -> dict[str, Any]:
-        """A batch where not all shards are open yet, or not all have the same columns."""
+        if self._mixed_columns is None and (columns := process.open.gather(of_shard, within, out)):
+            return columns
+        # Not all shards are open yet, or not all have the same columns.
         numbers, which = np.unique(of_shard, return_inverse=True)
         parts = self._by_range(process, numbers.tolist(), lambda k: np.unique(within[which == k]))
         for k in (numbers.searchsorted(number) for number in parts):
             within[which == k] = np.unique(within[which == k], return_inverse=True)[1]
-        with process.lock:
-            try:
-                shards = [parts.get(number) or self._shard(process, number) for number in numbers.tolist()]
-                if self._mixed_columns is None:
-                    return gather(shards, which, within, out)
-                return gather_mixed(shards, which, within, self._mixed_columns, out)
-            finally:  # not before, since a batch may span more shards than the bound
-                self._let_go(process, numbers.tolist())
+        with process.reading([number for number in numbers.tolist() if number not in parts]):
+            shards = [parts.get(number) or self._shard(process, number) for number in numbers.tolist()]
+        if self._mixed_columns is None:
+            return gather(shards, which, within, out)
+        return gather_mixed(shards, which, within, self._mixed_columns, out)
 
-    def _let_go(self, process: ReaderProcess, numbers: list[int]) -> None:
-        """Close what is over the bound; under a cache limit also these shards, where no announced batch needs them:
-        what is open cannot be evicted, and without a plan nobody knows when it will be read again."""
-        process.open.close_all_but(self.config.max_open_shards)
-        if self.defaults.config.limit_bytes is not None:
-            for number in numbers:
-                if process.awaited[number] <= 0:
-                    process.open.close(number)
-
-    def read_ahead(self, ids: NDArray[np.int64]) -> None:
+    def read_ahead(self, ids: NDArray[np.int64]) -> Announced | None:
         """Begin to fetch the shards of `ids` that are not here, in the order of their first use.
 
-        Each call is answered by one of `done_with`, once the samples were read.
+        Returns:
+            What `done_with` takes back, once the samples were read or will not be; None where all are here and stay.
         """
-        process, is_limited = self._mine(), self.defaults.config.limit_bytes is not None
+        process, of_shard = self._mine(), self.snapshot.shards_of(ids)
+        if self.defaults.config.limit_bytes is None and process.open.has(of_shard):
+            return None
+        numbers = list(dict.fromkeys(of_shard.tolist()))
         with process.lock:
-            of_shard = self.snapshot.shards_of(ids)
-            if not is_limited and process.open.has(of_shard):
-                return
-            numbers = dict.fromkeys(of_shard.tolist())
-            if is_limited:
-                process.awaited.update(list(numbers))
+            announced = process.announce(numbers)
             new = [number for number in numbers if number not in process.open and number not in process.fetches]
             process.fetches.update(zip(new, process.fetch([self.entry(number) for number in new]), strict=True))
+        return announced
 
     @property
     def has_all_open(self) -> bool:
@@ -300,22 +217,15 @@ class SampleReader:
         return len(self._mine().open) == self.snapshot.num_shards <= self.config.max_open_shards
 
     def could_fetch_more(self) -> bool:
-        """Whether shards are waited for while connections are idle. Never under a cache limit: what it must hold is
-        reckoned from how far is read ahead."""
+        """Whether shards are waited for while connections are idle. Never under a cache limit, which must hold all that
+        is read ahead."""
         return self.defaults.config.limit_bytes is None and self._mine().could_fetch_more()
 
-    def done_with(self, ids: NDArray[np.int64]) -> None:
-        """Take back what `read_ahead` announced. Under a cache limit, shards that no announced batch needs are let go,
-        so that they may be evicted."""
-        if self.defaults.config.limit_bytes is None:
-            return
-        process = self._mine()
-        with process.lock:
-            for number in set(self.snapshot.shards_of(ids).tolist()):
-                process.awaited[number] -= 1
-                if process.awaited[number] <= 0:
-                    del process.awaited[number]
-                    process.open.close(number)
+    def done_with(self, announced: Announced | None) -> None:
+        """Take back what `read_ahead` announced, once. Shards that no announced batch needs are not fetched any more
+        and, under a cache limit, let go, so that they may be evicted."""
+        if announced is not None and announced.process.pid == os.getpid():
+            announced.process.take_back(announced.numbers)
 
     def fetch(self, shards: NDArray[np.int64]) -> None:
         """Have shards in the cache, several fetched at once; returns when all were, raises the first failure."""
@@ -323,14 +233,22 @@ class SampleReader:
             for fetch in [pool.submit(cache.ensure, entry) for cache, entry in map(self.entry, shards.tolist())]:
                 fetch.result()
 
-    def plan(self, next_use: Callable[[int], float]) -> None:
-        """Under a cache limit: evict what is needed latest, by shard number; without one nothing is evicted."""
+    def plan(self, next_use: NextUse) -> None:
+        """Under a cache limit, evict what is needed latest by this and all other plans, until `forget`."""
         if self.defaults.config.limit_bytes is None:
             return
-        for stream, (cache, index) in enumerate(zip(self.caches, self.indexes, strict=True)):
-            first = int(self.snapshot.stream_offsets[stream])
-            numbers = {index.entry(shard).raw.basename: first + shard for shard in range(index.num_shards)}
-            cache.plan(partial(next_use_of_file, numbers, next_use))
+        plans = self._mine().plans
+        if not plans:
+            for stream, (cache, index) in enumerate(zip(self.caches, self.indexes, strict=True)):
+                first = int(self.snapshot.stream_offsets[stream])
+                numbers = {index.entry(shard).raw.basename: first + shard for shard in range(index.num_shards)}
+                cache.plan(partial(next_use_of_file, numbers, plans))
+        plans[id(next_use)] = next_use
+
+    def forget(self, next_use: NextUse) -> None:
+        """End a plan."""
+        if self._process is not None:
+            self._process.plans.pop(id(next_use), None)
 
     def close(self) -> None:
         """Let go of every mapped shard."""
@@ -339,11 +257,16 @@ class SampleReader:
         self._process = None
 
     def _mine(self) -> ReaderProcess:
-        """This process's handles: those of the process that forked us stay its own."""
-        if self._process is None or self._process.pid != os.getpid():
-            ranges = SampleRanges(self.config.allow_unsafe_types, self.config.decoders)
-            self._process = ReaderProcess(self.snapshot.num_shards, self.config.fetch_threads, ranges)
-        return self._process
+        """What this process holds; a forked child starts with nothing."""
+        found = self._process
+        if found is None or found.pid != os.getpid():
+            config, is_limited = self.config, self.defaults.config.limit_bytes is not None
+            ranges = SampleRanges(config.allow_unsafe_types, config.decoders)
+            num_shards = self.snapshot.num_shards
+            made = ReaderProcess(num_shards, config.fetch_threads, ranges, config.max_open_shards, is_limited)
+            made.pools += [] if found is None else found.pools
+            self._process = found = made
+        return found
 
     def _by_range(
         self, process: ReaderProcess, numbers: list[int], indices: Callable[[int], NDArray[np.int64]]
@@ -363,15 +286,17 @@ class SampleReader:
 
     def ranges_are_cheaper(self, number: int, num_samples: int) -> bool:
         """Whether so many samples of a shard that is not here cost less by ranges than the shard."""
-        return self._mine().ranges.cheaper(number, *self.entry(number), num_samples)
+        cache, entry = self.entry(number)
+        is_hooked = isinstance(cache.store, DownloadHook)
+        return not is_hooked and self._mine().ranges.cheaper(number, cache, entry, num_samples)
 
     def _shard(self, process: ReaderProcess, number: int) -> Shard:
-        """A mapped shard, fetched where it is not here. The caller holds the process's lock."""
-        shard = process.open.get(number)
-        if shard is not None:
-            return shard
+        """A mapped shard, fetched where it is not here. The caller has announced that it reads it."""
+        with process.lock:
+            if (shard := process.open.get(number)) is not None:
+                return shard
+            fetch = process.fetches.get(number)
         cache, entry = self.entry(number)
-        fetch = process.fetches.pop(number, None)
         make_room_for(len(process.open) + len(process.fetches) + 1)
         try:
             lease = fetch.result() if fetch is not None else cache.lease(entry, None, self.config.fetch_threads)
@@ -385,6 +310,10 @@ class SampleReader:
             if is_limit_reached(error):
                 raise too_many(len(process.open)) from error
             raise
+        finally:
+            with process.lock:  # a failed one is fetched again when it is asked for again
+                if process.fetches.get(number) is fetch:
+                    process.fetches.pop(number, None)
         process.ranges.compare(number, shard, f"{cache.store.url}/{entry.raw.basename}")
-        process.open.add(number, shard, lease)
-        return shard
+        with process.lock:
+            return process.open.add(number, shard, lease)

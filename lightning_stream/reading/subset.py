@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order import Snapshot
+from lightning_stream.reading.fetches import Announced
+from lightning_stream.reading.next_use import NextUse
 from lightning_stream.reading.reader import SampleReader
 
 
@@ -43,13 +45,13 @@ class SubsetReader(SampleReader):
         """Gather samples of the subset as columns."""
         return self.whole.batch(self._ids[ids], out)
 
-    def read_ahead(self, ids: NDArray[np.int64]) -> None:
-        """Begin to fetch the shards of these samples of the subset, but for those of which it has so few that ranges
-        will bring them."""
+    def read_ahead(self, ids: NDArray[np.int64]) -> Announced | None:
+        """Begin to fetch the shards of these samples, except those of which the subset has so few that they are read
+        by ranges."""
         wanted = self._ids[ids]
         shards = self.whole.snapshot.shards_of(wanted)
         whole = [number for number in np.unique(shards).tolist() if not self._is_few(number)]
-        self.whole.read_ahead(wanted[np.isin(shards, whole)])
+        return self.whole.read_ahead(wanted[np.isin(shards, whole)])
 
     def _is_few(self, number: int) -> bool:
         """Whether all samples that the subset has of a shard cost less than the shard."""
@@ -65,13 +67,13 @@ class SubsetReader(SampleReader):
         """Whether shards are waited for while connections are idle."""
         return self.whole.could_fetch_more()
 
-    def done_with(self, ids: NDArray[np.int64]) -> None:
-        """Take back what `read_ahead` announced."""
-        self.whole.done_with(self._ids[ids])
-
-    def plan(self, next_use: Callable[[int], float]) -> None:
+    def plan(self, next_use: NextUse) -> None:
         """Evict what is needed latest; shards have the same numbers here."""
         self.whole.plan(next_use)
+
+    def forget(self, next_use: NextUse) -> None:
+        """End a plan."""
+        self.whole.forget(next_use)
 
     def close(self) -> None:
         """Let go of every mapped shard."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_stream.formats.hashing import hashes_to_write
-from lightning_stream.reading.reader import Stream
+from lightning_stream.reading.stream import Stream
 from lightning_stream.recipes.converted_set import TRAIN, VAL, Made
 from lightning_stream.recipes.documents import GENERATED, text_source
 from lightning_stream.recipes.text import TextData

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +18,8 @@ from lightning_stream.convert.publish import begin, index_bytes
 from lightning_stream.convert.receipt import Receipt, receipt_name
 from lightning_stream.errors import CacheError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
-from lightning_stream.reading.reader import CacheDefaults, ReaderConfig, SampleReader, Stream
+from lightning_stream.reading.reader import ReaderConfig, SampleReader
+from lightning_stream.reading.stream import CacheDefaults, Stream
 from lightning_stream.spark.convert import Conversion, conversion_of
 from lightning_stream.storage import LocalStore, Store, open_store
 from lightning_stream.storage.files import FileLock, make_folder
@@ -27,9 +29,9 @@ _WAIT_S = 24 * 3600.0
 
 
 class FrameCache:
-    """A DataFrame's rows as samples. Conversion begins with the first use, in a thread, and goes on in Spark.
+    """A DataFrame's rows as samples. Conversion begins with the first use: a thread runs it in Spark.
 
-    Pickles without the DataFrame: another process waits until the cache is filled, and reads it.
+    Pickles and forks without the DataFrame: another process waits until the cache is filled, and reads it.
 
     Args:
         dataframe: The rows.
@@ -54,6 +56,7 @@ class FrameCache:
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._reader: SampleReader | None = None
+        _caches.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"place": self.place}
@@ -148,7 +151,7 @@ class FrameCache:
                     )
                     self._conversion.publish(receipts)
                     self._receipts = receipts
-        except BaseException as error:  # noqa: BLE001 - raised in whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised where the rows are waited for
             self._failure = error
         finally:
             self._over.set()
@@ -173,6 +176,19 @@ class FrameCache:
         if receipts is not None:
             reader.indexes = (Index.from_bytes(index_bytes(receipts), self.place),)
         return reader
+
+
+_caches: weakref.WeakSet[FrameCache] = weakref.WeakSet()
+
+
+def _renew() -> None:
+    """In a forked child: the thread that converts, and what it holds or would set, are the parent's."""
+    for cache in list(_caches):
+        if vars(cache)["_reader"] is None:
+            cache.__setstate__(cache.__getstate__())
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 def _found(store: Store, name: str) -> Receipt | None:

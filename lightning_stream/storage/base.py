@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Generic, Protocol, TypeVar
 
-from lightning_stream.errors import UnavailableError
+from lightning_stream.errors import LightningStreamError, UnavailableError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -265,6 +265,8 @@ def attempt(call: Callable[[], T], explain: Callable[[Exception], Exception | No
     """
     try:
         return call()
+    except LightningStreamError:
+        raise
     except Exception as error:
         trouble = explain(error)
         if trouble is None:

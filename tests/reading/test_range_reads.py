@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,14 +13,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-TESTS = str(Path(__file__).resolve().parent)
-if TESTS not in sys.path:
-    sys.path.insert(0, TESTS)
-
 from servers.web import Handler, WebServer  # noqa: E402
 
-from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset, sample_ranges  # noqa: E402
+from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.errors import FormatError, StoreError  # noqa: E402
+from lightning_stream.reading import range_reads  # noqa: E402
 
 WIDTH, NUM_SAMPLES, SHARD_BYTES = 1 << 16, 240, 6 << 20
 
@@ -112,7 +108,7 @@ def test_samples_of_one_size_come_while_the_table_does(
     files = {f"/fixed/{path.name}": path.read_bytes() for path in (tmp_path / "d").iterdir()}
     served.server.objects.update(files)
     dataset = served.dataset(tmp_path / "cache", "fixed")
-    sample_came, read_range = threading.Event(), sample_ranges._range
+    sample_came, read_range = threading.Event(), range_reads._range
 
     def table_last(cache: Any, entry: Any, begin: int, end: int) -> Any:
         assert begin or sample_came.wait(30)
@@ -120,7 +116,7 @@ def test_samples_of_one_size_come_while_the_table_does(
         sample_came.set()
         return found
 
-    monkeypatch.setattr(sample_ranges, "_range", table_last)
+    monkeypatch.setattr(range_reads, "_range", table_last)
     assert (dataset[7]["x"] == 7).all()
     assert (dataset[9]["x"] == 9).all()
     lengths = [end - begin + 1 for begin, end in (map(int, (one or "")[6:].split("-")) for _, one in served.asked())]
@@ -163,13 +159,15 @@ def test_what_came_by_range_is_compared_with_the_shard_once_that_is_here(
     assert dataset[7] == sample(7)
     dataset.reader.fetch(np.array([0]))
     assert dataset[8] == sample(8)  # the shard's now, and the same
+    ranges = dataset.reader._mine().ranges
+    assert (ranges._tables, ranges._came, ranges._versions, ranges._spent, ranges._held_bytes) == ({}, {}, {}, {}, 0)
 
     def flipped(cache: Any, entry: Any, begin: int, end: int) -> tuple[bytes, str | None]:
-        content, version = sample_ranges_range(cache, entry, begin, end)
+        content, version = whole_range(cache, entry, begin, end)
         return (content if begin == 0 else content[:-1] + bytes([content[-1] ^ 1])), version
 
-    sample_ranges_range = sample_ranges._range
-    monkeypatch.setattr(sample_ranges, "_range", flipped)
+    whole_range = range_reads._range
+    monkeypatch.setattr(range_reads, "_range", flipped)
     dataset = served.dataset(tmp_path / "flipped")
     assert dataset[7] != sample(7)
     dataset.reader.fetch(np.array([0]))

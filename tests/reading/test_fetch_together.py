@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 
@@ -10,10 +9,6 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-
-TESTS = str(Path(__file__).resolve().parent)
-if TESTS not in sys.path:
-    sys.path.insert(0, TESTS)
 
 from servers.web import Handler, WebServer  # noqa: E402
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
+import struct
+import zlib
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset, World  # noqa: E402
 from lightning_stream.errors import DigestError, FormatError, NotFoundError  # noqa: E402
+from lightning_stream.formats.encodings import get_encoding  # noqa: E402
 from lightning_stream.order.ledger import replacements  # noqa: E402
 
 NUM_SAMPLES, BAD = 60, 17
@@ -154,3 +159,114 @@ def test_steps_go_on_from_a_state_with_the_same_substitutions(shards: Path, tmp_
 def test_a_policy_is_one_of_two(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="on_bad_sample is 'raise' or 'substitute'; found 'skip'"):
         StreamingDataset(local=tmp_path, on_bad_sample="skip")  # type: ignore[arg-type]
+
+
+def broken(error: BaseException) -> Any:
+    def decode(data: bytes) -> int:
+        if (number := int.from_bytes(data[:8], "little")) == BAD:
+            raise error
+        return number
+
+    return decode
+
+
+class OwnError(Exception):
+    pass
+
+
+WHATEVER = [
+    OwnError("mine"),
+    pickle.UnpicklingError("bad"),
+    EOFError(),
+    zlib.error("bad"),
+    RuntimeError("x"),
+    StopIteration(),
+]
+
+
+@pytest.mark.parametrize("error", WHATEVER, ids=lambda error: type(error).__name__)
+def test_whatever_a_decoder_raises_names_the_sample_and_is_bad_for_the_policy(
+    shards: Path, tmp_path: Path, error: Exception
+) -> None:
+    options: dict[str, Any] = {"decoders": {"id": broken(error)}, "quarantine": tmp_path / "bad.jsonl"}
+    dataset = dataset_in(tmp_path / "a", shards, **options)
+    number = int(dataset.snapshot.shards_of(np.array([BAD]))[0])
+    where = rf"sample {BAD}, in shard\.{number:05}\.mds of {shards}: .*, column 'id': .*{type(error).__name__}"
+    for read in (
+        lambda: dataset[BAD],
+        lambda: dataset.read_batch([3, BAD, 2]),
+        lambda: list(StreamingDataLoader(dataset, 8)),
+    ):
+        with pytest.raises(FormatError, match=where) as caught:
+            read()
+        assert caught.value.__cause__ is error
+    loader = StreamingDataLoader(dataset_in(tmp_path / "a", shards, **options, on_bad_sample="substitute"), 8)
+    assert BAD not in {number for batch in loader for number in batch["id"]}
+    assert json.loads((tmp_path / "bad.jsonl").read_text())["sample"] == BAD
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ImportError("no module")])
+def test_an_interrupt_or_a_missing_package_is_no_bad_sample(shards: Path, tmp_path: Path, error: BaseException) -> None:
+    dataset = dataset_in(tmp_path, shards, decoders={"id": broken(error)}, on_bad_sample="substitute")
+    with pytest.raises(type(error)):
+        list(StreamingDataLoader(dataset, 8))
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Photos, of which one is cut off in the middle of its pixels."""
+    image = pytest.importorskip("PIL.Image")
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    out = BytesIO()
+    image.fromarray(pixels).save(out, "JPEG")
+    columns = {"id": "int", "image": "jpeg", "images": "list[jpeg]"}
+    with MDSWriter(out=tmp_path / "photos", columns=columns, size_limit=100_000) as writer:
+        for number in range(NUM_SAMPLES):
+            whole, cut = out.getvalue(), out.getvalue()[:-500]
+            images = [whole, cut if number == BAD + 1 else whole]
+            writer.write({"id": number, "image": cut if number == BAD else whole, "images": images})
+    return tmp_path / "photos"
+
+
+@pytest.mark.parametrize(
+    "transform", [None, lambda sample: {"id": sample["id"], "size": sample["image"].convert("L").size}]
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_photo_that_is_cut_off_is_bad_though_images_are_decoded_late(
+    photos: Path, tmp_path: Path, transform: Any, num_workers: int
+) -> None:
+    options = {"transform": transform, "quarantine": tmp_path / "bad.jsonl"}
+    dataset = dataset_in(tmp_path / "cache", photos, on_bad_sample="substitute", **options)
+    loader = StreamingDataLoader(dataset, 8, num_workers=num_workers)
+    seen = {int(number) for batch in loader for number in batch["id"]}
+    assert seen == {*range(NUM_SAMPLES)} - {BAD, BAD + 1}
+    lines = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
+    assert {line["sample"] for line in lines} == {BAD, BAD + 1}
+    assert all("truncated" in line["reason"] and "column 'image" in line["reason"] for line in lines)
+    assert dataset_in(tmp_path / "cache", photos)[BAD]["image"].size == (64, 64)  # without the policy it is opened only
+
+
+def test_a_column_of_jpeg_opens_jpeg_only() -> None:
+    image = pytest.importorskip("PIL.Image")
+    for name, other in (("jpeg", "PNG"), ("png", "JPEG"), ("jpeg", "GIF"), ("list[png]", "BMP")):
+        out = BytesIO()
+        image.new("RGB", (4, 4)).save(out, other)
+        data = out.getvalue()
+        if name.startswith("list"):
+            data = struct.pack("<III", 0, 1, len(data)) + data
+        with pytest.raises(OSError, match="cannot identify"):
+            get_encoding(name).decode(data)
+
+
+def test_an_image_of_too_many_pixels_is_a_bad_sample(tmp_path: Path) -> None:
+    pytest.importorskip("PIL.Image")
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", 60_000, 60_000, 8, 0, 0, 0, 0))
+    bomb = b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+    with MDSWriter(out=tmp_path / "d", columns={"image": "png"}) as writer:
+        writer.write({"image": bomb})
+    with pytest.raises(FormatError, match=r"sample 0, in shard\.00000\.mds of .*'image': .*DecompressionBombError"):
+        StreamingDataset(local=tmp_path / "d")[0]

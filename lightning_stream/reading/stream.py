@@ -1,0 +1,163 @@
+"""A stream: one dataset (one index.json) in a mix, and the settings that all streams of a dataset share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from lightning_stream.cache import CacheConfig, ShardCache, default_folder
+from lightning_stream.formats.index import INDEX_NAME
+from lightning_stream.order import StreamWeights
+from lightning_stream.storage import Store, open_store
+
+_NEVER_CALLED = {  # methods of mosaicml-streaming's Stream, and what does their work here
+    **dict.fromkeys(("get_shards", "set_up_local", "get_index_size"), "write the shards into an index.json"),
+    **dict.fromkeys(("prepare_shard", "_prepare_shard_part"), "override _download_file"),
+    "_decompress_shard_part": "write the shards in one of the known compressions",
+    **dict.fromkeys(("apply_default", "apply_weights", "validate_weights"), "pass the settings to Stream.__init__"),
+}
+
+
+class Stream:
+    """One dataset in a mix, under the arguments MDS users know, which are attributes of it too.
+
+    A subclass may override ``_download_file(from_basename, to_basename=None)``, which returns the path of the file it
+    has downloaded. It is called for the index and for every shard, whose bytes are then verified as usual.
+
+    Args:
+        remote: Folder or URL that holds the dataset; None where `local` is the only copy.
+        local: The cache folder; None for a private one chosen from the URL, or for reading a local `remote` in place.
+        split: Sub-folder of both, e.g. ``"train"``.
+        proportion: Share of the epoch that comes from this stream, relative to the other streams' proportions.
+        repeat: How often its samples are drawn per epoch (2.5: each twice, half of them a third time).
+        choose: How many samples are drawn from it per epoch.
+        download_retry: How often a failed request is tried again; None takes the dataset's.
+        download_timeout: Longest silence on a connection, in seconds; None takes the dataset's.
+        validate_hash: Name of the hash to check fetched files with, None to check what the index has.
+        keep_zip: Whether compressed files stay in the cache after decompression; None takes the dataset's.
+        options: Further options of the store, e.g. ``{"endpoint_url": ...}``.
+
+    Raises:
+        ValueError: Neither `remote` nor `local`, one of them names the index and not its folder, or more than one of
+            proportion, repeat and choose.
+        TypeError: A subclass overrides a method of mosaicml-streaming's Stream that is never called here.
+    """
+
+    def __init__(
+        self,
+        remote: str | os.PathLike[str] | None = None,
+        *,
+        local: str | os.PathLike[str] | None = None,
+        split: str | None = None,
+        proportion: float | None = None,
+        repeat: float | None = None,
+        choose: int | None = None,
+        download_retry: int | None = None,
+        download_timeout: float | None = None,
+        validate_hash: str | None = None,
+        keep_zip: bool | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        for method, remedy in _NEVER_CALLED.items():
+            if hasattr(type(self), method):
+                raise TypeError(
+                    f"a Stream's hook is _download_file; found {type(self).__name__}.{method}, which would never be "
+                    f"called. Instead, {remedy}"
+                )
+        if remote is None and local is None:
+            raise ValueError(
+                "a stream reads from somewhere: pass remote= (a folder or URL), or local= (a folder), or both"
+            )
+        for place in (remote, local):
+            if place is not None and os.fspath(place).rstrip("/").endswith(f"/{INDEX_NAME}"):
+                folder = os.fspath(place).rstrip("/").removesuffix(f"/{INDEX_NAME}")
+                raise ValueError(f"a stream is named by its folder, not by its index; found {place}. Pass {folder!r}")
+        if sum(weight is not None for weight in (proportion, repeat, choose)) > 1:
+            raise ValueError(f"a stream has one weight; found {proportion=}, {repeat=}, {choose=}. Pass one of them")
+        self.remote = None if remote is None else os.path.expanduser(os.fspath(remote))  # noqa: PTH111 - may be a URL
+        self.local = None if local is None else os.fspath(local)
+        self.split = split or ""
+        self.proportion, self.repeat, self.choose = proportion, repeat, choose
+        self.download_retry = download_retry
+        self.download_timeout = download_timeout
+        self.validate_hash = validate_hash
+        self.keep_zip = keep_zip
+        self.safe_keep_zip = bool(keep_zip) or self.remote in (None, self.local)
+        self.options = self._options = dict(options or {})  # a subclass may use the name for its own
+        self._store: Store | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({name_of(self)!r})"
+
+    def _download_file(self, from_basename: str, to_basename: str | None = None) -> str:
+        """Download a file of the dataset to ``local/split/to_basename``; returns that path."""
+        self._store = self._store or _store_of(self, CacheDefaults())
+        to = Path(self.local or "", self.split, to_basename or from_basename)
+        self._store.get(from_basename, to)
+        return str(to)
+
+
+@dataclass(frozen=True)
+class CacheDefaults:
+    """What a dataset sets for all its streams."""
+
+    config: CacheConfig = field(default_factory=CacheConfig)
+    retries: int | None = None
+    timeout_s: float | None = None
+
+
+class DownloadHook:
+    """The store of a stream whose class has a `_download_file` of its own: whole files come through that."""
+
+    def __init__(self, stream: Stream, store: Store, folder: Path) -> None:
+        self._stream, self._folder = stream, folder
+        self.url, self.identity = store.url, store.identity
+
+    def get(self, name: str, to: Path, *_: Any) -> int:
+        """Download a whole file into `to`."""
+        path = Path(self._stream._download_file(name, os.path.relpath(to, self._folder)))  # noqa: SLF001 - its hook
+        if path != to:
+            path.replace(to)
+        return to.stat().st_size
+
+
+# Functions of a stream, not methods: a subclass's own names cannot collide with them.
+
+
+def weights_of(stream: Stream) -> StreamWeights:
+    """How much the stream gives to an epoch."""
+    return StreamWeights(proportion=stream.proportion, repeat=stream.repeat, choose=stream.choose)
+
+
+def name_of(stream: Stream) -> str:
+    """Where the stream comes from, for messages; without secrets."""
+    if stream.remote is not None:
+        return _store_of(stream, CacheDefaults()).url
+    return f"{stream.local}/{stream.split}" if stream.split else str(stream.local)
+
+
+def cache_of(stream: Stream, defaults: CacheDefaults) -> ShardCache:
+    """The cache that the stream's shards are read through, with the dataset's settings where it has none of its own."""
+    store = None if stream.remote is None else _store_of(stream, defaults)
+    if store is not None and type(stream)._download_file is not Stream._download_file:  # noqa: SLF001 - its hook
+        stream.local = stream.local or str(default_folder(store.identity))
+        stream._store = store  # noqa: SLF001 - for a hook that calls super()
+        store = cast("Store", DownloadHook(stream, store, Path(stream.local, stream.split).expanduser().absolute()))
+    config = replace(
+        defaults.config,
+        keep_zip=defaults.config.keep_zip if stream.keep_zip is None else stream.keep_zip,
+        validate_hash=stream.validate_hash or defaults.config.validate_hash,
+    )
+    return ShardCache(store, None if stream.local is None else Path(stream.local, stream.split), config)
+
+
+def _store_of(stream: Stream, defaults: CacheDefaults) -> Store:
+    assert stream.remote is not None
+    retries = defaults.retries if stream.download_retry is None else stream.download_retry
+    timeout = defaults.timeout_s if stream.download_timeout is None else stream.download_timeout
+    given = {name: value for name, value in (("retries", retries), ("timeout_s", timeout)) if value is not None}
+    url = f"{stream.remote.rstrip('/')}/{stream.split}" if stream.split else stream.remote
+    return open_store(url, {**given, **stream._options})  # noqa: SLF001 - of this file's own class

@@ -1,0 +1,140 @@
+"""Threads of one process read at the same time; a forked child reads whatever its parent's threads were at."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_stream import MDSWriter
+from lightning_stream.cache import CacheConfig
+from lightning_stream.reading.reader import ReaderConfig, SampleReader
+from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.storage import LocalStore
+
+NUM_SAMPLES = 400
+
+
+@pytest.fixture(scope="module", params=["int", "str"])
+def shards(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    value: Callable[[int], Any] = int if request.param == "int" else str
+    with MDSWriter(out=folder, columns={"id": request.param}, size_limit=400) as writer:
+        for number in range(NUM_SAMPLES):
+            writer.write({"id": value(number)})
+    return folder
+
+
+def reader_of(shards: Path, folder: Path | None = None, limit_bytes: int | None = None, **config: Any) -> SampleReader:
+    stream = Stream(remote=shards, local=folder)
+    return SampleReader([stream], CacheDefaults(CacheConfig(limit_bytes=limit_bytes)), ReaderConfig(**config))
+
+
+@contextmanager
+def in_thread(call: Callable[[], Any]) -> Iterator[None]:
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(call)
+        yield
+        done.result(30)
+
+
+def test_an_open_shard_is_read_while_another_thread_fetches(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go, get = threading.Event(), threading.Event(), LocalStore.get
+    reader = reader_of(shards, tmp_path)
+    assert int(reader.sample(0)["id"]) == 0
+
+    def slow(store: LocalStore, *given: Any) -> int:
+        begun.set()
+        assert go.wait(30)
+        return get(store, *given)
+
+    monkeypatch.setattr(LocalStore, "get", slow)
+    with in_thread(lambda: reader.sample(NUM_SAMPLES - 1)):
+        assert begun.wait(30)
+        assert int(reader.sample(1)["id"]) == 1
+        assert [int(number) for number in reader.batch(np.array([1, 0]))["id"]] == [1, 0]
+        go.set()
+
+
+@pytest.mark.parametrize("read", [lambda r, k: r.sample(k), lambda r, k: r.batch(np.array([k, k + 1]))])
+def test_threads_decode_at_the_same_time(shards: Path, read: Callable[[SampleReader, int], Any]) -> None:
+    together = threading.Barrier(2, timeout=30)
+
+    def decode(data: bytes) -> bytes:
+        if is_slow.is_set():
+            together.wait()
+        return data
+
+    is_slow = threading.Event()
+    reader = reader_of(shards, decoders={"id": decode})
+    reader.batch(np.array([0, NUM_SAMPLES - 2]))
+    is_slow.set()
+    with in_thread(lambda: read(reader, 0)):
+        read(reader, NUM_SAMPLES - 2)
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 14_000])
+def test_shards_that_are_closed_while_they_are_read_stay_mapped(
+    shards: Path, tmp_path: Path, limit_bytes: int | None
+) -> None:
+    reader = reader_of(shards, tmp_path, limit_bytes, max_open_shards=2)
+
+    def read(seed: int) -> None:
+        generator = np.random.default_rng(seed)
+        for _ in range(150):
+            ids = generator.integers(0, NUM_SAMPLES, 6)
+            announced = reader.read_ahead(ids)
+            assert [int(number) for number in reader.batch(ids)["id"]] == ids.tolist()
+            assert int(reader.sample(int(ids[0]))["id"]) == ids[0]
+            reader.done_with(announced)
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(read, seed) for seed in range(4)]:
+            done.result(60)
+    process = reader._process
+    assert process is not None
+    assert len(process.open) <= (2 if limit_bytes is None else 0)
+    assert (dict(process.awaited), process.fetches) == ({}, {})
+
+
+def test_a_child_forked_while_a_thread_reads_reads_too(shards: Path, tmp_path: Path) -> None:
+    reader = reader_of(shards, tmp_path, 100_000)
+    announced = reader.read_ahead(np.arange(NUM_SAMPLES))
+    process = reader._process
+    assert process is not None
+    held = [process.lock, process._counting, process._fetchers._guard, process._waiters._guard]
+    is_held, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        for lock in held:
+            lock.acquire()
+        is_held.set()
+        go.wait(30)
+        for lock in held:
+            lock.release()
+
+    with in_thread(hold):
+        assert is_held.wait(30)
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            found = None
+            try:
+                reader.done_with(announced)  # as an iterator does that the child inherits and drops
+                reader.done_with(reader.read_ahead(np.arange(20)))
+                found = int(reader.sample(7)["id"])
+            finally:
+                os._exit(int(found != 7))
+        assert os.waitpid(child, 0)[1] == 0
+        go.set()
+    assert process.awaited.total() == reader.snapshot.num_shards
