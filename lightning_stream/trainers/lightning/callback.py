@@ -46,6 +46,7 @@ class StreamingCallback(Callback):
         on_missing_state: What to do with a checkpoint that holds no position: ``"error"``, or ``"restart"`` to begin
             the data from its start.
         check_delivery: Compare every batch with the plan, and raise `LedgerError` at the first that differs.
+        show_position: Show the position in the progress bar.
         record_delivery: A folder where each rank writes down what it trained on, 8 bytes a step, for
             `verify_delivery`; None writes nothing.
         is_passive: Do nothing unless the trainer trains on a `StreamingDataLoader`.
@@ -62,6 +63,7 @@ class StreamingCallback(Callback):
         on_missing_state: str = "error",
         *,
         check_delivery: bool = True,
+        show_position: bool = True,
         record_delivery: str | os.PathLike[str] | None = None,
         is_passive: bool = False,
     ) -> None:
@@ -72,7 +74,8 @@ class StreamingCallback(Callback):
             on_missing_state=on_missing_state,
         )
         self.tracker.padding = False  # losses are weighted by the samples that count
-        self.is_passive = is_passive
+        self.is_passive, self.show_position = is_passive, show_position
+        self._hide_position: Callable[[], object] = loops.show_nothing
         self.make_loader: Callable[[], StreamingDataLoader] | None = None  # the data module's, where there is one
         self._from: Position | None = None  # where this fit begins
         self._start: Mapping[str, Any] | None = None  # another run's state to begin with
@@ -158,9 +161,14 @@ class StreamingCallback(Callback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Say what was lost and repeated, and let go of the loader."""
         if stage == "fit" and self.tracker.is_attached:
+            self._hide_position()
             self.tracker.end_run()
             self._from = self.tracker.position
             self.tracker.detach()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the progress bar as it was: Lightning asks for no teardown after an error."""
+        self._hide_position()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin where the checkpoint stood."""
@@ -177,6 +185,8 @@ class StreamingCallback(Callback):
         done = loader.batches_before(self.tracker.position)
         self.tracker.begin_run(-(-len(loader) // loader.accumulate), done // loader.accumulate)
         loops.let_ranks_stop_together(trainer)
+        if self.show_position:
+            self._hide_position = loops.show_in_bar(trainer, self.tracker)
         if self._enters_at is not None:
             loops.enter(trainer, self._enters_at)
             self._enters_at = None

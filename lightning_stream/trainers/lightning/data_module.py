@@ -53,7 +53,7 @@ class StreamingDataModule(LightningDataModule):
         prepare: Called once per node before anything is read, e.g. to convert the data.
         on_mismatch: Where the data or the order settings differ from the checkpoint's: ``"error"``, or ``"warn"`` to go
             on under another order from there.
-        seed_steps, on_missing_state, check_delivery, record_delivery: See `StreamingCallback`.
+        seed_steps, on_missing_state, check_delivery, show_position, record_delivery: See `StreamingCallback`.
 
     Raises:
         ValueError: Neither or both of `global_batch_size` and `batch_size`; a dataset's argument that there is none of.
@@ -83,6 +83,7 @@ class StreamingDataModule(LightningDataModule):
         seed_steps: int | None = None,
         on_missing_state: str = "error",
         check_delivery: bool = True,
+        show_position: bool = True,
         record_delivery: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
@@ -115,6 +116,7 @@ class StreamingDataModule(LightningDataModule):
             seed_steps,
             on_missing_state,
             check_delivery=check_delivery,
+            show_position=show_position,
             record_delivery=record_delivery,
         )
         self.position_callback.make_loader = self._make_train_loader

@@ -14,8 +14,9 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.utils.data import SequentialSampler
@@ -23,6 +24,7 @@ from torch.utils.data import SequentialSampler
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.iteration import LoaderIterator
+from lightning_stream.trainers.tracker import PositionTracker
 
 TRIED_VERSIONS = ((2, 4), (2, 7))  # from, up to but excluding
 
@@ -185,6 +187,29 @@ def asked_for_last(trainer: Any) -> bool:
             return frame.f_locals.get("ckpt_path") == "last"
         frame = frame.f_back
     return False
+
+
+def show_in_bar(trainer: Any, tracker: PositionTracker) -> Callable[[], object]:
+    """Let the progress bar, if there is one, show ``samples=trained on/of an epoch``; gives what restores it.
+
+    The bar asks for its metrics only when it refreshes; logging a value would cost each step.
+    """
+    bar = trainer.progress_bar_callback
+    if bar is None:
+        return show_nothing
+    metrics, whole = bar.get_metrics, tracker.loader.num_samples
+
+    def with_position(*arguments: Any) -> dict[str, Any]:
+        here = tracker.position
+        has_ended = not here.position and here.epoch > trainer.current_epoch
+        return {**metrics(*arguments), "samples": f"{whole if has_ended else here.position}/{whole}"}
+
+    bar.get_metrics = with_position
+    return partial(vars(bar).pop, "get_metrics", None)
+
+
+def show_nothing() -> None:
+    """There is no bar to restore."""
 
 
 def say(trainer: Any, sentence: str) -> None:
