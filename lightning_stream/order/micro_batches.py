@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order import BatchPlan, Share, num_micro_batches
+from lightning_stream.order import BatchPlan, Share
 from lightning_stream.order.ledger import Substitution
 
 _PLANNED_SAMPLES = 1 << 14  # about so many at a time: fewer cost more each, more would keep the first batch waiting
@@ -108,8 +108,7 @@ def _own_batches(
 
 def pieces_of(plan: BatchPlan, k: int, device_batch_size: int) -> int:
     """Into how many micro-batches each rank's share of global batch k is cut."""
-    begin, end = plan.bounds(k)
-    return num_micro_batches(end - begin, device_batch_size, plan.world.num_replicas, plan.tail)
+    return plan.num_micro_batches(k, device_batch_size)
 
 
 def count_micro_batches(plan: BatchPlan, device_batch_size: int) -> int:

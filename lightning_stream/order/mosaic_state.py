@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_stream.errors import StateError
 from lightning_stream.order.config import OrderConfig, is_count
+from lightning_stream.order.dealt import DealtEpoch
 from lightning_stream.order.plan import RunOrder
 from lightning_stream.order.position import Position
 from lightning_stream.order.rank_split import Tail
@@ -47,8 +48,9 @@ def mosaic_position(state: Mapping[str, Any], run: RunOrder, *, batch_size: int,
     """The position a state of mosaicml-streaming stands for, in a run made with :func:`mosaic_config`."""
     _check(state)
     start = Position.start(run, batch_size=batch_size, tail=tail, epoch=state["epoch"])
-    end = min(state["sample_in_epoch"], run.epoch(state["epoch"]).num_samples)
-    return replace(start.advanced(run, end), position=state["sample_in_epoch"])
+    order = run.epoch(state["epoch"])
+    assert isinstance(order, DealtEpoch)
+    return start.advanced(run, order.position_after(state["sample_in_epoch"]))
 
 
 def _check(state: Mapping[str, Any]) -> None:

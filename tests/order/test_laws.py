@@ -21,7 +21,6 @@ from lightning_stream.order import (
     Snapshot,
     StreamWeights,
     World,
-    num_micro_batches,
 )
 
 METHODS = ("random", "stratified", "per_stream", "device_per_stream")
@@ -281,7 +280,9 @@ def test_law_6_every_rank_makes_the_same_steps_and_filler_is_flagged(case, epoch
     assert len({plan.num_batches for plan in all_plans}) == 1
     for k in range(all_plans[0].num_batches):
         begin, end = all_plans[0].bounds(k)
-        count = num_micro_batches(end - begin, case.device_batch_size, case.num_replicas, tail)
+        counts = {plan.num_micro_batches(k, case.device_batch_size) for plan in all_plans}
+        assert len(counts) == 1
+        count = counts.pop()
         shares = [plan.share(k) for plan in all_plans]
         lengths = {len(share) for share in shares}
         if tail == "exact" and case.run.config.batching_method != "device_per_stream":
@@ -295,6 +296,7 @@ def test_law_6_every_rank_makes_the_same_steps_and_filler_is_flagged(case, epoch
         for share in shares:
             pieces = share.micro_batches(count)
             assert len(pieces) == count
-            assert all(1 <= len(piece) <= case.device_batch_size + (tail == "exact") for piece in pieces)
-            assert np.array_equal(np.concatenate([piece.ids for piece in pieces]), share.ids)
+            assert all(1 <= len(piece) <= case.device_batch_size for piece in pieces)
+            assert np.array_equal(np.concatenate([piece.ids for piece in pieces])[: len(share)], share.ids)
+            assert sum(piece.num_samples for piece in pieces) == share.num_samples
             assert set(share.positions.tolist()) <= set(range(begin, end))

@@ -117,7 +117,7 @@ class BatchCounter:
         """The same on every rank, also where their shares differ by a sample."""
         if info is None or self._loader.tail != "exact":
             return -(-length // size)
-        return num_micro_batches(info.end - info.begin, size, self._loader.detect_world().num_replicas, "exact")
+        return num_micro_batches(info.end - info.begin, size, self._loader.detect_world().num_replicas)
 
     def _at_hand(self) -> Piece | None:
         info = self._loader.last_batch
@@ -173,8 +173,8 @@ def cut(filler: NDArray[np.bool_], num_pieces: int, size: int) -> list[Piece]:
         ends = [max(count * i // num_pieces, min(i, count)) for i in range(num_pieces + 1)]
     pieces = []
     for begin, end in pairwise(ends):
-        rows = real[begin:end] if end > begin else spare[:1]
-        pieces.append(Piece(rows, filler[rows]))
+        rows = real[begin:end] if end > begin else np.arange(len(filler))[-1:]
+        pieces.append(Piece(rows, np.full(len(rows), end <= begin)))
     return pieces
 
 
