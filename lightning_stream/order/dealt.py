@@ -166,9 +166,9 @@ class DealtTable:
     def flat(self) -> NDArray[np.int64]:
         """Sample ids in position order."""
         last = np.iinfo(np.int64).max
-        ids: NDArray[np.int64] = np.sort(np.where(self.counted, self.rows, last).reshape(len(self.rows), -1), axis=1)
-        ids = ids[ids != last]
-        return ids
+        ids = np.sort(np.where(self.counted, self.rows, last).reshape(len(self.rows), -1), axis=1)
+        found: NDArray[np.int64] = ids[ids != last]
+        return found
 
 
 class DealtBatches:

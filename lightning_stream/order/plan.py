@@ -166,6 +166,16 @@ class BatchPlan:
         """The position behind the last batch: N, or less with ``tail="drop"``."""
         return self._batches.end
 
+    @property
+    def follows_order(self) -> bool:
+        """Whether the rest of the epoch has the samples of the order in its places: always, for a native order.
+
+        The orders of mosaicml-streaming may deal others to a world that the run did not begin in. O(samples).
+        """
+        if not isinstance(self._batches, DealtBatches):
+            return True
+        return np.array_equal(self._batches.flat, self.order.ids(self.start, self.order.num_samples))
+
     def bounds(self, k: int) -> tuple[int, int]:
         """First position of global batch ``k`` (counted from ``start``), and the one behind its last."""
         if not 0 <= k < self.num_batches:

@@ -137,6 +137,97 @@ def test_another_world_continues_the_same_global_batches_and_the_ledger():
         assert total == ledger.total(0, np.arange(begin, end), before.ids(3 + k))
 
 
+ALGORITHMS = ("py1e", "py1br", "py1s", "py2s", "naive")
+
+
+def random_run(rng):
+    """A run in such an order; None where that library cannot deal it."""
+    nodes, ranks = (int(rng.choice([1, 2])), int(rng.choice([1, 2, 4])))
+    device = int(rng.choice([1, 3, 4, 8]))
+    method = rng.choice(["random", "random", "stratified", "per_stream", "device_per_stream"])
+    sizes = [rng.integers(1, 40, rng.integers(1, 6)).tolist() for _ in range(rng.integers(1, 4))]
+    config = config_of(
+        World(0, nodes * ranks, ranks), device, algorithm=str(rng.choice(ALGORITHMS)), batching_method=str(method),
+        shuffle=bool(rng.integers(4)), canonical_nodes=nodes * int(rng.choice([1, 1, 2, 64])),
+        mosaic=MosaicConfig(str(rng.choice(["relaxed", "orig"])), int(rng.choice([32, 2**18]))),
+    )  # fmt: skip
+    weights = [StreamWeights(repeat=float(rng.choice([1, 1, 0.5, 2.3])))] * len(sizes)
+    try:
+        run = RunOrder(Snapshot.of(sizes), weights, config)
+        run.epoch(0)
+    except ValueError:
+        return None
+    return run, nodes, ranks, config.mosaic.batch_size
+
+
+def worlds_of(num_samples, rng):
+    """Every rank of a random world over which a batch divides."""
+    nodes = int(rng.choice([1, 2])) if num_samples % 2 == 0 else 1
+    ranks = int(rng.choice([one for one in (1, 2, 3, 4) if num_samples % (nodes * one) == 0]))
+    return [World(rank, nodes * ranks, ranks) for rank in range(nodes * ranks)]
+
+
+def check_plans(plans, device):
+    """All that ranks get, as often as the plan says; micro-batches alike on all of them, and none too large."""
+    whole = plans[0].num_whole_batches
+    for k in range(plans[0].num_batches):
+        begin, end = plans[0].bounds(k)
+        assert begin < end
+        assert all(plan.bounds(k) == (begin, end) for plan in plans)
+        shares = [plan.share(k) for plan in plans]
+        at, ids = (np.concatenate([getattr(s, name)[~s.filler] for s in shares]) for name in ("positions", "ids"))
+        order = np.argsort(at)
+        assert np.array_equal(at[order], np.arange(begin, end))
+        assert np.array_equal(ids[order], plans[0].ids(k))
+        assert (end - begin == plans[0].batch_size) == all(not s.filler.any() for s in shares) or k >= whole
+        counts = {plan.num_micro_batches(k, device) for plan in plans}
+        assert len(counts) == 1
+        for share in shares:
+            sizes = [len(piece) for piece in share.micro_batches(min(counts))]
+            assert 1 <= min(sizes) <= max(sizes) <= device
+            assert begin <= share.positions.min() <= share.positions.max() < end
+        total = sum(ledger.of_share(0, share) for share in shares) % ledger.MODULUS
+        assert total == ledger.of_steps(plans[0], k, k + 1)[0]
+
+
+def test_shares_positions_and_ledger_agree_in_any_world_for_any_accumulation():
+    rng, tried = np.random.default_rng(7), 0
+    while tried < 150:
+        found = random_run(rng)
+        if found is None:
+            continue
+        run, nodes, ranks, micro = found
+        order, tail = run.epoch(0), str(rng.choice(["pad", "pad", "drop", "exact"]))
+        size, first = (
+            micro * int(rng.integers(1, 4)),
+            [World(rank, nodes * ranks, ranks) for rank in range(nodes * ranks)],
+        )
+        plans = [BatchPlan(order, batch_size=size, world=world, tail=tail) for world in first]
+        check_plans(plans, micro // len(first))
+        for k in range(plans[0].num_batches):
+            assert np.array_equal(order.ids(*plans[0].bounds(k)), plans[0].ids(k))
+        if not plans[0].num_batches:
+            continue
+        position = Position.start(run, batch_size=size, tail=tail)
+        start = plans[0].bounds(int(rng.integers(plans[0].num_batches)))[1]
+        position = position.advanced(run, start)
+        assert position.is_proven(run)
+        again = [BatchPlan(order, batch_size=size, world=world, tail=tail, start=start) for world in first]
+        done = plans[0].num_batches - again[0].num_batches
+        for k in range(again[0].num_batches):
+            assert np.array_equal(again[0].ids(k), plans[0].ids(done + k))
+        try:
+            others = worlds_of(micro, rng)
+            plans = [BatchPlan(order, batch_size=size, world=world, tail=tail, start=start) for world in others]
+        except ValueError:
+            continue
+        check_plans(plans, int(rng.choice([1, 2, micro // len(others), size // len(others)])))
+        for k in range(plans[0].num_batches):
+            position = position.advanced(run, plans[0].bounds(k)[1])
+            assert position.is_proven(run)
+        tried += 1
+
+
 def test_a_state_of_mosaicml_streaming_is_continued_at_its_sample():
     state = {
         "epoch": 1,
