@@ -92,7 +92,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         """Let the loader begin where the trainer stands; at most how many batches of this epoch are to come."""
         self._sync()
         position = self._position()
-        here = self.loader.accept(position.to_state())
+        here = self.loader.accept(self.loader.proven(position).to_state())
         done, limit = int(self._trainer.state.timestamp.batch_in_epoch), self._limit()
         over = (here.epoch > position.epoch and position.position > 0) or (limit is not None and done >= limit)
         if done and over:  # saved after the epoch's last batch: Composer has yet to end that epoch
