@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -226,6 +227,25 @@ def test_shares_positions_and_ledger_agree_in_any_world_for_any_accumulation():
             position = position.advanced(run, plans[0].bounds(k)[1])
             assert position.is_proven(run)
         tried += 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("tail", "steps", "samples"), [("pad", 7, 167), ("exact", 7, 167), ("drop", 6, 144)])
+def test_repeats_that_fill_up_ranks_are_filler_and_count_in_no_world(ranks, tail, steps, samples):
+    run = RunOrder(Snapshot.of([[100, 67]]), [StreamWeights()], config_of(World(0, ranks, ranks), 24 // ranks))
+    plans = [BatchPlan(run.epoch(0), batch_size=24, world=World(r, ranks, ranks), tail=tail) for r in range(ranks)]
+    shares = [plan.share(k) for plan in plans for k in range(plan.num_batches)]
+    counted = np.concatenate([share.ids[~share.filler] for share in shares])
+    assert (plans[0].num_batches, len(counted), len(np.unique(counted))) == (steps, samples, samples)
+    assert sum(map(len, shares)) == (168 if tail == "pad" else samples)
+
+
+def test_a_plan_of_a_dealt_epoch_is_pickled_without_its_samples():
+    run = RunOrder(Snapshot.of([[20_000]]), [StreamWeights()], config_of(World(0, 4, 2)))
+    plan = BatchPlan(run.epoch(0), batch_size=16, world=World(1, 4, 2), start=48)
+    text = pickle.dumps(plan)
+    assert len(text) < 5000
+    assert np.array_equal(pickle.loads(text).share(7).ids, plan.share(7).ids)
 
 
 def test_a_state_of_mosaicml_streaming_is_continued_at_its_sample():
