@@ -18,7 +18,8 @@ from lightning_stream.loading.resume import order_in, position_in
 from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.loading.shared_position import SharedPosition, Start
 from lightning_stream.loading.source import SampleSource
-from lightning_stream.order import Position, RunOrder, is_mosaic_state
+from lightning_stream.order import Position, RunOrder, Tail, is_mosaic_state
+from lightning_stream.order.rank_split import TAILS
 from lightning_stream.reading.bad_samples import readable
 from lightning_stream.reading.look_ahead import read_ahead, warm
 
@@ -67,7 +68,8 @@ class PlainIterations:
     def settings(self, source: SampleSource, state: Mapping[str, Any] | None = None) -> BatchSettings:
         """What this rank's batches are where no loader of ours says it."""
         resumed = order_in(state) if state is not None else None if self._loaded is None else self._loaded.order
-        return source.settings(source.detect_world(), self.batch_size or 1, 1, "pad", resumed)
+        tail: Tail = "pad" if state is None or state.get("tail") not in TAILS else state["tail"]
+        return source.settings(source.detect_world(), self.batch_size or 1, 1, tail, resumed)
 
     def order(self, source: SampleSource) -> RunOrder:
         """The order of the training run."""

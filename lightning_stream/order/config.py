@@ -22,6 +22,11 @@ PARTITIONS = ("orig", "relaxed")
 DEFAULT_SEED = 9176
 _MOST_NODES = 16
 _ACTIVE_PARTS = 128
+MOST_NODES = 2**16
+_MOST = dict.fromkeys(("canonical_nodes", "window", "initial_physical_nodes", "ranks_per_node"), MOST_NODES) | {
+    "batch_size": 2**24,
+    "block": 2**24,
+}  # far above those of any run; they keep a damaged state from filling the memory
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,8 @@ class OrderConfig:
         canonical_nodes: C. Samples are dealt to this many canonical nodes, at most one more in some than in others.
         window: w, parts of shards active at once in a canonical node.
         batching_method: ``"random"``, ``"stratified"``, ``"per_stream"`` or ``"device_per_stream"``.
-        block: m of ``device_per_stream``: consecutive samples from one stream; else None.
+        block: m of ``device_per_stream``: consecutive samples from one stream, as many as a device's batch when the
+            run begins: so this order depends on the devices (and accumulation) that the run begins with; else None.
         batch_size: B where the order depends on it (``per_stream``); else None.
         sampling_method: ``"balanced"`` draws anew each epoch, ``"fixed"`` the same samples always.
         sampling_granularity: Samples taken from a shard at a time where a stream is only partly drawn.
@@ -244,12 +250,14 @@ def _mosaic_problems(mosaic: MosaicConfig) -> list[str]:
 def _count_problems(config: OrderConfig | MosaicConfig, names: tuple[str, ...], *, optional: bool) -> list[str]:
     values = {name: getattr(config, name) for name in names}
     return [
-        f"{name} must be {'None or ' if optional else ''}an integer of at least 1, not {value!r}."
+        f"{name} must be {'None or ' if optional else ''}an integer of at least 1"
+        + (f" and at most {_MOST[name]}" if name in _MOST else "")
+        + f", not {value!r}."
         for name, value in values.items()
-        if not (is_count(value, 1) or (optional and value is None))
+        if not (is_count(value, 1, _MOST.get(name, MAX_NUMBER - 1)) or (optional and value is None))
     ]
 
 
-def is_count(value: object, least: int) -> bool:
-    """Whether this is an integer (no bool) of at least ``least`` that fits a key."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < MAX_NUMBER
+def is_count(value: object, least: int, most: int = MAX_NUMBER - 1) -> bool:
+    """Whether this is an integer (no bool) from ``least`` to ``most``, by default the largest that fits a key."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightning_stream.order.mix import EpochOrder
-from lightning_stream.order.rank_split import TAILS, Share, Tail, split, split_blocks
+from lightning_stream.order.rank_split import TAILS, Share, Tail, ceil_div, num_micro_batches, split, split_blocks
 from lightning_stream.order.world import World
 
 
 class NativeBatches:
     """The global batches of a native order from a position on; see `BatchPlan` for the arguments.
 
-    A rest smaller than the replicas joins the batch before it with ``tail="exact"``, except for ``per_stream``, where
-    that batch is another stream's.
+    With ``tail="exact"`` a rest smaller than the replicas takes from the batch before it what they lack, so that none
+    of them repeats a sample; not for ``per_stream``, where that batch is another stream's, and not out of a block.
     """
 
     def __init__(self, order: EpochOrder, batch_size: int, world: World, tail: Tail, start: int) -> None:
@@ -26,7 +26,7 @@ class NativeBatches:
         at = start + self.num_whole * batch_size
         self._tail_ends = _tail_ends(order, batch_size, tail, at)
         if tail == "exact" and order.layout.batch_size is None:
-            self._join_small_rest(at)
+            self._level_small_rest(at)
 
     @property
     def num_batches(self) -> int:
@@ -77,15 +77,31 @@ class NativeBatches:
         whole = map(Share, self._order.ids(first, end)[offsets], first + offsets, filler)
         return [*whole, *map(self.share, ks[count:])]
 
-    def _join_small_rest(self, at: int) -> None:
-        """Let a rest smaller than the replicas join the batch before it, where there is one."""
-        edges = (at, *self._tail_ends)
-        if len(edges) < 2 or edges[-1] - edges[-2] >= self._world.num_replicas:
+    def num_micro_batches(self, k: int, device_batch_size: int) -> int:
+        """See `BatchPlan.num_micro_batches`."""
+        begin, end = self.bounds(k)
+        block, replicas = self._order.layout.block, self._world.num_replicas
+        if block == 1 or (self._tail == "exact" and k >= self.num_whole):
+            return num_micro_batches(end - begin, device_batch_size, replicas)
+        if device_batch_size % block and block % device_batch_size:
+            raise ValueError(
+                f"device_per_stream deals blocks of {block} samples, the batch per device that the run began with; a "
+                f"batch per device must hold whole blocks or divide one, but it is {device_batch_size}. Choose another."
+            )
+        length = len(self.share(k)) if k >= self.num_whole else self._batch_size // replicas
+        return ceil_div(length, device_batch_size)
+
+    def _level_small_rest(self, at: int) -> None:
+        """Move the border before a rest smaller than the replicas, where a batch lies before it."""
+        first, *ends = at, *self._tail_ends
+        if not ends or (len(ends) == 1 and not self.num_whole):
             return
-        if len(edges) > 2:
-            self._tail_ends = (*edges[1:-2], edges[-1])
-        elif self.num_whole:
-            self.num_whole -= 1
+        before = [first, *ends][-2]
+        border = ends[-1] - self._world.num_replicas
+        layout = self._order.layout
+        if border < before and (layout.block == 1 or border >= layout.whole):
+            self.num_whole -= len(ends) == 1
+            self._tail_ends = (*ends[:-2], border, ends[-1])
 
 
 def _tail_ends(order: EpochOrder, batch_size: int, tail: Tail, at: int) -> tuple[int, ...]:

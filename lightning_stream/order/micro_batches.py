@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.order.ledger import Substitution
 from lightning_stream.order.plan import BatchPlan
-from lightning_stream.order.rank_split import Share, num_micro_batches
+from lightning_stream.order.rank_split import Share
 
 _PLANNED_SAMPLES = 1 << 14  # planned together: fewer cost more each, more would keep the first batch waiting
 
@@ -167,5 +167,4 @@ BatchInfo = MicroBatch
 
 def pieces_of(plan: BatchPlan, k: int, device_batch_size: int) -> int:
     """Into how many micro-batches each rank's share of global batch k is cut."""
-    begin, end = plan.bounds(k)
-    return num_micro_batches(end - begin, device_batch_size, plan.world.num_replicas, plan.tail)
+    return plan.num_micro_batches(k, device_batch_size)

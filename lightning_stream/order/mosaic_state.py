@@ -7,12 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_stream.errors import StateError
-from lightning_stream.order.config import OrderConfig, is_count
+from lightning_stream.order.config import MOST_NODES, OrderConfig, is_count
+from lightning_stream.order.dealt import DealtEpoch
+from lightning_stream.order.permutation import MAX_NUMBER
 from lightning_stream.order.plan import RunOrder
-from lightning_stream.order.position import Position
+from lightning_stream.order.position import MOST_EPOCHS, Position
 from lightning_stream.order.rank_split import Tail
 
-_FIELDS = ("epoch", "sample_in_epoch", "num_canonical_nodes", "shuffle_seed")
+_LIMITS = {
+    "epoch": (0, MOST_EPOCHS),
+    "sample_in_epoch": (0, MAX_NUMBER - 1),
+    "num_canonical_nodes": (1, MOST_NODES),
+    "shuffle_seed": (0, MAX_NUMBER - 1),
+}
 _NODES = "initial_physical_nodes"
 
 
@@ -47,16 +54,16 @@ def mosaic_position(state: Mapping[str, Any], run: RunOrder, *, batch_size: int,
     """The position a state of mosaicml-streaming stands for, in a run made with :func:`mosaic_config`."""
     _check(state)
     start = Position.start(run, batch_size=batch_size, tail=tail, epoch=state["epoch"])
-    end = min(state["sample_in_epoch"], run.epoch(state["epoch"]).num_samples)
-    return replace(start.advanced(run, end), position=state["sample_in_epoch"])
+    order = run.epoch(state["epoch"])
+    assert isinstance(order, DealtEpoch)
+    return start.advanced(run, order.position_after(state["sample_in_epoch"]))
 
 
 def _check(state: Mapping[str, Any]) -> None:
-    least = {"num_canonical_nodes": 1, _NODES: 1}
-    names = _FIELDS if state.get(_NODES) is None else (*_FIELDS, _NODES)
-    bad = [f"{name}={state.get(name)!r}" for name in names if not is_count(state.get(name), least.get(name, 0))]
+    limits = _LIMITS if state.get(_NODES) is None else {**_LIMITS, _NODES: (1, MOST_NODES)}
+    bad = [f"{name}={state.get(name)!r}" for name, limit in limits.items() if not is_count(state.get(name), *limit)]
     if bad:
         raise StateError(
-            f"A state of mosaicml-streaming has the whole numbers {', '.join(_FIELDS)} (and {_NODES}), but this one "
+            f"A state of mosaicml-streaming has the whole numbers {', '.join(_LIMITS)} (and {_NODES}), but this one "
             f"has {', '.join(bad)}. It is damaged or not such a state; load another checkpoint."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,9 +121,11 @@ class BatchPlan:
     Args:
         order: The epoch's order.
         batch_size: B, samples of a global batch (one optimizer step over all replicas, accumulation included).
-        world: This process among all; only :meth:`share` depends on it, and with ``tail="exact"`` where a rest joins.
+        world: This process among all; only :meth:`share` depends on it (see ``tail`` for ``"exact"``), but for the
+            orders of mosaicml-streaming, which deal an epoch to the world.
         tail: What happens to the rest of the epoch: ``"pad"`` repeats samples of it as filler, ``"drop"`` leaves it
-            out whole, ``"exact"`` splits it unevenly; a rest smaller than the replicas then joins the batch before.
+            out whole, ``"exact"`` splits it unevenly: a rest smaller than the replicas then takes what they lack from
+            the batch before, so the border between these two, but no number of steps, depends on the world.
         start: Position the plan starts from; need not be a multiple of B (B may have changed).
 
     Raises:
@@ -143,6 +146,11 @@ class BatchPlan:
             else NativeBatches(order, batch_size, self.world, tail, start)
         )
 
+    def __reduce__(self) -> tuple[partial[BatchPlan], tuple[EpochOrder]]:
+        """Pickle what the plan was made of, not the samples that were dealt by it."""
+        given = {"batch_size": self.batch_size, "world": self.world, "tail": self.tail, "start": self.start}
+        return partial(BatchPlan, **given), (self.order,)  # type: ignore[arg-type]
+
     @property
     def num_batches(self) -> int:
         """Global batches from ``start`` on."""
@@ -157,6 +165,16 @@ class BatchPlan:
     def end(self) -> int:
         """The position behind the last batch: N, or less with ``tail="drop"``."""
         return self._batches.end
+
+    @property
+    def follows_order(self) -> bool:
+        """Whether the rest of the epoch has the samples of the order in its places: always, for a native order.
+
+        The orders of mosaicml-streaming may deal others to a world that the run did not begin in. O(samples).
+        """
+        if not isinstance(self._batches, DealtBatches):
+            return True
+        return np.array_equal(self._batches.flat, self.order.ids(self.start, self.order.num_samples))
 
     def bounds(self, k: int) -> tuple[int, int]:
         """First position of global batch ``k`` (counted from ``start``), and the one behind its last."""
@@ -173,6 +191,17 @@ class BatchPlan:
         """This world's replica's part of global batch ``k``."""
         self.bounds(k)
         return self._batches.share(k)
+
+    def num_micro_batches(self, k: int, device_batch_size: int) -> int:
+        """Into how many micro-batches every replica cuts its share of global batch ``k``: the same number on all.
+
+        `Share.micro_batches` then gives pieces of at most ``device_batch_size`` samples, filler included.
+
+        Raises:
+            ValueError: The blocks of ``device_per_stream`` neither fill nor divide such a micro-batch.
+        """
+        self.bounds(k)
+        return self._batches.num_micro_batches(k, device_batch_size)
 
     def shares(self, ks: Sequence[int]) -> list[Share]:
         """This world's replica's part of each of these global batches, ascending: as `share`, but planned together."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, cast
+from zlib import crc32
 
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError, VersionMismatch
 from lightning_stream.order import ledger as ledgers
-from lightning_stream.order.config import ORDER_VERSION, OrderConfig
+from lightning_stream.order.config import ORDER_VERSION, OrderConfig, is_count
 from lightning_stream.order.draw import weights_digest
 from lightning_stream.order.permutation import MAX_NUMBER
 from lightning_stream.order.plan import BatchPlan, RunOrder
@@ -17,6 +19,8 @@ from lightning_stream.order.world import World
 
 STATE_VERSION = 1
 """Raised whenever the layout of a state changes."""
+
+MOST_EPOCHS = 2**32
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,10 @@ class Position:
         return replace(self, epoch=self.epoch + 1, position=0, ledger=0, batch_changes=())
 
     def normalised(self, run: RunOrder, *, batch_size: int, tail: Tail, world: World | None = None) -> Position:
-        """As the loading run sees it: its B and tail, and the next epoch if no further batch can come in this one."""
+        """As the loading run sees it: its data, settings, B and tail, and the next epoch if this one has no batch left.
+
+        Under other data or another order it gets the ledger's sum of the new order.
+        """
         if self.position >= run.epoch(self.epoch).num_samples:
             ended = True
         else:
@@ -84,24 +91,31 @@ class Position:
         changes = here.batch_changes
         if batch_size != here.batch_size and here.position:
             changes = (*(changes or ((0, here.batch_size),)), (here.position, batch_size))
-        return replace(here, batch_size=batch_size, tail=tail, batch_changes=changes, order=run.config)
+        new = Position.start(run, batch_size=batch_size, tail=tail, epoch=here.epoch)
+        here = replace(new, position=here.position, ledger=here.ledger, batch_changes=changes)
+        if (self.order, self.weights, self.snapshot) == (new.order, new.weights, new.snapshot):
+            return here
+        return replace(new, batch_changes=changes).advanced(run, here.position)
 
-    def check(self, run: RunOrder, *, on_mismatch: Literal["error", "warn"] = "error") -> list[str]:
+    def check(
+        self, run: RunOrder, *, tail: Tail | None = None, on_mismatch: Literal["error", "warn"] = "error"
+    ) -> list[str]:
         """Compare with the run that wants to continue: data first, then settings.
 
         Args:
             run: The loading run; resolve its config with ``resumed=position.order``, so that what the user left open
                 is taken from the state.
+            tail: What that run does with an epoch's rest; None to leave it out.
             on_mismatch: ``"error"`` refuses any difference; ``"warn"`` returns the sentences instead.
 
         Raises:
             SnapshotMismatch: The data changed.
-            SettingsMismatch: An order setting changed; all that did are named.
+            SettingsMismatch: An order setting or the tail changed; all that did are named.
             StateError: The position lies outside the epoch.
         """
         if on_mismatch not in ("error", "warn"):
             raise ValueError(f"on_mismatch must be 'error' or 'warn', not {on_mismatch!r}.")
-        data, settings = self._data_differences(run), self._setting_differences(run)
+        data, settings = self._data_differences(run), self._setting_differences(run, tail)
         if on_mismatch == "warn":
             return data + settings
         if data:
@@ -128,8 +142,8 @@ class Position:
         )
         return [sentence]
 
-    def _setting_differences(self, run: RunOrder) -> list[str]:
-        found = []
+    def _setting_differences(self, run: RunOrder, tail: Tail | None) -> list[str]:
+        found = [] if tail in (None, self.tail) else [f"tail was {self.tail!r} and is {tail!r} now."]
         for field in fields(OrderConfig):
             old, new = getattr(self.order, field.name), getattr(run.config, field.name)
             if old != new:
@@ -147,7 +161,7 @@ class Position:
 
     def to_state(self) -> dict[str, Any]:
         """Plain ints, strings, lists, dicts and None: JSON-able, and loadable with ``weights_only=True``."""
-        return {
+        state = {
             "version": STATE_VERSION,
             "order_version": ORDER_VERSION,
             "epoch": self.epoch,
@@ -164,6 +178,7 @@ class Position:
             },
             "ledger": f"{self.ledger:016x}",
         }
+        return {**state, "checksum": _checksum(state)}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Position:
@@ -181,6 +196,7 @@ class Position:
             raise _damaged(problems)
         changes = tuple((int(at), int(size)) for at, size in state["batch_changes"])
         problems = _change_problems(changes, state["position"], state["batch_size"])
+        problems = problems or _checksum_problems(state)
         if problems:
             raise _damaged(problems)
         mark = state["snapshot"]
@@ -223,6 +239,27 @@ def _change_problems(changes: tuple[tuple[int, int], ...], position: int, batch_
     return [] if good else [f"batch_changes must rise from 0 to the batch size {batch_size} at {position} or before."]
 
 
+def _checksum(state: Mapping[str, Any]) -> str:
+    """CRC-32 of the canonical JSON of all but the checksum itself, as 8 hexadecimal digits.
+
+    Raises:
+        TypeError, ValueError: There is something else in it than JSON can hold.
+    """
+    kept = {name: value for name, value in state.items() if name != "checksum"}
+    return f"{crc32(json.dumps(kept, sort_keys=True, separators=(',', ':')).encode()):08x}"
+
+
+def _checksum_problems(state: Mapping[str, Any]) -> list[str]:
+    """What the checksum says; older versions wrote none."""
+    if "checksum" not in state:
+        return []
+    try:
+        found = _checksum(state)
+    except (TypeError, ValueError, RecursionError) as error:
+        return [f"it holds what no state does: {error}."]
+    return [] if state["checksum"] == found else [f"its checksum is {found}, not {_short(state['checksum'])}."]
+
+
 def _damaged(problems: list[str]) -> StateError:
     return StateError(
         "A state must be one that state_dict() gave, but: " + " ".join(problems) + " It is damaged or not ours; load "
@@ -230,10 +267,10 @@ def _damaged(problems: list[str]) -> StateError:
     )
 
 
-def _count(name: str, value: object, least: int = 0) -> list[str]:
-    if isinstance(value, int) and not isinstance(value, bool) and least <= value < MAX_NUMBER:
+def _count(name: str, value: object, least: int = 0, most: int = MAX_NUMBER - 1) -> list[str]:
+    if is_count(value, least, most):
         return []
-    return [f"{name} must be an integer of at least {least}, not {_short(value)}."]
+    return [f"{name} must be an integer from {least} to {most}, not {_short(value)}."]
 
 
 def _text(name: str, value: object) -> list[str]:
@@ -277,7 +314,7 @@ def _short(value: object) -> str:
 
 
 _RULES = {
-    "epoch": _count,
+    "epoch": lambda name, value: _count(name, value, 0, MOST_EPOCHS),
     "position": _count,
     "batch_size": lambda name, value: _count(name, value, 1),
     "batch_changes": _changes,

@@ -41,27 +41,27 @@ class Share:
         return len(self.ids) - int(self.filler.sum())
 
     def micro_batches(self, count: int) -> list[Share]:
-        """Cut evenly into ``count`` pieces, see :func:`num_micro_batches`; sizes differ by at most one block."""
+        """Cut evenly into ``count`` pieces, see `BatchPlan.num_micro_batches`; sizes differ by at most one block.
+
+        Blocks are cut only where there are more pieces than blocks. A share of fewer samples than pieces gets filler.
+        """
         if count == 1:
             return [self]
-        blocks = ceil_div(len(self.ids), self.block)
-        ends = [min(blocks * i // count * self.block, len(self.ids)) for i in range(count + 1)]
+        if len(self) < count:
+            at = np.minimum(np.arange(count), len(self) - 1)
+            filler = self.filler[at] | (np.arange(count) >= len(self))
+            return Share(self.ids[at], self.positions[at], filler).micro_batches(count)
+        block = self.block if ceil_div(len(self), self.block) >= count else 1
+        blocks = ceil_div(len(self), block)
+        ends = [min(blocks * i // count * block, len(self)) for i in range(count + 1)]
         if self.ends is not None and len(self.ends) == count:
             ends = [0, *self.ends]
-        return [Share(self.ids[a:b], self.positions[a:b], self.filler[a:b], self.block) for a, b in pairwise(ends)]
+        return [Share(self.ids[a:b], self.positions[a:b], self.filler[a:b], block) for a, b in pairwise(ends)]
 
 
-def num_micro_batches(num_samples: int, batch_size: int, num_replicas: int, tail: Tail) -> int:
-    """Into how many micro-batches every rank cuts its share of a global batch: the same number on all of them.
-
-    Args:
-        num_samples: Samples of the global batch, filler excluded.
-        batch_size: Per device.
-        num_replicas: Shares.
-        tail: With ``"exact"`` shares differ by one sample, and that one makes no micro-batch of its own.
-    """
-    longest = num_samples // num_replicas if tail == "exact" else ceil_div(num_samples, num_replicas)
-    return max(1, ceil_div(longest, batch_size))
+def num_micro_batches(num_samples: int, batch_size: int, num_replicas: int) -> int:
+    """Into how many micro-batches of at most ``batch_size`` every replica cuts its even share of ``num_samples``."""
+    return max(1, ceil_div(ceil_div(num_samples, num_replicas), batch_size))
 
 
 def ceil_div(number: int, divisor: int) -> int:

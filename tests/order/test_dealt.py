@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -22,7 +23,6 @@ from lightning_stream.order import (
     ledger,
     mosaic_config,
     mosaic_position,
-    num_micro_batches,
 )
 from lightning_stream.order.mosaic import epoch_work
 
@@ -39,14 +39,15 @@ def run_of(world, **arguments):
     return RunOrder(Snapshot.of(SIZES), [StreamWeights()] * 2, config_of(world, **arguments))
 
 
+def pieces(plan, device):
+    """A rank's micro-batches."""
+    steps = range(plan.num_batches)
+    return [one for k in steps for one in plan.share(k).micro_batches(plan.num_micro_batches(k, device))]
+
+
 def delivered(plan, device):
-    """A rank's micro-batches, without filler."""
-    found = []
-    for k in range(plan.num_batches):
-        begin, end = plan.bounds(k)
-        count = num_micro_batches(end - begin, device, plan.world.num_replicas, plan.tail)
-        found += [micro.ids[~micro.filler].tolist() for micro in plan.share(k).micro_batches(count)]
-    return [one for one in found if one]
+    """A rank's micro-batches with the repeats of the original, but without those of our own, which another rank has."""
+    return [one.ids.tolist() for one in pieces(plan, device) if not (one.filler.all() and plan.world.num_ranks > 1)]
 
 
 def golden_cases(folder):
@@ -82,13 +83,18 @@ def test_every_ranks_batches_are_those_of_the_original(shared_golden):
             world=world,
         )
         order = RunOrder(Snapshot.of(sizes), weights, config).epoch(case["epoch"])
+        start = order.position_after(case["sample_in_epoch"])
+        batches = [g for g in range(workers * work.shape[3]) if (work[:, :, g % workers, g // workers] >= 0).any()]
         for rank in range(nodes * ranks):
             here = World(rank, nodes * ranks, ranks)
-            plan = BatchPlan(order, batch_size=nodes * ranks * device, world=here, start=case["sample_in_epoch"])
+            plan = BatchPlan(order, batch_size=nodes * ranks * device, world=here, start=start)
             rows = work[rank // ranks, rank % ranks]
-            wanted = [rows[g % workers, g // workers] for g in range(workers * rows.shape[1])]
-            wanted = [row[row >= 0].tolist() for row in wanted if (row >= 0).any()]
-            assert delivered(plan, device) == wanted
+            wanted = [rows[g % workers, g // workers] for g in batches]
+            wanted = [row[row >= 0].tolist() for row in wanted]
+            found = pieces(plan, device)
+            assert len(found) == len(wanted)
+            for piece, ids in zip(found, wanted, strict=True):
+                assert piece.ids.tolist() == ids if ids else piece.filler.all()
             compared += 1
     assert compared > 1000
 
@@ -130,6 +136,116 @@ def test_another_world_continues_the_same_global_batches_and_the_ledger():
         begin, end = after.bounds(k)
         total = sum(ledger.of_share(0, share) for share in shares) % ledger.MODULUS
         assert total == ledger.total(0, np.arange(begin, end), before.ids(3 + k))
+
+
+ALGORITHMS = ("py1e", "py1br", "py1s", "py2s", "naive")
+
+
+def random_run(rng):
+    """A run in such an order; None where that library cannot deal it."""
+    nodes, ranks = (int(rng.choice([1, 2])), int(rng.choice([1, 2, 4])))
+    device = int(rng.choice([1, 3, 4, 8]))
+    method = rng.choice(["random", "random", "stratified", "per_stream", "device_per_stream"])
+    sizes = [rng.integers(1, 40, rng.integers(1, 6)).tolist() for _ in range(rng.integers(1, 4))]
+    config = config_of(
+        World(0, nodes * ranks, ranks), device, algorithm=str(rng.choice(ALGORITHMS)), batching_method=str(method),
+        shuffle=bool(rng.integers(4)), canonical_nodes=nodes * int(rng.choice([1, 1, 2, 64])),
+        mosaic=MosaicConfig(str(rng.choice(["relaxed", "orig"])), int(rng.choice([32, 2**18]))),
+    )  # fmt: skip
+    weights = [StreamWeights(repeat=float(rng.choice([1, 1, 0.5, 2.3])))] * len(sizes)
+    try:
+        run = RunOrder(Snapshot.of(sizes), weights, config)
+        run.epoch(0)
+    except ValueError:
+        return None
+    return run, nodes, ranks, config.mosaic.batch_size
+
+
+def worlds_of(num_samples, rng):
+    """Every rank of a random world over which a batch divides."""
+    nodes = int(rng.choice([1, 2])) if num_samples % 2 == 0 else 1
+    ranks = int(rng.choice([one for one in (1, 2, 3, 4) if num_samples % (nodes * one) == 0]))
+    return [World(rank, nodes * ranks, ranks) for rank in range(nodes * ranks)]
+
+
+def check_plans(plans, device):
+    """All that ranks get, as often as the plan says; micro-batches alike on all of them, and none too large."""
+    whole = plans[0].num_whole_batches
+    for k in range(plans[0].num_batches):
+        begin, end = plans[0].bounds(k)
+        assert begin < end
+        assert all(plan.bounds(k) == (begin, end) for plan in plans)
+        shares = [plan.share(k) for plan in plans]
+        at, ids = (np.concatenate([getattr(s, name)[~s.filler] for s in shares]) for name in ("positions", "ids"))
+        order = np.argsort(at)
+        assert np.array_equal(at[order], np.arange(begin, end))
+        assert np.array_equal(ids[order], plans[0].ids(k))
+        assert (end - begin == plans[0].batch_size) == all(not s.filler.any() for s in shares) or k >= whole
+        counts = {plan.num_micro_batches(k, device) for plan in plans}
+        assert len(counts) == 1
+        for share in shares:
+            sizes = [len(piece) for piece in share.micro_batches(min(counts))]
+            assert 1 <= min(sizes) <= max(sizes) <= device
+            assert begin <= share.positions.min() <= share.positions.max() < end
+        total = sum(ledger.of_share(0, share) for share in shares) % ledger.MODULUS
+        assert total == ledger.of_steps(plans[0], k, k + 1)[0]
+
+
+def test_shares_positions_and_ledger_agree_in_any_world_for_any_accumulation():
+    rng, tried = np.random.default_rng(7), 0
+    while tried < 150:
+        found = random_run(rng)
+        if found is None:
+            continue
+        run, nodes, ranks, micro = found
+        order, tail = run.epoch(0), str(rng.choice(["pad", "pad", "drop", "exact"]))
+        size, first = (
+            micro * int(rng.integers(1, 4)),
+            [World(rank, nodes * ranks, ranks) for rank in range(nodes * ranks)],
+        )
+        plans = [BatchPlan(order, batch_size=size, world=world, tail=tail) for world in first]
+        check_plans(plans, micro // len(first))
+        for k in range(plans[0].num_batches):
+            assert np.array_equal(order.ids(*plans[0].bounds(k)), plans[0].ids(k))
+        if not plans[0].num_batches:
+            continue
+        position = Position.start(run, batch_size=size, tail=tail)
+        start = plans[0].bounds(int(rng.integers(plans[0].num_batches)))[1]
+        position = position.advanced(run, start)
+        assert position.is_proven(run)
+        again = [BatchPlan(order, batch_size=size, world=world, tail=tail, start=start) for world in first]
+        done = plans[0].num_batches - again[0].num_batches
+        for k in range(again[0].num_batches):
+            assert np.array_equal(again[0].ids(k), plans[0].ids(done + k))
+        try:
+            others = worlds_of(micro, rng)
+            plans = [BatchPlan(order, batch_size=size, world=world, tail=tail, start=start) for world in others]
+        except ValueError:
+            continue
+        check_plans(plans, int(rng.choice([1, 2, micro // len(others), size // len(others)])))
+        for k in range(plans[0].num_batches):
+            position = position.advanced(run, plans[0].bounds(k)[1])
+            assert position.is_proven(run)
+        tried += 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("tail", "steps", "samples"), [("pad", 7, 167), ("exact", 7, 167), ("drop", 6, 144)])
+def test_repeats_that_fill_up_ranks_are_filler_and_count_in_no_world(ranks, tail, steps, samples):
+    run = RunOrder(Snapshot.of([[100, 67]]), [StreamWeights()], config_of(World(0, ranks, ranks), 24 // ranks))
+    plans = [BatchPlan(run.epoch(0), batch_size=24, world=World(r, ranks, ranks), tail=tail) for r in range(ranks)]
+    shares = [plan.share(k) for plan in plans for k in range(plan.num_batches)]
+    counted = np.concatenate([share.ids[~share.filler] for share in shares])
+    assert (plans[0].num_batches, len(counted), len(np.unique(counted))) == (steps, samples, samples)
+    assert sum(map(len, shares)) == (168 if tail == "pad" else samples)
+
+
+def test_a_plan_of_a_dealt_epoch_is_pickled_without_its_samples():
+    run = RunOrder(Snapshot.of([[20_000]]), [StreamWeights()], config_of(World(0, 4, 2)))
+    plan = BatchPlan(run.epoch(0), batch_size=16, world=World(1, 4, 2), start=48)
+    text = pickle.dumps(plan)
+    assert len(text) < 5000
+    assert np.array_equal(pickle.loads(text).share(7).ids, plan.share(7).ids)
 
 
 def test_a_state_of_mosaicml_streaming_is_continued_at_its_sample():

@@ -21,7 +21,6 @@ from lightning_stream.order import (
     Snapshot,
     StreamWeights,
     World,
-    num_micro_batches,
 )
 
 METHODS = ("random", "stratified", "per_stream", "device_per_stream")
@@ -281,7 +280,9 @@ def test_law_6_every_rank_makes_the_same_steps_and_filler_is_flagged(case, epoch
     assert len({plan.num_batches for plan in all_plans}) == 1
     for k in range(all_plans[0].num_batches):
         begin, end = all_plans[0].bounds(k)
-        count = num_micro_batches(end - begin, case.device_batch_size, case.num_replicas, tail)
+        counts = {plan.num_micro_batches(k, case.device_batch_size) for plan in all_plans}
+        assert len(counts) == 1
+        count = counts.pop()
         shares = [plan.share(k) for plan in all_plans]
         lengths = {len(share) for share in shares}
         if tail == "exact" and case.run.config.batching_method != "device_per_stream":
@@ -295,6 +296,40 @@ def test_law_6_every_rank_makes_the_same_steps_and_filler_is_flagged(case, epoch
         for share in shares:
             pieces = share.micro_batches(count)
             assert len(pieces) == count
-            assert all(1 <= len(piece) <= case.device_batch_size + (tail == "exact") for piece in pieces)
-            assert np.array_equal(np.concatenate([piece.ids for piece in pieces]), share.ids)
+            assert all(1 <= len(piece) <= case.device_batch_size for piece in pieces)
+            assert np.array_equal(np.concatenate([piece.ids for piece in pieces])[: len(share)], share.ids)
+            assert sum(piece.num_samples for piece in pieces) == share.num_samples
             assert set(share.positions.tolist()) <= set(range(begin, end))
+
+
+@law
+@given(st.data())
+def test_law_6_no_micro_batch_exceeds_the_device_batch_of_any_world(data):
+    case = data.draw(cases(most_nodes=8))
+    replicas = data.draw(st.sampled_from([r for r in range(1, 33) if case.batch_size % r == 0]))
+    share = case.batch_size // replicas
+    device = data.draw(st.sampled_from([d for d in range(1, share + 1) if share % d == 0]))
+    tail, block = data.draw(tails), case.run.config.block or 1
+    assume(share % block == 0)
+    for plan in (all_plans := plans(case, data.draw(st.integers(0, 3)), tail, num_replicas=replicas)):
+        for k in range(plan.num_batches):
+            if device % block and block % device and (tail != "exact" or k < plan.num_whole_batches):
+                with pytest.raises(ValueError, match="must hold whole blocks or divide one"):
+                    plan.num_micro_batches(k, device)
+                continue
+            count = plan.num_micro_batches(k, device)
+            assert count == all_plans[0].num_micro_batches(k, device)
+            assert count == share // device or k >= plan.num_whole_batches
+            pieces = plan.share(k).micro_batches(count)
+            assert len(pieces) == count
+            assert all(1 <= len(piece) <= device for piece in pieces)
+
+
+@law
+@given(cases(most_nodes=4), st.integers(0, 3), tails)
+def test_a_plan_pickled_is_the_same_plan(case, epoch, tail):
+    plan = plans(case, epoch, tail)[-1]
+    again = pickle.loads(pickle.dumps(plan))
+    assert (again.num_batches, again.end, again.world) == (plan.num_batches, plan.end, plan.world)
+    for k in range(plan.num_batches):
+        assert np.array_equal(again.share(k).positions, plan.share(k).positions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -77,8 +78,7 @@ def test_a_position_never_goes_back():
 def test_where_no_further_batch_can_come_the_next_epoch_begins(position, batch_size, tail, replicas, wanted):
     run = run_of()
     world = World(0, replicas, 1)
-    state = {**start(run).to_state(), "position": position}
-    here = Position.from_state(state).normalised(run, batch_size=batch_size, tail=tail, world=world)
+    here = replace(start(run), position=position).normalised(run, batch_size=batch_size, tail=tail, world=world)
     assert (here.epoch, here.position) == wanted
     assert here.batch_size == batch_size
 
@@ -123,9 +123,8 @@ def test_every_changed_setting_is_named_with_its_old_and_new_value():
 
 
 def test_a_position_outside_the_epoch_is_refused():
-    state = {**start(run_of()).to_state(), "position": 151}
     with pytest.raises(StateError, match="position is 151, but an epoch has 150"):
-        Position.from_state(state).check(run_of())
+        replace(start(run_of()), position=151).check(run_of())
 
 
 @pytest.mark.parametrize("changes", [[[8, 8]], [[0, 8], [0, 8]], [[0, 4], [16, 8]], [[0, 4]]])
@@ -138,13 +137,39 @@ def test_changes_of_batch_size_that_cannot_be_are_refused(changes):
 def test_a_tampered_ledger_is_found():
     position = start(run_of()).advanced(run_of(), 40)
     assert position.is_proven(run_of())
-    assert not Position.from_state({**position.to_state(), "position": 48}).is_proven(run_of())
+    assert not replace(position, position=48).is_proven(run_of())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("position", 48), ("epoch", 1), ("batch_size", 4), ("ledger", "0" * 16), ("tail", "drop"), ("checksum", "x")],
+)
+def test_a_state_with_one_damaged_value_is_refused(name, value):
+    state = start(run_of()).advanced(run_of(), 40).to_state()
+    with pytest.raises(StateError, match=r"its checksum is .* It is damaged"):
+        Position.from_state({**state, name: value})
+    assert Position.from_state({key: kept for key, kept in state.items() if key != "checksum"}).position == 40
+
+
+def test_another_tail_is_a_difference_that_names_both():
+    with pytest.raises(SettingsMismatch, match="tail was 'pad' and is 'drop' now"):
+        start(run_of()).check(run_of(), tail="drop")
+    assert len(start(run_of()).check(run_of(), tail="drop", on_mismatch="warn")) == 1
+
+
+def test_a_position_accepted_under_other_data_and_settings_is_that_of_the_new_run_for_good():
+    position = start(run_of()).advanced(run_of(), 40)
+    other = run_of(((60, 40), (30, 21)), [StreamWeights(repeat=2)] * 2, seed=1)
+    assert position.check(other, on_mismatch="warn")
+    accepted = position.normalised(other, batch_size=8, tail="pad").advanced(other, 48)
+    assert accepted.is_proven(other)
+    assert Position.from_state(accepted.to_state()).check(other, tail="pad") == []
 
 
 def test_a_state_written_by_the_first_version_is_read_for_ever():
     state = json.loads((Path(__file__).parent / "golden" / "state_1.json").read_text())
     position = Position.from_state(state)
-    assert position.to_state() == state
+    assert {name: value for name, value in position.to_state().items() if name != "checksum"} == state
     assert (position.epoch, position.position, position.batch_changes) == (3, 60, ((0, 8), (48, 4)))
     assert position.is_proven(run_of(batching_method="stratified"))
     assert position.check(run_of(batching_method="stratified")) == []

@@ -32,11 +32,11 @@ def test_drop_leaves_the_rest_out():
     assert (plan.num_batches, plan.end) == (2, 16)
 
 
-def test_exact_lets_a_rest_smaller_than_the_ranks_join_the_batch_before():
+def test_exact_gives_a_rest_smaller_than_the_ranks_what_they_lack_from_the_batch_before():
     plan = plans(18, 8, 4, "exact")[0]
-    assert [plan.bounds(k) for k in range(plan.num_batches)] == [(0, 8), (8, 18)]
+    assert [plan.bounds(k) for k in range(plan.num_batches)] == [(0, 8), (8, 14), (14, 18)]
     own, filler = parts(18, 8, 4, "exact", 1)
-    assert [len(one) for one in own] == [2, 3, 2, 3]
+    assert [len(one) for one in own] == [1, 2, 1, 2]
     assert not any(filler)
 
 
@@ -58,16 +58,19 @@ def test_a_rest_left_alone_by_a_resume_is_a_batch_of_its_own():
     assert [len(one) for one in filler] == [1, 0, 1, 0]
 
 
-def test_the_extra_sample_of_exact_makes_no_micro_batch_of_its_own():
-    assert num_micro_batches(8 + 3, 2, 4, "exact") == 1
-    assert num_micro_batches(8 + 3, 2, 4, "pad") == 2
-    for plan in plans(11, 8, 4, "exact"):
-        assert [len(piece) for piece in plan.share(0).micro_batches(1)] in ([2], [3])
+def test_exact_takes_the_same_number_of_steps_on_any_number_of_ranks():
+    for num_samples in range(1, 40):
+        assert len({plans(num_samples, 12, replicas, "exact")[0].num_batches for replicas in (1, 2, 3, 4, 6, 12)}) == 1
+
+
+def test_a_share_of_fewer_samples_than_micro_batches_gets_flagged_filler():
+    share = plans(9, 12, 4, "exact")[0].share(0)
+    assert [(len(one), one.num_samples) for one in share.micro_batches(3)] == [(1, 1), (1, 1), (1, 0)]
 
 
 @pytest.mark.parametrize(("num_samples", "batch", "replicas", "count"), [(64, 4, 4, 4), (63, 4, 4, 4), (1, 4, 4, 1)])
 def test_a_share_is_cut_into_the_same_number_of_micro_batches_on_every_rank(num_samples, batch, replicas, count):
-    assert num_micro_batches(num_samples, batch, replicas, "pad") == count
+    assert num_micro_batches(num_samples, batch, replicas) == count
 
 
 def test_a_full_share_is_cut_into_whole_micro_batches():

@@ -266,6 +266,14 @@ class MosaicOrder:
         )
         return MosaicEpoch(epoch, work_of(plan, settings.batching_method, epoch, sample_in_epoch))
 
+    def drawn(self, epoch: int) -> Ids:
+        """Give the sample ids that an epoch is made of, each as often as it was drawn; in no order."""
+        streams = range(len(self.draws.choose))
+        together = self.settings.batching_method == "random"
+        return np.concatenate(
+            [self._sampler.draw(epoch, some).ids for some in ([streams] if together else [[one] for one in streams])]
+        )
+
     def state(self, epoch: int, sample_in_epoch: int, world: MosaicWorld) -> MosaicState:
         """Give the state that the peer would write; it loads there."""
         settings = self.settings.resolved(world.num_nodes)
