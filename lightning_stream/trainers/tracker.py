@@ -60,6 +60,7 @@ class PositionTracker:
     """
 
     padding = True
+    ends_epochs = True  # whether the next epoch begins with the last batch of one; else the trainer says when
     takes_states = False  # whether the trainer loads states through the loader, and not by itself
 
     def __init__(
@@ -321,7 +322,7 @@ class PositionTracker:
         place = self._place
         if place is None:
             return
-        if place.ends_epoch or ends_epoch:
+        if self.ends_epochs and (place.ends_epoch or ends_epoch):
             self._committed = replace(self.position, epoch=place.epoch).next_epoch()
         elif place.completes_step:
             self._committed = replace(self.position, epoch=place.epoch, position=place.end)

@@ -11,11 +11,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="the trainers need torch: uv sync")
 
 import numpy as np  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset, World  # noqa: E402
-from lightning_stream.trainers.composer.counting import BatchCounter, cut, length_of  # noqa: E402
+from lightning_stream.trainers.composer.counting import BatchCounter, length_of  # noqa: E402
+from lightning_stream.trainers.tracker import PositionTracker  # noqa: E402
 
 IDS = torch.arange(6)
 
@@ -47,28 +46,15 @@ def test_columns_that_contradict_each_other_are_refused() -> None:
         length_of({"a": IDS, "b": IDS[:5]})
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=20), st.integers(1, 20))
-@settings(deadline=None, max_examples=200)
-def test_every_real_row_is_in_one_piece_and_filler_only_where_a_piece_would_be_empty(
-    filler: list[bool], size: int
-) -> None:
-    flags = np.array(filler)
-    num_pieces = -(-len(filler) // size)
-    pieces = cut(flags, num_pieces, size)
-    assert len(pieces) == num_pieces
-    real = [row for piece in pieces for row in piece.rows[~piece.filler].tolist()]
-    assert real == np.flatnonzero(~flags).tolist()
-    assert all(1 <= len(piece.rows) <= size for piece in pieces)
-    assert all(piece.num_samples == 0 for piece in pieces if piece.filler.any())
-
-
 def _counter(folder: Path, num_samples: int, world: World, global_batch_size: int = 16) -> Any:
     if not (folder / "index.json").exists():
         with MDSWriter(out=str(folder), columns={"id": "int", "input_ids": "ndarray:int64:3"}) as writer:
             for number in range(num_samples):
                 writer.write({"id": number, "input_ids": np.array([number, 0, 0])})
     loader = StreamingDataLoader(StreamingDataset(remote=folder), global_batch_size=global_batch_size, world=world)
-    return loader, BatchCounter(loader, padding_id=0)
+    tracker = PositionTracker(loader)
+    tracker.padding = False  # as Composer's
+    return tracker, BatchCounter(loader, padding_id=0)
 
 
 def test_filler_has_no_weight_in_any_micro_batch_of_any_rank(tmp_path: Path) -> None:
@@ -81,6 +67,7 @@ def test_filler_has_no_weight_in_any_micro_batch_of_any_rank(tmp_path: Path) -> 
         for size in (1, 2, 4):
             pieces = counter.split(batch, size)
             assert len(pieces) == (2 if size == 1 else 1)
+            assert all(len(piece["id"]) <= size for piece in pieces)
             counts = [counter.num_samples(piece) for piece in pieces]
             assert sum(counts) == whole
             assert counter.num_samples(batch) == whole  # the whole batch is at hand again
@@ -157,7 +144,8 @@ def test_batches_of_unknown_kind_are_passed_on_whole_or_refused(tmp_path: Path) 
 def test_uneven_shares_are_cut_into_the_same_number_of_micro_batches(tmp_path: Path) -> None:
     sizes = []
     for rank in range(2):
-        loader, _ = _counter(tmp_path, 15, World(rank, 2, 2), global_batch_size=8)
+        tracker, _ = _counter(tmp_path, 15, World(rank, 2, 2), global_batch_size=8)
+        loader = tracker.loader
         exact = StreamingDataLoader(loader.dataset, global_batch_size=8, evaluation=True, world=replace(loader.world))
         counter = BatchCounter(exact)
         *_, batch = exact

@@ -35,7 +35,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
 
     def __init__(self, loader: StreamingDataLoader, **options: Any) -> None:
         self.tracker = PositionTracker(**options)
-        self.tracker.padding, self.tracker.takes_states = False, True
+        self.tracker.padding, self.tracker.ends_epochs, self.tracker.takes_states = False, False, True
         self.loader = loader
         self.tracker.attach(loader, owns=self._begins)
         self._trainer: Any = None

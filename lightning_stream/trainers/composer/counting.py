@@ -6,7 +6,7 @@ not differ is the number of micro-batches: sharded models wait for each other in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lightning_stream.loader import StreamingDataLoader
-from lightning_stream.order.rank_split import ceil_div
+from lightning_stream.order import num_micro_batches
 
 
 class BatchCounter:
@@ -32,6 +32,7 @@ class BatchCounter:
         self._loader = loader
         self._token_column = token_column
         self._padding_id = padding_id
+        self.at_padding = False  # whether the micro-batch at hand is padding
 
     def num_samples(self, batch: Any) -> int | float:
         """Samples that count in a batch or micro-batch.
@@ -40,16 +41,18 @@ class BatchCounter:
         """
         length = length_of(batch)
         if length is None:
-            raise _unknown(batch, "get_num_samples_in_batch")
-        replication = self._loader.detect_world().replication
+            if self._loader.last_batch is None:
+                raise _unknown(batch, "get_num_samples_in_batch")
+            length = self._loader.last_batch.num_samples
         count = 0 if self._is_padding else length
+        replication = self._loader.detect_world().replication
         return count if replication == 1 else count / replication
 
     @property
     def _is_padding(self) -> bool:
-        """Whether this rank has no sample in the batch at hand, but only a repeat that must not count."""
+        """Whether the batch or piece at hand is only a repeat that must not count."""
         current = self._loader.last_batch
-        return current is not None and bool(current.filler.all())
+        return self.at_padding or (current is not None and bool(current.filler.all()))
 
     def num_tokens(self, batch: Any) -> int | dict[str, int]:
         """Tokens that count in a batch or micro-batch."""
@@ -82,22 +85,32 @@ class BatchCounter:
         if current is None or current.ids.size != length:  # a transform made other rows of it
             count = -(-length // int(size))
         else:
-            count = num_pieces(current.end - current.begin, int(size), self._loader.detect_world().num_replicas)
+            count = num_micro_batches(current.end - current.begin, int(size), self._loader.detect_world().num_replicas)
         if count == 1:
             return [batch]
+        if length < count:  # this rank has a sample less than others
+            rows = [min(number, length - 1) for number in range(count)]
+            return _Padded(self, [_take(batch, slice(row, row + 1), length) for row in rows], length)
         # Full ones first where that makes as many, since shapes are then alike.
         evenly = -(-length // int(size)) != count
         ends = [length * i // count if evenly else min(i * int(size), length) for i in range(count + 1)]
         return [_take(batch, slice(begin, end), length) for begin, end in pairwise(ends)]
 
 
-def num_pieces(num_samples: int, size: int, num_replicas: int) -> int:
-    """Into how many micro-batches every rank cuts its share of a global batch.
+class _Padded(list[Any]):
+    """Micro-batches whose last ones are padding, which a batch itself does not say."""
 
-    Shares differ by one sample at most, and none may have an empty piece; so a piece exceeds the size only where the
-    size is 1.
-    """
-    return max(1, min(ceil_div(ceil_div(num_samples, num_replicas), size), num_samples // num_replicas))
+    def __init__(self, counter: BatchCounter, pieces: list[Any], num_real: int) -> None:
+        super().__init__(pieces)
+        self._counter, self._num_real = counter, num_real
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            for number, piece in enumerate(super().__iter__()):
+                self._counter.at_padding = number >= self._num_real
+                yield piece
+        finally:
+            self._counter.at_padding = False
 
 
 def length_of(batch: Any) -> int | None:
