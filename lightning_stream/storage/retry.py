@@ -163,8 +163,9 @@ class _Draft:
             position += written
             view = view[written:]
 
-    def __del__(self) -> None:
-        os.close(self._fd)
+    def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # at exit modules are gone
+        if "_fd" in vars(self):  # it was opened
+            _close(self._fd)
 
 
 class _Patience:
