@@ -45,7 +45,7 @@ SCRIPTS = {
     "forked": "dataset.reader.read_ahead(np.arange(100))\nif (pid := os.fork()): os.waitpid(pid, 0)\nelse: dataset[0]",
     "forgotten_in_a_child": "dataset[0]\nif (pid := os.fork()): os.waitpid(pid, 0)\nelse: del dataset",
     "thread": "import threading\nthreading.Thread(target=lambda: [dataset[k] for k in range(60)], daemon=True).start()",
-    "held_beyond_modules": "dataset[0]\nimport builtins\nbuiltins.held = dataset, dataset.reader, next(iter(dataset))",
+    "held_beyond_modules": "dataset[0]\nsys._held = list(sys.modules.values()), dataset, iter(dataset)",
 }  # fmt: skip
 # A process for each would spend its time on importing torch: they are forked from one that has, and end as they would.
 DRIVER = """

@@ -131,7 +131,7 @@ class _Pickler(reduction.ForkingPickler):
         """Reduce the memory of tensors to a buffer."""
         if type(value) is not torch.UntypedStorage or value.device.type != "cpu" or value.is_shared():
             return NotImplemented
-        memory = torch.empty(0, dtype=torch.uint8).set_(value).numpy()
+        memory: Any = torch.empty(0, dtype=torch.uint8).set_(value).numpy()
         return _storage, (pickle.PickleBuffer(memory),)
 
     def _leave_out(self, buffer: pickle.PickleBuffer) -> None:

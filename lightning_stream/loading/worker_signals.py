@@ -15,6 +15,7 @@ from typing import Any
 _GRACE_S = 30
 _POLL_MS = 1000  # between looks at a trainer on a system without pidfd_open
 _END = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # no terminal and no scheduler sends it
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, _END)
 _watching: list[int] = []  # this process, once it watches its trainer
 
 
@@ -31,11 +32,13 @@ def leave_signals_to_the_trainer(trainer_pid: int) -> None:
     received, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)  # each signal's number, also while no Python code runs
-    for number in (signal.SIGINT, signal.SIGTERM, _END):
+    for number in _SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` and `&` of a shell leave it
             signal.signal(number, _do_nothing)
             signal.siginterrupt(number, False)
-    os.register_at_fork(after_in_child=_restore)
+    # A signal to a process that a worker forks waits until that has the default handlers.
+    block, unblock = (partial(signal.pthread_sigmask, how, _SIGNALS) for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=_restore)
     threading.Thread(target=_end_in_time, args=(trainer_pid, received), name="trainer-watch", daemon=True).start()
 
 
@@ -67,6 +70,7 @@ def _restore() -> None:
     for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
         if signal.getsignal(number) is _do_nothing:
             signal.signal(number, default)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 def _end_in_time(trainer_pid: int, received: int) -> None:
