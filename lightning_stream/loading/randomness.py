@@ -68,8 +68,8 @@ def preserved_generators() -> Iterator[None]:
 class SeededCall:
     """A user's function that is called with random numbers of its place in the run.
 
-    A function with a parameter `rng` is given a `numpy.random.Generator` (15 us a call). Any other finds the global
-    generators seeded (12 us); call it within `preserved_generators`. Objects that have generators of their own and offer
+    A function with a parameter `rng` gets a `numpy.random.Generator` (15 us a call). For any other the global ones
+    are seeded (12 us); call it within `preserved_generators`. Objects with generators of their own that offer
     `set_random_seed` (albumentations) or `set_random_state` (MONAI) are seeded too, where the function is one, holds
     one, or refers to one by name.
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.formats.memory import MAP_OPTIONS
 
-# The trainer's CPU per batch by a slot / torch's way: 0.5 MB 0.2 / 0.7 ms, 2 MB 0.4 / 1.1, 8 MB 1.4 / 1.3, 38 MB 9 / 1.2.
+# CPU of the trainer per batch, by a slot / torch: 0.5 MB 0.2 / 0.7 ms, 2 MB 0.4 / 1.1, 8 MB 1.4 / 1.3, 38 MB 9 / 1.2.
 _SLOT_BYTES = 4 << 20
 _ALIGNED = 64  # each array in a slot begins at a multiple; the slot's first byte says whether it is in use
 _numbers = itertools.count()
