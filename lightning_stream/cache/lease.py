@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import weakref
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,14 +20,17 @@ class Lease:
     A lease that nobody refers to any more is closed: a dataset that was dropped keeps no shard from being evicted.
     """
 
+    # No weakref.finalize: fetching threads would change its registry while the interpreter's exit walks it.
+
     def __init__(self, folder: Path, fd: int | None) -> None:
         self.folder = folder
-        self._give_back = weakref.finalize(self, _give_back, fd, os.getpid())
-        self._give_back.atexit = False  # the kernel does it
+        self._fd, self._pid = fd, os.getpid()
 
     def close(self) -> None:
         """Let the shard go; again is no error."""
-        self._give_back()
+        fd = vars(self).pop("_fd", None)  # by one thread
+        if fd is not None and self._pid == os.getpid():  # a forked child has no lease: its copy is closed already
+            HELD.close(fd)
 
     def __enter__(self) -> Self:
         return self
@@ -34,8 +38,6 @@ class Lease:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-
-def _give_back(fd: int | None, pid: int) -> None:
-    """Close a lease's descriptor; in a forked child it is closed already, and the number may be another's."""
-    if fd is not None and pid == os.getpid():
-        HELD.close(fd)
+    def __del__(self, _ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not _ends():  # modules are gone then, and the kernel closes it
+            self.close()

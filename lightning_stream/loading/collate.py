@@ -1,8 +1,9 @@
-"""From a batch's columns, or a list of samples, to what the training loop sees."""
+"""Turn a batch's columns, or a list of samples, into what the training loop gets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,17 +20,17 @@ _NUMBERS = (bool, int, float, np.number, np.bool_)
 def collate_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Turn gathered columns into a batch: numbers and arrays of fixed shape become tensors, the rest stays a list.
 
-    Arrays of any shape (``ndarray``, ``ndarray:int32``, ``tensors``) are a list in every batch, also in one where all
-    are of one shape. What the user's decoders make is stacked where it has one shape. Else equal to
-    `torch.utils.data.default_collate` over the same samples, except that what it refuses (images, None) is a list.
+    Columns of arrays of any shape (``ndarray``, ``ndarray:int32``, ``tensors``) are a list in every batch, also in one
+    whose arrays have the same shape. What the user's decoders return is stacked if it has one shape. All else is as
+    `torch.utils.data.default_collate` makes it of the same samples, but what that refuses (images, None) is a list.
     """
     return {name: _column(values) for name, values in columns.items()}
 
 
 def collate_samples(samples: Sequence[Any]) -> Any:
-    """Collate samples: dicts key by key, anything else as torch does.
+    """Collate samples: mappings key by key into one of the same type, anything else as torch does.
 
-    Nothing is known here but the values: arrays and tensors of one shape are stacked, others stay a list.
+    Arrays and tensors of one shape are stacked, others stay a list, and so do values that are lists.
     """
     first = samples[0]
     if isinstance(first, Mapping):
@@ -39,8 +40,22 @@ def collate_samples(samples: Sequence[Any]) -> Any:
                     f"samples of one batch must have the same keys; found {sorted(first)} and {sorted(sample)}. "
                     f"Make the transform return the same keys for every sample, or pass a collate_fn."
                 )
-        return {name: _column([sample[name] for sample in samples]) for name in first}
+        return _like(first, {name: _column([sample[name] for sample in samples]) for name in first})
     return default_collate(list(samples))
+
+
+def _like(sample: Mapping[str, Any], batch: dict[str, Any]) -> Any:
+    """Return a batch in the type of its samples (OrderedDict, BatchEncoding), as torch does; a dict if that cannot."""
+    if type(sample) is dict:
+        return batch
+    try:
+        if not isinstance(sample, MutableMapping):
+            return type(sample)(batch)  # type: ignore[call-arg]
+        clone = copy.copy(sample)
+        clone.update(batch)
+    except TypeError:
+        return batch
+    return clone
 
 
 def _column(values: Any) -> Any:
@@ -52,7 +67,7 @@ def _column(values: Any) -> Any:
     if isinstance(first, torch.Tensor):
         if not all(isinstance(v, torch.Tensor) and v.shape == first.shape for v in values):
             return values
-        # In a worker torch's own stacks into shared memory, which costs several times as much.
+        # In a worker torch's own collate stacks into shared memory, which costs several times as much.
         return torch.stack(values) if first.layout is torch.strided else default_collate(values)
     if isinstance(first, np.ndarray):
         same = all(isinstance(v, np.ndarray) and v.shape == first.shape and v.dtype == first.dtype for v in values)
@@ -67,7 +82,7 @@ def _column(values: Any) -> Any:
 def _nested(values: list[Any]) -> Any:
     try:
         return default_collate(values)
-    except (TypeError, KeyError, RuntimeError):  # they differ inside: hand them over as they are
+    except (TypeError, KeyError, RuntimeError):  # they differ inside: they stay a list
         return values
 
 

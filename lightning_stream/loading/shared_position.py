@@ -1,7 +1,7 @@
 """Where the next iteration starts, in a value that living worker processes see too.
 
-The value is an anonymous shared mapping: it has no name that could outlive the run or meet another job's. Forked
-workers inherit it, spawned ones are handed its descriptor; a plain copy (pickle, deepcopy) gets a value of its own.
+The value is shared memory without a name: nothing outlives the run or meets another job's. Forked workers inherit it,
+spawned ones get its descriptor; a plain copy (pickle, deepcopy) is a value of its own.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import numpy as np
 
 from lightning_stream.order import Position
 
-_NUM_BYTES = 4096
 _MAX_WORKERS = 1024
-_NEXT_EPOCH, _NEXT_POSITION, _EPOCH, _POSITION, _BEGAN, _KEY, _WORKERS = range(7)
+_NEXT, _CURRENT, _KEY, _BEGUN = slice(0, 2), slice(2, 4), 4, slice(5, 5 + _MAX_WORKERS)  # an epoch and a position each
+_NUM_BYTES = _BEGUN.stop * 8
 
 
 @dataclass(frozen=True)
@@ -35,82 +35,92 @@ class Start:
 
     @classmethod
     def of(cls, position: Position) -> Start:
-        """Where a run at this position goes on."""
+        """Where a run at this position continues."""
         return cls(position.epoch, position.position)
 
 
 class SharedPosition:
     """The start of the next iteration over a dataset, agreed upon by all workers of that iteration.
 
-    Every iteration is begun by each of its workers once, all with the same key. The first to come takes the next
-    start and moves it on by an epoch; the others join it. A worker that comes a second time begins anew.
+    Each worker begins every iteration once, all with the same key. The first one takes the next start and moves it to
+    the next epoch; the others join it. A worker that begins a second time begins another iteration.
     """
 
-    def __init__(self, start: Start | None = None, descriptor: int | None = None) -> None:
-        if descriptor is None:
-            with tempfile.TemporaryFile() as file:
-                descriptor = os.dup(file.fileno())
-            os.ftruncate(descriptor, _NUM_BYTES)
-        self._descriptor = descriptor
-        self._values: Any = np.frombuffer(mmap.mmap(descriptor, _NUM_BYTES), dtype=np.int64)
+    _fd = -1
+
+    def __init__(self, start: Start | None = None, fd: int | None = None) -> None:
+        self._fd = _memory_file() if fd is None else fd
+        self._values: Any = np.frombuffer(mmap.mmap(self._fd, _NUM_BYTES), dtype=np.int64)
         self._threads = Lock()
         if start is not None:
             self.upcoming = start
 
     def __reduce__(self) -> tuple[Callable[..., SharedPosition], tuple[Any, ...]]:
-        if context.get_spawning_popen() is not None:  # on its way to a worker process: share
-            return _attached, (reduction.DupFd(self._descriptor),)
+        if context.get_spawning_popen() is not None:  # on its way to a worker process
+            return _attach, (reduction.DupFd(self._fd),)
         return SharedPosition, (self.upcoming,)
 
-    def __del__(self) -> None:
-        os.close(self._descriptor)
+    def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # at exit modules are gone
+        if self._fd >= 0:
+            _close(self._fd)
 
     @contextmanager
-    def _alone(self) -> Iterator[Any]:
+    def _locked(self) -> Iterator[Any]:
         # lockf holds between processes and dies with its owner; the thread lock holds within one.
         with self._threads:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
+            fcntl.lockf(self._fd, fcntl.LOCK_EX)
             try:
                 yield self._values
             finally:
-                fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+                fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
     @property
     def upcoming(self) -> Start:
         """Where the next iteration will start."""
-        with self._alone() as values:
-            return Start(int(values[_NEXT_EPOCH]), int(values[_NEXT_POSITION]))
+        with self._locked() as values:
+            return Start(*values[_NEXT].tolist())
 
     @upcoming.setter
     def upcoming(self, start: Start) -> None:
-        with self._alone() as values:
-            values[[_NEXT_EPOCH, _NEXT_POSITION, _BEGAN, _KEY]] = start.epoch, start.position, 0, 0
+        with self._locked() as values:
+            values[_NEXT] = start.epoch, start.position
+            values[_BEGUN] = 0
 
     @property
     def current(self) -> Start | None:
         """Where the latest iteration started; None if none has begun since the start was last set."""
-        with self._alone() as values:
-            return Start(int(values[_EPOCH]), int(values[_POSITION])) if values[_BEGAN] else None
+        with self._locked() as values:
+            return Start(*values[_CURRENT].tolist()) if values[_BEGUN].any() else None
 
     def begin(self, key: int, worker: int = 0) -> Start:
         """Begin an iteration, or join the one that another worker began under the same key.
 
         Args:
-            key: The same for all workers of one iteration, e.g. torch's base seed; not 0.
+            key: The same for all workers of one iteration, e.g. torch's base seed.
             worker: This worker, 0-based.
         """
         if not 0 <= worker < _MAX_WORKERS:
             raise ValueError(f"at most {_MAX_WORKERS} workers share a position; this is worker {worker}")
-        word, bit = _WORKERS + worker // 62, 1 << (worker % 62)
-        with self._alone() as values:
-            joins = values[_BEGAN] and values[_KEY] == key and not values[word] & bit
-            if not joins:
-                values[[_EPOCH, _POSITION]] = values[[_NEXT_EPOCH, _NEXT_POSITION]]
-                values[[_NEXT_EPOCH, _NEXT_POSITION, _BEGAN, _KEY]] = values[_EPOCH] + 1, 0, 1, key
-                values[_WORKERS:] = 0
-            values[word] |= bit
-            return Start(int(values[_EPOCH]), int(values[_POSITION]))
+        with self._locked() as values:
+            begun = values[_BEGUN]
+            if begun[worker] or not begun.any() or values[_KEY] != key:
+                values[_CURRENT] = values[_NEXT]
+                values[_NEXT] = values[_CURRENT][0] + 1, 0
+                values[_KEY], begun[:] = key, 0
+            begun[worker] = 1
+            return Start(*values[_CURRENT].tolist())
 
 
-def _attached(handle: Any) -> SharedPosition:
-    return SharedPosition(descriptor=handle.detach())
+def _memory_file() -> int:
+    """Descriptor of zeroed memory without a name."""
+    if hasattr(os, "memfd_create"):
+        fd: int = os.memfd_create("position")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, _NUM_BYTES)
+    return fd
+
+
+def _attach(handle: Any) -> SharedPosition:
+    return SharedPosition(fd=handle.detach())

@@ -1,35 +1,112 @@
-"""What a worker process does when the whole job is told to stop: go on, until its trainer has no more use for it."""
+"""What worker processes do with the signals that a whole job gets, and when their trainer is gone."""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import time
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 _GRACE_S = 30
+_POLL_MS = 1000  # between looks at a trainer on a system without pidfd_open
+_END = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # no terminal and no scheduler sends it
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, _END)
+_watching: list[int] = []  # this process, once it watches its trainer
 
 
-def leave_signals_to_the_trainer() -> None:
+def leave_signals_to_the_trainer(trainer_pid: int) -> None:
     """Let a worker outlive Ctrl-C and SIGTERM, which terminals, `timeout` and schedulers send to the whole job.
 
-    The trainer takes them to mean: finish the step, save, leave. It needs its workers for that; they end with it, at
-    once when it is the trainer who asks. A worker asked by others, and not by its trainer within a grace period, ends
-    by itself.
+    The trainer takes them to mean: finish the step, save, end. It needs its workers for that. A worker ends at once
+    when its trainer is gone or asks it to (see `let_terminate_end_at_once`), and `_GRACE_S` after a SIGTERM of others.
+    Processes that it starts have the default signal handlers: handlers in Python, unlike masks, end with exec.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or os.getpid() in _watching:
         return  # handlers can only be set from the main thread, where torch runs its workers
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if not hasattr(signal, "sigtimedwait") or signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-        return  # a system that does not say who sends; or an iteration before has done this
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_when_asked, args=(os.getppid(),), daemon=True).start()
+    _watching[:] = [os.getpid()]
+    received, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)  # each signal's number, also while no Python code runs
+    for number in _SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` and `&` of a shell leave it
+            signal.signal(number, _do_nothing)
+            signal.siginterrupt(number, False)
+    # A signal to a process that a worker forks waits until that has the default handlers.
+    block, unblock = (partial(signal.pthread_sigmask, how, _SIGNALS) for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=_restore)
+    threading.Thread(target=_end_in_time, args=(trainer_pid, received), name="trainer-watch", daemon=True).start()
 
 
-def _end_when_asked(trainer: int) -> None:
-    """Wait for SIGTERM in a thread, since only a waiter is told who sent it."""
-    asked: signal.struct_siginfo | None = signal.sigwaitinfo({signal.SIGTERM})
-    end = time.monotonic() + _GRACE_S
-    while asked is not None and asked.si_pid != trainer:
-        asked = signal.sigtimedwait({signal.SIGTERM}, max(0.0, end - time.monotonic()))
+def let_terminate_end_at_once(workers: Iterable[Any]) -> None:
+    """Let `terminate()` of the trainer's worker processes, also at the interpreter's exit, end them without grace.
+
+    A worker cannot see in Python who sent a SIGTERM, so the trainer sends a signal that nobody else sends after it.
+
+    Args:
+        workers: `multiprocessing.Process` objects that have started.
+    """
+    for worker in workers:
+        process = worker._popen  # noqa: SLF001 - the interpreter's exit calls its terminate(), and nothing public
+        process.terminate = partial(_terminate, weakref.proxy(process))
+
+
+def _terminate(process: Any) -> None:
+    for number in (signal.SIGTERM, _END):  # the first is for a worker that has just been started
+        process._send_signal(number)  # noqa: SLF001
+
+
+def _do_nothing(*_: object) -> None:
+    pass
+
+
+def _restore() -> None:
+    """Give a process that a worker forks the default handlers."""
+    signal.set_wakeup_fd(-1)
+    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        if signal.getsignal(number) is _do_nothing:
+            signal.signal(number, default)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+def _end_in_time(trainer_pid: int, received: int) -> None:
+    """End this process when its trainer asks or is gone, or a grace period after a SIGTERM of others."""
+    events = select.poll()
+    events.register(received, select.POLLIN)
+    timeout_ms = _watch(trainer_pid, events)
+    end = float("inf")
+    while time.monotonic() < end:
+        left_ms = min(timeout_ms, (end - time.monotonic()) * 1000)
+        ready = events.poll(None if left_ms == float("inf") else max(0, left_ms))
+        numbers = os.read(received, 1024) if any(fd == received for fd, _ in ready) else b""
+        gone = any(fd != received for fd, _ in ready) or (not ready and not _exists(trainer_pid))
+        if gone or _END in numbers:
+            break
+        if signal.SIGTERM in numbers:
+            end = min(end, time.monotonic() + _GRACE_S)
     os._exit(0)
+
+
+def _watch(trainer_pid: int, events: select.poll) -> float:
+    """Let `events` report the trainer's end; returns how often to look for it besides, in milliseconds."""
+    try:
+        events.register(os.pidfd_open(trainer_pid), select.POLLIN)
+    except ProcessLookupError:
+        os._exit(0)
+    except (AttributeError, OSError):  # not Linux, an old one, or not allowed
+        return _POLL_MS
+    return float("inf")
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

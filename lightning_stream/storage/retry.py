@@ -153,6 +153,8 @@ class RetryingStore(BodyStore):
 class _Draft:
     """A file that parts are written to, open as long as any of them may still write: also one left behind."""
 
+    _fd = -1  # until it is open
+
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
@@ -163,8 +165,9 @@ class _Draft:
             position += written
             view = view[written:]
 
-    def __del__(self) -> None:
-        os.close(self._fd)
+    def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # at exit modules are gone
+        if self._fd >= 0:
+            _close(self._fd)
 
 
 class _Patience:

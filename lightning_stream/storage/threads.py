@@ -8,6 +8,8 @@ fetch leaves only a draft, so there is nothing to wait for.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -37,6 +39,7 @@ class DaemonPool:
         self._guard = threading.Lock()
         self._started = 0
         self._closed = False
+        self._pid = os.getpid()
 
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
         """Run a call in a thread; its result or error is the future's."""
@@ -70,8 +73,10 @@ class DaemonPool:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, _ends: Callable[[], bool] = sys.is_finalizing, _getpid: Callable[[], int] = os.getpid) -> None:
+        # At the interpreter's exit modules are gone; in a forked child the threads are, and their locks may be held.
+        if not _ends() and _getpid() == self._pid:
+            self.close()
 
 
 def follow(promise: Future[T], source: Future[Any], *, only_failures: bool = False) -> None:

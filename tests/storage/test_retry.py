@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gc
 import hashlib
 import io
 import time
@@ -19,6 +20,7 @@ from servers.web import WebServer
 from lightning_stream.errors import NotFoundError, StoreError, UnavailableError
 from lightning_stream.storage import LocalStore, ObjectEntry, RetryingStore, RetryPolicy, open_store
 from lightning_stream.storage.base import Body
+from lightning_stream.storage.retry import _Draft
 
 QUICK = {"first_pause_s": 0.001, "longest_pause_s": 0.01, "timeout_s": 0.3, "retries": 3}
 CONTENT = bytes(range(256)) * 4000
@@ -179,3 +181,9 @@ def test_a_listing_goes_on_from_page_to_page(moto_place: Any) -> None:
     for number in range(7):
         store.put(f"page/{number}", bytes(number))
     assert [entry.num_bytes for entry in store.list("page/")] == list(range(7))
+
+
+def test_a_draft_that_cannot_be_opened_raises_and_prints_nothing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        _Draft(tmp_path / "none" / "x")
+    gc.collect()  # pytest fails a test whose objects raise as they are forgotten

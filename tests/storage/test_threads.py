@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -64,6 +66,19 @@ def test_a_pool_that_is_forgotten_ends_its_threads() -> None:
     while any(thread.name.startswith("forgotten") for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_forked_child_forgets_a_pool_whose_lock_another_thread_held() -> None:
+    pool = DaemonPool(1, "parent")
+    pool.submit(int).result(10)
+    with pool._guard:
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(10)
+            pool.__del__()
+            os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert pool.submit(int).result(10) == 0
 
 
 TESTS = Path(__file__).resolve().parent.parent

@@ -15,21 +15,21 @@ torch = pytest.importorskip("torch")
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.formats.shard_base import Ragged  # noqa: E402
-from lightning_stream.loading import transport as conveyor  # noqa: E402
-from lightning_stream.loading.transport import Conveyor, conveyor_for  # noqa: E402
+from lightning_stream.loading import transport  # noqa: E402
+from lightning_stream.loading.transport import SharedSlots, shared_slots  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
-    conveyor_for(1, 1) is None, reason="the system has no memfd_create (Linux has): batches go torch's own way there"
+    shared_slots(1, 1) is None, reason="the system has no memfd_create (Linux has): batches go torch's own way there"
 )
 
 
-def sent(parcel: Any) -> Any:
+def sent(handle: Any) -> Any:
     """As torch's queues send what a worker gives them."""
-    return pickle.loads(ForkingPickler.dumps(parcel))
+    return pickle.loads(ForkingPickler.dumps(handle))
 
 
-def is_parcel(value: Any) -> bool:
-    return type(value).__module__ == conveyor.__name__
+def is_handle(value: Any) -> bool:
+    return type(value).__module__ == transport.__name__
 
 
 def a_batch() -> dict[str, Any]:
@@ -48,6 +48,9 @@ def a_batch() -> dict[str, Any]:
         "array": np.arange(4000.0).reshape(2, 2000),
         "small": np.arange(3, dtype=np.uint8),
         "by_columns": np.asfortranarray(np.arange(4000).reshape(2, 2000)),
+        "times": np.arange(3).astype("datetime64[s]"),
+        "read_only": np.broadcast_to(np.arange(3.0), (400, 3)),
+        "fields": np.zeros(300, [("a", "i4"), ("b", "f8")]),
         "words": np.array(["a", "bc"] * 900),
         "objects": np.array([{}, None] * 900, dtype=object),
         "ragged": Ragged([np.arange(2000), np.arange(3)]),
@@ -78,13 +81,13 @@ def assert_same(one: Any, other: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own
 def test_whatever_is_in_a_batch_arrives_as_it_was() -> None:
-    slots = Conveyor.made(num_workers=2, slots=1)
+    slots = SharedSlots.create(num_workers=2, num_slots=1)
     for worker in (0, 1, 1, 0):
         batch = a_batch()
-        parcel = slots.load(worker, batch)
-        assert is_parcel(parcel)
-        assert len(ForkingPickler.dumps(parcel)) < 300
-        arrived = sent(parcel)
+        handle = slots.put(worker, batch)
+        assert is_handle(handle)
+        assert len(ForkingPickler.dumps(handle)) < 600
+        arrived = sent(handle)
         assert_same(batch, arrived)
         assert arrived["again"] is arrived["tokens"]
         arrived["tokens"][0, 5] = -1  # what shared memory before, does so now
@@ -93,42 +96,41 @@ def test_whatever_is_in_a_batch_arrives_as_it_was() -> None:
 
 
 def test_what_arrived_is_untouched_by_what_comes_after_it() -> None:
-    slots = Conveyor.made(1, slots=1)
-    first = sent(slots.load(0, {"x": torch.full((5000,), 1), "y": np.full(5000, 1), "z": ["1" * 5000]}))
-    second = sent(slots.load(0, {"x": torch.full((5000,), 2), "y": np.full(5000, 2), "z": ["2" * 5000]}))
+    slots = SharedSlots.create(1, num_slots=1)
+    first = sent(slots.put(0, {"x": torch.full((5000,), 1), "y": np.full(5000, 1), "z": ["1" * 5000]}))
+    second = sent(slots.put(0, {"x": torch.full((5000,), 2), "y": np.full(5000, 2), "z": ["2" * 5000]}))
     for number, batch in ((1, first), (2, second)):
         assert set(batch["x"].tolist()) == set(batch["y"].tolist()) == {number}
         assert batch["z"] == [str(number) * 5000]
 
 
-def test_without_a_free_slot_or_with_too_much_for_one_a_batch_goes_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = Conveyor.made(2, slots=2)
+def test_without_a_free_slot_or_with_too_much_for_one_a_batch_goes_as_it_is() -> None:
+    slots = SharedSlots.create(2, num_slots=2)
     batches = [{"x": torch.full((100,), number)} for number in range(3)]
-    loaded = [slots.load(0, batch) for batch in batches]
-    assert [is_parcel(one) for one in loaded] == [True, True, False]
-    assert loaded[2] is batches[2]
-    assert is_parcel(slots.load(1, batches[0]))  # another worker has slots of its own
-    assert sent(loaded[1])["x"].tolist() == [1] * 100
-    assert is_parcel(slots.load(0, batches[2]))
-    assert sent(loaded[0])["x"].tolist() == [0] * 100
-    monkeypatch.setattr(conveyor, "_SPAN", 1 << 12)
-    large = {"x": torch.ones(5000)}
-    assert slots.load(0, large) is large
-    assert is_parcel(slots.load(0, batches[0]))  # the slot was given back
+    put = [slots.put(0, batch) for batch in batches]
+    assert [is_handle(one) for one in put] == [True, True, False]
+    assert put[2] is batches[2]
+    assert is_handle(slots.put(1, batches[0]))  # another worker has slots of its own
+    assert sent(put[1])["x"].tolist() == [1] * 100
+    assert is_handle(slots.put(0, batches[2]))
+    assert sent(put[0])["x"].tolist() == [0] * 100
+    for large in ({"x": torch.ones(1 << 20)}, {"x": [bytes(1 << 22)]}, {"x": list(np.ones((5, 1 << 17)))}):
+        assert slots.put(0, large) is large
+    assert is_handle(slots.put(0, batches[0]))  # a large batch takes no slot
 
 
 def test_a_batch_that_cannot_be_sent_says_so_and_leaves_the_slot_free() -> None:
-    slots = Conveyor.made(1, slots=1)
+    slots = SharedSlots.create(1, num_slots=1)
     for _ in range(2):
         with pytest.raises((pickle.PicklingError, AttributeError)):
-            slots.load(0, {"x": lambda: 1})
-    assert is_parcel(slots.load(0, {"x": 1}))
+            slots.put(0, {"x": lambda: 1})
+    assert is_handle(slots.put(0, {"x": 1}))
 
 
 def test_memory_that_was_shared_before_stays_shared() -> None:
-    slots = Conveyor.made(1, slots=1)
+    slots = SharedSlots.create(1, num_slots=1)
     shared = torch.zeros(2000).share_memory_()
-    arrived = sent(slots.load(0, {"x": shared}))["x"]
+    arrived = sent(slots.put(0, {"x": shared}))["x"]
     shared[7] = 1
     assert arrived[7] == 1
 

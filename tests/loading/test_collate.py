@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -87,3 +89,23 @@ def test_a_none_among_numbers_or_arrays_makes_a_list() -> None:
     samples = [{"n": 1, "a": np.ones(2), "t": torch.ones(2)}, {"n": None, "a": None, "t": None}]
     batch = collate_samples(samples)
     assert (batch["n"], type(batch["a"]), type(batch["t"])) == ([1, None], list, list)
+
+
+class Encoding(UserDict):  # type: ignore[type-arg]
+    """Like the BatchEncoding of transformers: more than its keys."""
+
+    def __init__(self, data: Any, encodings: str = "none") -> None:
+        super().__init__(data)
+        self.encodings = encodings
+
+
+def test_a_mapping_stays_what_torch_makes_of_it() -> None:
+    for make in (dict, OrderedDict, MappingProxyType, lambda one: Encoding(one, "fast")):
+        samples: list[Any] = [make({"x": k, "y": [k], "z": "text"}) for k in range(3)]
+        batch, of_torch = collate_samples(samples), torch.utils.data.default_collate(samples)
+        assert type(batch) is type(of_torch) is type(samples[0])
+        assert batch["x"].tolist() == of_torch["x"].tolist() == [0, 1, 2]
+        assert batch["z"] == of_torch["z"]
+        assert batch["y"] == [[0], [1], [2]]  # torch turns lists over
+        assert samples[0]["x"] == 0
+    assert batch.encodings == "fast"
