@@ -67,7 +67,8 @@ class StreamingDataset(IterableDataset[Any]):
         allow_unsafe_types: Whether to decode the ``pkl`` encoding, which runs code that the data names.
         replication: Groups of this many consecutive ranks get the same samples.
         transform: Called with each sample (a dict) in the worker; its result is what is collated. It may draw from
-            the global generators of random, numpy and torch: they are seeded for each sample by its place in the run.
+            the global generators of random, numpy and torch, which are seeded for each sample by its place in the
+            run; or take a second argument `rng`, a `numpy.random.Generator` of that place, which is faster.
         decoders: Column name to what turns its stored bytes into a value, instead of its encoding; e.g.
             ``{"image": lightning_stream.formats.jpeg.decode_jpeg}`` for arrays instead of PIL images.
         window: Shards active at once in each canonical node; None for about 128 over all of them.

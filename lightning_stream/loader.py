@@ -18,6 +18,7 @@ from lightning_stream.loading.distributed import WorldLike, detect_world
 from lightning_stream.loading.iteration import Driver, LoaderIterator
 from lightning_stream.loading.pipeline import Pipeline
 from lightning_stream.loading.progress import Progress
+from lightning_stream.loading.randomness import SeededCall
 from lightning_stream.loading.resume import order_in, position_in
 from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.loading.shared_position import Start
@@ -40,7 +41,8 @@ class StreamingDataLoader(DataLoader[Any]):
         global_batch_size: Samples of one optimizer step over all replicas, instead of `batch_size`.
         accumulate: Micro-batches of one optimizer step on each device.
         num_workers: Worker processes; 0 reads in this one.
-        collate_fn: From a list of samples to a batch. The default makes dicts of tensors and lists.
+        collate_fn: From a list of samples to a batch, or from ``(samples, rng)``: what it draws at random depends on
+            the batch's place in the run alone. The default makes dicts of tensors and lists.
         tail: What happens to an epoch's rest: ``"pad"`` fills it up with flagged repeats (training), ``"exact"``
             repeats nothing and lets the last batches differ by a sample (evaluation), ``"drop"`` leaves it out.
         drop_last: True for ``tail="drop"``, False for ``"pad"``.
@@ -97,7 +99,8 @@ class StreamingDataLoader(DataLoader[Any]):
         self.tail: Tail = tail or ("drop" if drop_last else "exact" if evaluation else "pad")
         self.world = world
         self.on_mismatch = on_mismatch
-        self._collate = None if collate_fn is collate_samples else collate_fn
+        is_own = collate_fn is not None and collate_fn is not collate_samples
+        self._collate = SeededCall(collate_fn, dataset.shuffle_seed, collate=True) if is_own else None  # type: ignore[arg-type]
         self._progress = Progress()
         self.streaming, self._source = dataset, source_of(dataset)
         self._workers = Workers(dataset)
@@ -390,9 +393,7 @@ def _check_arguments(
         )
     problems = []
     if tail is not None and drop_last is not None and drop_last != (tail == "drop"):
-        problems.append(
-            f"pass tail= or drop_last=, not both: found tail={tail!r}, drop_last={drop_last!r}."
-        )
+        problems.append(f"pass tail= or drop_last=, not both: found tail={tail!r}, drop_last={drop_last!r}.")
     if tail not in (None, "pad", "drop", "exact"):
         problems.append(f"tail is 'pad', 'drop' or 'exact'; found {tail!r}.")
     if batch_size is not None and global_batch_size is not None:

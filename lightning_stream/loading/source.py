@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.loading.collate import collate_columns, collate_samples
 from lightning_stream.loading.distributed import WorldLike, detect_world
-from lightning_stream.loading.randomness import seed_sample, undisturbed_generators
+from lightning_stream.loading.randomness import SeededCall, preserved_generators, seed_sample
 from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.order import OrderConfig, RunOrder, Snapshot, Tail, World
 from lightning_stream.order.micro_batches import MicroBatch
@@ -25,7 +25,6 @@ from lightning_stream.reading.stream import weights_of
 from lightning_stream.reading.subset import SubsetReader
 
 Transform = Callable[..., Any]
-Collate = Callable[..., Any]
 
 
 @dataclass
@@ -53,7 +52,11 @@ class SampleSource:
     world: WorldLike = None
     replication: int | None = None
     data_dimension: Any = "dp"
+    _seeded: SeededCall | None = field(default=None, init=False, repr=False)
     orders: dict[OrderConfig, RunOrder] = field(default_factory=dict, repr=False)  # the latest; shared by copies
+
+    def __post_init__(self) -> None:
+        self._seeded = None if self.transform is None else SeededCall(self.transform, self.seed)
 
     @property
     def snapshot(self) -> Snapshot:
@@ -97,7 +100,7 @@ class SampleSource:
         bad_data = BadData(self.bad_data.policy)
         return replace(self, reader=SubsetReader(self.reader, chosen), bad_data=bad_data, orders={})
 
-    def batch(self, batch: MicroBatch, collate: Collate | None) -> Any:
+    def batch(self, batch: MicroBatch, collate: SeededCall | None) -> Any:
         """Read, transform and collate one micro-batch.
 
         Columns are gathered at once where nothing asks for single samples: no transform, no collate function, no
@@ -108,28 +111,28 @@ class SampleSource:
         samples = self.samples(batch)
         if collate is None:
             return collate_samples(samples)
-        with undisturbed_generators(), self._named("collating", batch.delivered[:8].tolist()):
-            seed_sample(self.seed, ~batch.epoch, int(batch.positions[0]))
-            return collate(samples)
+        with preserved_generators(), self._named("collating", batch.delivered[:8].tolist()):
+            return collate(samples, batch.epoch, int(batch.positions[0]))
 
     def samples(self, batch: MicroBatch) -> list[Any]:
         """Read and transform the samples of one micro-batch."""
         ids = batch.delivered.tolist()
         if self.transform is None and self.read_one is None:
             return [self.reader.sample(sample_id) for sample_id in ids]
-        samples = []
-        with undisturbed_generators():
-            for sample_id, position in zip(ids, batch.positions.tolist(), strict=True):
-                seed_sample(self.seed, batch.epoch, position)
-                samples.append(self._one(sample_id))
-        return samples
+        with preserved_generators():
+            return [self._one(one, batch.epoch, at) for one, at in zip(ids, batch.positions.tolist(), strict=True)]
 
-    def _one(self, sample_id: int) -> Any:
-        sample = self.reader.sample(sample_id) if self.read_one is None else None
-        with self._named("reading or transforming", [sample_id]):
-            if self.read_one is not None:
+    def _one(self, sample_id: int, epoch: int, position: int) -> Any:
+        if self.read_one is None:
+            sample: Any = self.reader.sample(sample_id)
+        else:
+            seed_sample(self.seed, epoch, position)
+            with self._named("reading", [sample_id]):
                 sample = self.read_one(sample_id)
-            return sample if self.transform is None else self.transform(sample)
+        if self._seeded is None:
+            return sample
+        with self._named("transforming", [sample_id]):
+            return self._seeded(sample, epoch, position)
 
     @contextmanager
     def _named(self, doing: str, ids: list[int]) -> Iterator[None]:

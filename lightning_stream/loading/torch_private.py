@@ -15,6 +15,11 @@ def end_workers(batches: Any) -> None:
         batches._shutdown_workers()  # noqa: SLF001
 
 
+def worker_processes(batches: Any) -> list[Any]:
+    """The worker processes of torch's iterator; none where this process makes the batches."""
+    return list(batches._workers) if isinstance(batches, _MultiProcessingDataLoaderIter) else []  # noqa: SLF001
+
+
 def set_worker_dataset(info: Any, dataset: Any) -> None:
     """Replace ``get_worker_info().dataset``, which torch only sets once."""
     object.__setattr__(info, "dataset", dataset)

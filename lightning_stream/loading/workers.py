@@ -16,7 +16,8 @@ from lightning_stream.loading.pipeline import Pipeline
 from lightning_stream.loading.randomness import sample_seed
 from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.loading.shared_position import SharedPosition, Start
-from lightning_stream.loading.transport import conveyor_for
+from lightning_stream.loading.transport import shared_slots
+from lightning_stream.loading.worker_signals import let_terminate_end_at_once
 from lightning_stream.order.micro_batches import MicroBatch
 
 
@@ -97,6 +98,7 @@ class Workers:
         loader = self._kept_loader(pipeline, options) if keeps else self._torch_loader(pipeline, options)
         batches = iter(loader)
         self._live.add(batches)
+        let_terminate_end_at_once(torch_private.worker_processes(batches))
         self._kept_is_in_use |= keeps
 
         def end(failed: bool) -> None:
@@ -132,7 +134,7 @@ class Workers:
         if options.num_workers:
             _import_for_workers()
             # A worker has so many batches to make or under way, and the slot of one is free before it makes another.
-            pipeline.transport = conveyor_for(options.num_workers, max(1, options.prefetch_factor or 0))
+            pipeline.slots = shared_slots(options.num_workers, max(1, options.prefetch_factor or 0))
         seed = sample_seed(
             sample_seed(pipeline.source.seed, start.epoch, start.position), pipeline.settings.world.rank, 0
         )
