@@ -322,6 +322,13 @@ class StreamingDataLoader(DataLoader[Any]):
         self._progress.asked()
         return self.proven(self.position).to_state()
 
+    def state_after(self, num_samples: int) -> dict[str, Any]:
+        """The position after so many samples of the epoch, where nobody but the caller counts them."""
+        if self._driver is None or self._driver.counts or self._last is None:
+            return self.state_dict()
+        here = replace(self.first_position(), epoch=self._last.epoch, position=num_samples)
+        return self.proven(here if num_samples else here.next_epoch()).to_state()
+
     def proven(self, position: Position) -> Position:
         """A position with the ledger's expected sum up to it. Costs the samples since it was last asked."""
         return self._progress.proven(self._source.order(position.order), position)

@@ -16,6 +16,7 @@ class Driver(Protocol):
     """A trainer that drives a loader: it knows where the training run is, and which iteration is its own."""
 
     padding: bool  # whether a rank gets padding beside samples of its own
+    counts: bool  # whether a trainer says what was trained on
     takes_states: bool  # whether the trainer loads states through the loader, and not by itself
 
     @property

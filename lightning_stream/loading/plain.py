@@ -32,6 +32,9 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """The position as plain values."""
 
+    def state_after(self, num_samples: int) -> dict[str, Any]:
+        """The position after so many samples of the epoch, where no trainer that it follows knows it."""
+
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a state."""
 
@@ -102,7 +105,7 @@ class PlainIterations:
         """The position after so many samples, see `StreamingDataset.state_dict`."""
         owner = None if self._owner is None else self._owner()
         if owner is not None:
-            state = owner.state_dict()
+            state = owner.state_dict() if num_samples is None else owner.state_after(num_samples)
             return {STATE_KEY: json.dumps(state)} if self._packed else state
         if num_samples is None:
             raise StateError(

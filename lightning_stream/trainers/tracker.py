@@ -61,6 +61,7 @@ class PositionTracker:
 
     padding = True
     ends_epochs = True  # whether the next epoch begins with the last batch of one; else the trainer says when
+    counts = True  # whether a trainer says what was trained on
     takes_states = False  # whether the trainer loads states through the loader, and not by itself
 
     def __init__(

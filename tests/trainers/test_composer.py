@@ -224,10 +224,10 @@ def test_other_data_or_settings_are_refused(shards: Path, tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_without_a_position_restarts_the_data_and_says_so(shards: Path) -> None:
-    dataset = data_spec(remote=shards, batch_size=16).dataloader.dataset
-    with pytest.warns(UserWarning, match="holds no data position.* begins anew at epoch 0"):
+    dataset = data_spec(remote=shards, batch_size=16, on_missing_state="restart").dataloader.dataset
+    with pytest.warns(UserWarning, match="this one holds none.* The data begins from its start"):
         dataset.load_state_dict(None)
-    dataset = data_spec(remote=shards, batch_size=16, on_missing_state="error").dataloader.dataset
+    dataset = data_spec(remote=shards, batch_size=16).dataloader.dataset
     with pytest.raises(StateError, match="on_missing_state='restart'"):
         dataset.load_state_dict(None)
 
@@ -236,12 +236,13 @@ def test_a_checkpoint_without_a_position_restarts_the_data_and_says_so(shards: P
 def test_a_position_left_out_in_loading_restarts_the_data_and_says_so(shards: Path, tmp_path: Path, step: int) -> None:
     whole = Run(shards, tmp_path, save_interval="1ba")
     options = {"load_ignore_keys": ["state/dataset_state"], "max_duration": f"{step + 3}ba"}
-    with pytest.warns(UserWarning, match="left out in loading it.* begins anew at epoch 0"):
-        run = Run(shards, tmp_path / "again", checkpoints(tmp_path)[step], **options)
+    restart = {"data": {"on_missing_state": "restart"}}
+    with pytest.warns(UserWarning, match="left out in loading it.* The data begins from its start"):
+        run = Run(shards, tmp_path / "again", checkpoints(tmp_path)[step], **options, **restart)
     first = min(run.steps)
     assert [run.steps[first + k] for k in range(2)] == [whole.steps[k] for k in range(2)]
     with pytest.raises(StateError, match="left out"):
-        Run(shards, tmp_path / "b", checkpoints(tmp_path)[step], data={"on_missing_state": "error"}, **options)
+        Run(shards, tmp_path / "b", checkpoints(tmp_path)[step], **options)
 
 
 def test_only_the_weights_may_be_loaded(shards: Path, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
     def __init__(self, loader: StreamingDataLoader, **options: Any) -> None:
         self.tracker = PositionTracker(**options)
         self.tracker.padding, self.tracker.ends_epochs, self.tracker.takes_states = False, False, True
+        self.tracker.counts = False  # until a trainer joins
         self.loader = loader
         self.tracker.attach(loader, owns=self._begins)
         self._trainer: Any = None
@@ -77,7 +78,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         tracker, clock = self.tracker, trainer.state.timestamp
         if self._trainer is not None and not tracker.is_resumed:  # a second trainer begins the data from its start
             tracker.move_to(self.loader.first_position())
-        self._trainer = trainer
+        self._trainer, tracker.counts = trainer, True
         self._epoch_clock, self._batch_clock = int(clock.epoch), int(clock.batch)
         trainer.state.callbacks.insert(0, self)
         if int(clock.batch) > 0 and not trainer.first_train_batch_complete and not tracker.is_resumed:

@@ -187,9 +187,11 @@ class StreamingCallback(Callback):
         loops.let_ranks_stop_together(trainer)
         if self.show_position:
             self._hide_position = loops.show_in_bar(trainer, self.tracker)
-        if self._enters_at is not None:
-            loops.enter(trainer, self._enters_at)
-            self._enters_at = None
+        at, self._enters_at = self._enters_at, None
+        is_inside = at is not None and at.epoch == self.tracker.position.epoch
+        self.tracker.begin_epoch(at.batch if at is not None and is_inside else 0)  # as Lightning counts from here
+        if at is not None:
+            loops.enter(trainer, at)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Follow the loader that Lightning made for this epoch, if it made one."""
