@@ -1,6 +1,6 @@
-"""Runs a list of runs under one host: packages are imported once, then each run's ranks are forked.
+"""Runs a list of runs under the hosts of one module: it is imported once, then each run's ranks are forked.
 
-Started as ``python -m hosts.launch MODULE:FUNCTION RUNS.json``; each rank's output is in its run's folder.
+Started as ``python -m hosts.launch MODULE RUNS.json``; each rank's output is in its run's folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from hosts.run import Run
 
-TIMEOUT_S, GRACE_S = 60.0, 3.0
+TIMEOUT_S, GRACE_S = 120.0, 3.0
 
 
 def _free_port() -> int:
@@ -71,12 +71,17 @@ def _fork(host: Callable[[Run], None], options: dict[str, Any]) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-def main(name: str, plan: str) -> None:
-    """Run them in order; each run's exit codes are written to its folder."""
-    module, function = name.split(":")
-    host = getattr(import_module(f"hosts.{module}"), function)
+def main(module: str, plan: str) -> None:
+    """Run them in order, but none that resumes a failed run; each run's exit codes are written to its folder."""
+    hosts = import_module(f"hosts.{module}")
+    failed: set[str] = set()
     for options in json.loads(Path(plan).read_text()):
+        host = getattr(hosts, options.pop("host"))
+        if options["resumes"] in failed:
+            continue
         codes = _fork(host, options)
+        if any(codes):
+            failed.add(options["folder"])
         (Path(options["folder"]) / "codes.json").write_text(json.dumps(codes))
 
 

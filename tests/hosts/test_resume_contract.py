@@ -15,6 +15,7 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,7 @@ _TRANSFORMERS = ("transformers", "pip install transformers accelerate")
 _DEALT_TWICE = ((2, "StreamingDataLoader"),)
 HOSTS = {
     "plain loop": Host("with_torch:plain_loop"),
-    "torch.distributed.checkpoint": Host("with_torch:dcp"),
+    "torch.distributed.checkpoint": Host("with_dcp:dcp"),
     "torchdata": Host("with_torch:torchdata", "torchdata", "pip install torchdata", marks_padding=False),
     "Lightning, data module": Host("with_lightning:data_module", *_LIGHTNING),
     "Lightning, bare loader": Host("with_lightning:bare_loader", *_LIGHTNING),
@@ -78,79 +79,64 @@ CASES = [
 ]
 
 
-class Launched:
-    """The runs of one host: each is run when first asked for, its saves are made by one run in each world."""
+class Runs:
+    """The runs of all selected cases, which are launched when the first of a module is asked for."""
 
-    def __init__(self, host: Host, shards: Path, folder: Path) -> None:
-        self.host, self.shards, self.folder = host, shards, folder
+    def __init__(self, selected: set[tuple[str, str, str]], folder: Path) -> None:
+        self.folder = folder
+        self.plans: dict[str, list[dict[str, Any]]] = {}
+        # The runs that save come first: they are those without a stop.
+        runs = {(host, WORLDS[change][0], None, WORLDS[change][0]) for host, _, change in selected}
+        continued = {(host, WORLDS[change][0], stop, WORLDS[change][1]) for host, stop, change in selected}
+        for host, saved, stop, world in [*sorted(runs), *sorted(continued)]:
+            module, function = HOSTS[host].adapter.split(":")
+            resumes = None if stop is None else str(self._of(host, saved, None, saved))
+            options = {"host": function, "shards": str(self.shards(host)), "world": world, "stop": stop}
+            found = {**options, "folder": str(self._of(host, saved, stop, world)), "resumes": resumes}
+            self.plans.setdefault(module, []).append(found)
 
-    def run(self, wanted: list[tuple[int, str | None, int]]) -> None:
-        """Run these (world, stop, world now) that have not been run, in one process."""
-        plan = [
-            {"shards": str(self.shards), "folder": str(self._of(*one)), "world": one[2], "stop": one[1],
-             "resumes": None if one[1] is None else str(self._of(one[0], None, one[0]))}
-            for one in wanted
-            if not self._of(*one).exists()
-        ]  # fmt: skip
-        if not plan:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "plan.json").write_text(json.dumps(plan))
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
-        command = [sys.executable, "-W", "ignore", "-m", "hosts.launch", self.host.adapter, "plan.json"]
-        subprocess.run(command, cwd=self.folder, env=env, check=True, timeout=280)
+    def shards(self, host: str) -> Path:
+        """Seven batches an epoch, the last one whole or not."""
+        num_samples = 53 if HOSTS[host].marks_padding else 56
+        path = self.folder / f"shards-{num_samples}"
+        if not path.exists():
+            with MDSWriter(out=str(path), columns={"id": "int"}, size_limit=100) as writer:
+                for number in range(num_samples):
+                    writer.write({"id": number})
+        return path
 
-    def result(self, saved: int, stop: str | None, world: int) -> tuple[bool, Steps, str]:
+    def launch(self, host: str) -> None:
+        """Run what is planned for the host's module, in one process."""
+        module = HOSTS[host].adapter.split(":")[0]
+        if plan := self.plans.pop(module, None):
+            (self.folder / f"{module}.json").write_text(json.dumps(plan))
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+            command = [sys.executable, "-W", "ignore", "-m", "hosts.launch", module, f"{module}.json"]
+            subprocess.run(command, cwd=self.folder, env=env, check=True)
+
+    def result(self, host: str, saved: int, stop: str | None, world: int) -> tuple[bool, Steps, str]:
         """Whether a run succeeded, what fed its steps, and what its ranks printed."""
-        folder = self._of(saved, stop, world)
+        folder = self._of(host, saved, stop, world)
         steps: Steps = {}
-        for file in sorted(folder.glob("ids.*")):
+        for file in folder.glob("ids.*"):
             for line in map(json.loads, file.read_text().splitlines()):
                 steps.setdefault(line["step"], []).extend(line["ids"])
         output = "\n".join(file.read_text() for file in sorted(folder.glob("out.*")))
-        return (
-            not any(json.loads((folder / "codes.json").read_text())),
-            {k: sorted(v) for k, v in steps.items()},
-            output,
-        )
+        codes = json.loads((folder / "codes.json").read_text())
+        return not any(codes), {step: sorted(ids) for step, ids in steps.items()}, output
 
-    def _of(self, saved: int, stop: str | None, world: int) -> Path:
-        return self.folder / f"{saved}-{stop}-{world}"
+    def _of(self, host: str, saved: int, stop: str | None, world: int) -> Path:
+        return self.folder / host / f"{saved}-{stop}-{world}"
 
 
 @pytest.fixture(scope="session")
-def all_shards(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """Seven batches an epoch, the last one whole or not."""
-    folders = {}
-    for marks_padding, num_samples in ((True, 53), (False, 56)):
-        folders[marks_padding] = tmp_path_factory.mktemp("shards") / str(num_samples)
-        with MDSWriter(out=str(folders[marks_padding]), columns={"id": "int"}, size_limit=100) as writer:
-            for number in range(num_samples):
-                writer.write({"id": number})
-    return folders
-
-
-@pytest.fixture(scope="session")
-def launched(
-    request: pytest.FixtureRequest, all_shards: dict[bool, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Launched:
-    """A host with the runs of all selected cases."""
-    host = HOSTS[request.param]
-    if find_spec(host.package) is None:
-        pytest.skip(f"{request.param} needs {host.package}: {host.install}")
-    runs = Launched(host, all_shards[host.marks_padding], tmp_path_factory.mktemp("host") / "runs")
-    cases = {
-        (item.callspec.params["stop"], item.callspec.params["change"])
-        for item in request.session.items
-        if hasattr(item, "callspec") and item.callspec.params.get("launched") == request.param
-    }
-    worlds = [(*WORLDS[change], stop) for stop, change in cases]
-    whole: list[tuple[int, str | None, int]] = [
-        (world, None, world) for world in sorted({saved for saved, *_ in worlds})
-    ]
-    runs.run(whole)
-    runs.run([(saved, stop, now) for saved, now, stop in worlds if runs.result(saved, None, saved)[0]])
-    return runs
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The runs of every selected case whose host is installed."""
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    selected = {(one["host"], one["stop"], one["change"]) for one in params if "change" in one}
+    return Runs(
+        {case for case in selected if find_spec(HOSTS[case[0]].package) is not None}, tmp_path_factory.mktemp("hosts")
+    )
 
 
 def planned(shards: Path) -> Steps:
@@ -169,21 +155,20 @@ def planned(shards: Path) -> Steps:
 
 
 @pytest.mark.parametrize(("stop", "change"), CASES)
-@pytest.mark.parametrize("launched", HOSTS, indirect=True)
+@pytest.mark.parametrize("host", HOSTS)
 def test_a_run_continues_with_exactly_what_is_left_or_is_refused_with_the_cure(
-    launched: Launched, stop: str, change: str
+    runs: Runs, host: str, stop: str, change: str
 ) -> None:
-    saved, now = WORLDS[change]
-    plan, refused = planned(launched.shards), dict(launched.host.refused)
-    for began, at, world in ((saved, None, saved), (saved, stop, now)):
-        if began in refused and at is not None:
-            return  # there is no checkpoint to continue from
-        succeeded, steps, output = launched.result(began, at, world)
+    if find_spec(HOSTS[host].package) is None:
+        pytest.skip(f"{host} needs {HOSTS[host].package}: {HOSTS[host].install}")
+    runs.launch(host)
+    plan, refused, (saved, now) = planned(runs.shards(host)), dict(HOSTS[host].refused), WORLDS[change]
+    for at, world in ((None, saved), (stop, now)):
+        succeeded, steps, output = runs.result(host, saved, at, world)
         if world in refused:
             assert not succeeded
             assert steps == {}, "refused only after training began"
             assert re.search(refused[world], output), output[-3000:]
-            continue
-        first = 0 if at is None else STOPS[at]
+            return  # there is no checkpoint to continue from
         assert succeeded, output[-3000:]
-        assert steps == {step: ids for step, ids in plan.items() if step >= first}
+        assert steps == {step: ids for step, ids in plan.items() if at is None or step >= STOPS[at]}

@@ -1,4 +1,4 @@
-"""Hosts that need torch alone: a plain loop, torch.distributed.checkpoint; and torchdata's loader."""
+"""A plain loop, and torchdata's loader in its place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 from hosts.run import NUM_STEPS, STEPS_PER_EPOCH, Run, trained
 
 
-def _loop(run: Run, loader: Any, save: Any) -> None:
+def loop(run: Run, loader: Any, save: Any) -> None:
+    """Train to the end; save after some steps and after each epoch."""
     step = run.first_step
     while step < NUM_STEPS:
         before = step
@@ -31,19 +32,7 @@ def plain_loop(run: Run) -> None:
         if run.rank == 0:
             (run.saves / name).write_text(json.dumps(loader.state_dict()))
 
-    _loop(run, loader, save)
-
-
-def dcp(run: Run) -> None:
-    """The loader as a `Stateful` of torch.distributed.checkpoint."""
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as checkpoints
-
-    dist.init_process_group("gloo", rank=run.rank, world_size=run.world)
-    loader = run.loader()
-    if run.checkpoint is not None:
-        checkpoints.load({"loader": loader}, checkpoint_id=run.checkpoint)
-    _loop(run, loader, lambda name: checkpoints.save({"loader": loader}, checkpoint_id=run.saves / name))
+    loop(run, loader, save)
 
 
 def torchdata(run: Run) -> None:
@@ -54,4 +43,4 @@ def torchdata(run: Run) -> None:
     loader = run.torch_loader(StatefulDataLoader)
     if run.checkpoint is not None:
         loader.load_state_dict(torch.load(f"{run.checkpoint}.0"))
-    _loop(run, loader, lambda name: torch.save(loader.state_dict(), run.saves / f"{name}.{run.rank}"))
+    loop(run, loader, lambda name: torch.save(loader.state_dict(), run.saves / f"{name}.{run.rank}"))
