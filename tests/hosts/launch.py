@@ -17,6 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch._dynamo  # noqa: F401  # optimizers load it at their first use, which is slow
+
 from hosts.run import Run
 
 TIMEOUT_S, GRACE_S = 120.0, 3.0

@@ -24,7 +24,8 @@ pytest.importorskip("torch", reason="the hosts need torch: uv sync --extra torch
 from hosts.run import EPOCHS, GLOBAL_BATCH, STEPS_PER_EPOCH, STOPS
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset
 
-pytestmark = pytest.mark.distributed
+# The first case of a module waits for the runs of all.
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 TESTS = Path(__file__).resolve().parents[1]
 Steps = dict[int, list[int]]
 WORLDS = {"same": (1, 1), "grown": (1, 2), "shrunk": (2, 1), "same two": (2, 2)}
@@ -67,8 +68,8 @@ HOSTS = {
     "Composer, torch DataLoader": Host("with_composer:torch_loader", *_COMPOSER, marks_padding=False),
     "Accelerate, loader": Host("with_accelerate:bare_loader", *_ACCELERATE),
     "Accelerate, torch DataLoader": Host("with_accelerate:torch_loader", *_ACCELERATE, _DEALT_TWICE, False),
-    "Transformers, loader": Host("with_accelerate:transformers_loader", *_TRANSFORMERS),
-    "Transformers, dataset": Host("with_accelerate:transformers_dataset", *_TRANSFORMERS, _DEALT_TWICE, False),
+    "Transformers, loader": Host("with_transformers:bare_loader", *_TRANSFORMERS),
+    "Transformers, dataset": Host("with_transformers:dataset", *_TRANSFORMERS, _DEALT_TWICE, False),
 }
 # In a plain run each stop and each change of the world comes once; the full product is slow.
 QUICK = [("middle", "grown"), ("epoch end", "same"), ("last batch", "shrunk"), ("later epoch", "shrunk")]

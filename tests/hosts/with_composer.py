@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import composer.algorithms  # noqa: F401  # the trainer loads it at its first use, which is slow
 import torch
 from composer import Callback, ComposerModel, Trainer
 from composer.callbacks import CheckpointSaver
