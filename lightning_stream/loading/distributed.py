@@ -1,15 +1,19 @@
 """Which processes train together: the `World`, detected at the moment it is needed.
 
-Order of belief: what the caller says (a `World`, a ``(rank, num_ranks)`` pair, a device mesh); the process group
-of `torch.distributed` where one is up; the variables of a launcher (torchrun, Composer, SLURM, Open MPI); else one
-process alone. Never makes a process group, never writes the environment.
+In this order: what the caller passes (a `World`, a ``(rank, num_ranks)`` pair, a device mesh); the process group of
+`torch.distributed` if one is up; the variables of a launcher (torchrun, Composer, Open MPI, SLURM); one process alone.
+Nothing here makes a process group or writes to the environment.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import re
+from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Union
+from contextlib import suppress
+from typing import TYPE_CHECKING, Union
 
 import torch.distributed as dist
 
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 WorldLike = Union[World, tuple[int, int], "DeviceMesh", None]
+Dimensions = Union[str, tuple[str, ...]]
 
 # (rank, number of ranks, ranks on this node) as each launcher names them. SLURM's step variables exist only inside
 # an `srun` step: in a batch script SLURM_NTASKS is set although a single process runs.
@@ -29,67 +34,107 @@ _LAUNCHERS = {
 }
 
 
-def detect_world(given: WorldLike = None, replication: int = 1, data_dimension: str = "dp") -> World:
-    """Say which process of which world this is.
+def detect_world(given: WorldLike = None, replication: int = 1, data_dimension: Dimensions = "dp") -> World:
+    """Return the world and this process's rank in it.
+
+    Example: ``detect_world(mesh, data_dimension=("dp_replicate", "dp_shard"))``.
 
     Args:
         given: A `World` (returned as it is), a ``(rank, num_ranks)`` pair, a device mesh, or None to detect.
         replication: Groups of this many consecutive ranks get the same samples (tensor or sequence parallel).
-        data_dimension: With a device mesh, the name of its data-parallel dimension.
+        data_dimension: The name of a device mesh's data-parallel dimension, flattened ones included, or a tuple of
+            names. ``"dp"`` also stands for ``dp_replicate`` and ``dp_shard`` in a mesh that has no ``"dp"``.
 
     Raises:
-        ValueError: The parts contradict each other.
+        ValueError: The arguments or the launcher's variables contradict each other.
     """
     if isinstance(given, World):
         if replication not in (1, given.replication):
             raise ValueError(f"replication is given twice: {given.replication} in the world, {replication} beside it")
         return given
-    if isinstance(given, tuple):
-        rank, num_ranks = given
-        return World(rank, num_ranks, _ranks_per_node(num_ranks, os.environ), replication)
-    if given is not None:
+    if given is not None and not isinstance(given, tuple):
+        if replication != 1:
+            raise ValueError(
+                "a device mesh says itself which ranks get the same samples: those that differ only outside "
+                f"data_dimension={data_dimension!r}; found replication={replication} beside it. Leave replication out"
+            )
         return _world_of_mesh(given, data_dimension)
-    if dist.is_available() and dist.is_initialized():
-        num_ranks = dist.get_world_size()
-        return World(dist.get_rank(), num_ranks, _ranks_per_node(num_ranks, os.environ), replication)
-    rank, num_ranks, ranks_per_node = _world_of_launcher(os.environ)
-    return World(rank, num_ranks, ranks_per_node, replication)
+    if given is not None:
+        rank, num_ranks = given
+    elif dist.is_available() and dist.is_initialized():
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    else:
+        rank, num_ranks = _rank_of_launcher(os.environ)
+    return World(rank, num_ranks, _ranks_per_node(num_ranks, os.environ), replication)
 
 
-def _world_of_launcher(environ: Mapping[str, str]) -> tuple[int, int, int]:
-    for launcher, (rank_name, size_name, local_name) in _LAUNCHERS.items():
-        if rank_name not in environ or size_name not in environ:
+def _rank_of_launcher(environ: Mapping[str, str]) -> tuple[int, int]:
+    for launcher, (rank, size, _) in _LAUNCHERS.items():
+        if rank in environ and size in environ:
+            try:
+                return int(environ[rank]), int(environ[size])
+            except ValueError as error:
+                found = f"{rank}={environ[rank]!r}, {size}={environ[size]!r}"
+                raise ValueError(f"{launcher} sets whole numbers in its variables; found {found}") from error
+    return 0, 1
+
+
+def _ranks_per_node(num_ranks: int, environ: Mapping[str, str]) -> int:
+    """Ranks on each node, from the launcher's number of nodes; all of them if no launcher says it."""
+    for _, size_name, local_name in _LAUNCHERS.values():
+        size = environ.get(size_name, "")
+        # SLURM writes "4(x2)" for four tasks on each of two nodes, "4,2" where they differ.
+        local = re.fullmatch(r"([1-9]\d*)(\(x\d+\))?", environ.get(local_name, ""))
+        if local is None or not size.isdigit():
             continue
-        try:
-            rank, num_ranks = int(environ[rank_name]), int(environ[size_name])
-        except ValueError as error:
-            found = f"{rank_name}={environ[rank_name]!r}, {size_name}={environ[size_name]!r}"
-            raise ValueError(f"{launcher} sets whole numbers in its variables; found {found}") from error
-        return rank, num_ranks, _ranks_per_node(num_ranks, environ, local_name)
-    return 0, 1, 1
+        num_nodes, rest = divmod(int(size), int(local[1]))
+        # The launcher may have started one task per node, and that task the node's ranks.
+        if num_nodes and rest == 0 and num_ranks % num_nodes == 0:
+            return num_ranks // num_nodes
+    return num_ranks
 
 
-def _ranks_per_node(num_ranks: int, environ: Mapping[str, str], name: str = "LOCAL_WORLD_SIZE") -> int:
-    """Ranks on each node; where no launcher says so, all ranks are taken to share one node."""
-    # SLURM writes "4(x2)" for four tasks on each of two nodes.
-    text = environ.get(name, "").split("(")[0]
-    local = int(text) if text.isdigit() else num_ranks
-    return local if 0 < local <= num_ranks and num_ranks % local == 0 else num_ranks
-
-
-def _world_of_mesh(mesh: DeviceMesh, data_dimension: str) -> World:
-    """The world as the mesh's data dimension sees it: ranks that differ only elsewhere get the same samples."""
-    names: tuple[str, ...] = tuple(mesh.mesh_dim_names or ())
-    if data_dimension not in names:
+def _world_of_mesh(mesh: DeviceMesh, data_dimension: Dimensions) -> World:
+    """The world of data replicas: ranks that differ only in other dimensions of the mesh get the same samples."""
+    mesh, names = _data_mesh(mesh, (data_dimension,) if isinstance(data_dimension, str) else data_dimension)
+    dimensions = [(mesh.mesh_dim_names or ()).index(name) for name in names]
+    num_replicas = math.prod(mesh.size(dimension) for dimension in dimensions)
+    # The ranks of each replica, in any layout.
+    replicas = mesh.mesh.movedim(dimensions, list(range(len(dimensions)))).reshape(num_replicas, -1).tolist()
+    own = [replica for replica, ranks in enumerate(replicas) if mesh.get_rank() in ranks]
+    # Torch 2.7 gives the wrong ranks for root["flat"] where the flattened dimensions are not neighbours.
+    group = dist.get_process_group_ranks(mesh.get_group()) if mesh.ndim == 1 else None
+    if not own or (group and {*group} != {*mesh.mesh.tolist()}):
         raise ValueError(
-            f"a device mesh must name its data dimension: looked for {data_dimension!r}, the mesh has {list(names)}. "
-            f"Pass data_dimension= with one of them."
+            f"the data mesh must have this rank and the ranks of its group; found rank {mesh.get_rank()} and {mesh}. "
+            "Pass the mesh that _flatten() returned, or data_dimension= with a tuple of the root mesh's names"
         )
-    replicas: Any = mesh[data_dimension]
-    # The data coordinate alone decides the samples, whatever the layout of ranks in the mesh.
-    return World(replicas.get_local_rank(), replicas.size(), _replicas_per_node(mesh, replicas.size()), 1)
+    return World(own[0], num_replicas, _replicas_per_node(replicas))
 
 
-def _replicas_per_node(mesh: DeviceMesh, num_replicas: int) -> int:
-    num_nodes = max(1, mesh.size() // _ranks_per_node(mesh.size(), os.environ))
-    return num_replicas // num_nodes if num_replicas % num_nodes == 0 else num_replicas
+def _data_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[DeviceMesh, tuple[str, ...]]:
+    """The mesh that has all of these dimensions; a flattened dimension is a mesh of its own."""
+    has = mesh.mesh_dim_names or ()
+    if names == ("dp",) and "dp" not in has:
+        names = tuple(name for name in has if name in ("dp_replicate", "dp_shard")) or names
+    if len(names) == 1 and names[0] not in has:
+        with suppress(KeyError, RuntimeError):  # it has no such dimension
+            return mesh[names[0]], names
+    if not names or len({*names} & {*has}) < len(names):
+        raise ValueError(
+            f"a device mesh must name its data dimension: looked for {list(names)}, the mesh has {list(has)}. Pass "
+            "data_dimension= with one of them or a tuple of several, or pass the flattened mesh itself"
+        )
+    return mesh, names
+
+
+def _replicas_per_node(replicas: list[list[int]]) -> int:
+    """Consecutive replicas on each node; all of them where the layout gives the nodes something else."""
+    ranks_per_node = _ranks_per_node(dist.get_world_size(), os.environ)
+    on_node: dict[int, list[int]] = defaultdict(list)
+    for replica, ranks in enumerate(replicas):
+        for node in {rank // ranks_per_node for rank in ranks}:
+            on_node[node].append(replica)
+    groups = sorted({tuple(group) for group in on_node.values()})
+    equal = len({len(group) for group in groups}) == 1
+    return len(groups[0]) if equal and sum(groups, ()) == tuple(range(len(replicas))) else len(replicas)

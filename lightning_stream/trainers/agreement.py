@@ -1,7 +1,7 @@
-"""Whether all ranks are about to train on the same run of the same data, asked once where a training begins.
+"""Checks, once at the start of training, that all ranks train on the same run of the same data.
 
-Each rank reads the index and computes the order for itself. Where one of them read another index, because the dataset
-was replaced while the run began, or was given other settings, samples would be lost and repeated in silence.
+Each rank reads the index and computes the order for itself. If one of them read another index, because the dataset was
+replaced meanwhile, or got other settings, samples would be lost and repeated without an error.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lightning_stream.order import Position
 
 
 def check_ranks_agree(position: Position) -> None:
-    """Compare where this rank begins with where all others do. Collective, if there is a process group.
+    """Compare the position of all ranks. Collective, if there is a process group.
 
     Raises:
-        StateError: They differ; raised on every rank, so that none waits for another.
+        StateError: They differ; every rank raises it, so that none waits for another.
     """
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
@@ -41,5 +41,5 @@ def compare(states: Sequence[Mapping[str, Any]]) -> None:
             found = ", ".join(f"{name}: {states[0].get(name)} and {state[name]}" for name in differs)
             raise StateError(
                 f"all ranks train on one run of the same data, but ranks 0 and {rank} differ in {found}. The data was "
-                "replaced while the run began, or a setting depends on the rank: mend that and begin again"
+                "replaced while the run began, or a setting depends on the rank: correct that and start again"
             )

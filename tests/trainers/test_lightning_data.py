@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -111,3 +114,40 @@ def test_a_checkpoint_that_is_not_there_is_said_to_be_missing(shards: Path, tmp_
     torch.save({"state_dict": {}}, tmp_path / "bare.ckpt")
     with pytest.raises(StateError, match="holds the data's position"):
         read_position(tmp_path / "bare.ckpt")
+
+
+@pytest.mark.parametrize("error", ["ImportError", "AttributeError"])
+def test_our_classes_are_there_beside_a_broken_second_lightning(tmp_path: Path, error: str) -> None:
+    (tmp_path / "pytorch_lightning").mkdir()
+    (tmp_path / "pytorch_lightning" / "__init__.py").write_text(f"raise {error}('too old')")
+    code = """import lightning as L
+from lightning_stream import StreamingDataModule
+print(issubclass(StreamingDataModule, L.LightningDataModule))"""
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_a_position_is_read_from_a_sharded_folder_without_its_weights(shards: Path, tmp_path: Path) -> None:
+    Run(shards, tmp_path, every_n_train_steps=5, max_epochs=1)
+    path = checkpoints(tmp_path)[0][1]
+    content = torch.load(path, weights_only=True)
+    (tmp_path / "sharded").mkdir()
+    torch.save({k: v for k, v in content.items() if k != "state_dict"}, tmp_path / "sharded" / "meta.pt")
+    assert read_position(tmp_path / "sharded") == read_position(path)
+    torch.save(
+        {**content, "state_dict": {"w": torch.zeros(1000)}}, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False
+    )
+    assert read_position(tmp_path / "old.ckpt") == read_position(path)
+    torch.save({**content, "state_dict": {"w": torch.zeros(4 << 20)}}, tmp_path / "large.ckpt")
+    before = _bytes_read()
+    assert read_position(tmp_path / "large.ckpt") == read_position(path)
+    assert _bytes_read() - before < 1 << 20  # of 16 MB
+
+
+def _bytes_read() -> int:
+    """What this process has read from files so far, by calls; mapped pages are not counted."""
+    return int(Path("/proc/self/io").read_text().split()[1])

@@ -1,11 +1,12 @@
 """Lightning under either name, `lightning.pytorch` or `pytorch_lightning`: two packages with classes of their own.
 
 Installing the first brings the second, and a script imports them in any order around ours; so our classes are of both
-where both are there. The second import costs a fiftieth of the first.
+where both work. The second import costs a fiftieth of the first.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -13,10 +14,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningDataModule
 else:
-    _FOUND = [name for name in ("lightning", "pytorch_lightning") if find_spec(name) is not None]
-    _PACKAGES = [
-        import_module("lightning.pytorch" if name == "lightning" else name) for name in _FOUND or ["lightning"]
-    ]
+    _NAMES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+    _FOUND = [module for name, module in _NAMES.items() if find_spec(name) is not None] or ["lightning.pytorch"]
+    _PACKAGES = []
+    for _module in _FOUND:
+        # An old package fails so beside a newer torch or numpy; a script that uses it fails at its own import.
+        with suppress(ImportError, AttributeError):
+            _PACKAGES.append(import_module(_module))
+    _PACKAGES = _PACKAGES or [import_module(_FOUND[0])]  # raises what is wrong with it
 
     class Callback(*[package.Callback for package in _PACKAGES]):
         """A callback for trainers of both."""
