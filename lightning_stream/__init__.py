@@ -14,15 +14,21 @@ from lightning_stream.errors import LightningStreamError, missing_extra
 if TYPE_CHECKING:
     from lightning_stream.dataset import StreamingDataset
     from lightning_stream.formats.encodings import register_encoding
+    from lightning_stream.formats.jpeg import decode_jpeg as decode_jpeg
     from lightning_stream.loader import StreamingDataLoader
     from lightning_stream.local_dataset import LocalDataset
     from lightning_stream.order import Position, World
     from lightning_stream.reading.stream import Stream
     from lightning_stream.spark import StreamToTorchDataset as StreamToTorchDataset
     from lightning_stream.spark import dataframe_to_mds as dataframe_to_mds
+    from lightning_stream.trainers.audit import verify_delivery as verify_delivery
+    from lightning_stream.trainers.checkpoints import read_position as read_position
+    from lightning_stream.trainers.checkpoints import start_at as start_at
     from lightning_stream.trainers.composer.spec import data_spec as data_spec
     from lightning_stream.trainers.lightning.callback import StreamingCallback as StreamingCallback
     from lightning_stream.trainers.lightning.data_module import StreamingDataModule as StreamingDataModule
+    from lightning_stream.trainers.tracker import PositionTracker as PositionTracker
+    from lightning_stream.trainers.transformers import StreamingTrainerCallback as StreamingTrainerCallback
     from lightning_stream.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter, merge_index
 
 __version__ = "0.1.0"
@@ -43,10 +49,16 @@ _HOME = {
     "TSVWriter": "writer",
     "World": "order",
     "XSVWriter": "writer",
+    "PositionTracker": "trainers.tracker",
+    "StreamingTrainerCallback": "trainers.transformers",
     "data_spec": "trainers.composer.spec",
+    "decode_jpeg": "formats.jpeg",
     "dataframe_to_mds": "spark",
     "merge_index": "writer",
+    "read_position": "trainers.checkpoints",
     "register_encoding": "formats.encodings",
+    "start_at": "trainers.checkpoints",
+    "verify_delivery": "trainers.audit",
 }
 # What an absent package means: the extra of ours that brings it.
 _EXTRA_OF = {
@@ -54,6 +66,7 @@ _EXTRA_OF = {
     "lightning": "lightning",
     "pytorch_lightning": "lightning",
     "composer": "composer",
+    "transformers": "transformers",
     "pyspark": "spark",
 }
 
@@ -65,14 +78,19 @@ __all__ = [
     "LocalDataset",
     "MDSWriter",
     "Position",
+    "PositionTracker",
     "Stream",
     "StreamingDataLoader",
     "StreamingDataset",
     "TSVWriter",
     "World",
     "XSVWriter",
+    "decode_jpeg",
     "merge_index",
+    "read_position",
     "register_encoding",
+    "start_at",
+    "verify_delivery",
 ]
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_stream.cache import CacheConfig
 from lightning_stream.formats.sizes import parse_bytes, parse_count
-from lightning_stream.loading.distributed import WorldLike
+from lightning_stream.loading.distributed import Dimensions, WorldLike
 from lightning_stream.loading.plain import PlainIterations
 from lightning_stream.loading.source import SampleSource, Transform
 from lightning_stream.order import MosaicConfig, OrderConfig
@@ -74,7 +74,7 @@ class StreamingDataset(IterableDataset[Any]):
         window: Shards active at once in each canonical node; None for about 128 over all of them.
         world: Which processes train together: a `World`, a ``(rank, num_ranks)`` pair or a device mesh; None to detect
             it when needed.
-        data_dimension: With a device mesh, the name of its data-parallel dimension.
+        data_dimension: With a device mesh, the name or names of its data-parallel dimensions.
         shared_cache: Whether other users of the machine may share the cache folder.
         on_bad_sample: ``"raise"``, or ``"substitute"`` to deliver another sample of the stream where one cannot be
             decoded: the same one in every world, so that all ranks keep step.
@@ -123,7 +123,7 @@ class StreamingDataset(IterableDataset[Any]):
         decoders: Mapping[str, Callable[[bytes], Any]] | None = None,
         window: int | None = None,
         world: WorldLike = None,
-        data_dimension: str = "dp",
+        data_dimension: Dimensions = "dp",
         shared_cache: bool = False,
         on_bad_sample: Policy = "raise",
         on_bad_shard: Policy = "raise",
@@ -263,7 +263,14 @@ class StreamingDataset(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's samples; in a worker of a plain DataLoader, the samples of that worker's batches."""
-        return self._streaming_plain.iterate(source_of(self))
+        return self._streaming_plain.iterate(self, source_of(self))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start the next iteration at the beginning of this epoch; a loaded state is kept.
+
+        Accelerate calls it before each iteration, with a count of its own.
+        """
+        self._streaming_plain.set_epoch(self, self._streaming_source, epoch)
 
     def warm(self, steps: int) -> int:
         """Fetch, before training, the shards of this rank's first optimizer steps from where the next iteration starts.
@@ -276,7 +283,8 @@ class StreamingDataset(IterableDataset[Any]):
         """The position after so many samples, in the form that `load_state_dict` reads.
 
         Args:
-            num_samples: Samples trained on over all replicas, padding excluded.
+            num_samples: Samples trained on over all replicas, padding excluded; None for those yielded in this
+                process, as torchdata's StatefulDataLoader asks.
             from_beginning: Whether they count from the beginning of the epoch, or from where this iteration started.
         """
         return self._streaming_plain.state_dict(self._streaming_source, num_samples, from_beginning)

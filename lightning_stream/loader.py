@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_stream.dataset import StreamingDataset, plain_iterations_of, source_of
 from lightning_stream.errors import StateError
+from lightning_stream.loading.accelerate import as_prepared, is_prepared
 from lightning_stream.loading.checks import ReadAhead, tell
 from lightning_stream.loading.collate import collate_samples
 from lightning_stream.loading.distributed import WorldLike, detect_world
@@ -103,6 +104,7 @@ class StreamingDataLoader(DataLoader[Any]):
         self._collate = SeededCall(collate_fn, dataset.shuffle_seed, collate=True) if is_own else None  # type: ignore[arg-type]
         self._progress = Progress()
         self.streaming, self._source = dataset, source_of(dataset)
+        plain_iterations_of(dataset).has_loader |= not evaluation
         self._workers = Workers(dataset)
         self._checked: BatchSettings | None = None  # the settings that the checks before training were made for
         self._last: MicroBatch | None = None
@@ -125,6 +127,9 @@ class StreamingDataLoader(DataLoader[Any]):
         )
         # Accelerate and Lightning read arguments off the attributes of their names; torch has filled in its own.
         vars(self).update(batch_size=batch_size, drop_last=self.tail == "drop")
+
+    # What Accelerate asks of a loader: to leave dealing to it, and to keep its state.
+    _is_accelerate_prepared = use_stateful_dataloader = True
 
     # What the batches are
 
@@ -191,7 +196,8 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def __iter__(self) -> LoaderIterator:  # type: ignore[override]  # torch names its own iterator class
         """Make an iteration from the loaded state, or of the next epoch that was not begun yet."""
-        return LoaderIterator(self)
+        iterator = LoaderIterator(self)
+        return as_prepared(self, iterator) if is_prepared(self) else iterator
 
     def look(self) -> LoaderIterator:
         """Make an iteration over a whole epoch that moves nothing, e.g. for statistics before training."""

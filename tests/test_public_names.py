@@ -14,19 +14,25 @@ PUBLIC = {
     "LocalDataset",
     "MDSWriter",
     "Position",
+    "PositionTracker",
     "Stream",
     "StreamToTorchDataset",
     "StreamingCallback",
     "StreamingDataLoader",
     "StreamingDataModule",
     "StreamingDataset",
+    "StreamingTrainerCallback",
     "TSVWriter",
     "World",
     "XSVWriter",
     "data_spec",
     "dataframe_to_mds",
+    "decode_jpeg",
     "merge_index",
+    "read_position",
     "register_encoding",
+    "start_at",
+    "verify_delivery",
 }
 
 
@@ -34,6 +40,7 @@ NEEDS_A_TRAINER_OR_SPARK = {
     "StreamToTorchDataset",
     "StreamingCallback",
     "StreamingDataModule",
+    "StreamingTrainerCallback",
     "data_spec",
     "dataframe_to_mds",
 }

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from lightning_stream.order import World
@@ -15,11 +15,13 @@ from lightning_stream.order import World
 _MARK = "_is_accelerate_prepared"
 
 
-def as_prepared(loader: Any, batches: Iterable[Any]) -> Iterator[Any]:
+def is_prepared(loader: Any) -> bool:
+    """Whether `accelerator.prepare` was called with this loader."""
+    return _MARK in vars(loader)
+
+
+def as_prepared(loader: Any, batches: Iterator[Any]) -> Any:
     """Yield batches as Accelerate's own loaders do: on its device, the last one marked for gradient accumulation."""
-    if _MARK not in vars(loader):  # `prepare` was not called with it
-        yield from batches
-        return
     from accelerate.state import GradientState, PartialState
     from accelerate.utils import send_to_device
 
@@ -34,19 +36,26 @@ def as_prepared(loader: Any, batches: Iterable[Any]) -> Iterator[Any]:
         state._remove_dataloader(loader)  # noqa: SLF001
 
 
-def refuse_second_dealing(dataset: Any, world: World) -> None:
-    """Refuse to iterate a dataset whose samples Accelerate would deal to the ranks after the dataset did.
+def refuse_second_dealing(dataset: Any, world: World, *, has_loader: bool) -> None:
+    """Refuse to iterate a dataset that Accelerate deals after it has dealt itself, or behind its own loader's back.
 
     Raises:
-        ValueError: A loader of Accelerate iterates the dataset, and there are several data replicas.
+        ValueError: A loader of Accelerate iterates the dataset, and there are several data replicas, or the dataset
+            has a `StreamingDataLoader`, which alone can skip batches exactly.
     """
     accelerate: Any = sys.modules.get("accelerate.state")
-    if accelerate is None or world.num_replicas == 1:
+    if accelerate is None or (world.num_replicas == 1 and not has_loader):
         return
     dealt = getattr(accelerate.GradientState().active_dataloader, "dataset", None)
     if dataset is dealt or dataset is getattr(dealt, "dataset", None):
+        found = (
+            "skip_first_batches would replay this dataset from its start"
+            if has_loader
+            else f"StreamingDataset and Accelerate would both deal them to {world.num_replicas} data replicas"
+        )
         raise ValueError(
-            f"samples are dealt to the {world.num_replicas} data replicas once, but StreamingDataset and Accelerate "
-            "would both deal them. Pass StreamingDataLoader(dataset, ...) to accelerator.prepare; with a Trainer of "
-            "transformers, return it from get_train_dataloader and set ignore_data_skip=True"
+            f"samples are dealt once, and a StreamingDataLoader resumes by its state; but {found}. Pass "
+            "StreamingDataLoader(dataset, ...) to accelerator.prepare, and resume with load_state; with a Trainer of "
+            "transformers, return it from get_train_dataloader, add StreamingTrainerCallback and set "
+            "ignore_data_skip=True"
         )

@@ -14,6 +14,7 @@ from weakref import ReferenceType, ref
 from torch.utils.data import get_worker_info
 
 from lightning_stream.errors import StateError
+from lightning_stream.loading.accelerate import refuse_second_dealing
 from lightning_stream.loading.resume import order_in, position_in
 from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.loading.shared_position import SharedPosition, Start
@@ -50,6 +51,8 @@ class PlainIterations:
         self.batch_size = batch_size
         self._owner: ReferenceType[Stateful] | None = None
         self._packed = False
+        self._num_yielded = 0  # samples of this rank since the iteration began
+        self.has_loader = False  # whether a StreamingDataLoader trains on the dataset
         self.loaded_state: Mapping[str, Any] | None = None
         self._shared = SharedPosition()
         self._loaded: Position | None = None
@@ -78,7 +81,13 @@ class PlainIterations:
         """The order of the training run."""
         return source.order(self.settings(source).order)
 
-    def iterate(self, source: SampleSource) -> Iterator[Any]:
+    def set_epoch(self, dataset: Any, source: SampleSource, epoch: int) -> None:
+        """Start the next iteration at the beginning of this epoch; a loaded state is kept."""
+        refuse_second_dealing(dataset, source.detect_world(), has_loader=self.has_loader)
+        if self._loaded is None:
+            self._shared.upcoming = Start(epoch)
+
+    def iterate(self, dataset: Any, source: SampleSource) -> Iterator[Any]:
         """Yield this rank's samples; in a worker of a DataLoader, the samples of that worker's batches."""
         worker = get_worker_info()
         if worker is not None and worker.num_workers > 1 and self.batch_size is None:
@@ -87,6 +96,7 @@ class PlainIterations:
                 "size: pass batch_size= to StreamingDataset, the same as to the DataLoader, or use StreamingDataLoader"
             )
         source.reader.require_samples()
+        refuse_second_dealing(dataset, source.detect_world(), has_loader=self.has_loader)
         index, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         key = worker.seed - worker.id if worker is not None else os.getpid()
         settings = self.settings(source)
@@ -94,8 +104,11 @@ class PlainIterations:
         ahead = read_ahead(
             source.reader, batches.plan, batches.walk(index, count), source.predownload, settings.device_batch_size
         )
+        self._num_yielded = 0
         for batch in ahead:
-            yield from readable(source, batch, source.samples)[0]
+            for sample in readable(source, batch, source.samples)[0]:
+                self._num_yielded += 1
+                yield sample
 
     def warm(self, source: SampleSource, steps: int) -> int:
         """Fetch the shards of this rank's first optimizer steps from where the next iteration starts."""
@@ -108,11 +121,12 @@ class PlainIterations:
             state = owner.state_dict() if num_samples is None else owner.state_after(num_samples)
             return {STATE_KEY: json.dumps(state)} if self._packed else state
         if num_samples is None:
-            raise StateError(
-                "a dataset does not know which of its samples were trained on: pass state_dict(num_samples, "
-                "from_beginning) as Composer does, or use a StreamingDataLoader, whose state_dict() needs nothing; it "
-                "replaces torchdata's StatefulDataLoader, too"
-            )
+            if get_worker_info() is not None:
+                raise StateError(
+                    "a worker of torchdata's StatefulDataLoader sees only its own part of a run: use "
+                    "StreamingDataLoader, which keeps the position with any number of workers, or num_workers=0"
+                )
+            num_samples, from_beginning = self._num_yielded * source.detect_world().num_replicas, False
         settings = self.settings(source)
         run, began = source.order(settings.order), self._shared.current
         start = began or self._shared.upcoming
@@ -137,7 +151,7 @@ class PlainIterations:
                 "a training run continues from the data position in its checkpoint, but this one holds none: it was "
                 "written without a StreamingDataset. To begin the data from its start, load the weights only"
             )
-        self.loaded_state = state
+        self.loaded_state, self._num_yielded = state, 0
         if self.batch_size is None:
             return  # a loader of ours will read it, or nobody
         self._loaded = position_in(state, source, self.settings(source, state))

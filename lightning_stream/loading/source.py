@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.loading.collate import collate_columns, collate_samples
-from lightning_stream.loading.distributed import WorldLike, detect_world
+from lightning_stream.loading.distributed import Dimensions, WorldLike, detect_world
 from lightning_stream.loading.randomness import SeededCall, preserved_generators, seed_sample
 from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.order import OrderConfig, RunOrder, Snapshot, Tail, World
@@ -51,7 +51,7 @@ class SampleSource:
     read_one: Callable[[int], Any] | None = None
     world: WorldLike = None
     replication: int | None = None
-    data_dimension: Any = "dp"
+    data_dimension: Dimensions = "dp"
     _seeded: SeededCall | None = field(default=None, init=False, repr=False)
     orders: dict[OrderConfig, RunOrder] = field(default_factory=dict, repr=False)  # the latest; shared by copies
 

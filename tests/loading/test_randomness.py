@@ -97,7 +97,9 @@ def test_what_a_function_draws_depends_on_its_place_alone(function: Callable[...
     assert all(other("value", *places[0]) != first[0] for other in others)
 
 
-@pytest.mark.parametrize("function", [refers_by_name, Pipeline().transform, draws_from_rng], ids=["by name", "method", "rng"])
+@pytest.mark.parametrize(
+    "function", [refers_by_name, Pipeline().transform, draws_from_rng], ids=["by name", "method", "rng"]
+)
 def test_a_copy_in_another_process_draws_the_same(function: Callable[..., Any]) -> None:
     call = SeededCall(function, 5, collate=True)
     assert pickle.loads(pickle.dumps(call))("value", 1, 2) == call("value", 1, 2)
