@@ -205,12 +205,12 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]:
         """Say where an iteration begins, and begin to make its batches."""
+        driver = self._driver or _driver_of(self)
         plain = plain_iterations_of(self.streaming)
         if iterator.moves and not self.evaluation:
             plain.belongs_to(self)
-        if self._begins_at is None and self._progress.position is None and plain.loaded_state is not None:
+        if driver is None and self._begins_at is None and self._progress.position is None and plain.loaded_state:
             self.continue_from(self.accept(plain.loaded_state))  # the state was given to the dataset, as MDS users do
-        driver = self._driver or _driver_of(self)
         own = driver.begin(iterator) if driver is not None and iterator.moves and not self.evaluation else None
         settings = self.settings()
         run = self._run(settings)

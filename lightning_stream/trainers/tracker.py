@@ -88,6 +88,7 @@ class PositionTracker:
         self._walk: Iterator[MicroBatch] | None = None
         self._next = (-1, 0)  # (epoch, number) of the micro-batch that the walk gives next
         self._epoch = -1  # the epoch that `_batches` belongs to
+        self._taken_epoch = -1
         self._place: Place | None = None
         self._current: MicroBatch | None = None
         self._record: DeliveryRecord | None = None
@@ -278,7 +279,7 @@ class PositionTracker:
         seen = self._current  # what came out of the loader's own iteration
         if self.check_delivery:
             _compare(planned, seen, number)
-        self._place, seen = planned, seen or planned
+        self._place, seen, self._taken_epoch = planned, seen or planned, planned.epoch
         if self._record is not None:
             self._record.take(seen)
         if self.seed_steps is not None:
@@ -347,11 +348,11 @@ class PositionTracker:
     @property
     def epoch_in_training(self) -> int:
         """The epoch of the micro-batch that was taken last; -1 before any."""
-        return self._epoch
+        return self._taken_epoch
 
     def _forget_epoch(self) -> None:
         self._batches = self._walk = self._place = self._settings = None
-        self._epoch, self._next = -1, (-1, 0)
+        self._epoch, self._taken_epoch, self._next = -1, -1, (-1, 0)
 
     # A plain loop
 

@@ -14,6 +14,7 @@ from composer import Callback, Logger, State
 from composer.loggers import ProgressBarLogger
 from composer.utils import dist
 
+from lightning_stream.dataset import plain_iterations_of
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.order import Position
@@ -153,7 +154,10 @@ def driver_of(loader: StreamingDataLoader) -> PositionTracker | None:
     """Follow the Composer trainer that is about to train on a loader which nobody follows yet, if there is one."""
     if private.trainer_that_asks(loader) is None:
         return None
-    return StreamingPosition(loader).tracker
+    tracker, loaded = StreamingPosition(loader).tracker, plain_iterations_of(loader.streaming).loaded_state
+    if loaded is not None:  # Composer gave the checkpoint's state to the dataset, when nobody followed the loader yet
+        tracker.load(loaded)
+    return tracker
 
 
 def _show(bar: Any, position: Position) -> None:
