@@ -122,7 +122,8 @@ def suggesting(init: Callable[P, None]) -> Callable[P, None]:
             if name not in names:
                 close = get_close_matches(name, names, 1)
                 remedy = f"Did you mean {close[0]!r}?" if close else f"Its arguments are {', '.join(names)}"
-                raise TypeError(f"{init.__qualname__}() got an unexpected keyword argument {name!r}. {remedy}")
+                made = type(args[0]).__name__
+                raise TypeError(f"{made}() got an unexpected keyword argument {name!r}. {remedy}")
         init(*args, **kwargs)
 
     return checked
