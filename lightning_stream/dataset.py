@@ -4,48 +4,40 @@ from __future__ import annotations
 
 import copy
 import math
-import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
 from lightning_stream.cache import CacheConfig
-from lightning_stream.formats.sizes import parse_bytes, parse_count
+from lightning_stream.errors import suggesting
+from lightning_stream.formats.sizes import parse_bytes, parse_count, whole
 from lightning_stream.loading.distributed import Dimensions, WorldLike
+from lightning_stream.loading.indexed import IndexedSamples, Readable, refuse_overrides
 from lightning_stream.loading.plain import PlainIterations
 from lightning_stream.loading.source import SampleSource, Transform
 from lightning_stream.order import MosaicConfig, OrderConfig
-from lightning_stream.order.config import MOSAIC_ALGORITHMS
+from lightning_stream.order.config import MOSAIC_ALGORITHMS, PARTITIONS, is_count
 from lightning_stream.reading.bad_samples import Policy, bad_data
 from lightning_stream.reading.reader import ReaderConfig, SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
 
-
-class _Readable:
-    """An attribute of ours that a subclass may take for itself: what it stores under this name never meets us."""
-
-    def __init__(self, read: Callable[[SampleSource], Any]) -> None:
-        self._read = read
-
-    def __get__(self, dataset: StreamingDataset | None, owner: type) -> Any:
-        return self if dataset is None else self._read(dataset._streaming_source)  # noqa: SLF001 - its own class
+_PUBLIC = {"seed": "shuffle_seed", "algorithm": "shuffle_algo", "canonical_nodes": "num_canonical_nodes"}
 
 
-class StreamingDataset(IterableDataset[Any]):
+class StreamingDataset(IndexedSamples, IterableDataset[Any]):
     """Samples streamed from one or several datasets in an order that is elastic, deterministic and resumable.
 
     Iterated through a `StreamingDataLoader` (or a trainer's wrapper of one), every global batch is the same on any
     number of nodes, ranks and workers. ``dataset[i]`` reads any sample. Nothing is read before the first use.
 
     Args:
-        streams: Several streams to mix; else `remote`, `local` and `split` describe one.
         remote, local, split: See `Stream`.
+        streams: Several streams to mix, instead of `remote`, `local` and `split`.
         download_retry: How often a failed request is tried again; None for what suits the store.
         download_timeout: Longest silence on a connection, in seconds; None for what suits the store.
         validate_hash: Name of the hash to check fetched files with; None checks whatever the index has.
@@ -87,41 +79,45 @@ class StreamingDataset(IterableDataset[Any]):
             ``{"options": {"endpoint_url": ...}}``.
         stream_name: Only ``"stream"``: streams of a class of your own are passed as `streams`.
 
+    Whole numbers may be floats (``1e9``). The arguments of mosaicml-streaming's dataset are attributes, too.
+
     Raises:
         ValueError: Settings that contradict each other.
+        TypeError: An unknown argument; or a subclass overrides a method that would never be called.
     """
 
+    @suggesting
     def __init__(
         self,
+        remote: str | os.PathLike[str] | None = None,
         *,
         streams: Sequence[Stream] | None = None,
-        remote: str | os.PathLike[str] | None = None,
         local: str | os.PathLike[str] | None = None,
         split: str | None = None,
         download_retry: int | None = None,
         download_timeout: float | None = None,
         validate_hash: str | None = None,
-        keep_zip: bool = False,
-        epoch_size: int | str | None = None,
-        predownload: int | None = None,
-        cache_limit: int | str | None = None,
+        keep_zip: bool | None = False,
+        epoch_size: float | str | None = None,
+        predownload: float | None = None,
+        cache_limit: float | str | None = None,
         sampling_method: str = "balanced",
-        sampling_granularity: int = 1,
+        sampling_granularity: float = 1,
         partition_algo: str = "relaxed",
-        num_canonical_nodes: int | None = None,
-        batch_size: int | None = None,
+        num_canonical_nodes: float | None = None,
+        batch_size: float | None = None,
         shuffle: bool = False,
         shuffle_algo: str | None = None,
-        shuffle_seed: int = 9176,
-        shuffle_block_size: int | None = None,
+        shuffle_seed: float = 9176,
+        shuffle_block_size: float | None = None,
         batching_method: str = "random",
         allow_unsafe_types: bool = False,
-        replication: int | None = None,
+        replication: float | None = None,
         stream_name: str = "stream",
         stream_config: Mapping[str, Any] | None = None,
         transform: Transform | None = None,
         decoders: Mapping[str, Callable[[bytes], Any]] | None = None,
-        window: int | None = None,
+        window: float | None = None,
         world: WorldLike = None,
         data_dimension: Dimensions = "dp",
         shared_cache: bool = False,
@@ -130,39 +126,42 @@ class StreamingDataset(IterableDataset[Any]):
         quarantine: str | os.PathLike[str] | None = None,
         start_by_range: bool = False,
     ) -> None:
-        if stream_name != "stream":
-            raise ValueError(
-                f"a stream of another class is passed itself; found stream_name={stream_name!r}. Pass "
-                "streams=[YourStream(...)]"
+        refuse_overrides(type(self))
+        self.streams = _streams(streams, stream_name, {"remote": remote, "local": local, "split": split}, stream_config)
+        self.batch_size, self.predownload, self.replication, self.shuffle_block_size, self.num_canonical_nodes = (
+            _whole_numbers(
+                batch_size=batch_size,
+                predownload=predownload,
+                replication=replication,
+                shuffle_block_size=shuffle_block_size,
+                num_canonical_nodes=num_canonical_nodes,
             )
-        given = {"remote": remote, "local": local, "split": split}
-        single = {**(stream_config or {}), **{name: value for name, value in given.items() if value is not None}}
-        if streams is not None and single:
-            raise ValueError("pass either streams=, or remote=/local=/split= of a single one, not both")
-        self.streams = tuple(streams) if streams is not None else (Stream(**single),)
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.shuffle_seed = shuffle_seed
-        self.replication = replication
-        self.predownload = predownload
+        )
+        self.shuffle, self.shuffle_seed, self.shuffle_algo = shuffle, whole(shuffle_seed), shuffle_algo or "window"
+        self.sampling_method, self.sampling_granularity = sampling_method, whole(sampling_granularity)
+        self.batching_method, self.partition_algo = batching_method, partition_algo
+        self.cache_limit = None if cache_limit is None else parse_bytes(cache_limit, "cache_limit") or None
+        self.allow_unsafe_types = allow_unsafe_types
+        mosaic = MosaicConfig(partition_algo, self.shuffle_block_size)
+        if partition_algo not in PARTITIONS:
+            raise ValueError(f"partition_algo is one of {', '.join(PARTITIONS)}; found {partition_algo!r}. Correct it")
         order_arguments: dict[str, Any] = {
             "shuffle": shuffle,
-            "seed": shuffle_seed,
+            "seed": self.shuffle_seed,
             "algorithm": shuffle_algo,
-            "canonical_nodes": num_canonical_nodes,
-            "window": window,
+            "canonical_nodes": self.num_canonical_nodes,
+            "window": whole(window),
             "batching_method": batching_method,
             "sampling_method": sampling_method,
-            "sampling_granularity": sampling_granularity,
-            "epoch_size": None if epoch_size is None else parse_count(epoch_size),
-            "mosaic": MosaicConfig(partition_algo, shuffle_block_size) if shuffle_algo in MOSAIC_ALGORITHMS else None,
+            "sampling_granularity": self.sampling_granularity,
+            "epoch_size": None if epoch_size is None else parse_count(epoch_size, "epoch_size") or None,
+            "mosaic": mosaic if shuffle_algo in MOSAIC_ALGORITHMS else None,
         }
         OrderConfig.resolve(batch_size=1, device_batch_size=1, **order_arguments)  # refuses wrong values now
-        _check_weights(self.streams)
         config = CacheConfig(
-            limit_bytes=None if cache_limit is None else parse_bytes(cache_limit),
+            limit_bytes=self.cache_limit,
             validate_hash=validate_hash or "auto",
-            keep_zip=keep_zip,
+            keep_zip=bool(keep_zip),
             shared=shared_cache,
         )
         defaults = CacheDefaults(config, retries=download_retry, timeout_s=download_timeout)
@@ -175,38 +174,51 @@ class StreamingDataset(IterableDataset[Any]):
         # All that reading needs is in these two: the attributes of a subclass never meet them.
         self._streaming_source = SampleSource(
             SampleReader(self.streams, defaults, reading),
-            bad_data(on_bad_sample, on_bad_shard, quarantine, shuffle_seed),
+            bad_data(on_bad_sample, on_bad_shard, quarantine, self.shuffle_seed),
             order_arguments,
-            shuffle_seed,
-            predownload=predownload,
+            self.shuffle_seed,
+            predownload=self.predownload,
             transform=transform,
             world=world,
-            replication=replication,
+            replication=self.replication,
             data_dimension=data_dimension,
         )
-        self._streaming_plain = PlainIterations(batch_size)
+        self._streaming_plain = PlainIterations(self.batch_size)
 
-    # What the data is
+    def __repr__(self) -> str:
+        reader, order = self._streaming_source.reader, dict(self._streaming_source.order_arguments)
+        snapshot = vars(reader).get("_snapshot", vars(reader).get("snapshot"))  # only if it was read already
+        known = [] if snapshot is None else [f"{snapshot.num_samples:,} samples in {snapshot.num_shards:,} shards"]
+        order |= {"mosaic": None, "batch_size": self._streaming_plain.batch_size}
+        settings = [f"{_PUBLIC.get(name, name)}={value!r}" for name, value in order.items() if value is not None]
+        return f"{type(self).__name__}({', '.join([*map(repr, reader.streams), *known, *settings])})"
 
-    reader = _Readable(lambda source: source.reader)
-    snapshot = _Readable(lambda source: source.snapshot)
-    order = _Readable(lambda source: source.order)
-    transform = _Readable(lambda source: source.transform)
-
-    @property
-    def size(self) -> int:
-        """Samples in all shards: the valid indices of ``dataset[i]``."""
-        return self._streaming_source.snapshot.num_samples
-
-    @property
-    def num_samples(self) -> int:
+    @Readable
+    def epoch_size(self) -> int:
         """Samples drawn per epoch, over all replicas."""
         return self._streaming_plain.order(self._streaming_source).num_samples
+
+    @Readable
+    def initial_physical_nodes(self) -> int | None:
+        """Nodes of the run's first start, for mosaicml-streaming's orders; None for the native one."""
+        mosaic = self._streaming_plain.settings(self._streaming_source).order.mosaic
+        return None if mosaic is None else mosaic.initial_physical_nodes
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that the next iteration begins in; set it to begin another."""
+        return self._streaming_plain.next_epoch
+
+    @next_epoch.setter
+    def next_epoch(self, epoch: int) -> None:
+        self._streaming_plain.next_epoch = epoch
 
     def __len__(self) -> int:
         """Samples of one replica in a full epoch."""
         num_samples = self._streaming_plain.order(self._streaming_source).num_samples
         return math.ceil(num_samples / self._streaming_source.detect_world().num_replicas)
+
+    length = Readable(__len__)
 
     def subset(self, ids: Iterable[int] | NDArray[np.int64]) -> StreamingDataset:
         """Some samples as a dataset with an order, a fingerprint and a position of its own; reads only their shards.
@@ -220,44 +232,6 @@ class StreamingDataset(IterableDataset[Any]):
             _streaming_plain=PlainIterations(self._streaming_plain.batch_size),
         )
         return part
-
-    # Random access
-
-    def __getitem__(self, index: Any) -> Any:
-        """Read by index: one sample for an int (negative ones from the end), a list for a slice, list or array."""
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self.size))]
-        if isinstance(index, (list, tuple)) or (isinstance(index, (np.ndarray, torch.Tensor)) and index.ndim):
-            return [self[i] for i in np.asarray(index).reshape(-1).tolist()]
-        if isinstance(index, bool) or not hasattr(index, "__index__"):
-            raise TypeError(f"an index is a whole number, a slice, or a list or array of them; found {index!r}")
-        number, size = operator.index(index), self.size
-        if not -size <= number < size:
-            raise IndexError(f"the dataset has {size} samples: index {number} is not in [-{size}, {size})")
-        return self.get_item(number % size)
-
-    def get_item(self, sample_id: int, retry: int = 7) -> Any:  # noqa: ARG002 - mosaicml-streaming's argument
-        """Read one sample, in [0, size). A subclass may override it; so may it override ``__getitem__``.
-
-        Args:
-            sample_id: The sample.
-            retry: Taken as mosaicml-streaming takes it; the store's own retries suffice.
-        """
-        return self._streaming_source.reader.sample(sample_id)
-
-    def read_batch(
-        self, ids: Iterable[int] | NDArray[np.int64], out: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Gather samples as columns: arrays for numbers and arrays of fixed shape, lists for the rest.
-
-        Args:
-            ids: Sample ids, each in [0, size).
-            out: Writable buffers for fixed-size columns, by column name.
-        """
-        array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64)
-        if not (array.view(np.uint64) < self.size).all():  # negative ids are huge then
-            raise IndexError(f"sample ids must be in [0, {self.size}); found {array.min()} to {array.max()}")
-        return self._streaming_source.reader.batch(array, out)
 
     # Iteration without a loader of ours, and its position
 
@@ -311,7 +285,32 @@ def plain_iterations_of(dataset: StreamingDataset) -> PlainIterations:
     return dataset._streaming_plain  # noqa: SLF001 - the one door to it
 
 
-def _check_weights(streams: Sequence[Stream]) -> None:
+def _whole_numbers(**given: float | None) -> list[int | None]:
+    numbers = {name: whole(value) for name, value in given.items()}
+    least = {name: int(name != "predownload") for name in numbers}
+    wrong = [
+        f"{name} is None or a whole number of at least {least[name]}; found {value!r}."
+        for name, value in numbers.items()
+        if value is not None and not is_count(value, least[name])
+    ]
+    if wrong:
+        raise ValueError(" ".join([*wrong, "Correct it."]))
+    return list(numbers.values())
+
+
+def _streams(
+    streams: Sequence[Stream] | None, name: str, given: Mapping[str, Any], config: Mapping[str, Any] | None
+) -> tuple[Stream, ...]:
+    if name != "stream":
+        raise ValueError(
+            f"a stream of another class is passed itself; found stream_name={name!r}. Pass streams=[YourStream(...)]"
+        )
+    if not streams:
+        return (Stream(**{**(config or {}), **{name: value for name, value in given.items() if value is not None}}),)
+    if config or any(given[name] is not None for name in ("remote", "local")):
+        raise ValueError("pass either streams=, or remote= and local= of a single one, not both")
+    for stream in streams:
+        stream.split = stream.split or given["split"] or ""
     relative = [stream for stream in streams if stream.proportion is not None]
     if relative and len(relative) < len(streams):
         others = [stream for stream in streams if stream.proportion is None]
@@ -319,3 +318,4 @@ def _check_weights(streams: Sequence[Stream]) -> None:
             "the streams of a mix are weighted all by proportion, or all by repeat or choose; found a proportion for "
             f"{relative} and none for {others}. Give every stream a proportion, or none"
         )
+    return tuple(streams)

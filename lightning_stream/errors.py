@@ -25,6 +25,14 @@ what was found, and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
+from typing import ParamSpec
+
+P = ParamSpec("P")
+
 
 class LightningStreamError(Exception):
     """Base of all errors of this package that are not plain wrong arguments."""
@@ -102,3 +110,20 @@ def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
         f"{purpose} needs the package {package!r}, which is not installed. "
         f"Install it with:  pip install 'lightning-stream[{extra}]'"
     )
+
+
+def suggesting(init: Callable[P, None]) -> Callable[P, None]:
+    """Let a constructor's error for an unknown argument name the argument that was probably meant."""
+    names = list(signature(init).parameters)[1:]
+
+    @wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs:
+            if name not in names:
+                close = get_close_matches(name, names, 1)
+                remedy = f"Did you mean {close[0]!r}?" if close else f"Its arguments are {', '.join(names)}"
+                made = type(args[0]).__name__
+                raise TypeError(f"{made}() got an unexpected keyword argument {name!r}. {remedy}")
+        init(*args, **kwargs)
+
+    return checked

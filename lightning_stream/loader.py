@@ -11,7 +11,8 @@ from typing import Any, Literal
 from torch.utils.data import DataLoader
 
 from lightning_stream.dataset import StreamingDataset, plain_iterations_of, source_of
-from lightning_stream.errors import StateError
+from lightning_stream.errors import StateError, suggesting
+from lightning_stream.formats.sizes import whole
 from lightning_stream.loading.accelerate import as_prepared, is_prepared
 from lightning_stream.loading.checks import ReadAhead, tell
 from lightning_stream.loading.collate import collate_samples
@@ -28,6 +29,11 @@ from lightning_stream.order import OrderConfig, Position, RunOrder, Tail, World,
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.order.tracing import Explanation, TracedBatch
 from lightning_stream.reading.look_ahead import read_ahead_depth, warm
+
+_NOT_CALLED = {
+    "__iter__": "Change samples in __getitem__ and batches in collate_fn, or use torch.utils.data.DataLoader",
+    "__len__": "Pass epoch_size= to the dataset, or use torch.utils.data.DataLoader",
+}
 
 
 class StreamingDataLoader(DataLoader[Any]):
@@ -60,6 +66,7 @@ class StreamingDataLoader(DataLoader[Any]):
         ValueError: Settings that contradict each other.
     """
 
+    @suggesting
     def __init__(
         self,
         dataset: StreamingDataset,
@@ -92,6 +99,12 @@ class StreamingDataLoader(DataLoader[Any]):
                 "the order is the dataset's: leave out shuffle, sampler, batch_sampler and in_order of its loader. To "
                 "shuffle, pass shuffle=True to the StreamingDataset"
             )
+        if hasattr(self, "_get_batch_size"):
+            raise TypeError(
+                "a StreamingDataLoader counts the samples that it hands out; found "
+                f"{type(self).__name__}._get_batch_size, which it would never call. Remove it"
+            )
+        batch_size, global_batch_size = whole(batch_size), whole(global_batch_size)
         _check_arguments(dataset, batch_size, global_batch_size, accumulate, tail, drop_last)
         self._device_batch_size = batch_size
         self.global_batch_size = global_batch_size
@@ -210,7 +223,8 @@ class StreamingDataLoader(DataLoader[Any]):
         if iterator.moves and not self.evaluation:
             plain.belongs_to(self)
         if driver is None and self._begins_at is None and self._progress.position is None and plain.loaded_state:
-            self.continue_from(self.accept(plain.loaded_state))  # the state was given to the dataset, as MDS users do
+            loaded = plain.loaded_state  # the state was given to the dataset, as MDS users do
+            self.continue_from(plain.passed({}, lambda: self.accept(loaded)))
         own = driver.begin(iterator) if driver is not None and iterator.moves and not self.evaluation else None
         settings = self.settings()
         run = self._run(settings)
@@ -326,11 +340,17 @@ class StreamingDataLoader(DataLoader[Any]):
         if self._driver is not None:
             return self._driver.state()
         self._progress.asked()
-        return self.proven(self.position).to_state()
+        return self.state_of(self.position)
 
-    def state_after(self, num_samples: int) -> dict[str, Any]:
+    def state_of(self, position: Position) -> dict[str, Any]:
+        """A position as a state, which passes through the dataset's `state_dict`: a subclass may override that."""
+        state, plain = self.proven(position).to_state(), plain_iterations_of(self.streaming)
+        found: dict[str, Any] = plain.passed(state, lambda: self.streaming.state_dict(position.position, True))
+        return found
+
+    def state_after(self, num_samples: int | None) -> dict[str, Any]:
         """The position after so many samples of the epoch, where nobody but the caller counts them."""
-        if self._driver is None or self._driver.counts or self._last is None:
+        if num_samples is None or self._driver is None or self._driver.counts or self._last is None:
             return self.state_dict()
         here = replace(self.first_position(), epoch=self._last.epoch, position=num_samples)
         return self.proven(here if num_samples else here.next_epoch()).to_state()
@@ -369,6 +389,8 @@ class StreamingDataLoader(DataLoader[Any]):
         """As `load_state_dict`, but only say where the state would continue, without moving there."""
         if not isinstance(state, Mapping):
             raise StateError(f"a state is the mapping that state_dict() gave; found {type(state).__name__}")
+        given, plain = state, plain_iterations_of(self.streaming)
+        state = plain.passed(given, lambda: self.streaming.load_state_dict(given))
         settings = self.settings(order_in(state))
         return self.builds_on(position_in(state, self._source, settings, self.on_mismatch))
 
@@ -404,6 +426,12 @@ def _check_arguments(
             f"StreamingDataLoader loads a StreamingDataset; found {type(dataset).__name__}. "
             f"Use torch.utils.data.DataLoader for other datasets"
         )
+    for method, remedy in _NOT_CALLED.items():
+        if getattr(type(dataset), method) is not getattr(StreamingDataset, method):
+            raise TypeError(
+                f"a StreamingDataLoader reads samples by get_item or __getitem__; found "
+                f"{type(dataset).__name__}.{method}, which it would never call. {remedy}"
+            )
     problems = []
     if tail is not None and drop_last is not None and drop_last != (tail == "drop"):
         problems.append(f"pass tail= or drop_last=, not both: found tail={tail!r}, drop_last={drop_last!r}.")

@@ -8,33 +8,36 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from lightning_stream.dataset import StreamingDataset
+from lightning_stream.errors import suggesting
+from lightning_stream.loading.indexed import IndexedSamples, refuse_overrides
 
 
-class LocalDataset(Dataset[Any]):
+class LocalDataset(IndexedSamples, Dataset[Any]):
     """Random access to a dataset in a local folder: no order, no cache, nothing to resume.
+
+    A subclass may override ``get_item`` or ``__getitem__``.
 
     Args:
         local: The folder that holds index.json.
         split: Sub-folder of it.
         allow_unsafe_types: Whether to decode the ``pkl`` encoding, which runs code that the data names.
+
+    Example::
+
+        sample = LocalDataset("data/train")[7]
     """
 
+    @suggesting
     def __init__(
         self, local: str | os.PathLike[str], split: str | None = None, allow_unsafe_types: bool = False
     ) -> None:
-        self._dataset = StreamingDataset(local=local, split=split, allow_unsafe_types=allow_unsafe_types)
-
-    @property
-    def size(self) -> int:
-        """Samples in all shards."""
-        return self._dataset.size
+        refuse_overrides(type(self))
+        self.local, self.split = os.fspath(local), split or ""
+        dataset = StreamingDataset(local=local, split=split, allow_unsafe_types=allow_unsafe_types)
+        self._streaming_source = dataset._streaming_source  # noqa: SLF001 - the same reader
 
     def __len__(self) -> int:
-        return self._dataset.size
+        return self._streaming_source.snapshot.num_samples
 
-    def __getitem__(self, index: Any) -> Any:
-        """One sample for an int (negative ones from the end), a list for a slice, list or array."""
-        return self._dataset[index]
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [self._dataset[index] for index in indices]
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.local!r}, split={self.split!r})"

@@ -251,8 +251,8 @@ def test_dropping_every_batch_is_refused(dataset: StreamingDataset) -> None:
     ("options", "says"),
     [
         ({}, "pass remote="),
-        ({"streams": [], "remote": "x"}, "not both"),
-        ({"streams": [], "stream_config": {"options": {}}}, "not both"),
+        ({"streams": [Stream(remote="y")], "remote": "x"}, "not both"),
+        ({"streams": [Stream(remote="y")], "stream_config": {"options": {}}}, "not both"),
         ({"remote": "x", "stream_name": "mine"}, r"'mine'\. Pass streams="),
         ({"remote": "x", "shuffle_algo": "py9"}, "py9"),
         ({"remote": "x", "batching_method": "sometimes"}, "sometimes"),
@@ -269,7 +269,7 @@ def test_settings_that_cannot_work_are_refused_when_made(options: dict[str, Any]
 def test_a_single_stream_takes_further_arguments_as_a_mapping(shards: Path) -> None:
     config = {"choose": 10, "options": {"retries": 3}}
     dataset = StreamingDataset(remote=shards, stream_config=config, stream_name="stream")
-    assert (dataset.num_samples, dataset.size) == (10, NUM_SAMPLES)
+    assert (dataset.epoch_size, dataset.num_samples, dataset.size) == (10, NUM_SAMPLES, NUM_SAMPLES)
     assert dataset.streams[0].options == config["options"]
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from numbers import Real
+from typing import Any
 
 _BYTES = {"b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40, "pb": 1 << 50, "eb": 1 << 60}
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _SIZE = re.compile(r"\s*([0-9][0-9,_]*(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
-def parse_bytes(value: int | str, name: str = "size") -> int:
-    """Number of bytes in ``value``: an int, or text such as ``"100kb"``, ``"64mb"``, ``"1.5gb"`` (1024 each step).
+def parse_bytes(value: float | str, name: str = "size") -> int:
+    """Number of bytes in ``value``: a whole number, or text such as ``"64mb"``, ``"1.5gb"`` (1024 each step).
 
     Raises:
         ValueError: Not a size, or negative; ``name`` is the argument's name in the message.
@@ -18,12 +20,21 @@ def parse_bytes(value: int | str, name: str = "size") -> int:
     return _parse(value, _BYTES | {"": 1}, name, '64mb"')
 
 
-def parse_count(value: int | str, name: str = "count") -> int:
-    """Number of samples in ``value``: an int, or text such as ``"100k"``, ``"64m"``, ``"1b"`` (1000 each step)."""
+def parse_count(value: float | str, name: str = "count") -> int:
+    """Number of samples in ``value``: a whole number, or text such as ``"100k"``, ``"64m"`` (1000 each step)."""
     return _parse(value, _COUNTS, name, '100k"')
 
 
-def _parse(value: int | str, units: dict[str, int], name: str, example: str) -> int:
+def whole(value: Any) -> Any:
+    """A whole number of any type as an int; any other value as it is."""
+    if isinstance(value, (int, str)) or not isinstance(value, Real):
+        return value
+    number = float(value)
+    return int(number) if number.is_integer() else value
+
+
+def _parse(value: float | str, units: dict[str, int], name: str, example: str) -> int:
+    value = whole(value)
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 0:
             raise ValueError(f"{name} must not be negative: got {value}.")
@@ -32,5 +43,5 @@ def _parse(value: int | str, units: dict[str, int], name: str, example: str) -> 
     unit = units.get(match[2].lower()) if match else None
     if match is None or unit is None:
         known = ", ".join(key for key in units if key)
-        raise ValueError(f'{name} must be an int or a text such as "{example} (units: {known}): got {value!r}.')
+        raise ValueError(f'{name} must be a whole number or a text such as "{example} (units: {known}): got {value!r}.')
     return int(float(match[1].replace(",", "").replace("_", "")) * unit)

@@ -58,8 +58,8 @@ class Loads(Protocol):
     def note_end(self, iterator: LoaderIterator) -> None:
         """Take note that an iteration is over."""
 
-    def proven(self, position: Position) -> Position:
-        """A position with the ledger's expected sum up to it."""
+    def state_of(self, position: Position) -> dict[str, Any]:
+        """A position as a state."""
 
 
 class LoaderIterator:
@@ -125,7 +125,7 @@ class LoaderIterator:
 
     def state_dict(self) -> dict[str, Any]:
         """The position of this iteration as plain values, whatever other iterations do."""
-        return self._loader.proven(self.position).to_state()
+        return self._loader.state_of(self.position)
 
     def close(self) -> None:
         """End the iteration and what it owns."""

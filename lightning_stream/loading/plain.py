@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
@@ -30,10 +31,17 @@ STATE_KEY = "lightning_stream"
 class Stateful(Protocol):
     """What has a position: a `StreamingDataLoader`."""
 
+    @property
+    def position(self) -> Position:
+        """Where the training run is."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start the next iteration at the beginning of this epoch."""
+
     def state_dict(self) -> dict[str, Any]:
         """The position as plain values."""
 
-    def state_after(self, num_samples: int) -> dict[str, Any]:
+    def state_after(self, num_samples: int | None) -> dict[str, Any]:
         """The position after so many samples of the epoch, where no trainer that it follows knows it."""
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -53,6 +61,7 @@ class PlainIterations:
         self._packed = False
         self._num_yielded = 0  # samples of this rank since the iteration began
         self.has_loader = False  # whether a StreamingDataLoader trains on the dataset
+        self._passing: Mapping[str, Any] | None = None  # a loader's state, while the dataset's class may change it
         self.loaded_state: Mapping[str, Any] | None = None
         self._shared = SharedPosition()
         self._loaded: Position | None = None
@@ -70,6 +79,39 @@ class PlainIterations:
         """
         self._owner = ref(loader)
         self._packed = self._packed if packed is None else packed
+
+    def _loader(self) -> Stateful | None:
+        return None if self._owner is None else self._owner()
+
+    def passed(self, state: Mapping[str, Any], method: Callable[[], Any]) -> Any:
+        """A loader's state after a method of the dataset, which a subclass may override, had its way with it.
+
+        Args:
+            state: The state.
+            method: Calls the dataset's `state_dict` or `load_state_dict`; or a loader's, which shall not call back.
+        """
+        if self._passing is not None:
+            return state
+        self._passing = state
+        try:
+            found = method()
+            return self._passing if found is None else found
+        finally:
+            self._passing = None
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that the next iteration begins in, as mosaicml-streaming counts."""
+        owner = self._loader()
+        here = self._shared.upcoming if owner is None else owner.position
+        return here.epoch + (owner is not None and here.position > 0)
+
+    @next_epoch.setter
+    def next_epoch(self, epoch: int) -> None:
+        owner = self._loader()
+        if owner is not None:
+            owner.set_epoch(epoch)
+        self._shared.upcoming = Start(epoch)
 
     def settings(self, source: SampleSource, state: Mapping[str, Any] | None = None) -> BatchSettings:
         """What this rank's batches are where no loader of ours says it."""
@@ -116,9 +158,12 @@ class PlainIterations:
 
     def state_dict(self, source: SampleSource, num_samples: int | None, from_beginning: bool) -> dict[str, Any]:
         """The position after so many samples, see `StreamingDataset.state_dict`."""
-        owner = None if self._owner is None else self._owner()
+        if self._passing is not None:
+            self._warn_of_correction(num_samples)
+            return dict(self._passing)
+        owner = self._loader()
         if owner is not None:
-            state = owner.state_dict() if num_samples is None else owner.state_after(num_samples)
+            state = self.passed({}, lambda: owner.state_after(num_samples))
             return {STATE_KEY: json.dumps(state)} if self._packed else state
         if num_samples is None:
             if get_worker_info() is not None:
@@ -136,15 +181,27 @@ class PlainIterations:
         reached = num_samples if from_beginning else start.position + num_samples
         return position.advanced(run, min(reached, run.num_samples)).to_state()
 
+    def _warn_of_correction(self, num_samples: int | None) -> None:
+        counted = (self._passing or {}).get("position", num_samples)
+        if num_samples != counted:
+            warnings.warn(
+                f"a StreamingDataLoader counts samples, and not rows of batches; found {counted} samples, which the "
+                f"dataset's state_dict corrects to {num_samples}. The state has {counted}: remove the correction",
+                stacklevel=2,
+            )
+
     def load_state_dict(self, source: SampleSource, state: Mapping[str, Any] | None) -> None:
         """Let the next iteration start at a state.
 
         At the end of an epoch it is the empty rest of that epoch: Composer asks for it before it ends the epoch.
         """
         state = unpacked(state)
-        owner = None if self._owner is None else self._owner()
+        if self._passing is not None and state is not None:
+            self._passing = state
+            return
+        owner = self._loader()
         if owner is not None:
-            owner.load_state_dict(state)
+            self.passed({}, lambda: owner.load_state_dict(state))
             return
         if state is None:
             raise StateError(

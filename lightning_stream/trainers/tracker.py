@@ -189,7 +189,7 @@ class PositionTracker:
     def state(self) -> dict[str, Any]:
         """The position as plain values, the same on every rank; no collective."""
         self._proven = self.loader.proven(self.position)
-        return self._proven.to_state()
+        return self.loader.state_of(self._proven)
 
     # What the trainer says
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from lightning_stream.formats.pack import MAX_FILE_BYTES
+from lightning_stream.formats.pack import MAX_FILE_BYTES, schema_object
 from lightning_stream.writer.append import Appended
 from lightning_stream.writer.batch import batch_columns
 from lightning_stream.writer.batch_encode import EncodedBatch
@@ -40,6 +40,9 @@ class ShardWriter(ABC):
 
     Attributes:
         num_samples: Samples taken so far.
+        columns, column_names, column_encodings: What it writes; None until known, where they are inferred.
+        size_limit, compression, hashes, keep_local: As given, or by default.
+        local, remote: The local folder and the URL of `out`; None where it has none.
     """
 
     def __init__(self, target: Target, config: WriterConfig, columns: Mapping[str, str] | None) -> None:
@@ -57,6 +60,34 @@ class ShardWriter(ABC):
         self._pool = Pool()
         self._gathered = Gathered(self._pool, 0)
         self.num_samples = 0
+        # What users of MDS writers read. Nothing of ours reads it: a subclass may use the names for its own.
+        self.size_limit, self.compression, self.hashes = config.size_limit, config.compression, list(config.hashes)
+        self.local, self.remote, self.keep_local = target.local, target.remote, target.keep_local
+        self._entries: list[dict[str, Any]] = []
+        self._show_columns(self._columns)
+
+    def _show_columns(self, columns: Mapping[str, str] | None) -> None:
+        self.columns = None if columns is None else dict(columns)
+        self.column_names = None if columns is None else sorted(columns)
+        self.column_encodings = None if columns is None else [columns[name] for name in sorted(columns)]
+
+    def get_config(self) -> dict[str, Any]:
+        """What the index says of every shard: format, columns and how they are packed.
+
+        Raises:
+            ValueError: No columns were given, and no sample came to infer them from.
+        """
+        return schema_object((self._packer or self._make_packer(None, None)).schema)
+
+    @property
+    def shards(self) -> list[dict[str, Any]]:
+        """The index entries of the shards written; empty until `finish`."""
+        return self._entries
+
+    def flush_shard(self) -> None:
+        """End the current shard here; the next sample begins another."""
+        if self._packer is not None:
+            self._send(self._packer)
 
     @abstractmethod
     def _make_packer(self, sample: Mapping[str, Any] | None, columns: dict[str, Any] | None) -> Packer:
@@ -130,6 +161,7 @@ class ShardWriter(ABC):
         packer = self._packer or self._open(None, None)
         self._send(packer)
         entries = self._pipeline.finish()
+        self._entries = list(entries)
         self._pool.clear()
         self._appended.put_index(self._target, entries)
         self._finished = True
@@ -147,6 +179,7 @@ class ShardWriter(ABC):
         self._appended.check(packer.schema)
         self._gathered = Gathered(self._pool, packer.empty_bytes)
         self._packer, self._num_columns = packer, len(packer.schema.names)
+        self._show_columns(packer.schema.columns)
         return packer
 
     def _tell_surplus(self, packer: Packer, given: Iterable[str]) -> None:

@@ -44,7 +44,7 @@ class WriterConfig:
         cls,
         compression: str | None,
         hashes: Iterable[str] | None,
-        size_limit: int | str | None,
+        size_limit: float | str | None,
         **others: object,
     ) -> WriterConfig:
         """Check a writer's settings. An empty compression is none.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lightning_stream.errors import suggesting
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.writer.base import Out, ShardWriter
 from lightning_stream.writer.config import WriterConfig
@@ -36,6 +37,7 @@ class MDSWriter(ShardWriter):
         ValueError: A setting that is none, or an unknown encoding.
     """
 
+    @suggesting
     def __init__(
         self,
         *,
@@ -44,7 +46,7 @@ class MDSWriter(ShardWriter):
         keep_local: bool = False,
         compression: str | None = None,
         hashes: Iterable[str] | None = None,
-        size_limit: int | str | None = 1 << 26,
+        size_limit: float | str | None = 1 << 26,
         exist_ok: bool = False,
         append: bool = False,
         max_workers: int | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+from lightning_stream.errors import suggesting
 from lightning_stream.formats.pack import require_names
 from lightning_stream.formats.schema import SEPARATORS, Schema
 from lightning_stream.writer.base import Out, ShardWriter
@@ -39,6 +40,7 @@ class _RowWriter(ShardWriter):
 
     _format: ClassVar[str]
 
+    @suggesting
     def __init__(
         self,
         *,
@@ -48,7 +50,7 @@ class _RowWriter(ShardWriter):
         keep_local: bool = False,
         compression: str | None = None,
         hashes: Iterable[str] | None = None,
-        size_limit: int | str | None = 1 << 26,
+        size_limit: float | str | None = 1 << 26,
         exist_ok: bool = False,
         append: bool = False,
         max_workers: int | None = None,

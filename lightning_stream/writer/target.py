@@ -34,6 +34,9 @@ class Target:
         if not 1 <= len(places) <= 2 or not all(isinstance(place, (str, os.PathLike)) for place in places):
             raise ValueError(f"out must be a path, a URL, or (local path, URL); got {out!r}.")
         urls = [os.path.expanduser(place) for place in places]  # noqa: PTH111 - may be URLs
+        self.local = next((url for url in urls if not _is_remote(url)), None)
+        self.remote = next((url for url in urls[::-1] if len(urls) == 2 or _is_remote(url)), None)
+        self.keep_local = keep_local
         self._urls = urls if len(urls) == 1 or keep_local else urls[1:]
         self._stores: list[Store] = []
         self._anew = False

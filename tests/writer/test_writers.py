@@ -267,7 +267,7 @@ def test_a_finished_writer_takes_no_more(tmp_path: Path) -> None:
         ({"compression": "zip"}, "compression must be one of"),
         ({"compression": "zstd:99"}, "compression level out of range"),
         ({"hashes": ["crc"]}, "hashes must be among"),
-        ({"size_limit": "big"}, "size_limit must be an int or a text"),
+        ({"size_limit": "big"}, "size_limit must be a whole number or a text"),
         ({"max_workers": -1}, "max_workers must be 0 or more"),
         ({"out": 5}, "out must be a path"),
     ],
@@ -390,3 +390,38 @@ def test_a_photo_column_takes_no_other_bytes(tmp_path: Path) -> None:
         writer.write({"image": jpeg.getvalue()})
         writer.write_batch({"image": [image, jpeg.getvalue()]})
     assert [one["image"].size for one in read_all(tmp_path / "out")] == [(4, 3)] * 3
+
+
+def test_a_writer_has_the_attributes_that_mds_users_read(tmp_path: Path) -> None:
+    out = (str(tmp_path / "local"), str(tmp_path / "remote"))
+    with MDSWriter(out=out, columns={"b": "str", "a": "int"}, size_limit=1e6, hashes=["sha1"]) as writer:
+        assert (writer.columns, writer.column_names) == ({"b": "str", "a": "int"}, ["a", "b"])
+        assert (writer.column_encodings, writer.size_limit, writer.hashes) == (["int", "str"], 1_000_000, ["sha1"])
+        assert (writer.compression, writer.local, writer.remote) == (None, *out)
+        config = writer.get_config()
+        writer.write({"a": 1, "b": "x"})
+        writer.flush_shard()
+        writer.write({"a": 2, "b": "y"})
+    assert config.items() <= writer.shards[0].items()
+    assert [shard["samples"] for shard in writer.shards] == [1, 1]
+
+
+def test_a_writer_knows_inferred_columns_after_its_first_sample(tmp_path: Path) -> None:
+    with MDSWriter(out=str(tmp_path / "out")) as writer:
+        assert (writer.columns, writer.local, writer.remote) == (None, str(tmp_path / "out"), None)
+        with pytest.raises(ValueError, match="columns"):
+            writer.get_config()
+        writer.write({"a": 1})
+        assert writer.columns == {"a": "int"}
+
+
+@pytest.mark.parametrize("wrong", [1.5, float("inf"), float("nan"), True])
+def test_a_size_that_is_no_whole_number_is_refused_by_its_name(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(ValueError, match="size_limit"):
+        MDSWriter(out=str(tmp_path), columns={"a": "int"}, size_limit=wrong)
+
+
+@pytest.mark.parametrize("kind", [MDSWriter, JSONWriter])
+def test_a_mistyped_argument_of_a_writer_names_the_one_that_was_meant(tmp_path: Path, kind: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{kind.__name__}.*'colums'. Did you mean 'columns'\?"):
+        kind(out=str(tmp_path), colums={"a": "int"})

@@ -1,0 +1,243 @@
+"""A dataset's samples by index, and what MDS users read of it, under the names of mosaicml-streaming."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.loading.source import SampleSource
+from lightning_stream.order import Snapshot
+
+_OTHER_ORDER = "choose the order by shuffle_algo, batching_method, sampling_method and the weights of the streams"
+_NEVER_CALLED = {  # methods of mosaicml-streaming's dataset, and what does their work here
+    "prepare_shard": "override _download_file of a Stream, and pass it as streams=[...]",
+    **dict.fromkeys(
+        ("evict_shard", "evict_coldest_shard", "_evict_shard", "_evict_coldest_shard"),
+        "pass cache_limit=; what is needed last is evicted first",
+    ),
+    **dict.fromkeys(("resample_streams", "_get_work", "_share_work", "_attach_work", "_each_sample_id"), _OTHER_ORDER),
+    **dict.fromkeys(("_resume", "_resume_incr_epoch"), "override state_dict and load_state_dict"),
+    **dict.fromkeys(("_prepare_thread", "_ready_thread"), "pass predownload="),
+    "_set_shuffle_block_size": "pass shuffle_block_size=",
+    "on_exception": "catch the exception where the batches are read",
+}
+
+
+class Readable:
+    """An attribute that a subclass may use for itself: what it stores under this name changes nothing of ours."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self._read = read
+
+    def __get__(self, dataset: object | None, owner: type) -> Any:
+        return self if dataset is None else self._read(dataset)
+
+
+def _of(read: Callable[[SampleSource], Any]) -> Readable:
+    return Readable(lambda dataset: read(dataset._streaming_source))  # noqa: SLF001 - the class's own
+
+
+class FileInfo(NamedTuple):
+    """A file of a shard."""
+
+    basename: str
+    bytes: int
+    hashes: Mapping[str, str]
+
+
+class ShardInfo:
+    """A shard as its index describes it; ``shard[i]`` reads its samples.
+
+    Attributes:
+        samples, size: How many samples it has.
+        basename: Name of its uncompressed data file.
+        compression, hashes, size_limit, column_names, column_encodings, column_sizes: As its writer chose them.
+        raw_data, zip_data: Its data file, uncompressed and compressed; None where it is not compressed.
+        file_pairs: Such pairs for all of its files.
+    """
+
+    def __init__(self, source: SampleSource, number: int) -> None:
+        _, entry = source.reader.entry(number)
+        self._source, self._first = source, int(source.snapshot.shard_offsets[number])
+        self.samples = self.size = int(source.snapshot.sizes[number])
+        self.basename, schema = entry.raw.basename, entry.schema
+        self.compression, self.hashes, self.size_limit = schema.compression, list(schema.hashes), schema.size_limit
+        self.column_names, self.column_encodings = list(schema.names), list(schema.encodings)
+        self.column_sizes = list(schema.sizes)
+        self.file_pairs = [
+            (
+                FileInfo(raw.basename, raw.num_bytes, raw.hashes),
+                None if packed is None else FileInfo(packed.basename, packed.num_bytes, packed.hashes),
+            )
+            for raw, packed in entry.files
+        ]
+        self.raw_data, self.zip_data = self.file_pairs[0]
+
+    def get_raw_size(self) -> int:
+        """Bytes of its uncompressed files."""
+        return sum(raw.bytes for raw, _ in self.file_pairs)
+
+    def get_zip_size(self) -> int | None:
+        """Bytes of its compressed files; None where it is not compressed."""
+        sizes = [packed.bytes for _, packed in self.file_pairs if packed is not None]
+        return sum(sizes) if sizes else None
+
+    def get_max_size(self) -> int:
+        """Bytes of all its files."""
+        return self.get_raw_size() + (self.get_zip_size() or 0)
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: Any) -> Any:
+        return read_at(index, self.samples, lambda i: self._source.reader.sample(self._first + i), self.__getitem__)
+
+    def __repr__(self) -> str:
+        return f"ShardInfo({self.basename!r}, {self.samples} samples, {self.get_raw_size()} bytes)"
+
+
+class Shards(Sequence[ShardInfo]):
+    """The shards of all streams; each is parsed when it is asked for."""
+
+    def __init__(self, source: SampleSource) -> None:
+        self._source = source
+
+    def __len__(self) -> int:
+        return self._source.snapshot.num_shards
+
+    @overload
+    def __getitem__(self, index: int) -> ShardInfo: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ShardInfo]: ...
+    def __getitem__(self, index: int | slice) -> ShardInfo | list[ShardInfo]:
+        chosen = range(len(self))[index]
+        return ShardInfo(self._source, chosen) if isinstance(chosen, int) else [self[i] for i in chosen]
+
+
+class Spanner:
+    """From a sample id to its shard, and its index there."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def __getitem__(self, sample_id: int) -> tuple[int, int]:
+        if not 0 <= sample_id < self._snapshot.num_samples:
+            raise ValueError(f"a sample id is in [0, {self._snapshot.num_samples}); found {sample_id}")
+        shards, within = self._snapshot.locate(np.array([sample_id]))
+        return int(shards[0]), int(within[0])
+
+
+class IndexedSamples:
+    """Random access to samples. Whatever a subclass stores under these names, ours keeps working."""
+
+    _streaming_source: SampleSource
+
+    num_samples = _of(lambda source: source.snapshot.num_samples)
+    size = num_samples
+    num_shards = _of(lambda source: source.snapshot.num_shards)
+    num_streams = _of(lambda source: len(source.reader.streams))
+    shards = _of(Shards)
+    spanner = _of(lambda source: Spanner(source.snapshot))
+    samples_per_shard = _of(lambda source: source.snapshot.sizes)
+    samples_per_stream = _of(lambda source: source.snapshot.stream_samples)
+    shards_per_stream = _of(lambda source: np.diff(source.snapshot.stream_offsets))
+    shard_offset_per_stream = _of(lambda source: source.snapshot.stream_offsets[:-1])
+    sample_offset_per_shard = _of(lambda source: source.snapshot.shard_offsets[:-1])
+    sample_offset_per_stream = _of(
+        lambda source: np.cumsum(source.snapshot.stream_samples) - source.snapshot.stream_samples
+    )
+    stream_per_shard = _of(
+        lambda source: np.repeat(np.arange(source.snapshot.num_streams), np.diff(source.snapshot.stream_offsets))
+    )
+    world = _of(lambda source: source.detect_world())
+    reader = _of(lambda source: source.reader)
+    snapshot = _of(lambda source: source.snapshot)
+    order = _of(lambda source: source.order)
+    transform = _of(lambda source: source.transform)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Read by index: a sample for an int (negative ones from the end), a list for a slice, list or array.
+
+        Nested lists, and arrays of several dimensions, give lists nested in the same way.
+        """
+        return read_at(index, self._streaming_source.snapshot.num_samples, self.get_item, self.__getitem__)
+
+    def get_item(self, sample_id: int, retry: int = 7) -> Any:  # noqa: ARG002 - mosaicml-streaming's argument
+        """Read one sample, in [0, size). A subclass may override it, as it may override ``__getitem__``.
+
+        Args:
+            sample_id: The sample.
+            retry: Taken as mosaicml-streaming takes it; the store's own retries suffice.
+        """
+        return self._streaming_source.reader.sample(sample_id)
+
+    def read_batch(
+        self, ids: Iterable[int] | NDArray[np.int64], out: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Gather samples as columns: arrays for numbers and arrays of fixed shape, lists for the rest.
+
+        Args:
+            ids: Sample ids, each in [0, size).
+            out: Writable buffers for fixed-size columns, by column name.
+        """
+        size = self._streaming_source.snapshot.num_samples
+        array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64)
+        if not (array.view(np.uint64) < size).all():  # negative ids are huge then
+            raise IndexError(f"sample ids must be in [0, {size}); found {array.min()} to {array.max()}")
+        return self._streaming_source.reader.batch(array, out)
+
+    # The cache
+
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:  # noqa: ARG002 - it returns with the shard
+        """Fetch a shard into the cache folder."""
+        self._streaming_source.reader.fetch(np.arange(self._streaming_source.snapshot.num_shards)[[shard_id]])
+
+    def evict_shard(self, shard_id: int) -> bool:
+        """Delete a shard from the cache folder; False where it is not there, or another process reads it."""
+        reader = self._streaming_source.reader
+        cache, entry = reader.entry(shard_id)
+        reader.close()  # what is open cannot be evicted
+        return cache.evict(entry)
+
+    @Readable
+    def cache_usage(self) -> int:
+        """Bytes of the shards in the cache folders."""
+        entries = map(self._streaming_source.reader.entry, range(self._streaming_source.snapshot.num_shards))
+        return sum(raw.num_bytes for cache, entry in entries if cache.present(entry) for raw, _ in entry.files)
+
+
+def read_at(index: Any, size: int, one: Callable[[int], Any], again: Callable[[Any], Any]) -> Any:
+    """What an index stands for among `size` samples.
+
+    Args:
+        index: A whole number, a slice, or a list or array of them, nested or not.
+        size: How many samples there are.
+        one: Reads the sample of a number in [0, size).
+        again: Reads each element of a list, slice or array.
+    """
+    if isinstance(index, slice):
+        return [again(i) for i in range(*index.indices(size))]
+    if getattr(index, "ndim", 0) and hasattr(index, "tolist"):
+        index = index.tolist()
+    if isinstance(index, (list, tuple, range)):
+        return [again(i) for i in index]
+    if isinstance(index, bool) or not hasattr(index, "__index__"):
+        raise TypeError(f"an index is a whole number, a slice, or a list or array of them; found {index!r}")
+    number = operator.index(index)
+    if not -size <= number < size:
+        raise IndexError(f"the dataset has {size} samples: index {number} is not in [-{size}, {size})")
+    return one(number % size)
+
+
+def refuse_overrides(kind: type) -> None:
+    """Raise TypeError where a subclass overrides a method that would never be called."""
+    for name, remedy in _NEVER_CALLED.items():
+        if getattr(kind, name, None) is not getattr(IndexedSamples, name, None):
+            raise TypeError(
+                f"a dataset reads samples by get_item or __getitem__; found {kind.__name__}.{name}, which would never "
+                f"be called. Instead, {remedy}"
+            )
