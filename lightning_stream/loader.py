@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib import import_module
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader
@@ -17,7 +15,8 @@ from lightning_stream.loading.accelerate import as_prepared, is_prepared
 from lightning_stream.loading.checks import ReadAhead, tell
 from lightning_stream.loading.collate import collate_samples
 from lightning_stream.loading.distributed import WorldLike, detect_world
-from lightning_stream.loading.iteration import Driver, LoaderIterator
+from lightning_stream.loading.iteration import Driver, LoaderIterator, driver_of
+from lightning_stream.loading.loader_arguments import check_arguments
 from lightning_stream.loading.pipeline import Pipeline
 from lightning_stream.loading.progress import Progress
 from lightning_stream.loading.randomness import SeededCall
@@ -29,11 +28,6 @@ from lightning_stream.order import OrderConfig, Position, RunOrder, Tail, World,
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.order.tracing import Explanation, TracedBatch
 from lightning_stream.reading.look_ahead import read_ahead_depth, warm
-
-_NOT_CALLED = {
-    "__iter__": "Change samples in __getitem__ and batches in collate_fn, or use torch.utils.data.DataLoader",
-    "__len__": "Pass epoch_size= to the dataset, or use torch.utils.data.DataLoader",
-}
 
 
 class StreamingDataLoader(DataLoader[Any]):
@@ -52,7 +46,7 @@ class StreamingDataLoader(DataLoader[Any]):
             the batch's place in the run alone. The default makes dicts of tensors and lists.
         tail: What happens to an epoch's rest: ``"pad"`` fills it up with flagged repeats (training), ``"exact"``
             repeats nothing and lets the last batches differ by a sample (evaluation), ``"drop"`` leaves it out.
-        drop_last: True for ``tail="drop"``, False for ``"pad"``.
+        drop_last: True for ``tail="drop"``.
         evaluation: Always read epoch 0 from its beginning, with ``tail="exact"`` by default.
         world: Which processes train together; None takes the dataset's, or detects it when first needed.
         pin_memory, pin_memory_device, timeout, worker_init_fn, prefetch_factor, persistent_workers,
@@ -105,7 +99,7 @@ class StreamingDataLoader(DataLoader[Any]):
                 f"{type(self).__name__}._get_batch_size, which it would never call. Remove it"
             )
         batch_size, global_batch_size = whole(batch_size), whole(global_batch_size)
-        _check_arguments(dataset, batch_size, global_batch_size, accumulate, tail, drop_last)
+        check_arguments(dataset, StreamingDataset, batch_size, global_batch_size, accumulate, tail, drop_last)
         self._device_batch_size = batch_size
         self.global_batch_size = global_batch_size
         self.accumulate = accumulate
@@ -122,7 +116,7 @@ class StreamingDataLoader(DataLoader[Any]):
         self._checked: BatchSettings | None = None  # the settings that the checks before training were made for
         self._last: MicroBatch | None = None
         self._driver: Driver | None = None
-        self._begins_at: Position | None = None  # set by the user for the next training run over this loader
+        self.begins_at: Position | None = None  # where a state, or `set_epoch`, made the next training run begin
         self.num_substituted = 0  # samples delivered to this rank in place of bad ones so far; all ranks' add up
         extra: dict[str, Any] = {"pin_memory_device": pin_memory_device} if pin_memory_device else {}
         super().__init__(
@@ -218,11 +212,11 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]:
         """Say where an iteration begins, and begin to make its batches."""
-        driver = self._driver or _driver_of(self)
+        driver = self._driver or driver_of(self)
         plain = plain_iterations_of(self.streaming)
         if iterator.moves and not self.evaluation:
             plain.belongs_to(self)
-        if driver is None and self._begins_at is None and self._progress.position is None and plain.loaded_state:
+        if driver is None and self.begins_at is None and self._progress.position is None and plain.loaded_state:
             loaded = plain.loaded_state  # the state was given to the dataset, as MDS users do
             self.continue_from(plain.passed({}, lambda: self.accept(loaded)))
         own = driver.begin(iterator) if driver is not None and iterator.moves and not self.evaluation else None
@@ -302,11 +296,6 @@ class StreamingDataLoader(DataLoader[Any]):
         return self._source.bad_data.policy.substitutes
 
     @property
-    def begins_at(self) -> Position | None:
-        """Where a state, or `set_epoch`, made the next training run begin; None for its start."""
-        return self._begins_at
-
-    @property
     def num_samples(self) -> int:
         """Samples of an epoch over all replicas, padding excluded."""
         return self._run(self.settings()).num_samples
@@ -315,7 +304,7 @@ class StreamingDataLoader(DataLoader[Any]):
     def position(self) -> Position:
         """Where the training run is, by the batches trained on, or else handed out; at a whole optimizer step."""
         here = self._progress.position if self._driver is None else self._driver.known
-        return here or self._begins_at or self.first_position()
+        return here or self.begins_at or self.first_position()
 
     def first_position(self) -> Position:
         """The beginning of the training run in this world."""
@@ -332,8 +321,7 @@ class StreamingDataLoader(DataLoader[Any]):
         """Start the next iteration at the beginning of this epoch; a state loaded in the middle of it is kept."""
         if self._progress.begins_in(epoch):
             return
-        here, run = self.position, self._run(self.settings())
-        self.continue_from(Position.start(run, batch_size=here.batch_size, tail=here.tail, epoch=epoch))
+        self.continue_from(replace(self.first_position(), epoch=epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """The position as plain values: JSON-able, the same on every rank, loadable with ``weights_only=True``."""
@@ -378,11 +366,11 @@ class StreamingDataLoader(DataLoader[Any]):
         """Let no trainer drive the loader any more: it stands where the training run ended."""
         if self._driver is not None:
             self._progress.go_to(self.position)
-        self._driver = self._begins_at = None
+        self._driver = self.begins_at = None
 
     def continue_from(self, position: Position) -> None:
         """Start the next iteration at a position."""
-        self._begins_at = position
+        self.begins_at = position
         self._progress.go_to(position)
 
     def accept(self, state: Mapping[str, Any] | None) -> Position:
@@ -411,55 +399,3 @@ class StreamingDataLoader(DataLoader[Any]):
         """
         settings = self.settings()
         return trace(self._run(settings), position or self.position, step, world=settings.world)
-
-
-def _check_arguments(
-    dataset: Any,
-    batch_size: int | None,
-    global_batch_size: int | None,
-    accumulate: int,
-    tail: str | None,
-    drop_last: bool | None,
-) -> None:
-    if not isinstance(dataset, StreamingDataset):
-        raise TypeError(
-            f"StreamingDataLoader loads a StreamingDataset; found {type(dataset).__name__}. "
-            f"Use torch.utils.data.DataLoader for other datasets"
-        )
-    for method, remedy in _NOT_CALLED.items():
-        if getattr(type(dataset), method) is not getattr(StreamingDataset, method):
-            raise TypeError(
-                f"a StreamingDataLoader reads samples by get_item or __getitem__; found "
-                f"{type(dataset).__name__}.{method}, which it would never call. {remedy}"
-            )
-    problems = []
-    if tail is not None and drop_last is not None and drop_last != (tail == "drop"):
-        problems.append(f"pass tail= or drop_last=, not both: found tail={tail!r}, drop_last={drop_last!r}.")
-    if tail not in (None, "pad", "drop", "exact"):
-        problems.append(f"tail is 'pad', 'drop' or 'exact'; found {tail!r}.")
-    if batch_size is not None and global_batch_size is not None:
-        problems.append("pass batch_size= (per device) or global_batch_size= (of an optimizer step), not both.")
-    if batch_size is None and global_batch_size is None and dataset.batch_size is None:
-        problems.append("pass batch_size= (per device) or global_batch_size= (of an optimizer step).")
-    if batch_size is not None and dataset.batch_size not in (None, batch_size):
-        problems.append(
-            f"batch_size is {batch_size} for the loader and {dataset.batch_size} for its dataset: make them one."
-        )
-    for name, value in (
-        ("batch_size", batch_size),
-        ("global_batch_size", global_batch_size),
-        ("accumulate", accumulate),
-    ):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            problems.append(f"{name} is a whole number of at least 1; found {value!r}.")
-    if problems:
-        raise ValueError(" ".join(problems))
-
-
-def _driver_of(loader: StreamingDataLoader) -> Driver | None:
-    """The trainer that asks for batches, where it is one that a loader must recognise by itself."""
-    if "composer" not in sys.modules:
-        return None
-    join = import_module("lightning_stream.trainers.composer.callback")  # above us: only where Composer is there
-    found: Driver | None = join.driver_of(loader)
-    return found

@@ -1,0 +1,61 @@
+"""What a `StreamingDataLoader` refuses when it is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_NOT_CALLED = {
+    "__iter__": "Change samples in __getitem__ and batches in collate_fn, or use torch.utils.data.DataLoader",
+    "__len__": "Pass epoch_size= to the dataset, or use torch.utils.data.DataLoader",
+}
+
+
+def check_arguments(
+    dataset: Any,
+    kind: Any,
+    batch_size: int | None,
+    global_batch_size: int | None,
+    accumulate: int,
+    tail: str | None,
+    drop_last: bool | None,
+) -> None:
+    """Refuse what a loader cannot do; all problems of its numbers are named together.
+
+    Args:
+        dataset: What was given as the dataset.
+        kind: The class that it must be of: `StreamingDataset`.
+        batch_size, global_batch_size, accumulate, tail, drop_last: As given to the loader.
+    """
+    if not isinstance(dataset, kind):
+        raise TypeError(
+            f"StreamingDataLoader loads a StreamingDataset; found {type(dataset).__name__}. "
+            f"Use torch.utils.data.DataLoader for other datasets"
+        )
+    for method, remedy in _NOT_CALLED.items():
+        if getattr(type(dataset), method) is not getattr(kind, method):
+            raise TypeError(
+                f"a StreamingDataLoader reads samples by get_item or __getitem__; found "
+                f"{type(dataset).__name__}.{method}, which it would never call. {remedy}"
+            )
+    problems = []
+    if tail is not None and drop_last is not None and drop_last != (tail == "drop"):
+        problems.append(f"pass tail= or drop_last=, not both: found tail={tail!r}, drop_last={drop_last!r}.")
+    if tail not in (None, "pad", "drop", "exact"):
+        problems.append(f"tail is 'pad', 'drop' or 'exact'; found {tail!r}.")
+    if batch_size is not None and global_batch_size is not None:
+        problems.append("pass batch_size= (per device) or global_batch_size= (of an optimizer step), not both.")
+    if batch_size is None and global_batch_size is None and dataset.batch_size is None:
+        problems.append("pass batch_size= (per device) or global_batch_size= (of an optimizer step).")
+    if batch_size is not None and dataset.batch_size not in (None, batch_size):
+        problems.append(
+            f"batch_size is {batch_size} for the loader and {dataset.batch_size} for its dataset: make them one."
+        )
+    for name, value in (
+        ("batch_size", batch_size),
+        ("global_batch_size", global_batch_size),
+        ("accumulate", accumulate),
+    ):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            problems.append(f"{name} is a whole number of at least 1; found {value!r}.")
+    if problems:
+        raise ValueError(" ".join(problems))
