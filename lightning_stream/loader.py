@@ -47,13 +47,12 @@ class StreamingDataLoader(DataLoader[Any]):
         tail: What happens to an epoch's rest: ``"pad"`` fills it up with flagged repeats (training), ``"exact"``
             repeats nothing and lets the last batches differ by a sample (evaluation), ``"drop"`` leaves it out.
         drop_last: True for ``tail="drop"``.
-        evaluation: Always read epoch 0 from its beginning, with ``tail="exact"`` by default.
+        evaluation: Always read epoch 0 from its start, with ``tail="exact"`` by default.
         world: Which processes train together; None takes the dataset's, or detects it when first needed.
         pin_memory, pin_memory_device, timeout, worker_init_fn, prefetch_factor, persistent_workers,
             multiprocessing_context: As in `torch.utils.data.DataLoader`.
         on_mismatch: What `load_state_dict` does where data or settings differ: ``"error"`` or ``"warn"``.
-        generator: Taken as torch's loader takes it, and not needed: what is drawn at random depends on its place in
-            the training run.
+        generator: Not needed: what is drawn at random depends on its place in the training run.
         shuffle, sampler, batch_sampler, in_order: To be left out, since the dataset has the order.
 
     Raises:

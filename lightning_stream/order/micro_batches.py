@@ -162,9 +162,6 @@ class MicroBatches:
         return made if self._padding else made.without_padding()
 
 
-BatchInfo = MicroBatch
-
-
 def pieces_of(plan: BatchPlan, k: int, device_batch_size: int) -> int:
     """Into how many micro-batches each rank's share of global batch k is cut."""
     return plan.num_micro_batches(k, device_batch_size)

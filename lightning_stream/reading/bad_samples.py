@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.order.ledger import Substitution, replacements
-from lightning_stream.order.micro_batches import BatchInfo
+from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.reading.reader import SampleReader
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ class BadData:
             f"The last reason: {self.found[drawn]}"
         )
 
-    def replaced(self, reader: SampleReader, info: BatchInfo) -> BatchInfo:
+    def replaced(self, reader: SampleReader, info: MicroBatch) -> MicroBatch:
         """The micro-batch with substitutes for samples that cannot be read; the same object where all can be."""
         substitutions = []
         for position, drawn in zip(info.positions.tolist(), info.ids.tolist(), strict=True):
@@ -146,7 +146,7 @@ class BadData:
             os.close(file)
 
 
-def readable(dataset: HasBadData, info: BatchInfo, read: Callable[[BatchInfo], T]) -> tuple[T, BatchInfo]:
+def readable(dataset: HasBadData, info: MicroBatch, read: Callable[[MicroBatch], T]) -> tuple[T, MicroBatch]:
     """Read a micro-batch as the dataset's policy says.
 
     Returns:

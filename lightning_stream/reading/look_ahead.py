@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from lightning_stream.order import BatchPlan, prefetch_shards
-from lightning_stream.order.micro_batches import BatchInfo
+from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.reading.fetches import Announced
 from lightning_stream.reading.next_use import NextUse
 from lightning_stream.reading.reader import SampleReader
@@ -45,10 +45,10 @@ def read_ahead_depth(predownload: int | None, device_batch_size: int) -> int:
 def read_ahead(
     reader: SampleReader,
     plan: BatchPlan,
-    infos: Iterable[BatchInfo],
+    infos: Iterable[MicroBatch],
     predownload: int | None,
     device_batch_size: int,
-) -> Iterator[BatchInfo]:
+) -> Iterator[MicroBatch]:
     """Yield micro-batches of a plan, with the shards of those that follow being fetched.
 
     Where the user left it open how many, more while there are connections that would be idle: in an order that reads
@@ -59,7 +59,7 @@ def read_ahead(
     next_use, is_exiting = _eviction_plan(reader, plan), sys.is_finalizing
     depth = read_ahead_depth(predownload, device_batch_size)
     furthest = depth if predownload is not None else _FURTHER * depth
-    waiting: deque[tuple[BatchInfo, Announced | None]] = deque()
+    waiting: deque[tuple[MicroBatch, Announced | None]] = deque()
     infos = iter(infos)
     try:
         # With all shards open, which then stay so, nothing is fetched or evicted any more.

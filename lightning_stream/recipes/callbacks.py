@@ -13,13 +13,13 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.profilers import Profiler
 
 from lightning_stream.loader import StreamingDataLoader
-from lightning_stream.order.micro_batches import BatchInfo
+from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.recipes.places import LAST
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
-def batch_in_training(trainer: Trainer) -> BatchInfo:
+def batch_in_training(trainer: Trainer) -> MicroBatch:
     """What the batch that the trainer is at is made of."""
     loader = trainer.train_dataloader
     if not isinstance(loader, StreamingDataLoader) or loader.last_batch is None:

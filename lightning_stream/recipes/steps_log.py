@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_stream.order.micro_batches import BatchInfo
+from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.recipes.torch_processes import Processes
 
 _LOSS_EVERY = 10  # steps; in between the loss stays on its device
@@ -42,7 +42,7 @@ class StepsLog:
                 kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
                 path.write_text("".join(f"{line}\n" for line in kept))
 
-    def add(self, info: BatchInfo) -> None:
+    def add(self, info: MicroBatch) -> None:
         """A micro-batch was trained on."""
         if self._ids_path is not None:
             self._ids += info.ids[~info.filler].tolist()

@@ -23,7 +23,7 @@ from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.plain import STATE_KEY
 from lightning_stream.loading.randomness import sample_seed
-from lightning_stream.order.micro_batches import BatchInfo
+from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.recipes.callbacks import RunStopped
 from lightning_stream.recipes.converted_set import TRAIN, VAL
 from lightning_stream.recipes.places import TORCH, checkpoint_meant, last_checkpoint
@@ -228,7 +228,7 @@ class _Loop:
                 if self.step >= self.total_steps:
                     break
 
-    def _batches(self, epoch: int, before: int) -> Iterator[tuple[Any, BatchInfo, float]]:
+    def _batches(self, epoch: int, before: int) -> Iterator[tuple[Any, MicroBatch, float]]:
         """Batches on the device, what each is made of, and how long it was waited for."""
         bar = self.log.bar(f"epoch {epoch + 1}", len(self.loader), before) if self.run_of.progress else None
         batches = iter(self.loader)
@@ -244,7 +244,7 @@ class _Loop:
                 if bar is not None:
                     bar.update()
 
-    def _learn(self, batch: Batch, info: BatchInfo) -> Tensor:
+    def _learn(self, batch: Batch, info: MicroBatch) -> Tensor:
         """Add this micro-batch's gradient; gives its part of the step's loss, over this process alone."""
         keep = torch.from_numpy(~info.filler).to(self.processes.device)
         waits = not info.completes_step and isinstance(self.loss, DistributedDataParallel)
@@ -285,7 +285,7 @@ class _Loop:
 
     # Checkpoints
 
-    def _after_step(self, info: BatchInfo) -> None:
+    def _after_step(self, info: MicroBatch) -> None:
         if info.ends_epoch or self.step >= self.total_steps:
             return  # the epoch's end, or the run's, comes next, with a checkpoint
         if self.run_of.val_steps is not None and self.step % self.run_of.val_steps == 0:
