@@ -286,6 +286,9 @@ def test_a_checkpoint_without_a_position_is_refused_or_begins_anew(shards: Path,
     trainer = Trainer(max_steps=3, **QUIET)
     trainer.fit(Recorder(), streaming(shards))
     trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    checkpoint = torch.load(tmp_path / "plain.ckpt", weights_only=True)
+    del checkpoint["callbacks"]["lightning_stream"]
+    torch.save(checkpoint, tmp_path / "plain.ckpt")
     with pytest.raises(StateError, match="written without StreamingDataModule or StreamingCallback"):
         Run(shards, tmp_path, tmp_path / "plain.ckpt")
     with pytest.warns(UserWarning, match="this one holds none of ours"):
