@@ -25,7 +25,7 @@ from lightning_stream.trainers.composer.callback import StreamingPosition
 from lightning_stream.trainers.composer.spec import data_spec
 
 BATCH = 16
-METHODS = ("handed_out", "batch_end")
+METHODS = ("batch_start", "batch_end")
 
 
 class Nothing(ComposerModel):

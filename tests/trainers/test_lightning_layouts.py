@@ -1,6 +1,7 @@
 """What we rely on inside Lightning: this file fails when a new version lays it out otherwise.
 
-Then look at `lightning_loops`, make the other tests of Lightning pass on that version, and widen `TRIED_VERSIONS`.
+Then look at `trainers/lightning/loops.py`, make the other tests of Lightning pass on that version, and widen its
+`TRIED_VERSIONS`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+np = pytest.importorskip("numpy")
 pl = pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar  # noqa: E402
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy  # noqa: E402
+from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
 
+from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.errors import StateError  # noqa: E402
 from lightning_stream.trainers.lightning import loops as lightning_loops  # noqa: E402
 from lightning_stream.trainers.lightning.loops import LoopPosition, is_tried, rewrite_loops, warn_if_untried  # noqa: E402
@@ -163,6 +167,10 @@ def test_the_trainers_parts_that_we_reach_into_are_there() -> None:
         (trainer, "overfit_batches"), (trainer, "limit_train_batches"),
         (trainer, "limit_val_batches"), (trainer, "val_check_interval"), (trainer, "check_val_every_n_epoch"),
         (trainer, "accumulate_grad_batches"), (trainer, "progress_bar_callback"), (trainer, "num_nodes"),
+        (trainer, "lr_scheduler_configs"), (trainer, "callback_metrics"), (trainer, "ckpt_path"),
+        (loop, "_restarting"), (loop, "_data_source"), (loop._data_source, "instance"),
+        (loop.epoch_loop.val_loop, "_has_run"), (CombinedLoader([]), "_iterator"),
+        (trainer.strategy, "handles_gradient_accumulation"),
     ):  # fmt: skip
         assert hasattr(place, name), f"{type(place).__name__}.{name}"
     restarting = type(loop.epoch_loop).restarting
@@ -180,14 +188,37 @@ def test_the_trainers_parts_that_we_reach_into_are_there() -> None:
     assert isinstance(Strategy.root_device, property)
 
 
+def test_the_iterations_that_a_fit_takes_its_batches_from_are_found(tmp_path: Path) -> None:
+    with MDSWriter(out=str(tmp_path), columns={"x": "ndarray:float32:4"}) as writer:
+        for _ in range(8):
+            writer.write({"x": np.zeros(4, np.float32)})
+    found: list[Any] = []
+
+    class Looks(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            found.append(lightning_loops.iterators(self.trainer))
+            return super().training_step(batch["x"], batch_idx)
+
+    trainer = pl.Trainer(
+        max_steps=2, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(Looks(), StreamingDataLoader(StreamingDataset(remote=tmp_path), 4))
+    assert [len(one) for one in found] == [1, 1]
+    assert found[0][0] is found[1][0]
+    assert not lightning_loops.asked_for_last(trainer)
+
+
 def test_no_other_file_reaches_into_lightnings_loops() -> None:
     folder = Path(lightning_loops.__file__).parent
-    for path in folder.glob("lightning*.py"):
-        if path.name == "lightning_loops.py":
-            continue
+    files = [path for path in folder.glob("*.py") if path.name != "loops.py"]
+    assert len(files) > 4
+    for path in files:
         for node in ast.walk(ast.parse(path.read_text())):
             name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
-            assert name not in ("fit_loop", "epoch_loop", "loops"), f"{path.name}, line {getattr(node, 'lineno', '?')}"
+            assert name not in ("fit_loop", "epoch_loop", "val_loop", "loops"), (
+                f"{path.name}, line {getattr(node, 'lineno', '?')}"
+            )
             if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
                 assert isinstance(node.value, ast.Name), f"{path.name}, line {node.lineno}: {node.attr}"
                 assert node.value.id in ("self", "cls"), f"{path.name}, line {node.lineno}: {node.attr}"

@@ -26,7 +26,7 @@ from lightning_stream.trainers.lightning.rules import (
     check_callbacks,
     check_last,
     check_loader,
-    warn_of_plain_loader,
+    warn_of_others,
     weight_of,
 )
 from lightning_stream.trainers.tracker import PositionTracker
@@ -102,7 +102,7 @@ class StreamingCallback(Callback):
         """Follow what the trainer trains on now; None where that is not ours and this callback is passive."""
         loader = loops.train_loader_of(trainer)
         if not isinstance(loader, StreamingDataLoader):
-            warn_of_plain_loader(loader)
+            warn_of_others(loops.train_loaders_of(trainer))
             if self.is_passive:
                 return None
             raise TypeError(

@@ -262,6 +262,12 @@ def train_loader_of(trainer: Any) -> Any:
     return trainer.train_dataloader
 
 
+def train_loaders_of(trainer: Any) -> list[Any]:
+    """All loaders that the trainer takes its batches from."""
+    combined = trainer.fit_loop._combined_loader  # noqa: SLF001
+    return [] if combined is None else list(combined.flattened)
+
+
 def forget_fetched(trainer: Any) -> bool:
     """Let Lightning ask for its data anew if it has trained on some of it; says whether it had.
 

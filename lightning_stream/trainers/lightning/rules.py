@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,15 @@ def check_last(trainer: Any) -> None:
         )
 
 
-def warn_of_plain_loader(loader: Any) -> None:
-    """Say that torch's own loader over a dataset of ours is not resumed by Lightning."""
-    if isinstance(getattr(loader, "dataset", None), StreamingDataset):
+def warn_of_others(loaders: Sequence[Any]) -> None:
+    """Say which training loaders over datasets of ours are not resumed by Lightning."""
+    if len(loaders) > 1 and any(isinstance(loader, StreamingDataLoader) for loader in loaders):
+        warnings.warn(
+            f"the position of one training loader is kept, but {len(loaders)} were given: after a stop they would train "
+            "on other samples than the checkpoint says. Mix the data as streams= of one StreamingDataset",
+            stacklevel=2,
+        )
+    elif any(isinstance(getattr(loader, "dataset", None), StreamingDataset) for loader in loaders):
         warnings.warn(
             "Lightning does not resume torch's DataLoader: after a stop it would train on other samples than the "
             "checkpoint says. Replace it by StreamingDataLoader(dataset, batch_size=...), imported from "

@@ -1,0 +1,36 @@
+"""What we rely on inside torch: this file fails when a new version lays it out otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info  # noqa: E402
+
+from lightning_stream.loading import torch_private  # noqa: E402
+
+
+class Seen(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield get_worker_info().dataset
+
+
+def show(_: int) -> None:
+    torch_private.set_worker_dataset(get_worker_info(), "another")
+
+
+def as_it_is(value: Any) -> Any:
+    return value
+
+
+def test_a_workers_dataset_can_be_replaced_and_its_processes_ended() -> None:
+    batches = iter(DataLoader(Seen(), batch_size=None, num_workers=1, worker_init_fn=show, collate_fn=as_it_is))
+    (process,) = torch_private.worker_processes(batches)
+    assert next(batches) == "another"
+    assert process.is_alive()
+    torch_private.end_workers(batches)
+    assert not process.is_alive()
+    assert torch_private.worker_processes(iter([])) == []
