@@ -112,7 +112,7 @@ def warn_of_others(loaders: Sequence[Any]) -> None:
     """Say which training loaders over datasets of ours are not resumed by Lightning."""
     if len(loaders) > 1 and any(isinstance(loader, StreamingDataLoader) for loader in loaders):
         warnings.warn(
-            f"the position of one training loader is kept, but {len(loaders)} were given: after a stop they would train "
+            f"the position of one training loader is kept, but {len(loaders)} were given: after a stop they train "
             "on other samples than the checkpoint says. Mix the data as streams= of one StreamingDataset",
             stacklevel=2,
         )
