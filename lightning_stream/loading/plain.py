@@ -84,11 +84,13 @@ class PlainIterations:
         return None if self._owner is None else self._owner()
 
     def passed(self, state: Mapping[str, Any], method: Callable[[], Any]) -> Any:
-        """A loader's state after a method of the dataset, which a subclass may override, had its way with it.
+        """A loader's state after it passed through the dataset's `state_dict` or `load_state_dict`.
+
+        A subclass may override these, and they reach the loader again: such an inner call returns its state as it is.
 
         Args:
             state: The state.
-            method: Calls the dataset's `state_dict` or `load_state_dict`; or a loader's, which shall not call back.
+            method: Calls the method.
         """
         if self._passing is not None:
             return state
