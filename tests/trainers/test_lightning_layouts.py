@@ -188,6 +188,7 @@ def test_the_trainers_parts_that_we_reach_into_are_there() -> None:
     assert isinstance(Strategy.root_device, property)
 
 
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 def test_the_iterations_that_a_fit_takes_its_batches_from_are_found(tmp_path: Path) -> None:
     with MDSWriter(out=str(tmp_path), columns={"x": "ndarray:float32:4"}) as writer:
         for _ in range(8):
