@@ -458,7 +458,7 @@ def test_workers_end_at_once_with_a_trainer_that_an_error_ends(shards: Path) -> 
         "    raise RuntimeError('of the user')\n"
     )
     run = subprocess.run(
-        [sys.executable, "-c", program, str(shards)], capture_output=True, text=True, timeout=25, check=False
+        [sys.executable, "-c", program, str(shards)], capture_output=True, text=True, timeout=29, check=False
     )
     assert run.returncode == 1
     assert "of the user" in run.stderr

@@ -12,10 +12,10 @@ from servers.shards import make_dataset, shard_content
 
 from lightning_stream import MDSWriter, StreamingDataset
 from lightning_stream.cache import Lease, ShardCache
+from lightning_stream.dataset import source_of
 from lightning_stream.errors import LockTimeoutError
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.order import World
-from lightning_stream.order.micro_batches import micro_batches
 from lightning_stream.reading.fetches import ReaderProcess
 from lightning_stream.reading.look_ahead import read_ahead
 from lightning_stream.reading.range_reads import SampleRanges
@@ -138,6 +138,7 @@ def test_with_idle_connections_is_read_further_ahead_unless_predownload_or_a_lim
     seen: list[int] = []
     monkeypatch.setattr(SampleReader, "read_ahead", lambda _, ids: seen.extend(ids))
     dataset = StreamingDataset(remote=tmp_path / "d", local=tmp_path / "cache", cache_limit=cache_limit, batch_size=8)
-    plan = dataset.batch_settings(World(), 8, 1, "pad").plan(dataset, Start())
-    next(read_ahead(dataset.reader, plan, micro_batches(plan, 8, 0, 1), predownload, 8))
+    source = source_of(dataset)
+    batches = source.settings(World(), 8, 1, "pad").micro_batches(source, Start())
+    next(read_ahead(source.reader, batches.plan, batches.walk(), predownload, 8))
     assert len(seen) == 8 * expected
