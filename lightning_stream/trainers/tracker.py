@@ -57,6 +57,7 @@ class PositionTracker:
                 optimizer.step()
                 tracker.stepped()
         torch.save({"data": tracker.state(), ...}, "run.pt")
+        tracker.end_run()  # prints "... 0 lost, 0 repeated" for a resumed run
     """
 
     padding = True
@@ -95,7 +96,7 @@ class PositionTracker:
         self._settings: BatchSettings | None = None
         self._own: LoaderIterator | None = None  # the iteration of a plain loop
         self._owns: Callable[[LoaderIterator], bool] = self._is_own
-        self.is_resumed = self.is_of_mosaic = self.is_attached = False
+        self.is_resumed = self.is_of_mosaic = self.is_attached = self._has_said = False
         if loader is not None:
             self.attach(loader)
 
@@ -233,7 +234,8 @@ class PositionTracker:
     def begin_run(self, steps_of_epoch: int, step_in_epoch: int) -> None:
         """Check that all ranks stand at the same place, and say where a resumed run continues. Collective."""
         check_ranks_agree(self.position)
-        if self.is_resumed:
+        if self.is_resumed and not self._has_said:
+            self._has_said = True
             here = self.position
             total = self.loader.num_samples
             self.say(
@@ -249,7 +251,7 @@ class PositionTracker:
                 f"Trained up to epoch {here.epoch}, sample {here.position:,}: {self.num_lost} lost, "
                 f"{self.num_repeated} repeated"
             )
-            self.is_resumed = False
+            self.is_resumed = self._has_said = False
 
     def say(self, sentence: str) -> None:
         """Tell people a sentence, once for all ranks."""

@@ -207,7 +207,7 @@ def test_the_iterations_that_a_fit_takes_its_batches_from_are_found(tmp_path: Pa
     trainer.fit(Looks(), StreamingDataLoader(StreamingDataset(remote=tmp_path), 4))
     assert [len(one) for one in found] == [1, 1]
     assert found[0][0] is found[1][0]
-    assert not lightning_loops.asked_for_last(trainer)
+    assert not lightning_loops.lacks_last(trainer)
 
 
 def test_no_other_file_reaches_into_lightnings_loops() -> None:

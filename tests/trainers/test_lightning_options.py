@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, TQDMProgressBar
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, TQDMProgressBar
 from support.lightning_runs import GLOBAL_BATCH, NUM_SAMPLES, Recorder, Run, checkpoints, expect_exact, keep_all
 
 from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataModule, StreamingDataset
@@ -404,3 +404,33 @@ def test_pytorch_lightning_under_its_own_name_works(shards: Path, tmp_path: Path
     assert run.returncode == 0, run.stderr[-2000:]
     state = torch.load(tmp_path / "a.ckpt", weights_only=True)["callbacks"]["lightning_stream"]
     assert state["position"]["position"] == 48
+
+
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available", "ignore:You defined a `validation_step`")
+@pytest.mark.parametrize("bare", [False, True], ids=["module", "loader"])
+def test_a_last_checkpoint_that_is_not_there_is_an_error_where_the_run_has_others(
+    shards: Path, tmp_path: Path, bare: bool
+) -> None:
+    def fit(save_last: bool, ckpt_path: str | None = "last", max_steps: int = 3) -> Recorder:
+        keeps = ModelCheckpoint(dirpath=tmp_path / "ckpt", every_n_train_steps=2, save_last=save_last)
+        trainer, module = (
+            Trainer(max_steps=max_steps, **{**QUIET, "enable_checkpointing": True}, callbacks=[keeps]),
+            Recorder(),
+        )
+        data = (
+            {"train_dataloaders": streaming(shards)}
+            if bare
+            else {
+                "datamodule": StreamingDataModule(
+                    train={"remote": shards, "shuffle": True}, global_batch_size=GLOBAL_BATCH
+                )
+            }
+        )
+        trainer.fit(module, ckpt_path=ckpt_path, **data)
+        return module
+
+    fit(save_last=False)  # nothing is there yet
+    with pytest.raises(StateError, match=r"none is marked as last among 1 .* save_last=True"):
+        fit(save_last=False)
+    fit(save_last=True, ckpt_path=None)
+    assert min(fit(save_last=True, max_steps=5).steps) == 2

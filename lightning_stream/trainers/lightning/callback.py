@@ -24,8 +24,8 @@ from lightning_stream.trainers.lightning.package import Callback
 from lightning_stream.trainers.lightning.rules import (
     check_alignment,
     check_callbacks,
-    check_last,
     check_loader,
+    missing_last,
     warn_of_others,
     weight_of,
 )
@@ -86,6 +86,7 @@ class StreamingCallback(Callback):
         self._resumed_epoch = _NEVER  # the epoch that a resume continued inside of
         self._validated_step = _NEVER
         self._enters_at: LoopPosition | None = None
+        self._no_last: StateError | None = None
 
     @property
     def state_key(self) -> str:
@@ -140,6 +141,7 @@ class StreamingCallback(Callback):
         """
         if stage != "fit":
             return
+        self._no_last = missing_last(trainer)
         if not self.is_passive:
             self._check(trainer)
         if self.tracker.is_attached:  # an error ended the fit before this one
@@ -156,7 +158,8 @@ class StreamingCallback(Callback):
     def _check(self, trainer: Any) -> None:
         loops.warn_if_untried(trainer)
         check_callbacks(trainer)
-        check_last(trainer)
+        if self._no_last is not None:
+            raise self._no_last
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Say what was lost and repeated, and let go of the loader."""

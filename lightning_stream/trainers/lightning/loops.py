@@ -179,12 +179,15 @@ def data_source_of(trainer: Any) -> Any:
     return trainer.fit_loop._data_source.instance  # noqa: SLF001
 
 
-def asked_for_last(trainer: Any) -> bool:
-    """Whether `fit` was called with ``ckpt_path="last"``; Lightning keeps only what it found."""
-    frame = inspect.currentframe()
+def lacks_last(trainer: Any) -> bool:
+    """Whether `fit` was called with ``ckpt_path="last"`` and found none; Lightning keeps neither until it loads."""
+    frame, found = inspect.currentframe(), None
     while frame is not None:
-        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is trainer:
-            return frame.f_locals.get("ckpt_path") == "last"
+        if frame.f_locals.get("self") is trainer:
+            if frame.f_code.co_name == "_run":
+                found = frame.f_locals.get("ckpt_path")
+            elif frame.f_code.co_name == "fit":
+                return found is None and frame.f_locals.get("ckpt_path") == "last"
         frame = frame.f_back
     return False
 

@@ -12,7 +12,7 @@ from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.order.micro_batches import MicroBatch, pieces_of
-from lightning_stream.trainers.lightning.loops import LoopPosition, asked_for_last
+from lightning_stream.trainers.lightning.loops import LoopPosition, lacks_last
 
 
 def check_callbacks(trainer: Any) -> None:
@@ -87,25 +87,25 @@ def check_alignment(loader: StreamingDataLoader, at: LoopPosition) -> None:
         )
 
 
-def check_last(trainer: Any) -> None:
-    """Refuse to begin a run from its start where ``ckpt_path="last"`` was asked for and there are checkpoints.
+def missing_last(trainer: Any) -> StateError | None:
+    """What is wrong where ``ckpt_path="last"`` found nothing although there are checkpoints; called in `setup`.
 
-    Raises:
-        StateError: Lightning found no last checkpoint, and would begin from the start with no more than a warning.
+    Lightning would begin from the start, with no more than a warning.
     """
-    if trainer.ckpt_path is not None or not asked_for_last(trainer):
-        return
+    if not lacks_last(trainer):
+        return None
     root = Path(trainer.default_root_dir)
     folders = [Path(found) for one in trainer.checkpoint_callbacks if (found := getattr(one, "dirpath", None))]
     found = [path for folder in folders or [root / "checkpoints"] for path in folder.glob("*.ckpt")]
     found += [] if folders else root.glob("lightning_logs/*/checkpoints/*.ckpt")
-    if found:
-        newest = str(max(found, key=lambda path: path.stat().st_mtime))
-        raise StateError(
-            f'ckpt_path="last" continues from the last checkpoint, but none is marked as last among {len(found)} in '
-            f"{found[0].parent}: the run would begin from its start. Pass ModelCheckpoint(..., save_last=True) from "
-            f"the first fit on, or name the file, e.g. ckpt_path={newest!r}"
-        )
+    if not found:
+        return None
+    newest = str(max(found, key=lambda path: path.stat().st_mtime))
+    return StateError(
+        f'ckpt_path="last" continues from the last checkpoint, but none is marked as last among {len(found)} in '
+        f"{Path(newest).parent}: the run would begin from its start. Pass ModelCheckpoint(dirpath=..., save_last=True) "
+        f"from the first fit on, or name the file, e.g. ckpt_path={newest!r}"
+    )
 
 
 def warn_of_others(loaders: Sequence[Any]) -> None:
