@@ -41,7 +41,8 @@ class Link:
     habits: Habits | None = None  # what its user does beside training; None for nothing at all
 
     def __str__(self) -> str:
-        return f"{self.num_ranks} ranks x{self.accumulate} {self.workers}w, {self.way} {self.at} {dict(self.options)} {self.habits}"
+        where = f"{self.num_ranks} ranks x{self.accumulate} {self.workers}w"
+        return f"{where}, {self.way} {self.at} {dict(self.options)} {self.habits}"
 
 
 def draw_chain(seed: int, *, workers: tuple[int, ...] = (0,), num_links: int = 4) -> tuple[list[Link], dict[str, Any]]:
