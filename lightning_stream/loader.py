@@ -269,13 +269,13 @@ class StreamingDataLoader(DataLoader[Any]):
 
     @property
     def _iterator(self) -> None:
-        """Where torch keeps persistent workers. Lightning sets it to None at the end of a fit, to end them."""
+        """Where torch keeps persistent workers. Lightning sets it to None to end them, e.g. after an evaluation."""
 
     @_iterator.setter
     def _iterator(self, value: Any) -> None:
         workers = vars(self).get("_workers")
         if value is None and workers is not None:
-            workers.close()
+            workers.release()
 
     def close(self) -> None:
         """End the worker processes of this loader, persistent ones too; a later iteration starts new ones."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from lightning_stream.errors import StateError
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.loading import torch_private
 from lightning_stream.loading.pipeline import Pipeline
@@ -65,6 +66,7 @@ class MadeBatches:
     def close(self, failed: bool = False) -> None:
         """End the iteration: its workers, what it announced to the reader, and its hold on shards."""
         end, self._end = self._end, _nothing
+        self._batches = _Closed()
         end(failed)
 
 
@@ -79,7 +81,7 @@ class Workers:
         self._dataset = dataset
         self._kept: tuple[BatchSettings, SharedPosition, DataLoader[Any]] | None = None
         self._kept_is_in_use = False
-        self._live: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators that may have workers
+        self._live: weakref.WeakSet[MadeBatches] = weakref.WeakSet()  # those that may have workers
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has workers of its own."""
@@ -91,30 +93,37 @@ class Workers:
     def batches(self, pipeline: Pipeline, options: WorkerOptions) -> MadeBatches:
         """Begin one iteration."""
         if not (options.num_workers or options.pin_memory or options.timeout):
-            made = iter(pipeline)  # as torch would, at a tenth of the cost
-            return MadeBatches(made, lambda _: made.close())  # type: ignore[attr-defined]
+            here = iter(pipeline)  # as torch would, at a tenth of the cost
+            return MadeBatches(here, lambda _: here.close())  # type: ignore[attr-defined]
         # An iteration inside another one has workers of its own.
         keeps = options.persistent_workers and options.num_workers > 0 and not self._kept_is_in_use
         loader = self._kept_loader(pipeline, options) if keeps else self._torch_loader(pipeline, options)
         batches = iter(loader)
-        self._live.add(batches)
         let_terminate_end_at_once(torch_private.worker_processes(batches))
         self._kept_is_in_use |= keeps
 
         def end(failed: bool) -> None:
-            self._kept_is_in_use &= not keeps
-            if failed and keeps:
+            is_kept = self._kept is not None and self._kept[2] is loader
+            if is_kept:
+                self._kept_is_in_use = False
+            if is_kept and failed:
                 self._kept = None  # a worker died: torch's iterator stays broken
-            if failed or not keeps:
+            if failed or not is_kept:
                 torch_private.end_workers(batches)
 
-        return MadeBatches(batches, end)
+        made = MadeBatches(batches, end)
+        self._live.add(made)
+        return made
+
+    def release(self) -> None:
+        """End persistent workers, those in use when their iteration ends; a later iteration starts new ones."""
+        self._kept, self._kept_is_in_use = None, False  # torch's iterator ends its workers when it is dropped
 
     def close(self) -> None:
-        """End the worker processes, persistent ones too; a later iteration starts new ones."""
-        for batches in list(self._live):
-            torch_private.end_workers(batches)
-        self._kept, self._kept_is_in_use = None, False
+        """End all worker processes, and the iterations that use them; a later iteration starts new ones."""
+        self.release()
+        for made in list(self._live):
+            made.close()
 
     def _kept_loader(self, pipeline: Pipeline, options: WorkerOptions) -> DataLoader[Any]:
         """The loader of persistent workers, set to begin where the pipeline does."""
@@ -169,6 +178,16 @@ def _import_for_workers() -> None:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+class _Closed(Iterator[Any]):
+    """What an iteration gives after its end."""
+
+    def __next__(self) -> Any:
+        raise StateError(
+            "an iteration ends with the workers of its loader, but a batch was asked for after close(). Iterate over "
+            "the loader again: its state_dict() says where"
+        )
 
 
 def _nothing(_: bool) -> None:

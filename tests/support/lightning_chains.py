@@ -10,7 +10,7 @@ import random
 import signal
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 
 from lightning_stream import StreamingDataModule
 from lightning_stream.order import World
+from support.lightning_habits import Habits, OrdinaryRun, draw_habits, draw_surroundings
 from support.lightning_runs import EPOCHS, Run, Steps, checkpoints, keep_all
 from support.lightning_stops import At, Stopped, StopsIn, raise_stopped, saved_on_exception, send
 
@@ -37,9 +38,11 @@ class Link:
     way: str
     at: At | None
     options: tuple[tuple[str, Any], ...]
+    habits: Habits | None = None  # what its user does beside training; None for nothing at all
 
     def __str__(self) -> str:
-        return f"{self.num_ranks} ranks x{self.accumulate} {self.workers}w, {self.way} {self.at} {dict(self.options)}"
+        where = f"{self.num_ranks} ranks x{self.accumulate} {self.workers}w"
+        return f"{where}, {self.way} {self.at} {dict(self.options)} {self.habits}"
 
 
 def draw_chain(seed: int, *, workers: tuple[int, ...] = (0,), num_links: int = 4) -> tuple[list[Link], dict[str, Any]]:
@@ -71,16 +74,39 @@ def draw_chain(seed: int, *, workers: tuple[int, ...] = (0,), num_links: int = 4
     return links, shared
 
 
+def draw_ordinary_chain(
+    seed: int, *, workers: tuple[int, ...] = (0,), num_links: int = 4
+) -> tuple[list[Link], dict[str, Any]]:
+    """A chain of runs by users who look at batches, validate on them, and hand loaders over in their own ways."""
+    links, shared = draw_chain(seed, workers=workers, num_links=num_links)
+    rng = random.Random(f"habits {seed}")
+    around = draw_surroundings(rng)
+    shared |= around.options
+    shared["data"] |= around.data_options
+    drawn = []
+    for link in links:
+        num_ranks, accumulate = link.num_ranks, link.accumulate
+        if around.accumulate:  # what an empty batch leaves out is a matter of where batches are cut
+            num_ranks, accumulate = 1, around.accumulate
+        at = link.at
+        if at is not None:
+            at = replace(at, micro=at.micro % accumulate, step=max(1, min(at.step, around.num_steps - 2)))
+        habits = draw_habits(rng, around, link.way)
+        drawn.append(replace(link, num_ranks=num_ranks, accumulate=accumulate, at=at, habits=habits))
+    return drawn, shared
+
+
 def run_chain(shards: Path, folder: Path, links: list[Link], shared: dict[str, Any], rng: random.Random) -> Steps:
     """The steps that counted: those of each run up to the checkpoint that the next one began with."""
     steps: Steps = {}
     ckpts: list[Path] | None = None
+    loaders: dict[Any, Any] = {}  # of the runs so far, for those that train on one again
     for number, link in enumerate(links):
         seen: Steps = defaultdict(list)
         saved: list[list[tuple[int, Path]]] = []
         for rank in range(link.num_ranks):
             own = folder / f"link{number}" / f"rank{rank}"
-            run = _run(shards, own, link, rank, ckpts and ckpts[rank % len(ckpts)], shared)
+            run = _run(shards, own, link, rank, ckpts and ckpts[rank % len(ckpts)], shared, loaders)
             for step, ids in run.steps.items():
                 seen[step] += ids
             saved.append(_saved(own, link))
@@ -98,7 +124,9 @@ def run_chain(shards: Path, folder: Path, links: list[Link], shared: dict[str, A
     raise AssertionError("a chain ends with a run that ends")
 
 
-def _run(shards: Path, own: Path, link: Link, rank: int, ckpt: Path | None, shared: dict[str, Any]) -> Run:
+def _run(
+    shards: Path, own: Path, link: Link, rank: int, ckpt: Path | None, shared: dict[str, Any], loaders: dict[Any, Any]
+) -> Run:
     def as_one_of(**arguments: Any) -> StreamingDataModule:
         return OneOf(World(rank=rank, num_ranks=link.num_ranks, ranks_per_node=link.num_ranks), **arguments)
 
@@ -106,8 +134,13 @@ def _run(shards: Path, own: Path, link: Link, rank: int, ckpt: Path | None, shar
         **dict(link.options), **shared, "data": {**shared["data"], "num_workers": link.workers},
         "accumulate_grad_batches": link.accumulate, "data_class": as_one_of, "callbacks": [],
     }  # fmt: skip
+    if "limit_train_batches" in shared:
+        options["limit_train_batches"] *= link.accumulate
     options |= _ending(link, own)
-    return Run(shards, own, ckpt, **options)
+    stops = options.pop("stops", (None,))
+    if link.habits is None:
+        return Run(shards, own, ckpt, recorder=lambda: StopsIn(*stops), **options)
+    return OrdinaryRun(shards, own, ckpt, habits=link.habits, loaders=loaders, stops=stops, **options)
 
 
 class OneOf(StreamingDataModule):
@@ -128,7 +161,7 @@ def _ending(link: Link, own: Path) -> dict[str, Any]:
     if link.way in ("exception", "signal"):
         act: Callable[[], None] = send(signal.SIGTERM) if link.way == "signal" else raise_stopped
         return {
-            "recorder": lambda: StopsIn(at, act), "raises": (Stopped, SystemExit),
+            "stops": (at, act), "raises": (Stopped, SystemExit),
             "callbacks": [saved_on_exception(own / "ckpt", "OnExceptionCheckpoint")],
         }  # fmt: skip
     when: dict[str, Any] = {

@@ -111,11 +111,15 @@ class Run:
         )
         self.error: BaseException | None = None
         try:
-            self.trainer.fit(self.module, datamodule=self.data, ckpt_path=ckpt_path)
+            self.fit(ckpt_path)
         except BaseException as error:  # whatever stops a run is what the test asked for
             if raises is None or not isinstance(error, raises):
                 raise
             self.error = error
+
+    def fit(self, ckpt_path: Path | None) -> None:
+        """Train, as a user would write it."""
+        self.trainer.fit(self.module, datamodule=self.data, ckpt_path=ckpt_path)
 
     @property
     def steps(self) -> Steps:

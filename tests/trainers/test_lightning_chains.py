@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import pytest
 
 pytest.importorskip("lightning.pytorch")
 
-from support.lightning_chains import draw_chain, run_chain
-from support.lightning_runs import Run, Steps
+from support.lightning_chains import draw_chain, draw_ordinary_chain, run_chain
+from support.lightning_runs import Run
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:.*{text}.*")
@@ -25,6 +24,7 @@ pytestmark = [
         "num_workers",
         "called without a model",
         "no last checkpoint available",
+        "yielded None",
     )
 ]
 
@@ -37,16 +37,13 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@cache
-def uninterrupted(shards: Path, folder: Path, shared: str) -> Steps:
-    options: dict[str, Any] = eval(shared)  # noqa: S307 - our own repr: a key that a dict is not
-    return Run(shards, folder, limit_val_batches=0, **options).steps
-
-
-def expect_chain_exact(shards: Path, tmp_path: Path, seed: int, **drawing: Any) -> None:
-    links, shared = draw_chain(seed, **drawing)
+def expect_chain_exact(shards: Path, tmp_path: Path, seed: int, draw: Any = draw_chain, **drawing: Any) -> None:
+    links, shared = draw(seed, **drawing)
     told = f"seed {seed}: " + "; ".join(map(str, links)) + f"; {shared}"
-    whole = uninterrupted(shards, tmp_path / "whole", repr(shared))
+    options = dict(shared)
+    if "limit_train_batches" in options:  # it is counted in optimizer steps
+        options["limit_train_batches"] *= options.get("accumulate_grad_batches", 1)
+    whole = Run(shards, tmp_path / "whole", limit_val_batches=0, **options).steps
     steps = run_chain(shards, tmp_path, links, shared, random.Random(seed))
     wrong = [step for step in sorted({*whole, *steps}) if whole.get(step) != steps.get(step)]
     assert not wrong, f"steps {wrong} differ; {told}"
@@ -67,3 +64,14 @@ def test_more_random_chains_are_exact(shards: Path, tmp_path: Path, seed: int) -
 @pytest.mark.parametrize("seed", range(200, 220))
 def test_random_chains_with_workers_are_exact(shards: Path, tmp_path: Path, seed: int) -> None:
     expect_chain_exact(shards, tmp_path, seed, workers=(0, 1, 2))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_random_chain_of_ordinary_users_is_exact(shards: Path, tmp_path: Path, seed: int) -> None:
+    expect_chain_exact(shards, tmp_path, seed, draw_ordinary_chain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(300, 400))
+def test_more_random_chains_of_ordinary_users_are_exact(shards: Path, tmp_path: Path, seed: int) -> None:
+    expect_chain_exact(shards, tmp_path, seed, draw_ordinary_chain, workers=(0, 0, 0, 1, 2))
