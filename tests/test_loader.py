@@ -226,6 +226,9 @@ def test_set_epoch_overrides_but_keeps_a_position_inside_that_epoch(dataset: Str
     epochs = [ids_of(loader) for _ in range(3)]
     loader.set_epoch(1)
     assert ids_of(loader) == epochs[1]
+    new = StreamingDataLoader(dataset, 16)
+    new.set_epoch(2)
+    assert ids_of(new) == epochs[2]
     stopped = StreamingDataLoader(dataset, 16)
     batches = iter(stopped)
     for _ in range(5):

@@ -132,7 +132,7 @@ class Progress:
     def begins_in(self, epoch: int) -> bool:
         """Whether the next iteration reads this epoch, from wherever in it was set."""
         now = self._now
-        return now is None or (not now.is_inside_epoch and epoch == now.position.epoch)
+        return epoch == 0 if now is None else not now.is_inside_epoch and epoch == now.position.epoch
 
     def proven(self, run: RunOrder, position: Position) -> Position:
         """A position with the ledger's expected sum up to it. Costs the samples since it was last asked."""

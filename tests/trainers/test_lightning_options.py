@@ -434,3 +434,19 @@ def test_a_last_checkpoint_that_is_not_there_is_an_error_where_the_run_has_other
         fit(save_last=False)
     fit(save_last=True, ckpt_path=None)
     assert min(fit(save_last=True, max_steps=5).steps) == 2
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+@pytest.mark.parametrize("other", [{"shuffle_seed": 5}, {"shuffle": False}, {"num_canonical_nodes": 3}], ids=str)
+def test_a_second_fit_with_another_loader_trains_in_its_order(shards: Path, other: dict[str, Any]) -> None:
+    trainer = Trainer(max_epochs=1, **QUIET)
+    trainer.fit(Recorder(), streaming(shards))
+    dataset = StreamingDataset(remote=shards, **{"shuffle": True, **other})
+    expected = StreamingDataLoader(dataset, GLOBAL_BATCH)
+    expected.set_epoch(1)
+    trainer.fit_loop.max_epochs = 2
+    second = Recorder()
+    trainer.fit(
+        second, StreamingDataLoader(StreamingDataset(remote=shards, **{"shuffle": True, **other}), GLOBAL_BATCH)
+    )
+    assert [sorted(ids) for ids in second.steps.values()][:10] == [sorted(b["id"].tolist()) for b in expected][:10]

@@ -120,10 +120,11 @@ class StreamingCallback(Callback):
         if self._from is None and self._start is not None:
             self._from = loader.accept(self._start)
         if self._from is not None:
-            first = loader.first_position()
-            if self._from.snapshot == first.snapshot and self._from.weights == first.weights:
+            first, order = loader.first_position(), loader.settings(self._from.order).order
+            if (first.snapshot, first.weights, order) == (self._from.snapshot, self._from.weights, self._from.order):
                 return self._from
-            return replace(first, epoch=self._from.epoch)  # a second fit over other data: only the epochs count on
+            # A second fit over other data, or in another order: only the epochs count on.
+            return replace(first, epoch=self._from.epoch)
         return replace(loader.first_position(), epoch=self._first_epoch) if self._first_epoch else None
 
     def _loader_for_state(self, trainer: Any) -> StreamingDataLoader | None:
