@@ -14,13 +14,13 @@ from lightning_stream import StreamingCallback, StreamingDataLoader, StreamingDa
 from lightning_stream.loading.collate import collate_samples
 from support.lightning_runs import EPOCHS, GLOBAL_BATCH, NUM_SAMPLES, Run
 from support.lightning_stops import StopsIn
+from support.looks import KINDS, Look, use
 
 HOOKS = (
     "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad", "on_before_backward",
     "on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_validation_start",
     "on_validation_batch_end", "on_validation_end", "on_train_epoch_end", "on_save_checkpoint", "on_train_end",
 )  # fmt: skip
-KINDS = ("look", "look", "three", "kept", "pass", "statistics", "state", "validate")
 SOURCES = ("module", "bare", "callback", "hook")
 
 
@@ -43,18 +43,6 @@ class Surroundings:
     data_options: dict[str, Any]
     accumulate: int  # 0 where it may change
     num_steps: int
-
-
-@dataclass(frozen=True)
-class Look:
-    """Something done with the training loader in a hook of the trainer's, from an optimizer step on."""
-
-    hook: str
-    step: int
-    kind: str
-
-    def __str__(self) -> str:
-        return f"{self.kind} in {self.hook} {self.step}"
 
 
 @dataclass(frozen=True)
@@ -103,7 +91,9 @@ def draw_surroundings(rng: random.Random) -> Surroundings:
 
 def draw_habits(rng: random.Random, around: Surroundings, way: str) -> Habits:
     """What a user does in one run of it."""
-    kinds = [kind for kind in KINDS if way != "signal" or kind != "validate"]  # a trainer inside takes the signals
+    kinds = [
+        kind for kind in (*KINDS, "validate") if way != "signal" or kind != "validate"
+    ]  # a trainer inside takes the signals
     looks = tuple(
         Look(rng.choice(HOOKS), rng.randrange(around.num_steps), rng.choice(kinds)) for _ in range(rng.randrange(5))
     )
@@ -146,7 +136,7 @@ class Looks(Callback):
             return
         for look in [one for one in self.looks if one.hook == hook and one.step <= trainer.global_step]:
             self.looks.remove(look)
-            self.kept += use(trainer.train_dataloader, look.kind)
+            self.kept += use_or_validate(trainer.train_dataloader, look.kind)
 
 
 def _hook(name: str) -> Any:
@@ -160,25 +150,13 @@ for _name in HOOKS:
     setattr(Looks, _name, _hook(_name))
 
 
-def use(loader: Any, kind: str) -> list[Any]:
-    """Do something with a training loader that is not training; gives the iterations that are kept open."""
-    if kind in ("look", "three", "kept"):
-        batches = iter(loader)
-        for _ in range(1 if kind == "look" else 3):
-            next(batches, None)
-        return [batches] if kind == "kept" else []
-    if kind == "pass":
-        assert len(list(loader)) > 0
-    elif kind == "statistics":
-        assert len(list(loader.look())) == len(loader)
-    elif kind == "state":
-        state = loader.state_dict()
-        assert state == loader.state_dict()
-    else:
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-        pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet).validate(
-            Ordinary(None), loader, verbose=False
-        )
+def use_or_validate(loader: Any, kind: str) -> list[Any]:
+    """Do something with a training loader, or let another trainer validate on it; gives what is kept open."""
+    if kind != "validate":
+        return use(loader, kind)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet)
+    trainer.validate(Ordinary(None), loader, verbose=False)
     return []
 
 
@@ -208,11 +186,11 @@ class OrdinaryRun(Run):
         if self.habits.data == "hook":
             del handed["train_dataloaders"]
             self.module.make_loader = self._made
-        kept = [one for kind in self.habits.before for one in use(train, kind)]
+        kept = [one for kind in self.habits.before for one in use_or_validate(train, kind)]
         try:
             self.trainer.fit(self.module, ckpt_path=ckpt_path, **handed)
         finally:
-            kept += [one for kind in self.habits.after for one in use(train, kind)]
+            kept += [one for kind in self.habits.after for one in use_or_validate(train, kind)]
 
     def _loader(self) -> StreamingDataLoader:
         settings = (self.data.as_world, self.trainer.accumulate_grad_batches, self.data.num_workers)
