@@ -211,10 +211,10 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]:
         """Say where an iteration begins, and begin to make its batches."""
-        driver = self._driver or driver_of(self)
         plain = plain_iterations_of(self.streaming)
         if iterator.moves and not self.evaluation:
             plain.belongs_to(self)
+        driver = self._driver or driver_of(self)
         if driver is None and self.begins_at is None and self._progress.position is None and plain.loaded_state:
             loaded = plain.loaded_state  # the state was given to the dataset, as MDS users do
             self.continue_from(plain.passed({}, lambda: self.accept(loaded)))

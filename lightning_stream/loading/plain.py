@@ -63,6 +63,7 @@ class PlainIterations:
         self.has_loader = False  # whether a StreamingDataLoader trains on the dataset
         self._passing: Mapping[str, Any] | None = None  # a loader's state, while the dataset's class may change it
         self.loaded_state: Mapping[str, Any] | None = None
+        self.given_state: Mapping[str, Any] | None = None  # what was passed on to the loader that owns the position
         self._shared = SharedPosition()
         self._loaded: Position | None = None
 
@@ -77,7 +78,8 @@ class PlainIterations:
             packed: Whether states are one string of JSON under a constant key: Composer loads sharded checkpoints key
                 by key into the state of the run that loads. None leaves it as it is.
         """
-        self._owner = ref(loader)
+        if self._loader() is not loader:
+            self._owner, self.given_state = ref(loader), None
         self._packed = self._packed if packed is None else packed
 
     def _loader(self) -> Stateful | None:
@@ -203,6 +205,7 @@ class PlainIterations:
             return
         owner = self._loader()
         if owner is not None:
+            self.given_state = state
             self.passed({}, lambda: owner.load_state_dict(state))
             return
         if state is None:

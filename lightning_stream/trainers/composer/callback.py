@@ -146,7 +146,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
             self._batch_clock = int(clock.batch)
             self.tracker.stepped()
         if int(clock.epoch) > self._epoch_clock and self.tracker.position.position > 0:
-            self.tracker.epoch_over()
+            self.tracker.move_to(self.tracker.position.next_epoch())
         self._epoch_clock = int(clock.epoch)
 
 
@@ -154,7 +154,8 @@ def driver_of(loader: StreamingDataLoader) -> PositionTracker | None:
     """Follow the Composer trainer that is about to train on a loader which nobody follows yet, if there is one."""
     if private.trainer_that_asks(loader) is None:
         return None
-    tracker, loaded = StreamingPosition(loader).tracker, plain_iterations_of(loader.streaming).loaded_state
+    tracker, plain = StreamingPosition(loader).tracker, plain_iterations_of(loader.streaming)
+    loaded = plain.given_state or plain.loaded_state
     if loaded is not None:  # Composer gave the checkpoint's state to the dataset, when nobody followed the loader yet
         tracker.load(loaded)
     return tracker
