@@ -77,7 +77,10 @@ class PlainIterations:
             packed: Whether states are one string of JSON under a constant key: Composer loads sharded checkpoints key
                 by key into the state of the run that loads. None leaves it as it is.
         """
-        self._owner = ref(loader)
+        if self._loader() is not loader:
+            if self._owner is not None:
+                self.loaded_state = None  # it was for the loader before
+            self._owner = ref(loader)
         self._packed = self._packed if packed is None else packed
 
     def _loader(self) -> Stateful | None:
@@ -201,6 +204,7 @@ class PlainIterations:
             return
         owner = self._loader()
         if owner is not None:
+            self.loaded_state = state
             self.passed({}, lambda: owner.load_state_dict(state))
             return
         if state is None:
@@ -208,7 +212,7 @@ class PlainIterations:
                 "a training run continues from the data position in its checkpoint, but this one holds none: it was "
                 "written without a StreamingDataset. To begin the data from its start, load the weights only"
             )
-        self.loaded_state, self._num_yielded = state, 0
+        self._owner, self.loaded_state, self._num_yielded = None, state, 0
         if self.batch_size is None:
             return  # a loader of ours will read it, or nobody
         self._loaded = position_in(state, source, self.settings(source, state))

@@ -146,7 +146,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
             self._batch_clock = int(clock.batch)
             self.tracker.stepped()
         if int(clock.epoch) > self._epoch_clock and self.tracker.position.position > 0:
-            self.tracker.epoch_over()
+            self.tracker.move_to(self.tracker.position.next_epoch())
         self._epoch_clock = int(clock.epoch)
 
 
