@@ -211,17 +211,18 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]:
         """Say where an iteration begins, and begin to make its batches."""
-        plain = plain_iterations_of(self.streaming)
-        if iterator.moves and not self.evaluation:
+        iterator.moves &= not self.evaluation
+        plain, loaded = plain_iterations_of(self.streaming), None
+        if iterator.moves:
             plain.belongs_to(self)
+            loaded = plain.loaded_state  # what was given to the dataset, as MDS users do
         driver = self._driver or driver_of(self)
-        if driver is None and self.begins_at is None and self._progress.position is None and plain.loaded_state:
-            loaded = plain.loaded_state  # the state was given to the dataset, as MDS users do
+        if driver is None and self.begins_at is None and self._progress.position is None and loaded:
             self.continue_from(plain.passed({}, lambda: self.accept(loaded)))
-        own = driver.begin(iterator) if driver is not None and iterator.moves and not self.evaluation else None
+        own = driver.begin(iterator) if driver is not None and iterator.moves else None
         settings = self.settings()
         run = self._run(settings)
-        iterator.moves &= not self.evaluation and (driver is None or own is not None)
+        iterator.moves &= driver is None or own is not None
         if own is not None:
             start = own
         elif iterator.moves:

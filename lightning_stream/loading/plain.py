@@ -63,7 +63,6 @@ class PlainIterations:
         self.has_loader = False  # whether a StreamingDataLoader trains on the dataset
         self._passing: Mapping[str, Any] | None = None  # a loader's state, while the dataset's class may change it
         self.loaded_state: Mapping[str, Any] | None = None
-        self.given_state: Mapping[str, Any] | None = None  # what was passed on to the loader that owns the position
         self._shared = SharedPosition()
         self._loaded: Position | None = None
 
@@ -79,7 +78,9 @@ class PlainIterations:
                 by key into the state of the run that loads. None leaves it as it is.
         """
         if self._loader() is not loader:
-            self._owner, self.given_state = ref(loader), None
+            if self._owner is not None:
+                self.loaded_state = None  # it was for the loader before
+            self._owner = ref(loader)
         self._packed = self._packed if packed is None else packed
 
     def _loader(self) -> Stateful | None:
@@ -205,7 +206,7 @@ class PlainIterations:
             return
         owner = self._loader()
         if owner is not None:
-            self.given_state = state
+            self.loaded_state = state
             self.passed({}, lambda: owner.load_state_dict(state))
             return
         if state is None:
@@ -213,7 +214,7 @@ class PlainIterations:
                 "a training run continues from the data position in its checkpoint, but this one holds none: it was "
                 "written without a StreamingDataset. To begin the data from its start, load the weights only"
             )
-        self.loaded_state, self._num_yielded = state, 0
+        self._owner, self.loaded_state, self._num_yielded = None, state, 0
         if self.batch_size is None:
             return  # a loader of ours will read it, or nobody
         self._loaded = position_in(state, source, self.settings(source, state))

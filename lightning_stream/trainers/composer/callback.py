@@ -154,8 +154,7 @@ def driver_of(loader: StreamingDataLoader) -> PositionTracker | None:
     """Follow the Composer trainer that is about to train on a loader which nobody follows yet, if there is one."""
     if private.trainer_that_asks(loader) is None:
         return None
-    tracker, plain = StreamingPosition(loader).tracker, plain_iterations_of(loader.streaming)
-    loaded = plain.given_state or plain.loaded_state
+    tracker, loaded = StreamingPosition(loader).tracker, plain_iterations_of(loader.streaming).loaded_state
     if loaded is not None:  # Composer gave the checkpoint's state to the dataset, when nobody followed the loader yet
         tracker.load(loaded)
     return tracker
