@@ -182,8 +182,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def __len__(self) -> int:
         """Micro-batches of this rank in a full epoch, whatever was consumed of it already."""
-        settings = self.settings()
-        return len(settings.micro_batches(self._source, Start()))
+        return len(self.settings().micro_batches(self._source, Start()))
 
     def batches_before(self, position: Position) -> int:
         """Micro-batches of this rank that count as done at a position: what a full epoch has less what is to come."""
