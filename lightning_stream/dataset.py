@@ -46,7 +46,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         predownload: Samples each worker fetches ahead of what it delivers; None for eight batches,
             and more while connections would be idle and nothing is evicted.
         cache_limit: Bytes (``"10gb"``) each cache folder may hold; None for no limit.
-        sampling_method: ``"balanced"`` draws anew each epoch, ``"fixed"`` the same samples always.
+        sampling_method: ``"balanced"`` draws again each epoch, ``"fixed"`` the same samples always.
         sampling_granularity: Samples taken from a shard at a time where a stream is only partly drawn.
         partition_algo: For mosaicml-streaming's orders: ``"relaxed"`` or ``"orig"``.
         num_canonical_nodes: Parts of the data that stay on one node each; None derives it from the global batch size.

@@ -382,7 +382,7 @@ class StreamingDataLoader(DataLoader[Any]):
         return self.builds_on(position_in(state, self._source, settings, self.on_mismatch))
 
     def builds_on(self, proven: Position) -> Position:
-        """Go on with the ledger's sum of this position, instead of summing what came before anew."""
+        """Continue with the ledger's sum of this position, instead of summing again what came before."""
         return self._progress.builds_on(proven)
 
     def explain(self, position: Position | None = None) -> Explanation:

@@ -1,4 +1,4 @@
-"""What a run will need, told before it starts: cache, downloads, and how well it shuffles."""
+"""What a training run will need, checked before it starts: cache, downloads, and how well it shuffles."""
 
 from __future__ import annotations
 

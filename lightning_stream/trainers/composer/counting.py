@@ -114,7 +114,7 @@ class _Padded(list[Any]):
 
 
 def length_of(batch: Any) -> int | None:
-    """How many samples a batch has by its columns; None where that cannot be told.
+    """How many samples a batch has by its columns; None where that is unknown.
 
     A dict or tuple holds columns: tensors, arrays, or lists of one value per sample. A list of dicts or of plain values
     holds samples.

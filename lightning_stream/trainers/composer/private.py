@@ -1,7 +1,6 @@
 """The private names of Composer that this package touches, all in this file; `test_composer_private` tries each.
 
-Composer tells a loader nothing, and its trainer is known to nobody but the stack: whoever asks a loader for batches is
-found there. Only the generator by which the training loop takes its batches counts; a callback's look, a pass before
+Composer gives a loader no handle on its trainer, so the trainer that asks for a batch is looked up on the call stack. Only the generator by which the training loop takes its batches counts; a callback's look, a pass before
 `fit`, an evaluation do not.
 """
 

@@ -56,7 +56,7 @@ class StreamingDataModule(LightningDataModule):
         seed_steps, on_missing_state, check_delivery, show_position, record_delivery: See `StreamingCallback`.
 
     Raises:
-        ValueError: Neither or both of `global_batch_size` and `batch_size`; a dataset's argument that there is none of.
+        ValueError: Neither or both of `global_batch_size` and `batch_size`; an argument that datasets do not have.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class StreamingDataModule(LightningDataModule):
         self.position_callback.make_loader = self._make_train_loader
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the loaders made so far: launchers that start processes anew copy the module to each."""
+        """Without the loaders made so far: launchers copy the module to each process that they start."""
         return {name: value for name, value in vars(self).items() if name != "_loaders"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -170,7 +170,7 @@ class StreamingDataModule(LightningDataModule):
     def val_dataloader(self) -> Callable[[], Any]:
         """Makes the loader that gives each validation sample once, over any number of devices.
 
-        While training without `val` it is the base class's own, which Lightning takes to mean that there is none.
+        While training without `val` it is the base class's own, which Lightning takes to mean that there is no validation.
         """
         trainer: Any = self.trainer
         if self.datasets["val"] is None and (trainer is None or trainer.state.fn == "fit"):

@@ -226,11 +226,11 @@ def _package_of(trainer: Any) -> str:
 
 
 def let_ranks_stop_together(trainer: Any) -> None:
-    """Have SIGTERM heeded where all ranks meet: at the next step that begins after rank 0 was told.
+    """Handle SIGTERM where all ranks meet: at the next step that begins after rank 0 got it.
 
     Lightning 2.6 broadcasts from within the signal's handler, wherever each rank happens to be. The ranks' collectives
     then no longer match, and the run hangs (seen with its own launcher, which passes the signal on to ranks that were
-    told already; Lightning's issue 20806). It also asks rank 0 before each step, where nothing can cross.
+    signalled already; Lightning's issue 20806). It also asks rank 0 before each step, where nothing can cross.
     """
     loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector  # noqa: SLF001
     vars(loop).pop("_broadcast_sigterm_tensor", None)  # ours, of a fit before this one
@@ -238,20 +238,20 @@ def let_ranks_stop_together(trainer: Any) -> None:
     handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
     if trainer.world_size == 1 or ask is None or connector._sigterm_notifier_fn not in handlers:  # noqa: SLF001
         return
-    told = threading.Event()
+    asked = threading.Event()
 
     def note(signum: int, _: Any) -> None:
-        if not told.is_set():
-            told.set()
+        if not asked.is_set():
+            asked.set()
             if trainer.strategy.launcher is not None:
                 trainer.strategy.launcher.kill(signum)
 
     def ask_rank_0() -> None:
-        connector.received_sigterm = told.is_set()
+        connector.received_sigterm = asked.is_set()
         try:
             ask()
         except BaseException:
-            connector.received_sigterm = True  # rank 0 was told: all ranks leave
+            connector.received_sigterm = True  # rank 0 was asked to stop: all ranks leave
             raise
         connector.received_sigterm = False
 
@@ -272,7 +272,7 @@ def train_loaders_of(trainer: Any) -> list[Any]:
 
 
 def forget_fetched(trainer: Any) -> bool:
-    """Let Lightning ask for its data anew if it has trained on some of it; says whether it had.
+    """Let Lightning request its data again if it has trained on some of it; gives whether it had.
 
     For a checkpoint restored in the middle of a fit, as the learning rate finder does: before 2.6 Lightning goes on
     counting the batches fetched, and ends the first epoch early.
@@ -308,7 +308,7 @@ def loader_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def loader_kept_as_it_is(loader: StreamingDataLoader) -> StreamingDataLoader:
-    """Keep Lightning from making the loader anew under `overfit_batches`, as it does with all that seem to shuffle.
+    """Keep Lightning from making a new loader under `overfit_batches`, as it does with all that seem to shuffle.
 
     It looks at the sampler, which has no other use here.
     """
