@@ -1,7 +1,8 @@
 """The private names of Composer that this package touches, all in this file; `test_composer_private` tries each.
 
-Composer gives a loader no handle on its trainer, so the trainer that asks for a batch is looked up on the call stack. Only the generator by which the training loop takes its batches counts; a callback's look, a pass before
-`fit`, an evaluation do not.
+Composer gives a loader no handle on its trainer, so the trainer that asks for a batch is looked up on the call stack.
+Only the generator by which the training loop takes its batches counts; a callback's look, a pass before `fit` and an
+evaluation do not.
 """
 
 from __future__ import annotations

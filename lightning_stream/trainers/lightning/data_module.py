@@ -170,7 +170,7 @@ class StreamingDataModule(LightningDataModule):
     def val_dataloader(self) -> Callable[[], Any]:
         """Makes the loader that gives each validation sample once, over any number of devices.
 
-        While training without `val` it is the base class's own, which Lightning takes to mean that there is no validation.
+        While training without `val` it is the base class's own: Lightning then takes it that there is no validation.
         """
         trainer: Any = self.trainer
         if self.datasets["val"] is None and (trainer is None or trainer.state.fn == "fit"):
