@@ -120,6 +120,8 @@ class PositionTracker:
         self._loader, self.is_attached = loader, True
         self._committed = position
         self._owns = owns or self._is_own
+        if self._record is not None:
+            self._record.close()
         self._record = None if self.record_delivery is None else DeliveryRecord(self.record_delivery)
         self._forget_epoch()
         loader.driven_by(self)
