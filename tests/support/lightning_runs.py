@@ -24,10 +24,10 @@ for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.acceler
     logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def write_shards(folder: Path) -> Path:
-    """167 samples in shards of about a dozen."""
+def write_shards(folder: Path, first: int = 0) -> Path:
+    """167 samples in shards of about a dozen, numbered from `first`."""
     with MDSWriter(out=str(folder), columns={"id": "int", "x": "ndarray:float32:4"}, size_limit=1000) as writer:
-        for number in range(NUM_SAMPLES):
+        for number in range(first, first + NUM_SAMPLES):
             writer.write({"id": number, "x": np.full(4, number / NUM_SAMPLES, np.float32)})
     return folder
 
