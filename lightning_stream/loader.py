@@ -226,9 +226,10 @@ class StreamingDataLoader(DataLoader[Any]):
             start = own
         elif iterator.moves:
             start = self._progress.begin(iterator, run, settings)
+        elif driver is not None and not driver.counts:
+            start = self.normalised(self.position)  # no trainer yet: where a state put it
         else:
-            epoch = 0 if self.evaluation else self.position.epoch
-            start = Position.start(run, batch_size=settings.global_batch_size, tail=settings.tail, epoch=epoch)
+            start = replace(self.first_position(), epoch=0 if self.evaluation else self.position.epoch)
         if self._checked != settings:
             self._checked = settings
             tell(self._source.reader, run, settings, self._reads_ahead(settings))
@@ -318,9 +319,8 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of this epoch; a state loaded in the middle of it is kept."""
-        if self._progress.begins_in(epoch):
-            return
-        self.continue_from(replace(self.first_position(), epoch=epoch))
+        if not self._progress.begins_in(epoch):
+            self.continue_from(replace(self.first_position(), epoch=epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """The position as plain values: JSON-able, the same on every rank, loadable with ``weights_only=True``."""

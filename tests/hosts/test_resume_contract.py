@@ -133,7 +133,8 @@ class Runs:
 @pytest.fixture(scope="session")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """The runs of every selected case whose host is installed."""
-    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    here = request.node.items if hasattr(request.node, "items") else request.session.items
+    params = [item.callspec.params for item in here if hasattr(item, "callspec") and item.path == Path(__file__)]
     selected = {(one["host"], one["stop"], one["change"]) for one in params if "change" in one}
     return Runs(
         {case for case in selected if find_spec(HOSTS[case[0]].package) is not None}, tmp_path_factory.mktemp("hosts")

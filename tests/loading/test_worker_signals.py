@@ -55,6 +55,7 @@ def start(work, method, grace_s=60):
     return batches
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 """
 
 

@@ -103,8 +103,8 @@ class StreamingCallback(Callback):
         """Follow what the trainer trains on now; None where that is not ours and this callback is passive."""
         loader = loops.train_loader_of(trainer)
         if not isinstance(loader, StreamingDataLoader):
-            warn_of_others(loops.train_loaders_of(trainer))
             if self.is_passive:
+                warn_of_others(loops.train_loaders_of(trainer))
                 return None
             raise TypeError(
                 f"StreamingCallback keeps the position of a StreamingDataLoader; the trainer trains on "
