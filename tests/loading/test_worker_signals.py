@@ -83,7 +83,9 @@ def wait_for_end(pid: int, timeout_s: float) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([fd], [], [], timeout_s)[0])
+        events = select.poll()  # unlike select, for any number of open files
+        events.register(fd, select.POLLIN)
+        return bool(events.poll(timeout_s * 1000))
     finally:
         os.close(fd)
 
