@@ -216,8 +216,9 @@ def show_nothing() -> None:
 
 
 def say(trainer: Any, sentence: str) -> None:
-    """Show a sentence as Lightning shows its own."""
-    logging.getLogger(_package_of(trainer)).info(sentence)
+    """Show a sentence where a program logs what this package says, else as Lightning shows its own."""
+    ours = logging.getLogger("lightning_stream")
+    (ours if ours.isEnabledFor(logging.INFO) else logging.getLogger(_package_of(trainer))).info(sentence)
 
 
 def _package_of(trainer: Any) -> str:
