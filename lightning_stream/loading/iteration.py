@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from importlib import import_module
 from typing import Any, Protocol
 
+from lightning_stream.loading.progress import position_after
 from lightning_stream.loading.workers import MadeBatches
 from lightning_stream.order import Position
 from lightning_stream.order.micro_batches import MicroBatch
@@ -117,13 +117,7 @@ class LoaderIterator:
     @property
     def position(self) -> Position:
         """Everything before it was handed out; inside an accumulation: the last whole optimizer step."""
-        if self.start is None:
-            return self._loader.position
-        last = self.last_batch
-        if last is None:
-            return self.start
-        at = last.end if last.completes_step else last.begin
-        return self.start.next_epoch() if last.ends_epoch else replace(self.start, position=at)
+        return self._loader.position if self.start is None else position_after(self.start, self.last_batch)
 
     def state_dict(self) -> dict[str, Any]:
         """The position of this iteration as plain values, whatever other iterations do."""

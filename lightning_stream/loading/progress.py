@@ -20,6 +20,22 @@ class Iteration(Protocol):
     num_batches: int
 
 
+def position_after(start: Position, last: MicroBatch | None) -> Position:
+    """Where an iteration is: everything before it was handed out; inside an accumulation, the last whole step.
+
+    Args:
+        start: Where it began.
+        last: What it handed out last; None for nothing yet.
+    """
+    if last is None:
+        return start
+    return (
+        start.next_epoch()
+        if last.ends_epoch
+        else replace(start, position=last.end if last.completes_step else last.begin)
+    )
+
+
 @dataclass(frozen=True)
 class _Stop:
     """Where an iteration began, what it handed out last, and how many batches it handed out."""
@@ -30,12 +46,8 @@ class _Stop:
 
     @property
     def position(self) -> Position:
-        """Everything before it was handed out; inside an accumulation: the last whole optimizer step."""
-        if self.last is None:
-            return self.start
-        if self.last.ends_epoch:
-            return self.start.next_epoch()
-        return replace(self.start, position=self.last.end if self.last.completes_step else self.last.begin)
+        """Everything before it was handed out."""
+        return position_after(self.start, self.last)
 
     @property
     def is_inside_epoch(self) -> bool:

@@ -97,14 +97,14 @@ class MicroBatches:
 
     def __init__(self, plan: BatchPlan, device_batch_size: int, padding: bool = True) -> None:
         self.plan, self._size, self._padding = plan, device_batch_size, padding
-        self._pieces = pieces_of(plan, 0, device_batch_size) if plan.num_whole_batches else 0
+        self._pieces = plan.num_micro_batches(0, device_batch_size) if plan.num_whole_batches else 0
         self._num_whole = plan.num_whole_batches * self._pieces
 
     @cached_property
     def _rest_ends(self) -> list[int]:
         """Numbers behind the last micro-batch of each global batch that is not whole."""
         plan = self.plan
-        rests = (pieces_of(plan, k, self._size) for k in range(plan.num_whole_batches, plan.num_batches))
+        rests = (plan.num_micro_batches(k, self._size) for k in range(plan.num_whole_batches, plan.num_batches))
         return [self._num_whole + end for end in accumulate(rests)]
 
     def __len__(self) -> int:
@@ -160,8 +160,3 @@ class MicroBatches:
         place = self._place(k, is_last_piece=is_last_piece)
         made = MicroBatch(**vars(place), ids=share.ids, positions=share.positions, filler=share.filler)
         return made if self._padding else made.without_padding()
-
-
-def pieces_of(plan: BatchPlan, k: int, device_batch_size: int) -> int:
-    """Into how many micro-batches each rank's share of global batch k is cut."""
-    return plan.num_micro_batches(k, device_batch_size)

@@ -11,7 +11,7 @@ from lightning_stream.dataset import StreamingDataset
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.settings import BatchSettings
-from lightning_stream.order.micro_batches import MicroBatch, pieces_of
+from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.trainers.lightning.loops import LoopPosition, lacks_last
 
 
@@ -64,7 +64,7 @@ def _check_accumulation(trainer: Any, loader: StreamingDataLoader) -> None:
     settings = loader.settings()
     plan = loader.micro_batches_from(loader.first_position()).plan
     rests = range(plan.num_whole_batches, plan.num_batches - 1)
-    if any(pieces_of(plan, k, settings.device_batch_size) != loader.accumulate for k in rests):
+    if any(plan.num_micro_batches(k, settings.device_batch_size) != loader.accumulate for k in rests):
         raise ValueError(
             f"Lightning steps at every {loader.accumulate}th micro-batch, but with "
             f"batching_method={settings.order.batching_method!r} the rests of the streams are global batches of fewer. "
