@@ -165,7 +165,7 @@ def _data() -> Path:
 def _fetch_all(scratch: Path, numbers: range) -> None:
     from lightning_stream.cache import ShardCache
     from lightning_stream.formats.index import Index
-    from lightning_stream.storage import open_store
+    from lightning_stream.stores import open_store
 
     cache = ShardCache(open_store("s3://bucket/mds"), scratch)
     index = Index.from_bytes(cache.index(), "the index")

@@ -33,8 +33,8 @@ Client = tuple[Callable[[str], object], Callable[[str, Path], object]]
 def ours() -> Callable[[], Client]:
     import boto3  # noqa: F401
 
-    import lightning_stream.storage.s3  # noqa: F401
-    from lightning_stream.storage import open_store
+    import lightning_stream.stores.s3  # noqa: F401
+    from lightning_stream.stores import open_store
 
     def make() -> Client:
         store = open_store("s3://bucket")

@@ -25,6 +25,7 @@ what was found, and what to do.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import wraps
@@ -127,3 +128,23 @@ def suggesting(init: Callable[P, None]) -> Callable[P, None]:
         init(*args, **kwargs)
 
     return checked
+
+
+_USERINFO = re.compile(r"(?<=://)[^/@\s]*@")
+_QUERY = re.compile(r"(?<=\S)\?[^\s'\")>]*=[^\s'\")>]*")
+_SECRET = re.compile(
+    r"(?i)\b(authorization|bearer|token|password|passwd|secret\w*|sig|signature|accountkey|sharedaccesssignature)\b"
+    r"(\"?'?\s*[:= ]\s*\"?'?)(?:bearer\s+|basic\s+)?[^\s,;&'\"]{4,}"
+)
+
+
+def redact(text: str) -> str:
+    """The text without what may be secret in it: user and password of URLs, their query strings, `token=...`."""
+    text = _QUERY.sub("?...", _USERINFO.sub("", text))
+    return _SECRET.sub(r"\1\2***", text)
+
+
+def summarize(error: BaseException, limit: int = 300) -> str:
+    """A client library's error in one scrubbed line."""
+    text = " ".join(redact(str(error)).split())
+    return f"{type(error).__name__}: {text[:limit]}" if text else type(error).__name__

@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "lightning_stream"
 FLOORS = {
-    "errors": 0,
-    "order": 1, "formats": 1, "storage": 1,
+    "errors": -1, "shared_files": 0, "threads": 0,
+    "order": 1, "formats": 1, "stores": 1,
     "cache": 2, "writer": 2,
     "reading": 3,
     "loading": 4, "convert": 4,
@@ -96,7 +96,7 @@ def test_an_optional_client_library_is_imported_in_one_file_of_a_room() -> None:
     for path in FILES:
         for module, _ in _imports(path):
             name = module.split(".")[0]
-            if name in OPTIONAL and _room(path) == "storage":
+            if name in OPTIONAL and _room(path) == "stores":
                 users.setdefault((name, _room(path)), set()).add(path.name)
     assert {key: files for key, files in users.items() if len(files) > 1 and key[0] != "botocore"} == {}
 

@@ -31,7 +31,7 @@ from lightning_stream import (  # noqa: E402
 )
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError  # noqa: E402
 from lightning_stream.order.downloads import plan_downloads  # noqa: E402
-from lightning_stream.storage import open_store  # noqa: E402
+from lightning_stream.stores import open_store  # noqa: E402
 
 KEY, SECRET = "TESTKEY", "TESTSECRET"
 NUM_SAMPLES, SHARD_BYTES = 240, 1000

@@ -7,7 +7,7 @@ cut short leaves drafts under names that nobody reads.
 
 from __future__ import annotations
 
-from lightning_stream.storage.folders import default_folder
+from lightning_stream.cache.folder import default_folder
 
 from .config import CacheConfig
 from .lease import Lease

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_stream.storage.files import HELD
+from lightning_stream.shared_files import HELD
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from lightning_stream.cache.folder import CacheFolder
+from lightning_stream.cache.usage_log import Holding, Ledger, Shortage
 from lightning_stream.errors import CacheFullError
-from lightning_stream.storage.files import HELD, pauses, same_file, try_flock
-from lightning_stream.storage.folders import CacheFolder
-from lightning_stream.storage.ledger import Holding, Ledger, Shortage
+from lightning_stream.shared_files import HELD, pauses, same_file, try_flock
 
 _RECENT_S = 60.0
 NextUse = Callable[[str], "float | None"]

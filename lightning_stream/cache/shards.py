@@ -13,14 +13,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning_stream.cache.folder import CacheFolder, default_folder
+from lightning_stream.cache.usage_log import Holding
 from lightning_stream.errors import CacheError, DigestError, FormatError, NotFoundError, UnavailableError
 from lightning_stream.formats.index import FileEntry, Index, ShardEntry
-from lightning_stream.storage.base import Store
-from lightning_stream.storage.files import FULL, HELD, before_boot, publish, publish_once, same_file, try_flock
-from lightning_stream.storage.folders import CacheFolder, default_folder
-from lightning_stream.storage.ledger import Holding
-from lightning_stream.storage.local import LocalStore
-from lightning_stream.storage.threads import DaemonPool
+from lightning_stream.shared_files import FULL, HELD, before_boot, publish, publish_once, same_file, try_flock
+from lightning_stream.stores.base import Store
+from lightning_stream.stores.local import LocalStore
+from lightning_stream.threads import DaemonPool
 
 from .config import CacheConfig
 from .fetch import Bringer, is_full, size_of, verify

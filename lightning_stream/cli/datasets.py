@@ -14,7 +14,7 @@ from lightning_stream.errors import DigestError, FormatError, NotFoundError
 from lightning_stream.formats.compression import decompress_file
 from lightning_stream.formats.hashing import digest_file
 from lightning_stream.formats.index import FileEntry, Index
-from lightning_stream.storage import Store
+from lightning_stream.stores import Store
 
 
 def add_commands(commands: Any) -> None:

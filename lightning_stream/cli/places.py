@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.index import INDEX_NAME, Index
-from lightning_stream.storage import LocalStore, Store, open_store
+from lightning_stream.stores import LocalStore, Store, open_store
 
 _SPLITS = ("train", "val", "validation", "valid", "test", "eval")
 

@@ -20,7 +20,7 @@ from lightning_stream.convert.split import HeldOut
 from lightning_stream.convert.transform import Transform
 from lightning_stream.convert.worker import IN_WORKER
 from lightning_stream.formats.sizes import parse_bytes
-from lightning_stream.storage.files import FileLock
+from lightning_stream.shared_files import FileLock
 from lightning_stream.writer.base import Out
 
 _WAIT_S = 24 * 3600.0

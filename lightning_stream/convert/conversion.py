@@ -38,7 +38,7 @@ from lightning_stream.formats.compression import check_compression
 from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.formats.sizes import parse_bytes
-from lightning_stream.storage import Store
+from lightning_stream.stores import Store
 from lightning_stream.writer.infer import infer_columns
 
 _LOG = logging.getLogger(__name__)

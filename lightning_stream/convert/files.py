@@ -19,9 +19,8 @@ import xxhash
 import zstandard
 
 from lightning_stream.convert.job import is_remote
-from lightning_stream.errors import NotFoundError
-from lightning_stream.storage import Store, open_store
-from lightning_stream.storage.base import scrub
+from lightning_stream.errors import NotFoundError, redact
+from lightning_stream.stores import Store, open_store
 
 Places: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 _HASHED_BYTES = 1 << 17  # at once: it stays in a core's cache
@@ -57,7 +56,7 @@ class SourceFile:
     @property
     def place(self) -> str:
         """Its full path or URL, for messages."""
-        return scrub(f"{self.root}/{self.name}")
+        return redact(f"{self.root}/{self.name}")
 
     @property
     def ending(self) -> str:

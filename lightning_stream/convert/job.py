@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_stream.storage import Store, open_store
+from lightning_stream.stores import Store, open_store
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from lightning_stream.convert.part import merged_statistics
 from lightning_stream.convert.receipt import BEGUN, CONTROL, Receipt, digest_of, is_receipt
 from lightning_stream.errors import NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
-from lightning_stream.storage import LocalStore, Store
+from lightning_stream.stores import LocalStore, Store
 
 MANIFEST = "manifest.json"
 _OURS = re.compile(rf"part-[0-9]{{5,}}/(shard\.[0-9]+\.[0-9a-f]{{16}}\.mds(\.[a-z0-9]+)?|index\.json)|{CONTROL}/.*")

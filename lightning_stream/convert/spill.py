@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.convert.split import mixed
-from lightning_stream.storage.files import publish_bytes
+from lightning_stream.shared_files import publish_bytes
 from lightning_stream.writer.batch import batch_columns
 from lightning_stream.writer.batch_encode import EncodedBatch
 from lightning_stream.writer.packers import MdsPacker

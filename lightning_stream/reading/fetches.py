@@ -17,7 +17,7 @@ from lightning_stream.formats.schema import ShardEntry
 from lightning_stream.reading.next_use import NextUse
 from lightning_stream.reading.open_shards import OpenShards
 from lightning_stream.reading.range_reads import SampleRanges
-from lightning_stream.storage.threads import DaemonPool, follow
+from lightning_stream.threads import DaemonPool, follow
 
 _WAITERS = 32  # threads that wait for other processes' fetches
 _LOCK_S = 1.0  # the lock is held for microseconds

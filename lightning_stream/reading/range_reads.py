@@ -28,7 +28,7 @@ from lightning_stream.formats.hashing import digest
 from lightning_stream.formats.mds import MdsShard
 from lightning_stream.formats.schema import ShardEntry
 from lightning_stream.formats.shard import Shard
-from lightning_stream.storage.threads import DaemonPool
+from lightning_stream.threads import DaemonPool
 
 _Ints = NDArray[np.int64]
 # What a request costs, in bytes that could have come meanwhile: about 35 ms at 60 MB/s.

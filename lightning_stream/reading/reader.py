@@ -28,7 +28,7 @@ from lightning_stream.reading.file_limit import is_limit_reached, make_room_for,
 from lightning_stream.reading.next_use import NextUse, next_use_of_file
 from lightning_stream.reading.range_reads import SampleRanges
 from lightning_stream.reading.stream import CacheDefaults, DownloadHook, Stream, cache_of, name_of
-from lightning_stream.storage.threads import DaemonPool
+from lightning_stream.threads import DaemonPool
 
 
 @dataclass(frozen=True)

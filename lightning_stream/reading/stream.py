@@ -11,7 +11,7 @@ from typing import Any, cast
 from lightning_stream.cache import CacheConfig, ShardCache, default_folder
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.order import StreamWeights
-from lightning_stream.storage import Store, open_store
+from lightning_stream.stores import Store, open_store
 
 _NEVER_CALLED = {  # methods of mosaicml-streaming's Stream, and what does their work here
     **dict.fromkeys(("get_shards", "set_up_local", "get_index_size"), "write the shards into an index.json"),

@@ -27,7 +27,7 @@ from lightning_stream.recipes import shapes
 from lightning_stream.recipes.converted_set import TRAIN, VAL, split_datasets
 from lightning_stream.recipes.images import PlainImage
 from lightning_stream.recipes.task import TaskData
-from lightning_stream.storage.files import FileLock, make_folder
+from lightning_stream.shared_files import FileLock, make_folder
 
 DRAWN = "drawn"
 END = 0

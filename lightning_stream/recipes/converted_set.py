@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from lightning_stream.errors import NotFoundError
-from lightning_stream.storage import LocalStore, open_store
-from lightning_stream.storage.files import FileLock, make_folder
+from lightning_stream.shared_files import FileLock, make_folder
+from lightning_stream.stores import LocalStore, open_store
 
 TRAIN, VAL = "train", "val"
 _WAIT_S = 6 * 3600.0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lightning_stream.errors import DigestError, UnavailableError
-from lightning_stream.storage.files import FileLock, publish
+from lightning_stream.shared_files import FileLock, publish
 
 FLOWERS_URL = "https://storage.googleapis.com/download.tensorflow.org/example_images/flower_photos.tgz"
 # As listed for this archive (228,813,984 bytes) by TensorFlow Datasets, url_checksums/tf_flowers.txt.

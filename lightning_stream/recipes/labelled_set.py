@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from lightning_stream.convert import Converted, Inputs, convert
 from lightning_stream.errors import FormatError
 from lightning_stream.recipes.converted_set import TRAIN, VAL, Made, describe
-from lightning_stream.storage import open_store
+from lightning_stream.stores import open_store
 
 _VERSION = 1
 FileKey = tuple[str, str]

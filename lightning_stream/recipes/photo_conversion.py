@@ -17,7 +17,7 @@ from lightning_stream.errors import FormatError
 from lightning_stream.recipes.converted_set import TRAIN, VAL, Made, convert_once, describe
 from lightning_stream.recipes.labelled_set import is_held_out, writing_order
 from lightning_stream.recipes.photos import PhotoKey, PhotoSource
-from lightning_stream.storage import open_store
+from lightning_stream.stores import open_store
 from lightning_stream.writer import MDSWriter
 
 DESCRIPTION = "photos.json"

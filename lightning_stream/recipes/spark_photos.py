@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_stream.convert.publish import MANIFEST
 from lightning_stream.recipes.photos import PhotoFolder, PhotoKey, PhotoSource
-from lightning_stream.storage import open_store
+from lightning_stream.stores import open_store
 
 Photos = Mapping[PhotoKey, Callable[[], bytes]]
 _PHOTOS_OF_PARTITION = 500

@@ -17,7 +17,7 @@ from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.recipes.converted_set import TRAIN, VAL, Made, describe
 from lightning_stream.recipes.documents import TextSource
 from lightning_stream.recipes.tokens import Packer, Tokenizer, token_dtype
-from lightning_stream.storage import open_store
+from lightning_stream.stores import open_store
 
 DESCRIPTION = "text.json"
 _VERSION = 2

@@ -30,7 +30,7 @@ from lightning_stream.recipes.places import TORCH, checkpoint_meant, last_checkp
 from lightning_stream.recipes.steps_log import StepsLog
 from lightning_stream.recipes.task import Batch, TaskData, TaskModel
 from lightning_stream.recipes.torch_processes import Processes, started
-from lightning_stream.storage.files import publish
+from lightning_stream.shared_files import publish
 
 KEY = "lightning_stream.torch_run"
 """What tells a checkpoint of this loop from others'."""

@@ -20,9 +20,9 @@ from lightning_stream.errors import CacheError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.reading.reader import ReaderConfig, SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.shared_files import FileLock, make_folder
 from lightning_stream.spark.convert import Conversion, conversion_of
-from lightning_stream.storage import LocalStore, Store, open_store
-from lightning_stream.storage.files import FileLock, make_folder
+from lightning_stream.stores import LocalStore, Store, open_store
 
 _LOOK_S = 0.1  # between two looks for the next partition's receipt
 _WAIT_S = 24 * 3600.0

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_stream.errors import AccessError, StoreError
-from lightning_stream.storage.files import FULL, file_system, publish
+from lightning_stream.shared_files import FULL, file_system, publish
 
 _MAX_VECTORS = 1000  # the system takes 1,024 at once
 _O_DIRECT = getattr(os, "O_DIRECT", 0)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.index import INDEX_NAME, Index
-from lightning_stream.storage import Store
+from lightning_stream.stores import Store
 from lightning_stream.writer.target import Target
 
 Place: TypeAlias = "str | os.PathLike[str]"

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.index import INDEX_NAME
-from lightning_stream.storage import LocalStore, Store, open_store
+from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.writer.append import Appended
 from lightning_stream.writer.config import WriterConfig
 from lightning_stream.writer.local_file import write_file

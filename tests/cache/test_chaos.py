@@ -19,7 +19,7 @@ from servers.shards import make_dataset, shard_content
 from servers.workers import read_all
 
 from lightning_stream.cache import CacheConfig, ShardCache
-from lightning_stream.storage import LocalStore
+from lightning_stream.stores import LocalStore
 
 SHARD_BYTES, NUM_SHARDS, EPOCHS = 100_000, 40, 12
 OPTIONS = {"retries": 40, "first_pause_s": 0.005, "longest_pause_s": 0.1, "timeout_s": 0.5}

@@ -11,7 +11,7 @@ from lightning_stream.cache import ShardCache, fetch
 from lightning_stream.errors import CacheFullError
 from lightning_stream.formats.compression import decompress_file
 from lightning_stream.formats.index import Index
-from lightning_stream.storage import LocalStore
+from lightning_stream.stores import LocalStore
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")

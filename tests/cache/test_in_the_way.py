@@ -16,7 +16,7 @@ from servers.shards import make_dataset
 from lightning_stream.cache import CacheConfig, ShardCache
 from lightning_stream.errors import CacheError, CacheFullError
 from lightning_stream.formats.index import Index
-from lightning_stream.storage import LocalStore
+from lightning_stream.stores import LocalStore
 
 SHARD = "shard.00000.mds"
 
@@ -92,7 +92,7 @@ def test_a_file_that_the_system_refuses_for_its_size_is_said(tmp_path: Path) -> 
     make_dataset(tmp_path / "d", num_shards=1)
     code = (
         "import resource, signal, sys; from pathlib import Path; from lightning_stream.cache import ShardCache\n"
-        "from lightning_stream.formats.index import Index; from lightning_stream.storage import LocalStore\n"
+        "from lightning_stream.formats.index import Index; from lightning_stream.stores import LocalStore\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
         "cache = ShardCache(LocalStore(sys.argv[1]), sys.argv[2])\n"
         "cache.ensure(Index.from_bytes(cache.index(), '').entry(0))"

@@ -24,7 +24,7 @@ from servers.workers import read_all
 from lightning_stream.cache import CacheConfig, ShardCache
 from lightning_stream.errors import CacheError, CacheFullError, LockTimeoutError
 from lightning_stream.formats.index import Index
-from lightning_stream.storage import LocalStore, open_store
+from lightning_stream.stores import LocalStore, open_store
 
 SPAWN = multiprocessing.get_context("spawn")
 SHARD_BYTES = 50_000

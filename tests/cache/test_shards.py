@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from servers.shards import make_dataset, shard_content
 
+from lightning_stream import shared_files as files_module
 from lightning_stream.cache import CacheConfig, ShardCache
 from lightning_stream.errors import CacheError, CacheFullError, DigestError, FormatError, NotFoundError
-from lightning_stream.storage import LocalStore
-from lightning_stream.storage import files as files_module
-from lightning_stream.storage.base import Body
+from lightning_stream.stores import LocalStore
+from lightning_stream.stores.base import Body
 
 
 class Counting(LocalStore):

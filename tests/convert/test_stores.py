@@ -10,7 +10,7 @@ import pytest
 from servers import processes
 
 from lightning_stream.convert import convert
-from lightning_stream.storage import open_store
+from lightning_stream.stores import open_store
 
 pytest.importorskip("fsspec", reason="needs fsspec: uv sync --group test")
 

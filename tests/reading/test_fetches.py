@@ -20,8 +20,8 @@ from lightning_stream.reading.fetches import ReaderProcess
 from lightning_stream.reading.look_ahead import read_ahead
 from lightning_stream.reading.range_reads import SampleRanges
 from lightning_stream.reading.reader import SampleReader
-from lightning_stream.storage import LocalStore, RetryingStore, retry
-from lightning_stream.storage.base import Body
+from lightning_stream.stores import LocalStore, RetryingStore, retry
+from lightning_stream.stores.base import Body
 
 SHARD_BYTES = 100_000
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.storage import open_store
+from lightning_stream.stores import open_store
 
 STEADY, KILLED = 4, 4
 KEY, SECRET = "TESTKEY", "TESTSECRET"

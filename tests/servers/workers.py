@@ -12,7 +12,7 @@ from servers.shards import shard_content
 
 from lightning_stream.cache import CacheConfig, ShardCache
 from lightning_stream.formats.index import Index
-from lightning_stream.storage import open_store
+from lightning_stream.stores import open_store
 
 
 def read_all(

@@ -20,7 +20,7 @@ if TESTS not in sys.path:
 from servers import processes  # noqa: E402
 
 from lightning_stream import spark as room  # noqa: E402
-from lightning_stream.storage import open_store  # noqa: E402
+from lightning_stream.stores import open_store  # noqa: E402
 
 KEY, SECRET = "TESTKEY", "TESTSECRET"
 
@@ -39,7 +39,7 @@ def bucket(tmp_path: Path) -> Iterator[dict[str, str]]:
 def test_executors_upload_and_the_driver_puts_only_what_makes_it_a_dataset(
     spark: Any, tmp_path: Path, bucket: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning_stream.storage.s3 import S3Store
+    from lightning_stream.stores.s3 import S3Store
 
     by_driver: list[str] = []
     put = S3Store.put

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lightning_stream.errors import StoreError
-from lightning_stream.storage.files import file_system
+from lightning_stream.shared_files import file_system
 from lightning_stream.writer import local_file
 from lightning_stream.writer.local_file import write_file
 

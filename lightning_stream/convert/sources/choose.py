@@ -18,8 +18,7 @@ from lightning_stream.convert.sources.lines import JsonlReader
 from lightning_stream.convert.sources.saved import saved_files
 from lightning_stream.convert.sources.tars import TarReader
 from lightning_stream.convert.sources.texts import TextReader
-from lightning_stream.errors import FormatError, missing_extra
-from lightning_stream.storage.base import scrub
+from lightning_stream.errors import FormatError, missing_extra, redact
 
 _KIND_OF = {
     ".parquet": "parquet", ".pq": "parquet",
@@ -82,7 +81,7 @@ def open_source(
     except TypeError as error:
         raise ValueError(f"source_options do not fit kind {chosen!r}: {error}.") from error
     place = source if isinstance(source, (str, os.PathLike)) else ", ".join(map(str, source))
-    return Source(scrub(f"{place!s:.200}"), tuple(files), reader)
+    return Source(redact(f"{place!s:.200}"), tuple(files), reader)
 
 
 def _only(found: Sequence[SourceFile], source: Places) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError, missing_extra
+from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError, missing_extra, summarize
 
 from .base import (
     Body,
@@ -19,7 +19,6 @@ from .base import (
     check_name,
     explained_chunks,
     join,
-    reason_of,
     relative,
     source_file,
 )
@@ -206,7 +205,7 @@ class AzureStore(BodyStore):
         if kinds & {"ServiceRequestError", "ServiceResponseError", "IncompleteReadError", "OSError", "HTTPError"}:
             return UnavailableError(f"{where}: {_said(error)}. Look at the network.")
         if isinstance(error, ValueError) and "HTTPS" in str(error):
-            return AccessError(f"{where}: a login is not sent over http:// ({reason_of(error)}). {_REMEDY}")
+            return AccessError(f"{where}: a login is not sent over http:// ({summarize(error)}). {_REMEDY}")
         if "AzureError" in kinds:
             return StoreError(f"{where}: {_said(error)}. Check the URL and the options.")
         return None
@@ -225,7 +224,7 @@ class _PastTheEndError(StoreError):
 
 def _said(error: Exception) -> str:
     code = getattr(error, "error_code", None)
-    return f"{code}, {reason_of(error)}" if code else reason_of(error)
+    return f"{code}, {summarize(error)}" if code else summarize(error)
 
 
 def _first(names: tuple[str, ...]) -> str | None:

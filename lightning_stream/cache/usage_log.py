@@ -8,8 +8,9 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .files import FileLock, open_with_mode, publish_bytes
-from .folders import CacheFolder
+from lightning_stream.shared_files import FileLock, open_with_mode, publish_bytes
+
+from .folder import CacheFolder
 
 _SLACK_FROM = 256  # entries; with fewer, finding room for one shard at a time is cheap
 _COMPACT_FROM = 4096  # lines

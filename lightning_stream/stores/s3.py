@@ -12,7 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError, missing_extra
+from lightning_stream.errors import (
+    AccessError,
+    NotFoundError,
+    StoreError,
+    UnavailableError,
+    missing_extra,
+    redact,
+    summarize,
+)
 
 from .base import (
     CHUNK_BYTES,
@@ -25,14 +33,12 @@ from .base import (
     explained_chunks,
     join,
     range_header,
-    reason_of,
     relative,
-    scrub,
     source_file,
 )
 
 T = TypeVar("T")
-_log = logging.getLogger("lightning_stream.storage")
+_log = logging.getLogger("lightning_stream.stores")
 _MULTIPART_FROM = 64 << 20
 _NOT_FOUND = {"NoSuchKey", "NoSuchBucket", "NotFound", "404"}
 _ACCESS = {
@@ -89,7 +95,7 @@ class S3Options:
         if (self.access_key_id is None) != (self.secret_access_key is None):
             raise ValueError("access_key_id and secret_access_key come together; got one without the other")
         if self.endpoint_url and not self.endpoint_url.startswith(("http://", "https://")):
-            shown = scrub(self.endpoint_url)
+            shown = redact(self.endpoint_url)
             raise ValueError(
                 f"endpoint_url (or S3_ENDPOINT_URL, AWS_ENDPOINT_URL) is a URL; got {shown!r}. Write https://{shown}, "
                 f"or http://{shown} where the server has no TLS."
@@ -304,7 +310,7 @@ class S3Store(BodyStore):
             return self._explain_answer(where, error, answer)
         if kind in _CREDENTIALS:
             return AccessError(
-                f"{where}: no usable AWS credentials ({reason_of(error)}). Set AWS_ACCESS_KEY_ID and "
+                f"{where}: no usable AWS credentials ({summarize(error)}). Set AWS_ACCESS_KEY_ID and "
                 "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or log in; for a public bucket pass anonymous=True."
             )
         if isinstance(error, RecursionError):  # botocore asks a redirecting server for the bucket's region, and so on
@@ -312,15 +318,15 @@ class S3Store(BodyStore):
                 f"{where}: the server answers with redirects only. Set the region and endpoint_url of it."
             )
         if kind in _BROKEN or isinstance(error, (ConnectionError, TimeoutError)):
-            return UnavailableError(f"{where}: {reason_of(error)}. Look at the network and the endpoint.")
+            return UnavailableError(f"{where}: {summarize(error)}. Look at the network and the endpoint.")
         if type(error).__module__.split(".")[0] in ("botocore", "boto3", "s3transfer"):
-            return StoreError(f"{where}: {reason_of(error)}. Check the URL and the options.")
+            return StoreError(f"{where}: {summarize(error)}. Check the URL and the options.")
         return None
 
     def _explain_answer(self, where: str, error: Exception, answer: dict[str, Any]) -> Exception:
         code = str(answer.get("Error", {}).get("Code", ""))
         status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        said = reason_of(error)
+        said = summarize(error)
         if code == "NoSuchBucket":
             return NotFoundError(f"{where}: there is no bucket {self._bucket!r}. Check the URL, endpoint and region.")
         if code == "InvalidObjectState":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -278,26 +277,6 @@ def explained_chunks(chunks: Iterator[bytes], explain: Callable[[Exception], Exc
     """The same bytes; an error of the client library on the way becomes one of ours."""
     while chunk := attempt(lambda: next(chunks, b""), explain):
         yield chunk
-
-
-_USERINFO = re.compile(r"(?<=://)[^/@\s]*@")
-_QUERY = re.compile(r"(?<=\S)\?[^\s'\")>]*=[^\s'\")>]*")
-_SECRET = re.compile(
-    r"(?i)\b(authorization|bearer|token|password|passwd|secret\w*|sig|signature|accountkey|sharedaccesssignature)\b"
-    r"(\"?'?\s*[:= ]\s*\"?'?)(?:bearer\s+|basic\s+)?[^\s,;&'\"]{4,}"
-)
-
-
-def scrub(text: str) -> str:
-    """The text without what may be secret in it: user and password of URLs, their query strings, `token=...`."""
-    text = _QUERY.sub("?...", _USERINFO.sub("", text))
-    return _SECRET.sub(r"\1\2***", text)
-
-
-def reason_of(error: BaseException, limit: int = 300) -> str:
-    """A client library's error in one scrubbed line."""
-    text = " ".join(scrub(str(error)).split())
-    return f"{type(error).__name__}: {text[:limit]}" if text else type(error).__name__
 
 
 def check_name(name: str) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 import botocore.loaders
 import pytest
 
-from lightning_stream.storage import open_store
-from lightning_stream.storage.base import PerProcess
-from lightning_stream.storage.retry import RetryingStore
-from lightning_stream.storage.s3 import S3Store, _core_session
+from lightning_stream.stores import open_store
+from lightning_stream.stores.base import PerProcess
+from lightning_stream.stores.retry import RetryingStore
+from lightning_stream.stores.s3 import S3Store, _core_session
 
 
 def test_nothing_is_collected_while_a_client_is_made_and_all_is_as_before_afterwards() -> None:

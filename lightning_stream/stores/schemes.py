@@ -6,7 +6,7 @@ import difflib
 import re
 from pathlib import Path
 
-from .base import scrub
+from lightning_stream.errors import redact
 
 _OURS = {
     **dict.fromkeys(("s3", "s3a", "s3n", "gs", "gcs", "azure", "az", "abfs", "abfss", "oci"), "://BUCKET/FOLDER"),
@@ -34,12 +34,12 @@ def check_scheme(url: str) -> None:
     if colon and "/" not in scheme:
         if "::" in scheme or scheme.lower() in _OURS or scheme in _of_fsspec():
             return
-        raise ValueError(f"no store is known for {scheme}://; known are {_KNOWN}.{_meant(scheme)} Got {scrub(url)!r}.")
+        raise ValueError(f"no store is known for {scheme}://; known are {_KNOWN}.{_meant(scheme)} Got {redact(url)!r}.")
     found = _MISTYPED.match(url)
     if found is None or url.startswith("dbfs:/") or Path(url).exists():
         return
     if meant := _meant(found[1]):
-        raise ValueError(f"this is no path of a file that exists, and no URL: {scrub(url)!r}.{meant}")
+        raise ValueError(f"this is no path of a file that exists, and no URL: {redact(url)!r}.{meant}")
 
 
 def _meant(scheme: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError, missing_extra
+from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError, missing_extra, summarize
 
 from .base import (
     CHUNK_BYTES,
@@ -23,7 +23,6 @@ from .base import (
     explained_chunks,
     join,
     range_header,
-    reason_of,
     relative,
     source_file,
 )
@@ -213,19 +212,19 @@ class GcsStore(BodyStore):
         status = getattr(error, "code", None)
         status = int(status) if isinstance(status, int) else 0
         if "GoogleAuthError" in kinds and "TransportError" not in kinds:
-            return AccessError(f"{where}: no usable credentials ({reason_of(error)}). {_REMEDY}")
+            return AccessError(f"{where}: no usable credentials ({summarize(error)}). {_REMEDY}")
         if status == 404:
             if "bucket does not exist" in str(error):
                 return NotFoundError(f"{where}: there is no bucket {self._bucket!r}. Check the URL.")
             return NotFoundError(f"{where}: no such object. Check the URL.")
         if status in (401, 403):
-            return AccessError(f"{where}: refused ({reason_of(error)}). {_REMEDY}")
+            return AccessError(f"{where}: refused ({summarize(error)}). {_REMEDY}")
         if status in (408, 429) or status >= 500:
-            return UnavailableError(f"{where}: {reason_of(error)}. The store is overloaded or in trouble.")
+            return UnavailableError(f"{where}: {summarize(error)}. The store is overloaded or in trouble.")
         if kinds & {"RequestException", "TransportError", "HTTPError", "OSError", "ConnectionError", "DataCorruption"}:
-            return UnavailableError(f"{where}: {reason_of(error)}. Look at the network.")
+            return UnavailableError(f"{where}: {summarize(error)}. Look at the network.")
         if kinds & {"GoogleAPIError", "GoogleCloudError", "_StatusError", "InvalidResponse"}:
-            return StoreError(f"{where}: {reason_of(error)}. Check the URL and the options.")
+            return StoreError(f"{where}: {summarize(error)}. Check the URL and the options.")
         return None
 
 

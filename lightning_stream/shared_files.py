@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from lightning_stream import errors
-from lightning_stream.errors import CacheError, LightningStreamError, LockTimeoutError
-
-from .base import reason_of
+from lightning_stream.errors import CacheError, LightningStreamError, LockTimeoutError, summarize
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -354,7 +352,7 @@ def _leave_reason(reason: Path, error: Exception, modes: Modes) -> None:
     said = {
         "token": secrets.token_hex(8),
         "kind": type(error).__name__ if known else "CacheError",
-        "message": str(error) if known else reason_of(error),
+        "message": str(error) if known else summarize(error),
         "pid": os.getpid(),
     }
     try:

@@ -18,9 +18,9 @@ from servers.processes import free_port
 from servers.web import WebServer
 
 from lightning_stream.errors import NotFoundError, StoreError, UnavailableError
-from lightning_stream.storage import LocalStore, ObjectEntry, RetryingStore, RetryPolicy, open_store
-from lightning_stream.storage.base import Body
-from lightning_stream.storage.retry import _Draft
+from lightning_stream.stores import LocalStore, ObjectEntry, RetryingStore, RetryPolicy, open_store
+from lightning_stream.stores.base import Body
+from lightning_stream.stores.retry import _Draft
 
 QUICK = {"first_pause_s": 0.001, "longest_pause_s": 0.01, "timeout_s": 0.3, "retries": 3}
 CONTENT = bytes(range(256)) * 4000

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_stream.storage import ledger as ledger_module
-from lightning_stream.storage.folders import CacheFolder
-from lightning_stream.storage.ledger import Holding, Ledger
+from lightning_stream.cache import usage_log as ledger_module
+from lightning_stream.cache.folder import CacheFolder
+from lightning_stream.cache.usage_log import Holding, Ledger
 
 KINDS = st.sampled_from(["reserve", "settle", "forget", "tear"])
 ACTIONS = st.lists(st.tuples(KINDS, st.integers(0, 2), st.integers(0, 5), st.integers(1, 90)), max_size=40)

@@ -10,7 +10,7 @@ import pytest
 from servers.fault_proxy import FaultProxy, Plan
 
 from lightning_stream.errors import UnavailableError
-from lightning_stream.storage import Store, open_store
+from lightning_stream.stores import Store, open_store
 
 CONTENT = bytes(range(256)) * 3000
 QUICK = {"first_pause_s": 0.001, "longest_pause_s": 0.01, "timeout_s": 0.5, "retries": 3}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_stream.errors import LightningStreamError, NotFoundError, StoreError
-from lightning_stream.storage import ObjectEntry, Store, open_store
+from lightning_stream.stores import ObjectEntry, Store, open_store
 
 QUICK = {"first_pause_s": 0.01, "retries": 2, "timeout_s": 20.0}
 CONTENT = bytes(range(256)) * 9

@@ -12,8 +12,16 @@ import tempfile
 from pathlib import Path
 
 from lightning_stream.errors import CacheError
-
-from .files import HELD, PRIVATE, FileLock, Modes, make_folder, no_locks, publish_bytes, try_flock
+from lightning_stream.shared_files import (
+    HELD,
+    PRIVATE,
+    FileLock,
+    Modes,
+    make_folder,
+    no_locks,
+    publish_bytes,
+    try_flock,
+)
 
 CONTROL = ".lightning_stream"
 

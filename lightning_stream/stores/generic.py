@@ -15,6 +15,8 @@ from lightning_stream.errors import (
     StoreError,
     UnavailableError,
     missing_extra,
+    redact,
+    summarize,
 )
 
 from .base import (
@@ -25,9 +27,7 @@ from .base import (
     attempt,
     check_name,
     explained_chunks,
-    reason_of,
     relative,
-    scrub,
     source_file,
 )
 
@@ -57,7 +57,7 @@ class FsspecStore(BodyStore):
     @property
     def url(self) -> str:
         """The URL, without user and password."""
-        return scrub(self._given)
+        return redact(self._given)
 
     def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
         """The bytes ``[begin, end)`` of a file, streamed."""
@@ -152,7 +152,7 @@ class FsspecStore(BodyStore):
         except ImportError as error:
             package = _PACKAGES.get(self._scheme, "its fsspec package")
             raise MissingExtraError(
-                f"{self._scheme}:// needs {package} beside fsspec ({reason_of(error)}). Install it with:  "
+                f"{self._scheme}:// needs {package} beside fsspec ({summarize(error)}). Install it with:  "
                 f"pip install {_PACKAGES.get(self._scheme, '...')}"
             ) from error
         if self._scheme in ("sftp", "ssh"):
@@ -166,13 +166,13 @@ class FsspecStore(BodyStore):
         if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
             return NotFoundError(f"{where}: no such file. Check the URL.")
         if isinstance(error, PermissionError) or {kind.__name__ for kind in type(error).__mro__} & _FINAL:
-            return AccessError(f"{where}: refused ({reason_of(error)}). Check user, key or password, and their rights.")
+            return AccessError(f"{where}: refused ({summarize(error)}). Check user, key or password, and their rights.")
         if isinstance(error, (OSError, EOFError, TimeoutError)) or type(error).__name__ == "SSHException":
             self._of_thread().connected = None  # the next attempt connects anew
-            return UnavailableError(f"{where}: {reason_of(error)}. Look at the network and the server.")
+            return UnavailableError(f"{where}: {summarize(error)}. Look at the network and the server.")
         if isinstance(error, ValueError) and "Protocol not known" in str(error):
-            return ValueError(f"no store is known for {self._scheme}:// ({reason_of(error)})")
-        return StoreError(f"{where}: {reason_of(error)}. Check the URL and the options.")
+            return ValueError(f"no store is known for {self._scheme}:// ({summarize(error)})")
+        return StoreError(f"{where}: {summarize(error)}. Check the URL and the options.")
 
 
 def protocols() -> list[str]:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from lightning_stream import shared_files as files
+from lightning_stream.cache.folder import CacheFolder, default_folder
 from lightning_stream.errors import CacheError, LockTimeoutError, NotFoundError
-from lightning_stream.storage import files
-from lightning_stream.storage.files import FileLock, publish, publish_bytes, publish_once
-from lightning_stream.storage.folders import CacheFolder, default_folder
+from lightning_stream.shared_files import FileLock, publish, publish_bytes, publish_once
 
 FORK = multiprocessing.get_context("fork")
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # it is fork that is tested

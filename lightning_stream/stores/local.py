@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError
+from lightning_stream.shared_files import publish
 
 from .base import CHUNK_BYTES, Body, BodyStore, ObjectEntry, attempt, check_name, explained_chunks, source_file
-from .files import publish
 
 _DRAFT = ".draft-"
 _OF_DATABRICKS = re.compile(r"/(?:dbfs/(?=.)|(?=Volumes/.))(.+)")  # paths that Databricks mounts on its own machines

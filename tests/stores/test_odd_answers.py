@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from lightning_stream.errors import AccessError, StoreError
-from lightning_stream.storage import open_store
-from lightning_stream.storage.generic import FsspecStore
-from lightning_stream.storage.http import _Redirects
+from lightning_stream.stores import open_store
+from lightning_stream.stores.generic import FsspecStore
+from lightning_stream.stores.http import _Redirects
 
 QUICK = {"retries": 0, "timeout_s": 5.0}
 KEYS = {"access_key_id": "key", "secret_access_key": "S3CRET", "region": "us-east-1"}

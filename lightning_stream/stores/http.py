@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError
+from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError, redact, summarize
 
 from .base import (
     CHUNK_BYTES,
@@ -29,9 +29,7 @@ from .base import (
     explained_chunks,
     join,
     range_header,
-    reason_of,
     relative,
-    scrub,
     source_file,
 )
 
@@ -139,12 +137,12 @@ class HttpStore(BodyStore):
         where = f"{self._base}/{name}"
         if isinstance(error, urllib.error.HTTPError):
             error.close()
-            return self._explain_status(where, error.code, scrub(" ".join(str(error.reason).split())))
+            return self._explain_status(where, error.code, redact(" ".join(str(error.reason).split())))
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLCertVerificationError):
-            return StoreError(f"{where}: {reason_of(reason)}. Set SSL_CERT_FILE to the authority that signed it.")
+            return StoreError(f"{where}: {summarize(reason)}. Set SSL_CERT_FILE to the authority that signed it.")
         if isinstance(error, (OSError, http.client.HTTPException)):
-            return UnavailableError(f"{where}: {reason_of(error)}. Look at the network and the server.")
+            return UnavailableError(f"{where}: {summarize(error)}. Look at the network and the server.")
         return None
 
     def _explain_status(self, where: str, status: int, said: str) -> Exception:

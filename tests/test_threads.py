@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_stream.storage.threads import DaemonPool, follow
+from lightning_stream.threads import DaemonPool, follow
 
 
 def test_calls_run_in_order_in_so_many_threads_and_no_more() -> None:
@@ -81,7 +81,7 @@ def test_a_forked_child_forgets_a_pool_whose_lock_another_thread_held() -> None:
     assert pool.submit(int).result(10) == 0
 
 
-TESTS = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parent
 FETCH = """
 import sys
 import numpy as np

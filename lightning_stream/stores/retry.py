@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from lightning_stream.errors import StoreError, UnavailableError
+from lightning_stream.threads import DaemonPool
 
 from .base import Body, BodyStore, ObjectEntry, Store
-from .threads import DaemonPool
 
 # Not the global generator: fetching threads must not disturb what a sample's transform draws.
 _jitter = random.SystemRandom()
 
 T = TypeVar("T")
-_log = logging.getLogger("lightning_stream.storage")
+_log = logging.getLogger("lightning_stream.stores")
 _LEAST_PART_BYTES = 4 << 20  # below that a request's own time and work weigh too much
 
 

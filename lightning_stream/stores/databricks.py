@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError, missing_extra
+from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError, missing_extra, summarize
 
 from .base import (
     CHUNK_BYTES,
@@ -24,7 +24,6 @@ from .base import (
     cut,
     explained_chunks,
     range_header,
-    reason_of,
     source_file,
 )
 
@@ -217,17 +216,17 @@ class DatabricksStore(BodyStore):
         where = f"{self.url}/{name}"
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if isinstance(error, ValueError) and ("auth" in str(error) or "host" in str(error)):
-            return AccessError(f"{where}: no usable Databricks credentials ({reason_of(error)}). {_REMEDY}")
+            return AccessError(f"{where}: no usable Databricks credentials ({summarize(error)}). {_REMEDY}")
         if kinds & {"Unauthenticated", "PermissionDenied"}:
-            return AccessError(f"{where}: refused ({reason_of(error)}). {_REMEDY} The user needs READ VOLUME there.")
+            return AccessError(f"{where}: refused ({summarize(error)}). {_REMEDY} The user needs READ VOLUME there.")
         if "NotFound" in kinds:
-            return NotFoundError(f"{where}: no such file or volume ({reason_of(error)}). Check the path.")
+            return NotFoundError(f"{where}: no such file or volume ({summarize(error)}). Check the path.")
         passing = {"TooManyRequests", "InternalError", "TemporarilyUnavailable", "DeadlineExceeded", "TimeoutError"}
         # The client's own errors are OSErrors, whatever they are about.
         if kinds & passing or (isinstance(error, OSError) and "DatabricksError" not in kinds):
-            return UnavailableError(f"{where}: {reason_of(error)}. The service or the network is in trouble.")
+            return UnavailableError(f"{where}: {summarize(error)}. The service or the network is in trouble.")
         if "DatabricksError" in kinds:
-            return _RefusedError(f"{where}: {reason_of(error)}. Check the path and the options.")
+            return _RefusedError(f"{where}: {summarize(error)}. Check the path and the options.")
         return None
 
 

@@ -16,9 +16,8 @@ from servers.fake_databricks import TOKEN, FakeDatabricks
 from servers.fake_gcs import FakeGcs
 from servers.web import HubServer, WebServer
 
-from lightning_stream.errors import AccessError, MissingExtraError, NotFoundError, UnavailableError
-from lightning_stream.storage import open_store
-from lightning_stream.storage.base import scrub
+from lightning_stream.errors import AccessError, MissingExtraError, NotFoundError, UnavailableError, redact
+from lightning_stream.stores import open_store
 
 KEY, SECRET = "TESTKEY", "TESTSECRET"
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # published
@@ -223,8 +222,8 @@ def test_user_and_password_of_a_url_are_sent_and_not_shown() -> None:
     ],
 )
 def test_texts_of_other_libraries_are_scrubbed(text: str, secret: str) -> None:
-    assert secret not in scrub(text)
-    assert scrub("no such key 'data/token/x' in bucket") == "no such key 'data/token/x' in bucket"
+    assert secret not in redact(text)
+    assert redact("no such key 'data/token/x' in bucket") == "no such key 'data/token/x' in bucket"
 
 
 @pytest.mark.parametrize(
