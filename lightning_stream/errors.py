@@ -7,6 +7,8 @@
     |   +-- DigestError        a file whose size or hash differs from its index
     +-- StoreError             a store (remote) could not do what was asked
     |   +-- NotFoundError      no such object, bucket or folder; a FileNotFoundError too
+    |   +-- AlreadyExistsError `put(if_absent=True)` found an object of that name; a FileExistsError too
+    |   +-- ConflictError      `put(if_version=...)` found another version there, or none
     |   +-- AccessError        credentials missing, wrong, or without the right
     |   +-- UnavailableError   still failing after the retries: throttled, reset, stalled, timed out
     +-- CacheError             the local cache could not take or give a shard
@@ -53,6 +55,14 @@ class StoreError(LightningStreamError):
 
 class NotFoundError(StoreError, FileNotFoundError):
     """No such object, bucket or folder in the store."""
+
+
+class AlreadyExistsError(StoreError, FileExistsError):
+    """`put(if_absent=True)` found an object of that name."""
+
+
+class ConflictError(StoreError):
+    """`put(if_version=...)` found another version of the object, or none."""
 
 
 class AccessError(StoreError):

@@ -16,9 +16,11 @@ from .base import (
     ObjectEntry,
     PerProcess,
     attempt,
+    check_conditions,
     check_name,
     explained_chunks,
     join,
+    refused_put,
     relative,
     source_file,
 )
@@ -102,14 +104,27 @@ class AzureStore(BodyStore):
         chunks = explained_chunks(iter(found.chunks()), explain)
         return Body(chunks, found.size, found.properties.etag, None, f"{self._shown}/{name}")
 
-    def put(self, name: str, source: Path | bytes) -> None:
+    def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
         """One upload; the blob appears when all of it is there."""
 
-        def upload() -> None:
-            with source_file(source) as file:
-                self._blob(name).upload_blob(file, overwrite=True, max_concurrency=4)
+        check_conditions(name, if_absent, if_version)
+        wanted: dict[str, Any] = {"overwrite": not if_absent, "max_concurrency": 4}
 
-        attempt(upload, lambda error: self._explain(name, error))
+        def upload() -> None:
+            if if_version is not None:
+                from azure.core import MatchConditions
+
+                wanted.update(etag=if_version, match_condition=MatchConditions.IfNotModified)
+            with source_file(source) as file:
+                self._blob(name).upload_blob(file, **wanted)
+
+        def explain(error: Exception) -> Exception | None:
+            status = getattr(error, "status_code", None)
+            if (if_absent and status in (409, 412)) or (if_version is not None and status in (404, 412)):
+                return refused_put(f"{self._shown}/{name}", if_absent)
+            return self._explain(name, error)
+
+        attempt(upload, explain)
 
     def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
         """All blobs whose names begin with `prefix`, a page at a time."""

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import os
 import threading
+import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Generic, Protocol, TypeVar
 
-from lightning_stream.errors import LightningStreamError, UnavailableError
+from lightning_stream.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    LightningStreamError,
+    NotFoundError,
+    StoreError,
+    UnavailableError,
+)
+from lightning_stream.shared_files import pauses
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -60,14 +71,19 @@ class Body:
     def __iter__(self) -> Iterator[bytes]:
         seen = 0
         self.started = True
+        digest = None if self.version is not None else hashlib.sha1(usedforsecurity=False)
         for chunk in self._chunks:
             seen += len(chunk)
+            if digest is not None:
+                digest.update(chunk)
             yield chunk
         if self.num_bytes is not None and seen != self.num_bytes:
             raise UnavailableError(
                 f"{self._where}: the connection ended after {seen:,} of {self.num_bytes:,} bytes. "
                 "Try again; if it persists, look at the proxy or load balancer in between."
             )
+        if digest is not None:
+            self.version = f"sha1-{digest.hexdigest()}"
 
     def close(self) -> None:
         """Give the connection back; bytes not yet read are lost."""
@@ -120,8 +136,13 @@ class Store(Protocol):
     def get_range(self, name: str, begin: int, end: int) -> bytes:
         """The bytes ``[begin, end)`` of an object; fewer only where the object ends before."""
 
-    def put(self, name: str, source: Path | bytes) -> None:
-        """Store an object, whole or not at all; an older one of that name is replaced."""
+    def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
+        """Store an object, whole or not at all; an older one of that name is replaced.
+
+        With `if_absent` only where there is no object of that name (else :class:`AlreadyExistsError`); with
+        `if_version` only where the object is the one whose `Body.version` that is (else :class:`ConflictError`). Of
+        several that try at once, one succeeds.
+        """
 
     def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
         """All objects whose names begin with `prefix`, at any depth, sorted by name. No such objects: empty."""
@@ -156,7 +177,7 @@ class BodyStore(ABC):
         """The bytes ``[begin, end)`` of an object, streamed."""
 
     @abstractmethod
-    def put(self, name: str, source: Path | bytes) -> None:
+    def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
         """Store an object, whole or not at all."""
 
     @abstractmethod
@@ -202,6 +223,40 @@ class BodyStore(ABC):
             return b""
         with self.open(name, begin, end) as body:
             return b"".join(body)
+
+    def _version_of(self, name: str) -> str | None:
+        """The digest of an object's content, None where there is none: the version where a server has no better."""
+        try:
+            return content_version(self.read(name))
+        except NotFoundError:
+            return None
+
+    @contextlib.contextmanager
+    def _claimed(self, name: str, if_absent: bool, if_version: str | None) -> Iterator[None]:
+        """Hold the object's name against other conditional puts, for servers that have none.
+
+        Everyone writes a claim of their own, then looks for others; who sees one withdraws and tries again. Of two,
+        the one that looks last sees both. A claim whose owner was killed counts for ten minutes.
+        """
+        if not check_conditions(name, if_absent, if_version):
+            yield
+            return
+        for _ in pauses(60.0):
+            claim = f"{name}.claim-{int(time.time())}-{uuid.uuid4().hex}"
+            self.put(claim, b"")
+            try:
+                since = time.time() - 600
+                names = (entry.name for entry in self.list(f"{name}.claim-") if entry.name != claim)
+                if any(int(other.split(".claim-")[1].partition("-")[0]) > since for other in names):
+                    continue
+                found = self._version_of(name)
+                if found != if_version:
+                    raise refused_put(f"{self.url}/{name}", if_absent)
+                yield
+                return
+            finally:
+                self.delete(claim)
+        raise UnavailableError(f"{self.url}/{name}: others write it all the time. Have one process write it.")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -277,6 +332,25 @@ def explained_chunks(chunks: Iterator[bytes], explain: Callable[[Exception], Exc
     """The same bytes; an error of the client library on the way becomes one of ours."""
     while chunk := attempt(lambda: next(chunks, b""), explain):
         yield chunk
+
+
+def check_conditions(name: str, if_absent: bool, if_version: str | None) -> bool:
+    """Whether a put has a condition; ValueError where it has two."""
+    if if_absent and if_version is not None:
+        raise ValueError(f"put({name!r}) takes if_absent or if_version, not both")
+    return if_absent or if_version is not None
+
+
+def content_version(content: bytes) -> str:
+    """The version of an object where the server has none."""
+    return "sha1-" + hashlib.sha1(content, usedforsecurity=False).hexdigest()
+
+
+def refused_put(where: str, if_absent: bool) -> StoreError:
+    """The error of a conditional put whose condition does not hold."""
+    if if_absent:
+        return AlreadyExistsError(f"{where}: there is an object of that name already. Choose another name.")
+    return ConflictError(f"{where}: it is not the version that was read any more: another process replaced it.")
 
 
 def check_name(name: str) -> str:

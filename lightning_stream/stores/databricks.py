@@ -91,7 +91,7 @@ class DatabricksStore(BodyStore):
                 return Body(iter(()), 0, where=f"{self.url}/{name}")
             raise
 
-    def put(self, name: str, source: Path | bytes) -> None:
+    def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
         """One upload; folders above are made."""
         path = self._path(name)
 
@@ -108,7 +108,8 @@ class DatabricksStore(BodyStore):
                 workspace.dbfs.delete(path)
                 workspace.dbfs.move(draft, path)
 
-        attempt(upload, lambda error: self._explain(name, error))
+        with self._claimed(name, if_absent, if_version):
+            attempt(upload, lambda error: self._explain(name, error))
 
     def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
         """All files whose names begin with `prefix`, sorted by name."""
@@ -176,7 +177,7 @@ class DatabricksStore(BodyStore):
         chunks = explained_chunks(iter(lambda: contents.read(CHUNK_BYTES), b""), explain)
         if header and not found.get("content-range"):
             chunks, num_bytes = cut(chunks, begin, end), None
-        return Body(chunks, num_bytes, found.get("last-modified"), contents.close, where)
+        return Body(chunks, num_bytes, None, contents.close, where)
 
     def _dbfs_chunks(self, path: str, begin: int, end: int) -> Iterator[bytes]:
         while begin < end:

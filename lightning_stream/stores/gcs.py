@@ -19,10 +19,12 @@ from .base import (
     ObjectEntry,
     PerProcess,
     attempt,
+    check_conditions,
     check_name,
     explained_chunks,
     join,
     range_header,
+    refused_put,
     relative,
     source_file,
 )
@@ -121,16 +123,24 @@ class GcsStore(BodyStore):
         version = answer.headers.get("x-goog-generation")
         return Body(chunks, int(length) if length else None, version, answer.close, f"{self.url}/{name}")
 
-    def put(self, name: str, source: Path | bytes) -> None:
+    def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
         """One upload, checked by Google against its CRC32C."""
+
+        conditional = check_conditions(name, if_absent, if_version)
+        wanted: dict[str, Any] = {"timeout": self._options.timeout_s, "retry": None}
+        if conditional:
+            wanted["if_generation_match"] = 0 if if_version is None else int(if_version)
 
         def upload() -> None:
             with source_file(source) as file:
-                self._blob(name).upload_from_file(
-                    file, content_type="application/octet-stream", timeout=self._options.timeout_s, retry=None
-                )
+                self._blob(name).upload_from_file(file, content_type="application/octet-stream", **wanted)
 
-        attempt(upload, lambda error: self._explain(name, error))
+        def explain(error: Exception) -> Exception | None:
+            if conditional and getattr(error, "code", None) == 412:
+                return refused_put(f"{self.url}/{name}", if_absent)
+            return self._explain(name, error)
+
+        attempt(upload, explain)
 
     def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
         """All objects whose names begin with `prefix`, a page at a time."""

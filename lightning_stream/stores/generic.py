@@ -80,7 +80,7 @@ class FsspecStore(BodyStore):
             explained_chunks(_read(file, num_bytes), explain), num_bytes, None, file.close, f"{self.url}/{name}"
         )
 
-    def put(self, name: str, source: Path | bytes) -> None:
+    def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
         """Write a file; where a half-written one would be seen, under another name first."""
 
         def write() -> None:
@@ -94,7 +94,8 @@ class FsspecStore(BodyStore):
             if draft != path:
                 system.mv(draft, path)
 
-        attempt(write, lambda error: self._explain(name, error))
+        with self._claimed(name, if_absent, if_version):
+            attempt(write, lambda error: self._explain(name, error))
 
     def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
         """All files whose names begin with `prefix`, sorted by name."""

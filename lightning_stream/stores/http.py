@@ -24,11 +24,13 @@ from .base import (
     BodyStore,
     ObjectEntry,
     attempt,
+    check_conditions,
     check_name,
     cut,
     explained_chunks,
     join,
     range_header,
+    refused_put,
     relative,
     source_file,
 )
@@ -92,12 +94,17 @@ class HttpStore(BodyStore):
             chunks = cut(chunks, begin, end)
         return Body(chunks, num_bytes, answer.headers.get("ETag"), answer.close, f"{self._base}/{name}")
 
-    def put(self, name: str, source: Path | bytes) -> None:
+    def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
         """One PUT."""
         num_bytes = len(source) if isinstance(source, bytes) else source.stat().st_size
         headers = {"Content-Length": str(num_bytes), "Content-Type": "application/octet-stream"}
+        if check_conditions(name, if_absent, if_version):
+            headers |= {"If-None-Match": "*"} if if_version is None else {"If-Match": if_version}
         with source_file(source) as file:
-            self._request("PUT", name, headers, file).close()
+            try:
+                self._request("PUT", name, headers, file).close()
+            except PreconditionError:
+                raise refused_put(f"{self._base}/{name}", if_absent) from None
 
     def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
         """A web server has no listing that one could rely on: StoreError."""
@@ -150,6 +157,8 @@ class HttpStore(BodyStore):
             return NotFoundError(f"{where}: no such file. Check the URL.")
         if status == 416:
             return _PastTheEndError(f"{where}: past its end")
+        if status == 412:
+            return PreconditionError(f"{where}: the condition does not hold")
         if status in (401, 403, 407):
             return AccessError(f"{where}: refused ({status} {said}). {self._access_remedy()}")
         if status in (408, 425, 429) or status >= 500:
@@ -158,6 +167,10 @@ class HttpStore(BodyStore):
 
     def _access_remedy(self) -> str:
         return "Put user and password in the URL, or pass headers={'Authorization': ...}."
+
+
+class PreconditionError(StoreError):
+    """A conditional put whose condition does not hold."""
 
 
 class _PastTheEndError(StoreError):
@@ -221,7 +234,14 @@ class HuggingFaceStore(HttpStore):
             entries += [ObjectEntry(relative(found["path"], self._folder), found["size"]) for found in files]
         yield from sorted((entry for entry in entries if entry.name.startswith(prefix)), key=lambda entry: entry.name)
 
-    def put(self, name: str, source: Path | bytes) -> None:  # noqa: ARG002
+    def put(
+        self,
+        name: str,
+        source: Path | bytes,  # noqa: ARG002
+        *,
+        if_absent: bool = False,  # noqa: ARG002
+        if_version: str | None = None,  # noqa: ARG002
+    ) -> None:
         """The hub takes commits, not files: StoreError."""
         raise StoreError(f"{self.url}/{name}: the hub is read here, not written. Upload with `hf upload`.")
 

@@ -6,17 +6,30 @@ import contextlib
 import errno
 import os
 import re
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError
-from lightning_stream.shared_files import publish
+from lightning_stream.shared_files import FileLock, Modes, publish
 
-from .base import CHUNK_BYTES, Body, BodyStore, ObjectEntry, attempt, check_name, explained_chunks, source_file
+from .base import (
+    CHUNK_BYTES,
+    Body,
+    BodyStore,
+    ObjectEntry,
+    attempt,
+    check_conditions,
+    check_name,
+    explained_chunks,
+    refused_put,
+    source_file,
+)
 
-_DRAFT = ".draft-"
+_DRAFT, _LOCK = ".draft-", ".lock-"
+_OPEN_TO_ALL = Modes(0o666, 0o777)  # the lock's file: who may write into the folder may lock
 _OF_DATABRICKS = re.compile(r"/(?:dbfs/(?=.)|(?=Volumes/.))(.+)")  # paths that Databricks mounts on its own machines
 
 
@@ -39,26 +52,38 @@ class LocalStore(BodyStore):
         """The bytes ``[begin, end)`` of a file, streamed."""
         path = self._path(name)
         file = attempt(lambda: path.open("rb", buffering=0), lambda error: self._explain(path, error))
-        whole = os.fstat(file.fileno()).st_size
+        about = os.fstat(file.fileno())
+        whole = about.st_size
         begin = min(begin, whole)
         stop = whole if end is None else min(end, whole)
         file.seek(begin)
         chunks = explained_chunks(_chunks(file, stop - begin), lambda error: self._explain(path, error))
-        return Body(chunks, stop - begin, close=file.close, where=str(path))
+        return Body(chunks, stop - begin, _version(about), file.close, str(path))
 
-    def put(self, name: str, source: Path | bytes) -> None:
+    def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
         """Copy beside the final place, then rename."""
         path = self._path(name)
-        attempt(lambda: self._put(path, source), lambda error: self._explain(path, error))
+        check_conditions(name, if_absent, if_version)
+        attempt(lambda: self._put(path, source, if_absent, if_version), lambda error: self._explain(path, error))
 
-    def _put(self, path: Path, source: Path | bytes) -> None:
+    def _put(self, path: Path, source: Path | bytes, if_absent: bool, if_version: str | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f"{_DRAFT}{uuid.uuid4().hex}")
         try:
             with source_file(source) as given, draft.open("wb") as file:
                 while chunk := given.read(CHUNK_BYTES):
                     file.write(chunk)
-            publish(draft, path)
+            # The kernel's own times move in steps of milliseconds: two versions could have one.
+            os.utime(draft, ns=(time.time_ns(), time.time_ns()))
+            if if_absent:
+                _link(draft, path)
+            elif if_version is not None:
+                with FileLock(path.with_name(f"{_LOCK}{path.name}"), modes=_OPEN_TO_ALL):
+                    if not path.is_file() or _version(path.stat()) != if_version:
+                        raise refused_put(str(path), if_absent=False)
+                    publish(draft, path)
+            else:
+                publish(draft, path)
         finally:
             draft.unlink(missing_ok=True)
 
@@ -86,6 +111,8 @@ class LocalStore(BodyStore):
             there = _OF_DATABRICKS.match(str(self.folder)) if lacking else None
             hint = f" Outside Databricks, that is dbfs:/{there[1]}." if there else ""
             return NotFoundError(f"no such file: {path}{lacking}. Check the path.{hint}")
+        if isinstance(error, FileExistsError):
+            return refused_put(str(path), if_absent=True)
         if isinstance(error, PermissionError):
             return AccessError(
                 f"no right to use {path} as user {os.getuid()}. Check the owner and mode of its folders."
@@ -94,6 +121,26 @@ class LocalStore(BodyStore):
             kind = UnavailableError if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT) else StoreError
             return kind(f"{path}: {error.strerror}. Check the disk or mount it is on.")
         return None
+
+
+def _link(draft: Path, path: Path) -> None:
+    """Give the draft its name, which no file may have."""
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+        # A file system without hard links.
+        with FileLock(path.with_name(f"{_LOCK}{path.name}"), modes=_OPEN_TO_ALL):
+            if path.exists():
+                raise FileExistsError from None
+            publish(draft, path)
+
+
+def _version(about: os.stat_result) -> str:
+    return f"{about.st_mtime_ns:x}-{about.st_size:x}"
 
 
 def _chunks(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
@@ -114,5 +161,5 @@ def _walk(folder: Path, above: str, prefix: str) -> Iterator[str]:
             branch = f"{name}/"
             if (branch.startswith(prefix) or prefix.startswith(branch)) and entry.name != ".lightning_stream":
                 yield from _walk(Path(entry.path), branch, prefix)
-        elif name.startswith(prefix) and not entry.name.startswith(_DRAFT):
+        elif name.startswith(prefix) and not entry.name.startswith((_DRAFT, _LOCK)):
             yield name

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from lightning_stream.errors import StoreError, UnavailableError
+from lightning_stream.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError, UnavailableError
 from lightning_stream.threads import DaemonPool
 
-from .base import Body, BodyStore, ObjectEntry, Store
+from .base import Body, BodyStore, ObjectEntry, Store, source_file
 
 # Not the global generator: fetching threads must not disturb what a sample's transform draws.
 _jitter = random.SystemRandom()
@@ -97,9 +97,31 @@ class RetryingStore(BodyStore):
             return self._get_parts(name, to, num_bytes, -(-num_bytes // num_parts))
         return super().get(name, to)
 
-    def put(self, name: str, source: Path | bytes) -> None:
+    def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
         """Store an object."""
-        self._patiently(name, lambda: self.store.put(name, source))
+        tries = 0
+
+        def put() -> None:
+            nonlocal tries
+            tries += 1
+            try:
+                self.store.put(name, source, if_absent=if_absent, if_version=if_version)
+            except (AlreadyExistsError, ConflictError):
+                # An earlier try may have succeeded, and its answer been lost.
+                if tries == 1 or not self._holds(name, source):
+                    raise
+
+        self._patiently(name, put)
+
+    def _holds(self, name: str, source: Path | bytes) -> bool:
+        """Whether the object has just these bytes."""
+        num_bytes = len(source) if isinstance(source, bytes) else source.stat().st_size
+        try:
+            with self.store.open(name) as body, source_file(source) as file:
+                same = body.num_bytes in (None, num_bytes) and all(chunk == file.read(len(chunk)) for chunk in body)
+                return same and not file.read(1)
+        except NotFoundError:
+            return False
 
     def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
         """List; after a failure, from the name last given."""

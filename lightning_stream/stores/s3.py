@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from lightning_stream.errors import (
     AccessError,
+    ConflictError,
     NotFoundError,
     StoreError,
     UnavailableError,
@@ -29,10 +30,12 @@ from .base import (
     ObjectEntry,
     PerProcess,
     attempt,
+    check_conditions,
     check_name,
     explained_chunks,
     join,
     range_header,
+    refused_put,
     relative,
     source_file,
 )
@@ -46,6 +49,7 @@ _ACCESS = {
     *("InvalidAccessKeyId", "InvalidSecurity", "InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch"),
 }
 _PASSING = {
+    "ConditionalRequestConflict",
     "BadDigest",
     "RequestTimeout",
     "SlowDown",
@@ -174,10 +178,13 @@ class S3Store(BodyStore):
         chunks = explained_chunks(iter(lambda: body.read(CHUNK_BYTES), b""), explain)
         return Body(chunks, found["ContentLength"], found.get("ETag"), body.close, f"{self._url}/{name}")
 
-    def put(self, name: str, source: Path | bytes) -> None:
+    def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
         """One PUT; a large file goes as several parts."""
+        conditional = check_conditions(name, if_absent, if_version)
         wanted = self._wanted(name)
-        large = isinstance(source, Path) and source.stat().st_size > _MULTIPART_FROM
+        if conditional:
+            wanted |= {"IfNoneMatch": "*"} if if_absent else {"IfMatch": if_version}
+        large = not conditional and isinstance(source, Path) and source.stat().st_size > _MULTIPART_FROM
 
         def upload() -> None:
             with source_file(source) as file:
@@ -187,7 +194,22 @@ class S3Store(BodyStore):
                 else:
                     self._signed().put_object(Body=file, **wanted, **self._checksum(file))
 
-        attempt(upload, lambda error: self._explain(name, error))
+        def explain(error: Exception) -> Exception | None:
+            answer = getattr(error, "response", None) or {}
+            code = str(answer.get("Error", {}).get("Code", ""))
+            if conditional and (code in ("PreconditionFailed", "412") or (if_version and code in _NOT_FOUND)):
+                return refused_put(f"{self._url}/{name}", if_absent)
+            return self._explain(name, error)
+
+        try:
+            attempt(upload, explain)
+        except ConflictError:
+            # Ceph's gateway compares with an ETag without its quotes, which the standard asks for.
+            found = attempt(lambda: self._signed().head_object(**self._wanted(name)), explain)
+            if found["ETag"] != if_version:
+                raise
+            wanted["IfMatch"] = found["ETag"].strip('"')
+            attempt(upload, explain)
 
     def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
         """All objects whose names begin with `prefix`, a page at a time."""

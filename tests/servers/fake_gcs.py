@@ -19,6 +19,7 @@ class FakeGcs(WebServer):
         super().__init__()
         self.buckets = set(buckets)
         self.page_size = page_size
+        self.conditions: dict[str | None, str | None] = {}  # of uploads, by their ids
         self.uploads: dict[str, tuple[str, bytearray]] = {}
 
     def handler(self) -> type[Handler]:
@@ -75,6 +76,7 @@ class _GcsHandler(Handler):
         if "upload_id" not in self.query:
             ticket = uuid.uuid4().hex
             self.owner.uploads[ticket] = (json.loads(self.content or b"{}")["name"], bytearray())
+            self.owner.conditions[ticket] = self.query.get("ifGenerationMatch")
             here = f"{self.owner.url}/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={ticket}"
             return self.reply(200, headers={"Location": here})
         return self._resume(bucket, self.query["upload_id"])
@@ -89,7 +91,12 @@ class _GcsHandler(Handler):
         return self._store(bucket, name, bytes(so_far))
 
     def _store(self, bucket: str, name: str, content: bytes) -> None:
-        self.owner.objects[f"{bucket}/{name}"] = content
+        wanted = self.query.get("ifGenerationMatch", self.owner.conditions.get(self.query.get("upload_id")))
+        with self.owner.lock:
+            there = self.owner.objects.get(f"{bucket}/{name}")
+            if wanted is not None and int(wanted) != (0 if there is None else abs(hash(there))):
+                return self.refuse(412, "At least one of the pre-conditions you specified did not hold.")
+            self.owner.objects[f"{bucket}/{name}"] = content
         return self.reply(200, self._about(bucket, name))
 
     def _about(self, bucket: str, name: str) -> dict[str, Any]:

@@ -97,7 +97,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """What this server does; by default, files."""
         objects = self.owner.objects
         if self.command == "PUT":
-            objects[self.where] = self.content
+            with self.owner.lock:
+                if not self._condition_holds(objects.get(self.where)):
+                    return self.refuse(412, "precondition failed")
+                objects[self.where] = self.content
             return self.reply(201)
         if self.command == "DELETE":
             return self.reply(204 if objects.pop(self.where, None) is not None else 404)
@@ -106,6 +109,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.where not in objects:
             return self.refuse(404, "no such file")
         return self.media(objects[self.where])
+
+    def _condition_holds(self, there: bytes | None) -> bool:
+        if self.headers.get("If-None-Match") == "*":
+            return there is None
+        wanted = self.headers.get("If-Match")
+        return wanted is None or (there is not None and wanted == f'"{hash(there):x}"')
 
     def media(self, content: bytes, headers: dict[str, str] | None = None) -> None:
         """The content, or the range of it that was asked for."""

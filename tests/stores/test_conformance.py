@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import multiprocessing
 import pickle
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_stream.errors import LightningStreamError, NotFoundError, StoreError
+from lightning_stream.errors import AlreadyExistsError, ConflictError, LightningStreamError, NotFoundError, StoreError
 from lightning_stream.stores import ObjectEntry, Store, open_store
 
 QUICK = {"first_pause_s": 0.01, "retries": 2, "timeout_s": 20.0}
@@ -129,6 +130,70 @@ def test_many_threads_may_use_one_store(store: Store, put: Any) -> None:
         put(name, content)
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(store.read, contents)) == list(contents.values())
+
+
+def version_of(store: Store, name: str) -> str:
+    with store.open(name) as stream:
+        b"".join(stream)
+        assert stream.version is not None
+        return stream.version
+
+
+def test_a_put_if_absent_creates_and_never_replaces(place: Any, store: Store, tmp_path: Path) -> None:
+    if not place.can_write:
+        return
+    store.put("once", b"first", if_absent=True)
+    (tmp_path / "second").write_bytes(b"second")
+    for source in (b"second", tmp_path / "second", b"first"):
+        with pytest.raises(AlreadyExistsError, match="once: there is an object of that name already") as caught:
+            store.put("once", source, if_absent=True)
+        assert isinstance(caught.value, FileExistsError)
+    assert store.read("once") == b"first"
+    store.delete("once")
+    store.put("once", tmp_path / "second", if_absent=True)
+    assert store.read("once") == b"second"
+    if place.can_list:
+        assert [entry.name for entry in store.list("once")] == ["once"]
+
+
+def test_a_put_if_version_replaces_that_version_only(place: Any, store: Store) -> None:
+    if not place.can_write:
+        return
+    store.put("pointer", b"one")
+    first = version_of(store, "pointer")
+    store.put("pointer", b"two", if_version=first)
+    assert store.read("pointer") == b"two"
+    with pytest.raises(ConflictError, match="pointer: it is not the version that was read"):
+        store.put("pointer", b"six", if_version=first)
+    assert store.read("pointer") == b"two"
+    second = version_of(store, "pointer")
+    store.delete("pointer")
+    with pytest.raises(ConflictError):
+        store.put("pointer", b"six", if_version=second)
+    assert not store.exists("pointer")
+    with pytest.raises(ValueError, match="not both"):
+        store.put("pointer", b"x", if_absent=True, if_version=second)
+
+
+def test_of_two_conditional_puts_at_once_one_wins_and_its_bytes_stay(place: Any, store: Store) -> None:
+    if not place.can_write:
+        return
+    store.put("race/pointer", b"start")
+    version = version_of(store, "race/pointer")
+    for name, condition in (("race/fresh", {"if_absent": True}), ("race/pointer", {"if_version": version})):
+        barrier = threading.Barrier(2)
+
+        def put(content: bytes, name: str = name, condition: Any = condition, barrier: Any = barrier) -> bytes | None:
+            barrier.wait()
+            try:
+                store.put(name, content, **condition)
+            except (AlreadyExistsError, ConflictError):
+                return None
+            return content
+
+        with ThreadPoolExecutor(2) as pool:
+            won = [content for content in pool.map(put, [b"one", b"two"]) if content is not None]
+        assert won == [store.read(name)]
 
 
 def _read_in_child(store: Store, name: str, answers: Any) -> None:

@@ -17,7 +17,7 @@ from servers.fault_proxy import FaultProxy, Plan
 from servers.processes import free_port
 from servers.web import WebServer
 
-from lightning_stream.errors import NotFoundError, StoreError, UnavailableError
+from lightning_stream.errors import AlreadyExistsError, NotFoundError, StoreError, UnavailableError
 from lightning_stream.stores import LocalStore, ObjectEntry, RetryingStore, RetryPolicy, open_store
 from lightning_stream.stores.base import Body
 from lightning_stream.stores.retry import _Draft
@@ -106,9 +106,9 @@ class Scripted(LocalStore):
         self._trouble()
         return super().open(name, begin, end)
 
-    def put(self, name: str, source: Path | bytes) -> None:
+    def put(self, name: str, source: Path | bytes, **condition: Any) -> None:
         self._trouble()
-        super().put(name, source)
+        super().put(name, source, **condition)
 
     def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
         for number, entry in enumerate(super().list(prefix)):
@@ -134,6 +134,37 @@ def test_writes_and_listings_are_tried_again(tmp_path: Path) -> None:
         store.put(name, b"x")
     store = RetryingStore(Scripted(tmp_path, [UnavailableError("1"), UnavailableError("2")]), POLICY)
     assert [entry.name for entry in store.list()] == list("abcde")
+
+
+class LostAnswers(LocalStore):
+    """Does each put, and the first time loses the answer."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.lost = 1
+
+    def put(self, name: str, source: Path | bytes, **condition: Any) -> None:
+        super().put(name, source, **condition)
+        self.lost -= 1
+        if self.lost == 0:
+            raise UnavailableError("the connection broke")
+
+
+def test_a_conditional_put_whose_answer_was_lost_is_no_conflict_with_itself(tmp_path: Path) -> None:
+    RetryingStore(LostAnswers(tmp_path), POLICY).put("a", b"mine", if_absent=True)
+    with LocalStore(tmp_path).open("a") as stream:
+        version = stream.version
+    RetryingStore(LostAnswers(tmp_path), POLICY).put("a", b"next", if_version=version)
+    assert LocalStore(tmp_path).read("a") == b"next"
+
+
+@pytest.mark.parametrize("there", [b"othe", b"another", b""])
+def test_a_conditional_put_tried_again_still_sees_what_another_put(tmp_path: Path, there: bytes) -> None:
+    LocalStore(tmp_path).put("a", there)
+    troubles: list[Exception] = [UnavailableError("the connection broke")]
+    with pytest.raises(AlreadyExistsError):
+        RetryingStore(Scripted(tmp_path, troubles), POLICY).put("a", b"mine", if_absent=True)
+    assert LocalStore(tmp_path).read("a") == there
 
 
 def test_an_object_replaced_while_it_is_read_is_an_error_not_a_mixture(tmp_path: Path) -> None:
