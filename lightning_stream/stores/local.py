@@ -7,13 +7,12 @@ import errno
 import os
 import re
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError
-from lightning_stream.shared_files import FileLock, Modes, publish
+from lightning_stream.shared_files import publish
 
 from .base import (
     CHUNK_BYTES,
@@ -27,9 +26,8 @@ from .base import (
     refused_put,
     source_file,
 )
+from .drafts import DRAFT, LOCK, locked_draft, name_lock, publish_new
 
-_DRAFT, _LOCK = ".draft-", ".lock-"
-_OPEN_TO_ALL = Modes(0o666, 0o777)  # the lock's file: who may write into the folder may lock
 _OF_DATABRICKS = re.compile(r"/(?:dbfs/(?=.)|(?=Volumes/.))(.+)")  # paths that Databricks mounts on its own machines
 
 
@@ -67,25 +65,21 @@ class LocalStore(BodyStore):
         attempt(lambda: self._put(path, source, if_absent, if_version), lambda error: self._explain(path, error))
 
     def _put(self, path: Path, source: Path | bytes, if_absent: bool, if_version: str | None) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{_DRAFT}{uuid.uuid4().hex}")
-        try:
+        with locked_draft(path) as draft:
             with source_file(source) as given, draft.open("wb") as file:
                 while chunk := given.read(CHUNK_BYTES):
                     file.write(chunk)
             # The kernel's own times move in steps of milliseconds: two versions could have one.
             os.utime(draft, ns=(time.time_ns(), time.time_ns()))
             if if_absent:
-                _link(draft, path)
+                publish_new(draft, path)
             elif if_version is not None:
-                with FileLock(path.with_name(f"{_LOCK}{path.name}"), modes=_OPEN_TO_ALL):
+                with name_lock(path):
                     if not path.is_file() or _version(path.stat()) != if_version:
                         raise refused_put(str(path), if_absent=False)
                     publish(draft, path)
             else:
                 publish(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
 
     def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
         """All files below the folder whose names begin with `prefix`, sorted by name."""
@@ -111,8 +105,6 @@ class LocalStore(BodyStore):
             there = _OF_DATABRICKS.match(str(self.folder)) if lacking else None
             hint = f" Outside Databricks, that is dbfs:/{there[1]}." if there else ""
             return NotFoundError(f"no such file: {path}{lacking}. Check the path.{hint}")
-        if isinstance(error, FileExistsError):
-            return refused_put(str(path), if_absent=True)
         if isinstance(error, PermissionError):
             return AccessError(
                 f"no right to use {path} as user {os.getuid()}. Check the owner and mode of its folders."
@@ -121,22 +113,6 @@ class LocalStore(BodyStore):
             kind = UnavailableError if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT) else StoreError
             return kind(f"{path}: {error.strerror}. Check the disk or mount it is on.")
         return None
-
-
-def _link(draft: Path, path: Path) -> None:
-    """Give the draft its name, which no file may have."""
-    try:
-        os.link(draft, path)
-    except FileExistsError:
-        raise
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
-            raise
-        # A file system without hard links.
-        with FileLock(path.with_name(f"{_LOCK}{path.name}"), modes=_OPEN_TO_ALL):
-            if path.exists():
-                raise FileExistsError from None
-            publish(draft, path)
 
 
 def _version(about: os.stat_result) -> str:
@@ -161,5 +137,5 @@ def _walk(folder: Path, above: str, prefix: str) -> Iterator[str]:
             branch = f"{name}/"
             if (branch.startswith(prefix) or prefix.startswith(branch)) and entry.name != ".lightning_stream":
                 yield from _walk(Path(entry.path), branch, prefix)
-        elif name.startswith(prefix) and not entry.name.startswith((_DRAFT, _LOCK)):
+        elif name.startswith(prefix) and not entry.name.startswith((DRAFT, LOCK)):
             yield name

@@ -12,13 +12,13 @@ import fcntl
 import functools
 import mmap
 import os
-import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_stream.errors import AccessError, StoreError
 from lightning_stream.shared_files import FULL, file_system, publish
+from lightning_stream.stores.drafts import locked_draft, publish_new
 
 _MAX_VECTORS = 1000  # the system takes 1,024 at once
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -28,16 +28,19 @@ _STAGE_BYTES = 1 << 20
 _BLOCK_BYTES = 4096  # no disk asks for more
 
 
-def write_file(path: Path, parts: Sequence[Any]) -> None:
+def write_file(path: Path, parts: Sequence[Any], *, if_absent: bool = False) -> None:
     """Write the file that the parts make together. Its folder is made if missing.
 
     Raises:
+        AlreadyExistsError: With `if_absent`, there is a file of that name.
         AccessError: This user may not write there.
         StoreError: The disk is full, or cannot be written for another reason.
     """
     views = [memoryview(part).cast("B") for part in parts]
     try:
-        _publish(path, views)
+        with locked_draft(path) as draft:
+            _write(draft, views)
+            (publish_new if if_absent else publish)(draft, path)
     except PermissionError as error:
         place = error.filename or path
         raise AccessError(
@@ -51,20 +54,14 @@ def write_file(path: Path, parts: Sequence[Any]) -> None:
         ) from error
 
 
-def _publish(path: Path, views: list[memoryview]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".draft-{secrets.token_hex(16)}")
-    try:
-        with draft.open("wb", buffering=0) as file:
-            fd = file.fileno()
-            if sum(map(len, views)) >= _MIN_DIRECT_BYTES and _set_direct(fd, path.parent):
-                _write_direct(fd, views)
-            else:
-                for k in range(0, len(views), _MAX_VECTORS):
-                    _write_all(fd, views[k : k + _MAX_VECTORS])
-        publish(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+def _write(draft: Path, views: list[memoryview]) -> None:
+    with draft.open("wb", buffering=0) as file:
+        fd = file.fileno()
+        if sum(map(len, views)) >= _MIN_DIRECT_BYTES and _set_direct(fd, draft.parent):
+            _write_direct(fd, views)
+            return
+        for k in range(0, len(views), _MAX_VECTORS):
+            _write_all(fd, views[k : k + _MAX_VECTORS])
 
 
 def _write_direct(fd: int, views: Iterable[memoryview]) -> None:

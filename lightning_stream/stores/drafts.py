@@ -1,0 +1,99 @@
+"""Drafts: files that are written beside their final place. A draft whose writer was killed is known by its lock."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_stream.shared_files import FileLock, Modes, publish, same_file
+
+from .base import refused_put
+
+DRAFT, LOCK = ".draft-", ".lock-"
+_OPEN_TO_ALL = Modes(0o666, 0o777)  # a lock's file: whoever may write into the folder may lock
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+
+
+@contextlib.contextmanager
+def locked_draft(final: Path) -> Iterator[Path]:
+    """Yield an empty draft beside `final`; it is locked by this process, and removed at the end if it is still there.
+
+    The lock is only a sign of life for `sweep_drafts`. A file system without locks works too: nothing is swept there.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        draft = final.with_name(f"{DRAFT}{secrets.token_hex(16)}")
+        fd = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        try:
+            if _is_locked(fd) and same_file(fd, draft):  # else a sweep came first, and removes it
+                yield draft
+                return
+        finally:
+            draft.unlink(missing_ok=True)
+            os.close(fd)
+
+
+def _is_locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def sweep_drafts(folder: Path) -> None:
+    """Remove the drafts in a folder whose writers are dead. Those of living writers and of other users stay."""
+    for draft in folder.glob(f"{DRAFT}*"):
+        try:
+            fd = os.open(draft, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # published meanwhile, or another user's
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            draft.unlink(missing_ok=True)
+        except OSError:  # its writer is alive, or the file system has no locks to say so
+            continue
+        finally:
+            os.close(fd)
+
+
+def publish_new(draft: Path, final: Path) -> None:
+    """Give a finished draft a name that no file may have yet.
+
+    Raises:
+        AlreadyExistsError: There is a file of that name.
+    """
+    fd = os.open(draft, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    try:
+        os.link(draft, final)
+    except FileExistsError as error:
+        raise refused_put(str(final), if_absent=True) from error
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        with name_lock(final):
+            if final.exists():
+                raise refused_put(str(final), if_absent=True) from None
+            publish(draft, final)
+        return
+    folder = os.open(final.parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def name_lock(final: Path) -> FileLock:
+    """The lock under which a file of this name is compared and replaced."""
+    return FileLock(final.with_name(f"{LOCK}{final.name}"), modes=_OPEN_TO_ALL)
