@@ -26,7 +26,7 @@ def prepare(folder: Path) -> None:
 
 def bare_decoder(_: Path) -> dict:
     """The floor: the same decoder over bytes in memory."""
-    from lightning_stream.formats.jpeg import decode_jpeg
+    from lightning_stream.formats.encodings.jpeg import decode_jpeg
 
     files = [path.read_bytes() for path, _ in photos()[:1000]]
     decode_jpeg(files[0])
@@ -37,8 +37,8 @@ def bare_decoder(_: Path) -> dict:
 
 
 def _ours(folder: Path, decoders: dict) -> dict:
-    from lightning_stream.formats.columns import gather
     from lightning_stream.formats.index import Index
+    from lightning_stream.formats.mds.gather import gather
     from lightning_stream.formats.shard import open_shard
 
     index = Index.from_file(folder / "mds" / "index.json")
@@ -57,13 +57,13 @@ def _ours(folder: Path, decoders: dict) -> dict:
 
 
 def ours(folder: Path) -> dict:
-    from lightning_stream.formats.jpeg import decode_jpeg
+    from lightning_stream.formats.encodings.jpeg import decode_jpeg
 
     return _ours(folder, {"image": decode_jpeg})
 
 
 def ours_scaled(folder: Path) -> dict:
-    from lightning_stream.formats.jpeg import decode_jpeg
+    from lightning_stream.formats.encodings.jpeg import decode_jpeg
 
     return _ours(folder, {"image": lambda data: decode_jpeg(data, 160, 160)})
 

@@ -14,7 +14,7 @@ from lightning_stream.errors import LightningStreamError, missing_extra
 if TYPE_CHECKING:
     from lightning_stream.dataset import StreamingDataset
     from lightning_stream.formats.encodings import register_encoding
-    from lightning_stream.formats.jpeg import decode_jpeg as decode_jpeg
+    from lightning_stream.formats.encodings.jpeg import decode_jpeg as decode_jpeg
     from lightning_stream.loader import StreamingDataLoader
     from lightning_stream.local_dataset import LocalDataset
     from lightning_stream.order import Position, World
@@ -52,7 +52,7 @@ _HOME = {
     "PositionTracker": "trainers.tracker",
     "StreamingTrainerCallback": "trainers.transformers",
     "data_spec": "trainers.composer.spec",
-    "decode_jpeg": "formats.jpeg",
+    "decode_jpeg": "formats.encodings.jpeg",
     "dataframe_to_mds": "spark",
     "merge_index": "writer",
     "read_position": "trainers.checkpoints",

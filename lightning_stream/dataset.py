@@ -62,7 +62,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             the global generators of random, numpy and torch, which are seeded for each sample by its place in the
             run; or take a second argument `rng`, a `numpy.random.Generator` of that place, which is faster.
         decoders: Column name to what turns its stored bytes into a value, instead of its encoding; e.g.
-            ``{"image": lightning_stream.formats.jpeg.decode_jpeg}`` for arrays instead of PIL images.
+            ``{"image": lightning_stream.formats.encodings.jpeg.decode_jpeg}`` for arrays instead of PIL images.
         window: Shards active at once in each canonical node; None for about 128 over all of them.
         world: Which processes train together: a `World`, a ``(rank, num_ranks)`` pair or a device mesh; None to detect
             it when needed.

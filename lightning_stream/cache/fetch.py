@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_stream.errors import DigestError, FormatError, NotFoundError
-from lightning_stream.formats.compression import decompress_file
+from lightning_stream.formats.codecs import decompress_file
 from lightning_stream.formats.hashing import FASTEST_FIRST, digest_file
 from lightning_stream.formats.index import FileEntry
 from lightning_stream.shared_files import FULL

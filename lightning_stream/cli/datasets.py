@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_stream.cli.places import add_place, datasets_at, readable, store_options
 from lightning_stream.errors import DigestError, FormatError, NotFoundError
-from lightning_stream.formats.compression import decompress_file
+from lightning_stream.formats.codecs import decompress_file
 from lightning_stream.formats.hashing import digest_file
 from lightning_stream.formats.index import FileEntry, Index
 from lightning_stream.stores import Store

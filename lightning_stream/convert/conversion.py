@@ -34,7 +34,7 @@ from lightning_stream.convert.split import TRAIN, VAL, HeldOut
 from lightning_stream.convert.transform import Transform
 from lightning_stream.convert.work import Work
 from lightning_stream.errors import NotFoundError
-from lightning_stream.formats.compression import check_compression
+from lightning_stream.formats.codecs import check_compression
 from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.formats.sizes import parse_bytes

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.formats.mds import MdsShard
-from lightning_stream.formats.rows import RowShard
-from lightning_stream.formats.schema import ShardEntry
+from lightning_stream.formats.index.schema import ShardEntry
+from lightning_stream.formats.mds.shard import MdsShard
+from lightning_stream.formats.rows.shard import RowShard
 from lightning_stream.formats.shard_base import Shard
 
 __all__ = ["Shard", "open_shard"]

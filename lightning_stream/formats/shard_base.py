@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
+from lightning_stream.formats.index.schema import Schema
+from lightning_stream.formats.mds.layout import RowPlan
 from lightning_stream.formats.memory import MappedFile
-from lightning_stream.formats.row_plan import RowPlan
-from lightning_stream.formats.schema import Schema
 
 
 class Ragged(list[Any]):

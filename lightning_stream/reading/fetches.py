@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from lightning_stream.cache import Lease, ShardCache
 from lightning_stream.errors import LockTimeoutError
-from lightning_stream.formats.schema import ShardEntry
+from lightning_stream.formats.index.schema import ShardEntry
 from lightning_stream.reading.next_use import NextUse
 from lightning_stream.reading.open_shards import OpenShards
 from lightning_stream.reading.range_reads import SampleRanges

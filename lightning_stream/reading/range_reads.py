@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from lightning_stream.cache import ShardCache
 from lightning_stream.errors import FormatError, StoreError
 from lightning_stream.formats.hashing import digest
-from lightning_stream.formats.mds import MdsShard
-from lightning_stream.formats.schema import ShardEntry
+from lightning_stream.formats.index.schema import ShardEntry
+from lightning_stream.formats.mds.shard import MdsShard
 from lightning_stream.formats.shard import Shard
 from lightning_stream.threads import DaemonPool
 

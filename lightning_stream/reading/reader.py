@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
 from lightning_stream.errors import DigestError, FormatError
-from lightning_stream.formats.columns import gather, gather_mixed
-from lightning_stream.formats.images import load_images
+from lightning_stream.formats.encodings.images import load_images
 from lightning_stream.formats.index import Index, ShardEntry
-from lightning_stream.formats.mds import MdsShard
+from lightning_stream.formats.mds.gather import gather, gather_mixed
+from lightning_stream.formats.mds.shard import MdsShard
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.order import Snapshot
 from lightning_stream.reading.fetches import Announced, ReaderProcess

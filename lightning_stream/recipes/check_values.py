@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.formats.compression import check_compression
+from lightning_stream.formats.codecs import check_compression
 from lightning_stream.formats.hashing import check_hashes
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.recipes.check_targets import UNKNOWN

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.formats.encoding_base import Encoding, type_name
 from lightning_stream.formats.encodings import encoding_names, register_encoding
+from lightning_stream.formats.encodings.base import Encoding, type_name
 
 WAV = "wav"
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.formats.compression import check_compression
+from lightning_stream.formats.codecs import check_compression
 from lightning_stream.formats.hashing import check_hashes
 from lightning_stream.formats.sizes import parse_bytes
 

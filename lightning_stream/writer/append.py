@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.index import INDEX_NAME, Index, version_name
-from lightning_stream.formats.schema import Schema
+from lightning_stream.formats.index.schema import Schema
 
 _NUMBERED = re.compile(r"shard\.([0-9]+)\.")
 

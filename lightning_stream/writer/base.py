@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from lightning_stream.formats.pack import MAX_FILE_BYTES, schema_object
+from lightning_stream.formats.mds.pack import MAX_FILE_BYTES, schema_object
 from lightning_stream.writer.append import Appended
 from lightning_stream.writer.batch import batch_columns
 from lightning_stream.writer.batch_encode import EncodedBatch

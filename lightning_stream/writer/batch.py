@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.formats.encoding_base import type_name
+from lightning_stream.formats.encodings.base import type_name
 
 
 def batch_columns(batch: Any) -> tuple[dict[str, Any], int]:

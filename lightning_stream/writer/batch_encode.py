@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.formats.arrays import AnyArray
-from lightning_stream.formats.encoding_base import Encoding, Layout
 from lightning_stream.formats.encodings import get_encoding
-from lightning_stream.formats.schema import Schema
+from lightning_stream.formats.encodings.arrays import AnyArray
+from lightning_stream.formats.encodings.base import Encoding, Layout
+from lightning_stream.formats.index.schema import Schema
 from lightning_stream.writer.batch import Pieces
 from lightning_stream.writer.gathered import Bytes2d, Gathered
 

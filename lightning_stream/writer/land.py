@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_stream.formats.compression import compress, extension
+from lightning_stream.formats.codecs import compress, extension
 from lightning_stream.formats.hashing import digest_parts
-from lightning_stream.formats.pack import file_object, schema_object
-from lightning_stream.formats.schema import FileEntry, Schema
+from lightning_stream.formats.index.schema import FileEntry, Schema
+from lightning_stream.formats.mds.pack import file_object, schema_object
 from lightning_stream.writer.gathered import Gathered
 from lightning_stream.writer.packers import Packer
 from lightning_stream.writer.target import Target

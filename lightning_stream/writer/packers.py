@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lightning_stream.formats.pack import config_bytes, mds_file, mds_schema, row_files
-from lightning_stream.formats.row_encode import JsonEncoder, MdsEncoder, SeparatedEncoder
-from lightning_stream.formats.schema import Schema
+from lightning_stream.formats.index.schema import Schema
+from lightning_stream.formats.mds.pack import config_bytes, mds_file, mds_schema, row_files
+from lightning_stream.formats.rows.encode import JsonEncoder, MdsEncoder, SeparatedEncoder
 from lightning_stream.writer.batch_encode import EncodedBatch, encode_batch
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from lightning_stream.errors import suggesting
-from lightning_stream.formats.pack import require_names
-from lightning_stream.formats.schema import SEPARATORS, Schema
+from lightning_stream.formats.index.schema import SEPARATORS, Schema
+from lightning_stream.formats.mds.pack import require_names
 from lightning_stream.writer.base import Out, ShardWriter
 from lightning_stream.writer.config import WriterConfig
 from lightning_stream.writer.infer import infer_batch_columns, infer_columns

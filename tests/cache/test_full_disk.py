@@ -9,7 +9,7 @@ from servers.shards import make_dataset
 
 from lightning_stream.cache import ShardCache, fetch
 from lightning_stream.errors import CacheFullError
-from lightning_stream.formats.compression import decompress_file
+from lightning_stream.formats.codecs import decompress_file
 from lightning_stream.formats.index import Index
 from lightning_stream.stores import LocalStore
 

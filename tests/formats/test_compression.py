@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stream.errors import FormatError, MissingExtraError
-from lightning_stream.formats.compression import (
+from lightning_stream.formats.codecs import (
     COMPRESSIONS,
     check_compression,
     compress,

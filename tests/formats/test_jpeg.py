@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_stream.formats import jpeg
-from lightning_stream.formats.jpeg import decode_jpeg
+from lightning_stream.formats.encodings import jpeg
+from lightning_stream.formats.encodings.jpeg import decode_jpeg
 
 
 def jpeg_bytes(mode: str, size: tuple[int, int] = (301, 203)) -> bytes:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.columns import gather
 from lightning_stream.formats.index import Index
-from lightning_stream.formats.schema import FileEntry, Schema, ShardEntry
+from lightning_stream.formats.index.schema import FileEntry, Schema, ShardEntry
+from lightning_stream.formats.mds.gather import gather
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.writer import JSONWriter, MDSWriter
 

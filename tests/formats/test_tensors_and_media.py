@@ -18,8 +18,8 @@ from hypothesis.extra import numpy as hnp
 
 from lightning_stream.errors import MissingExtraError
 from lightning_stream.formats.encodings import get_encoding
+from lightning_stream.formats.encodings.media import Media
 from lightning_stream.formats.index import Index
-from lightning_stream.formats.media import Media
 from lightning_stream.formats.shard import open_shard
 from lightning_stream.formats.shard_base import DECODE_ERRORS
 from lightning_stream.writer import MDSWriter

@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from lightning_stream.formats.compression import compress, extension
+from lightning_stream.formats.codecs import compress, extension
 from lightning_stream.formats.hashing import digest
 from lightning_stream.formats.index import Index
 

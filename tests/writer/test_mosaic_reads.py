@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_stream.formats.compression import COMPRESSIONS
+from lightning_stream.formats.codecs import COMPRESSIONS
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.formats.hashing import HASHES
 from lightning_stream.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter, merge_index

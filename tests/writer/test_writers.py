@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats import pack
 from lightning_stream.formats.index import Index, version_name
+from lightning_stream.formats.mds import pack
 from lightning_stream.formats.shard import open_shard
 from lightning_stream.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter, base
 from lightning_stream.writer.base import ShardWriter

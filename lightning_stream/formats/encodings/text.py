@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.formats.encoding_base import Encoding, ViewEncoding, told, type_name
+from lightning_stream.formats.encodings.base import Encoding, ViewEncoding, told, type_name
 
 
 class _Bytes(ViewEncoding):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.formats.encoding_base import Encoding, Layout, ViewEncoding, told
+from lightning_stream.formats.encodings.base import Encoding, Layout, ViewEncoding, told
 
 _CODES = {
     "uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q",

@@ -8,7 +8,7 @@ from io import BytesIO
 from typing import Any
 
 from lightning_stream.errors import missing_extra
-from lightning_stream.formats.encoding_base import Encoding, ViewEncoding, told
+from lightning_stream.formats.encodings.base import Encoding, ViewEncoding, told
 
 
 class Media:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
-from lightning_stream.formats.encoding_base import Encoding, Layout
+from lightning_stream.formats.encodings.base import Encoding, Layout
 
 __all__ = ["Encoding", "Layout", "encoding_names", "get_encoding", "register_encoding"]
 
@@ -132,7 +132,7 @@ def _from_entry_point(name: str) -> _Registered | None:
 
 @lru_cache(maxsize=1)
 def _load_own() -> None:
-    from lightning_stream.formats import arrays, images, media, scalars, tensors, text
+    from lightning_stream.formats.encodings import arrays, images, media, scalars, tensors, text
 
     for module in (scalars, text, arrays, images, tensors, media):
         for names, make, prefix in module.FAMILIES:

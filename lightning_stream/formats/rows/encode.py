@@ -8,9 +8,9 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from lightning_stream.formats.encoding_base import told
 from lightning_stream.formats.encodings import get_encoding
-from lightning_stream.formats.schema import Schema
+from lightning_stream.formats.encodings.base import told
+from lightning_stream.formats.index.schema import Schema
 
 ROW_TYPES = ("str", "int", "float")
 """The column types of row formats."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings import get_encoding
-from lightning_stream.formats.schema import FileEntry, Schema
+from lightning_stream.formats.index.schema import FileEntry, Schema
 
 MAX_FILE_BYTES = (1 << 32) - 1
 """Offsets are uint32: a larger file cannot be described."""

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.columns import buffer_array
+from lightning_stream.formats.index.schema import Schema, ShardEntry
+from lightning_stream.formats.mds.gather import buffer_array
 from lightning_stream.formats.memory import MappedFile
-from lightning_stream.formats.schema import Schema, ShardEntry
 from lightning_stream.formats.shard_base import DECODE_ERRORS, Batch, Buffers, closed, damaged
 
 TYPES: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}

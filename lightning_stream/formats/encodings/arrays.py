@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.formats.encoding_base import Encoding, Layout, ViewEncoding, told, type_name
+from lightning_stream.formats.encodings.base import Encoding, Layout, ViewEncoding, told, type_name
 
 _CODES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32",

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.arrays import AnyArray
+from lightning_stream.formats.encodings.arrays import AnyArray
+from lightning_stream.formats.mds.layout import Column, RowPlan
 from lightning_stream.formats.memory import Stretch
-from lightning_stream.formats.row_plan import Column, RowPlan
 from lightning_stream.formats.shard_base import DECODE_ERRORS, Batch, Buffers, Mapped, Ragged, Shard, damaged
 
 _Ints = NDArray[np.int64]

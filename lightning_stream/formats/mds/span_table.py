@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.formats.columns import gather_rows
+from lightning_stream.formats.mds.gather import gather_rows
+from lightning_stream.formats.mds.layout import RowPlan
 from lightning_stream.formats.memory import Stretch
-from lightning_stream.formats.row_plan import RowPlan
 from lightning_stream.formats.shard_base import Batch, Buffers, Mapped
 
 

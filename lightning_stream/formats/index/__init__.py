@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.formats.index_scan import IndexScan, parse_entry
-from lightning_stream.formats.schema import FileEntry, Schema, ShardEntry
+from lightning_stream.formats.index.scan import IndexScan, parse_entry
+from lightning_stream.formats.index.schema import FileEntry, Schema, ShardEntry
 
 __all__ = ["INDEX_NAME", "FileEntry", "Index", "Schema", "ShardEntry"]
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.schema import FORMATS, SEPARATORS, FileEntry, Schema, ShardEntry, check_basename
+from lightning_stream.formats.index.schema import FORMATS, SEPARATORS, FileEntry, Schema, ShardEntry, check_basename
 
 _WINDOW = 1 << 20
 _FIELDS = 6  # begin, end, samples, raw bytes, stored bytes, schema

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.formats.arrays import as_array, little_endian
-from lightning_stream.formats.encoding_base import Encoding, ViewEncoding, told
+from lightning_stream.formats.encodings.arrays import as_array, little_endian
+from lightning_stream.formats.encodings.base import Encoding, ViewEncoding, told
 
 _DTYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",

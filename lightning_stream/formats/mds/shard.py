@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.columns import gather_mapped
+from lightning_stream.formats.index.schema import ShardEntry
+from lightning_stream.formats.mds.gather import gather_mapped
+from lightning_stream.formats.mds.layout import RowPlan, plan_rows
 from lightning_stream.formats.memory import MappedFile
-from lightning_stream.formats.row_plan import RowPlan, plan_rows
-from lightning_stream.formats.schema import ShardEntry
 from lightning_stream.formats.shard_base import DECODE_ERRORS, Batch, Buffers, Mapped, closed, damaged
 
 _OFFSETS = struct.Struct("<II")

@@ -8,9 +8,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.encoding_base import Encoding
 from lightning_stream.formats.encodings import get_encoding
-from lightning_stream.formats.schema import Schema
+from lightning_stream.formats.encodings.base import Encoding
+from lightning_stream.formats.index.schema import Schema
 
 Decoder = Callable[[Any], Any]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_stream.errors import FormatError, missing_extra
-from lightning_stream.formats.encoding_base import Encoding, ViewEncoding, told
+from lightning_stream.formats.encodings.base import Encoding, ViewEncoding, told
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.formats.images import pillow
+from lightning_stream.formats.encodings.images import pillow
 
 
 def decode_jpeg(data: bytes, min_height: int = 0, min_width: int = 0) -> NDArray[np.uint8]:

@@ -1,0 +1,1 @@
+"""MDS shards: read in place, gathered as columns, and encoded."""

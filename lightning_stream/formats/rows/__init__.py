@@ -1,0 +1,1 @@
+"""Row shards: JSON lines, CSV, TSV and XSV."""
