@@ -11,7 +11,6 @@ from typing import Any
 
 from lightning_stream.convert.conversion import Conversion, Converted, Settings, writer_settings
 from lightning_stream.convert.files import Places
-from lightning_stream.convert.job import is_remote
 from lightning_stream.convert.nulls import NullRule
 from lightning_stream.convert.plan import part_size
 from lightning_stream.convert.sources.choose import open_source
@@ -21,7 +20,7 @@ from lightning_stream.convert.transform import Transform
 from lightning_stream.convert.worker import IN_WORKER
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.shared_files import FileLock
-from lightning_stream.writer.base import Out
+from lightning_stream.writer.place import Out, is_remote
 
 _WAIT_S = 24 * 3600.0
 
@@ -45,13 +44,14 @@ def convert(
     shuffle: bool = False,
     seed: int = 0,
     scratch: str | os.PathLike[str] | None = None,
-    exist_ok: bool = False,
+    overwrite: bool = False,
     keep_local: bool = False,
     progress_bar: bool = False,
     part_bytes: int | str | None = None,
     source_options: Mapping[str, Any] | None = None,
     source_store_options: Mapping[str, Any] | None = None,
     store_options: Mapping[str, Any] | None = None,
+    exist_ok: bool = False,
 ) -> Converted:
     """Write files of rows as an MDS dataset, in parallel processes.
 
@@ -84,13 +84,14 @@ def convert(
             pass through files on this machine, about as large as the dataset without compression.
         seed: Chooses the random order, and which rows are held out.
         scratch: A folder for those files; None for one beside a local ``out``, else among temporary files.
-        exist_ok: Replace what is at ``out``, if it is not this very dataset.
+        overwrite: Replace the dataset at ``out`` as a whole, at the end, if it is not this very dataset.
         keep_local: With a pair, keep the local copies too.
         progress_bar: Show a line that counts rows on stderr.
         part_bytes: Bytes of the source that one process writes at a time, e.g. ``"256mb"``. None chooses by its size.
         source_options: For the reader, e.g. ``{"delimiter": ";"}``.
         source_store_options: For the store of the source.
         store_options: For the store of ``out``.
+        exist_ok: mosaicml-streaming's word for `overwrite`.
 
     Raises:
         ValueError: Settings, columns or values that cannot be written; null values, with column and count; no rows.
@@ -119,7 +120,7 @@ def convert(
         held_out=None if held_out is None else HeldOut(held_out, seed, held_out_by),
         part_bytes=part_size(found) if part_bytes is None else max(1, parse_bytes(part_bytes, "part_bytes")),
         shuffle_seed=seed if shuffle else None,
-        exist_ok=exist_ok,
+        overwrite=overwrite or exist_ok,
         scratch=None if scratch is None else os.fspath(scratch),
     )
     conversion = Conversion(found, settings)

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shuffle=given.shuffle,
             seed=given.seed,
             scratch=given.scratch,
-            exist_ok=given.exist_ok,
+            overwrite=given.overwrite,
             progress_bar=not given.quiet,
             part_bytes=given.part_bytes,
             source_options={name: _value(text) for name, text in given.source_option},
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shuffle", action="store_true", help="write the rows in a random order over the whole source")
     parser.add_argument("--seed", type=int, default=0, help="of the order and of the rows held out (default: 0)")
     parser.add_argument("--scratch", metavar="FOLDER", help="where a shuffle keeps rows meanwhile")
-    parser.add_argument("--exist-ok", action="store_true", help="replace another dataset at OUT")
+    parser.add_argument("--overwrite", "--exist-ok", action="store_true", help="replace another dataset at OUT")
     parser.add_argument("--quiet", action="store_true", help="no progress line")
     _add_pairs(parser, "--source-option", "NAME=VALUE", "for the reader, e.g. delimiter=;")
     _add_pairs(parser, "--source-store-option", "NAME=VALUE", "for the store of the source")

@@ -24,8 +24,8 @@ from lightning_stream.convert.provenance import (
     source_difference,
     told_source,
 )
-from lightning_stream.convert.publish import MANIFEST, abandon, begin, check, publish
-from lightning_stream.convert.receipt import Receipt, digest_of, receipt_name
+from lightning_stream.convert.publish import MANIFEST, Publication
+from lightning_stream.convert.receipt import Receipt, check, receipt_name
 from lightning_stream.convert.shuffle import buckets_of, end_spill, shuffled_listing, spill_folder, write_shuffled
 from lightning_stream.convert.sources.base import Found
 from lightning_stream.convert.sources.choose import Source
@@ -40,10 +40,11 @@ from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.stores import Store
 from lightning_stream.writer.infer import infer_columns
+from lightning_stream.writer.place import digest_of
 
 _LOG = logging.getLogger(__name__)
 _VERSION = 1
-_REPLACE = "pass exist_ok=True"
+_REPLACE = "pass overwrite=True"
 _FILL = "Fill them (fill_nulls={column: value}), leave the rows out (drop_nulls=True), or ask for 'json' in columns=."
 
 
@@ -61,7 +62,7 @@ class Settings:
     held_out: HeldOut | None
     part_bytes: int
     shuffle_seed: int | None
-    exist_ok: bool
+    overwrite: bool
     scratch: str | None
 
     def told(self) -> dict[str, Any]:
@@ -150,26 +151,27 @@ class Conversion:
         self._refuse_other(places)
         found, columns = self._columns()
         jobs = {split: self._job(out, columns) for split, out in places.items() if split not in held}
+        begun = {split: Publication.begin(job, self._settings.overwrite, _REPLACE) for split, job in jobs.items()}
         with Digests(self._listed) as digests:
-            receipts, statistics = self._write(found, jobs, num_workers, progress_bar)
-            self._check(jobs, receipts)
+            receipts, statistics = self._write(found, begun, num_workers, progress_bar)
+            self._check(begun, receipts)
             source = told_source(self._listed, digests.wait())
         check_unchanged(self._listed)
         about = {**found.about, "source": source, "settings": self._settings.told(), "read": found.columns}
-        for split, job in jobs.items():
+        for split, publication in begun.items():
             told = {**about, "statistics": statistics[split]} if split in statistics else about
-            publish(job, receipts[split], True, _as_json(told))
+            publication.publish(receipts[split], True, _as_json(told))
         if self._buckets is not None:
             end_spill(self._buckets)
         return self._result(self._held(places), began, is_new=True)
 
-    def _check(self, jobs: Mapping[str, Job], receipts: Mapping[str, Sequence[Receipt]]) -> None:
+    def _check(self, begun: Mapping[str, Publication], receipts: Mapping[str, Sequence[Receipt]]) -> None:
         try:
-            for split in jobs:
+            for split in begun:
                 check(receipts[split], f"{self._source.place}{split and f' (split {split})'}", _FILL)
         except ValueError:
-            for job in jobs.values():  # other settings or another source will write other parts
-                abandon(job)
+            for publication in begun.values():  # other settings or another source will write other parts
+                publication.cancel()
             if self._buckets is not None:
                 end_spill(self._buckets)
             raise
@@ -192,8 +194,8 @@ class Conversion:
         """The manifests of the splits that are there, whole, from this source and these settings."""
         found = {}
         for split, out in places.items():
-            stores = self._job(out, {}).stores
-            manifest = _manifest(stores[-1]) or {}
+            stores = self._job(out, {}).place.stores
+            manifest = _manifest(stores[0]) or {}
             if self._is_ours(manifest) and all(_is_whole(each, manifest) for each in stores):
                 found[split] = manifest
         return found
@@ -217,7 +219,7 @@ class Conversion:
                     f"{root.url} holds a dataset without splits, beside which those of this one would be confusing. "
                     "Write to a new place."
                 )
-        if self._settings.exist_ok:
+        if self._settings.overwrite:
             return
         for out in places.values():
             store = self._job(out, {}).store
@@ -253,12 +255,13 @@ class Conversion:
         raise ValueError("transform gave no sample for the first file, to infer columns from. Pass columns=.")
 
     def _write(
-        self, found: Found, jobs: Mapping[str, Job], num_workers: int, progress_bar: bool
+        self, found: Found, begun: Mapping[str, Publication], num_workers: int, progress_bar: bool
     ) -> tuple[dict[str, list[Receipt]], dict[str, Any]]:
         """The receipts of all parts, by split, in order; and statistics that are not in them."""
         settings, source = self._settings, self._source
         parts = parts_of(source, settings.part_bytes)
-        done = frozenset.intersection(*(begin(job, settings.exist_ok, _REPLACE) for job in jobs.values()))
+        done = frozenset.intersection(*(publication.done for publication in begun.values()))
+        jobs = {split: publication.job for split, publication in begun.items()}
         if done:
             _LOG.info("going on with an earlier run: %d parts are written already", len(done))
         work = Work(self._reader, found.columns, jobs, settings.transform, settings.nulls, settings.held_out)

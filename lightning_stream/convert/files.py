@@ -18,9 +18,9 @@ from typing import Any, BinaryIO, TypeAlias, cast
 import xxhash
 import zstandard
 
-from lightning_stream.convert.job import is_remote
 from lightning_stream.errors import NotFoundError, redact
 from lightning_stream.stores import Store, open_store
+from lightning_stream.writer.place import is_remote
 
 Places: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 _HASHED_BYTES = 1 << 17  # at once: it stays in a core's cache

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from lightning_stream.stores import Store, open_store
+from lightning_stream.stores import Store
+from lightning_stream.writer.place import DatasetPlace
 
 
 @dataclass(frozen=True)
@@ -31,29 +32,16 @@ class Job:
     fingerprint: str
 
     @property
-    def place(self) -> str:
+    def kept_at(self) -> str:
         """Where the dataset stays: the remote of a pair."""
         return str(self.out[-1] if isinstance(self.out, (tuple, list)) else self.out)
 
-    @property
-    def options(self) -> Mapping[str, Any] | None:
-        """Those for the store at `place`: a local folder has none."""
-        return self.store_options if is_remote(self.place) else None
+    @cached_property
+    def place(self) -> DatasetPlace:
+        """Where the files go."""
+        return DatasetPlace(self.out, self.keep_local, self.store_options)
 
     @property
     def store(self) -> Store:
-        """The store at `place`."""
-        return open_store(self.place, self.options)
-
-    @property
-    def stores(self) -> list[Store]:
-        """Every place that gets the files; the one that is kept for good is last."""
-        places = list(self.out) if isinstance(self.out, (tuple, list)) else [self.out]
-        urls = [os.fspath(place) for place in places]
-        urls = urls if self.keep_local or len(urls) == 1 else urls[1:]
-        return [open_store(url, self.store_options if is_remote(url) else None) for url in urls]
-
-
-def is_remote(place: str) -> bool:
-    """Whether it is a URL of a store, not a folder."""
-    return place.startswith("dbfs:") or ("://" in place and not place.startswith("file://"))
+        """The store where the dataset stays."""
+        return self.place.store

@@ -7,20 +7,18 @@ at all, and an attempt that writes other bytes writes them elsewhere. Which atte
 
 from __future__ import annotations
 
-import json
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from lightning_stream.convert.job import Job
-from lightning_stream.convert.receipt import Receipt, digest_of
-from lightning_stream.formats.index import INDEX_NAME
+from lightning_stream.convert.receipt import Receipt
 from lightning_stream.writer import MDSWriter
 from lightning_stream.writer.batch import Pieces
 from lightning_stream.writer.batch_encode import EncodedBatch
-from lightning_stream.writer.target import Target
+from lightning_stream.writer.place import DatasetPlace, digest_of
 
 _JOINS: Mapping[str, Callable[[Any, Any], Any]] = {"min": min, "max": max, "bytes": operator.add}
 
@@ -32,51 +30,38 @@ class RefusedError(Exception):
 class PartWriter(MDSWriter):
     """An `MDSWriter` whose shards are named by their bytes, and that keeps its index entries instead of putting them.
 
+    `shards` has them once it is finished, with their files named relative to the dataset's root.
+
     Args:
         job: The dataset.
         number: The part's.
     """
 
     def __init__(self, job: Job, number: int) -> None:
-        super().__init__(out=job.out, columns=job.columns, exist_ok=True, **job.writer)
-        self._part = _PartTarget(job, number)
-        self._target = self._part
+        super().__init__(out=_PartPlace(job, number), columns=job.columns, **job.writer)
 
     def write_encoded(self, batch: EncodedBatch) -> None:
         """Add rows that are bytes of these columns already."""
         self._add_encoded(self._packer or self._open(None, None), batch)
-        self.num_samples += len(batch.sizes)
-
-    @property
-    def shards(self) -> list[dict[str, Any]]:
-        """The index entries, once finished; their files named relative to the dataset's root."""
-        return self._part.entries
 
 
-class _PartTarget(Target):
+class _PartPlace(DatasetPlace):
+    """A folder for the shards of a part. What is there, and the index, are matters of the conversion."""
+
     def __init__(self, job: Job, number: int) -> None:
-        super().__init__(job.out, job.keep_local, job.options)
+        super().__init__(job.out, job.keep_local, job.store_options)
+        self.mode = "overwrite"
         self._folder = f"part-{number:05}"
-        self._digests: dict[str, str] = {}
-        self.entries: list[dict[str, Any]] = []
 
-    def put(self, name: str, data: Any, *, anew: bool = False) -> None:
-        parts = [data] if isinstance(data, bytes) else data
-        if name == INDEX_NAME:
-            self.entries = [self._named(entry) for entry in json.loads(b"".join(parts))["shards"]]
-            return
-        self._digests[_stem(name)] = digest_of(*parts)
-        super().put(self._final(name), data, anew=anew)
+    def begin(self, *_: Any) -> None:
+        pass
 
-    def _named(self, entry: dict[str, Any]) -> dict[str, Any]:
-        for key in ("raw_data", "zip_data"):
-            if entry[key] is not None:
-                entry[key]["basename"] = self._final(entry[key]["basename"])
-        return entry
+    def name_of(self, name: str, parts: Sequence[Any]) -> str:
+        stem, number, rest = name.split(".", 2)
+        return f"{self._folder}/{stem}.{number}.{digest_of(*parts)}.{rest}"
 
-    def _final(self, name: str) -> str:
-        stem = _stem(name)
-        return f"{self._folder}/{stem}.{self._digests[stem]}{name[len(stem) :]}"
+    def commit(self, entries: Sequence[bytes]) -> None:
+        pass
 
 
 class Statistics:
@@ -117,7 +102,3 @@ def _extremes(column: Any) -> dict[str, Any]:
     if column.dtype.kind == "f":
         column = column[np.isfinite(column)]
     return {"min": column.min().item(), "max": column.max().item()} if len(column) else {}
-
-
-def _stem(name: str) -> str:
-    return ".".join(name.split(".")[:2])

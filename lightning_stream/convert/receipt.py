@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import xxhash
 import zstandard
 
 CONTROL = "_conversion"
@@ -68,9 +67,40 @@ def is_receipt(name: str, fingerprint: str) -> bool:
     return name.startswith(f"{CONTROL}/{fingerprint}/") and name.endswith(_SUFFIX)
 
 
-def digest_of(*parts: Any) -> str:
-    """16 hex digits that tell these bytes from others."""
-    total = xxhash.xxh3_128()
-    for part in parts:
-        total.update(part)
-    return str(total.hexdigest()[:16])
+def check(receipts: Sequence[Receipt], source: str, remedy: str) -> None:
+    """Raise ValueError if any partition could not be written, with the counts over all partitions.
+
+    Args:
+        receipts: Of all partitions.
+        source: What the rows come from, e.g. ``"the DataFrame"``.
+        remedy: What to do about nulls, as a sentence.
+    """
+    nulls: dict[str, int] = {}
+    for receipt in receipts:
+        for name, count in receipt.nulls.items():
+            nulls[name] = nulls.get(name, 0) + count
+    if nulls:
+        counts = ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items()))
+        raise ValueError(
+            f"MDS has no null but in json columns; null values found, by column: {counts}. Nothing was published. "
+            f"{remedy}"
+        )
+    refused = [receipt for receipt in receipts if receipt.refused]
+    if refused:
+        raise ValueError(
+            f"{len(refused)} of {len(receipts)} partitions hold a value that cannot be written; in partition "
+            f"{refused[0].partition}, {refused[0].refused} Nothing was published."
+        )
+    if not sum(receipt.num_samples for receipt in receipts):
+        raise ValueError(f"{source} is empty: there is nothing to write.")
+
+
+def index_bytes(receipts: Iterable[Receipt]) -> bytes:
+    """The index over all shards of these partitions, in their order."""
+    return index_of(entry for receipt in receipts for entry in receipt.shards)
+
+
+def index_of(entries: Iterable[Mapping[str, Any]]) -> bytes:
+    """The text of an index of these entries."""
+    texts = [json.dumps(entry, sort_keys=True).encode() for entry in entries]
+    return b'{"version": 2, "shards": [' + b", ".join(texts) + b"]}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.convert.job import Job, is_remote
+from lightning_stream.convert.job import Job
 from lightning_stream.convert.part import PartWriter, merged_statistics
 from lightning_stream.convert.plan import Part
 from lightning_stream.convert.receipt import Receipt, receipt_name
@@ -19,6 +19,7 @@ from lightning_stream.convert.sources.choose import Source
 from lightning_stream.convert.spill import Buckets, SpillWriter, bucket_rows
 from lightning_stream.convert.split import mixed
 from lightning_stream.convert.work import Tell, Work
+from lightning_stream.writer.place import is_remote
 
 _BUCKET_BYTES = 64 << 20
 
@@ -108,9 +109,9 @@ def spill_folder(job: Job, scratch: str | None) -> Path:
     name = f"spill-{job.fingerprint}"
     if scratch is not None:
         return Path(scratch).expanduser().absolute() / name
-    if is_remote(job.place):
+    if is_remote(job.kept_at):
         return Path(tempfile.gettempdir()) / f"lightning_stream-{name}"
-    place = Path(job.place)
+    place = Path(job.kept_at)
     return place.with_name(f".{place.name}.{name}")
 
 

@@ -163,7 +163,7 @@ class Conversion:
         return MDSWriter(
             out=place,
             **self._settings,
-            exist_ok=True,  # on a URL, an attempt that was cut short may have left shards, though no index
+            overwrite=True,  # on a URL, an attempt that was cut short may have left shards, though no index
         )
 
 

@@ -84,7 +84,7 @@ def write_sets(
         if not keys:
             continue
         rows, out = _rows(session, folder, keys, classes), f"{place}/{split}"
-        dataframe_to_mds(rows, mds_kwargs={**writer, "out": out, "exist_ok": True}, udf_iterable=_samples)
+        dataframe_to_mds(rows, mds_kwargs={**writer, "out": out, "overwrite": True}, udf_iterable=_samples)
         counts[split] = json.loads(open_store(out).read(MANIFEST))["num_samples"]
         if counts[split] < len(keys):
             unreadable += [row["name"] for row in rows.mapInPandas(_undecodable, "name string").collect()]

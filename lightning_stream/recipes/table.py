@@ -77,7 +77,7 @@ class Table:
         if source == GENERATED:
             seed, rows = self.generated
             source = Inputs([(seed, piece) for piece in range(-(-rows // _PIECE_ROWS))], generated_rows)
-        return convert(source, self.place, exist_ok=True, **self.settings)
+        return convert(source, self.place, overwrite=True, **self.settings)
 
 
 class TableData(TaskData):

@@ -9,12 +9,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_stream.convert.publish import begin, check, publish
-from lightning_stream.convert.receipt import Receipt
+from lightning_stream.convert.publish import Publication
+from lightning_stream.convert.receipt import Receipt, check
 from lightning_stream.spark.delta import delta_versions
 from lightning_stream.spark.explain import explained
 from lightning_stream.spark.parquet_scan import ParquetScan
-from lightning_stream.spark.partition import RESULT, SparkJob, with_done, write_partition
+from lightning_stream.spark.partition import RESULT, SparkJob, write_partition
 from lightning_stream.spark.plan import fingerprint, ordered, plan_text, selected, small_batches
 from lightning_stream.spark.progress import Progress
 from lightning_stream.spark.schema import holds_files, mds_columns, vector_columns
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _FILE_BATCH_ROWS = 256
 _ARRAY_BATCH_ROWS = 1000  # few enough to stay in a processor's cache: a third less work on blocks of tokens
-_REPLACE = "pass exist_ok=True in mds_kwargs"
+_REPLACE = "pass overwrite=True in mds_kwargs"
 _FILL = "Fill them (dataframe.fillna), drop the rows (dataframe.dropna), or ask for 'json' in columns=."
 
 
@@ -52,7 +52,8 @@ def dataframe_to_mds(
         mds_kwargs: The writer's settings: ``out`` (a folder that all machines share, a URL, or (local folder, URL)),
             and, if wanted, ``columns``, ``compression`` (default ``"zstd"``), ``hashes`` (default
             ``["xxh3_64"]``; ``[]`` for none), ``size_limit``,
-            ``keep_local``, ``exist_ok``, ``max_workers``, ``progress_bar``, ``retry``, ``store_options``.
+            ``keep_local``, ``overwrite`` (or ``exist_ok``), ``max_workers``, ``progress_bar``, ``retry``,
+            ``store_options``.
         udf_iterable: Called in the executors with a pandas frame of some rows, gives samples (dicts) to write in their
             place. Needs ``columns``. For repeatable files it must be deterministic.
         udf_kwargs: More arguments for it.
@@ -78,8 +79,9 @@ def dataframe_to_mds(
     conversion = Conversion.plan(
         ordered(dataframe, order_by, shuffle_seed), settings, udf_iterable, dict(udf_kwargs or {})
     )
-    receipts = conversion.run(begin(conversion.job, settings.exist_ok, _REPLACE), progress_bar=settings.progress_bar)
-    conversion.publish(receipts, merge_index)
+    publication = Publication.begin(conversion.job, settings.overwrite, _REPLACE)
+    receipts = conversion.run(publication, progress_bar=settings.progress_bar)
+    publication.publish(receipts, merge_index, conversion.about())
     return settings.result()
 
 
@@ -123,7 +125,7 @@ class Conversion:
         )
         return cls(rows, job, _batch_rows(schema, columns, read))
 
-    def run(self, done: frozenset[int], *, progress_bar: bool = False) -> list[Receipt]:
+    def run(self, publication: Publication, *, progress_bar: bool = False) -> list[Receipt]:
         """Have Spark write all partitions but those done; receipts of the attempts it committed, in their order.
 
         Raises:
@@ -131,11 +133,12 @@ class Conversion:
             StoreError: What an executor's store could not do; for what else fails there, Spark's own error.
             MissingExtraError: Executors lack a package.
         """
+        done = publication.done
         if done:
             _LOG.info("going on with an earlier run: %d partitions are written already", len(done))
         progress = Progress(self.job) if progress_bar else nullcontext()
         with progress, small_batches(self.dataframe.sparkSession, self.batch_rows):
-            rows = _collected(self._receipts(with_done(self.job, done)))
+            rows = _collected(self._receipts(replace(self.job, done=done)))
         receipts = sorted((Receipt.from_bytes(bytes(row[0])) for row in rows), key=lambda receipt: receipt.partition)
         check(receipts, "the DataFrame", _FILL)
         return receipts
@@ -148,17 +151,16 @@ class Conversion:
         numbers = self.dataframe.sparkSession.range(0, len(scan.partitions), 1, len(scan.partitions))
         return numbers.mapInArrow(_scanning_task(job, scan, self.batch_rows), RESULT)
 
-    def publish(self, receipts: Sequence[Receipt], merge_index: bool = True) -> None:
-        """Make a dataset of what was written."""
+    def about(self) -> dict[str, Any]:
+        """What the manifest says of the DataFrame."""
         files = self.dataframe.inputFiles()
         versions = delta_versions(files)
-        about = {
+        return {
             "schema": json.loads(self.dataframe.schema.json()),
             "plan": plan_text(self.dataframe).splitlines(),
             "num_source_files": len(files),
             **({"delta_tables": versions} if versions else {}),
         }
-        publish(self.job, receipts, merge_index, about)
 
     def moved_to(self, place: str) -> Conversion:
         """The same into another place."""

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.cache import CacheConfig, default_folder
-from lightning_stream.convert.publish import begin, index_bytes
-from lightning_stream.convert.receipt import Receipt, receipt_name
+from lightning_stream.convert.publish import Publication
+from lightning_stream.convert.receipt import Receipt, index_bytes, receipt_name
 from lightning_stream.errors import CacheError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.reading.reader import ReaderConfig, SampleReader
@@ -45,7 +45,7 @@ class FrameCache:
     ) -> None:
         chosen = dataframe if columns is None else dataframe.select(*(f"`{name}`" for name in columns))
         compression = "zstd" if cache is not None and "://" in os.fspath(cache) else None
-        draft = conversion_of(chosen, {"out": ".", "compression": compression, "exist_ok": True})
+        draft = conversion_of(chosen, {"out": ".", "compression": compression, "overwrite": True})
         key = draft.job.fingerprint
         place = str(default_folder(f"spark-frame-{key}")) if cache is None else f"{os.fspath(cache).rstrip('/')}/{key}"
         self.place = place
@@ -146,10 +146,9 @@ class FrameCache:
         try:
             with self._alone():
                 if not self.is_complete:
-                    receipts = self._conversion.run(
-                        begin(self._conversion.job, exist_ok=True, remedy="choose another cache=")
-                    )
-                    self._conversion.publish(receipts)
+                    publication = Publication.begin(self._conversion.job, overwrite=True, remedy="")
+                    receipts = self._conversion.run(publication)
+                    publication.publish(receipts, True, self._conversion.about())
                     self._receipts = receipts
         except BaseException as error:  # noqa: BLE001 - raised where the rows are waited for
             self._failure = error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -17,9 +17,10 @@ import pyarrow as pa
 from lightning_stream.convert.arrow import count_nulls, writer_columns
 from lightning_stream.convert.job import Job
 from lightning_stream.convert.part import PartWriter, RefusedError, Statistics
-from lightning_stream.convert.receipt import Receipt, digest_of, receipt_name
+from lightning_stream.convert.receipt import Receipt, receipt_name
 from lightning_stream.errors import NotFoundError
 from lightning_stream.writer.batch import batch_columns
+from lightning_stream.writer.place import digest_of
 
 RESULT = "receipt binary"
 
@@ -116,8 +117,3 @@ def _as_pandas(batch: pa.RecordBatch) -> Any:
         if getattr(frame[name].dtype, "tz", None) is not None:
             frame[name] = frame[name].dt.tz_localize(None)
     return frame
-
-
-def with_done(job: SparkJob, done: Iterable[int]) -> SparkJob:
-    """The same job, with partitions that need not be written again."""
-    return replace(job, done=frozenset(done))

@@ -14,7 +14,7 @@ from lightning_stream.formats.hashing import check_hashes
 from lightning_stream.formats.sizes import parse_bytes
 
 _WRITER_KEYS = ("compression", "hashes", "size_limit", "max_workers")
-_OWN_KEYS = ("out", "columns", "keep_local", "exist_ok", "progress_bar", "retry", "store_options")
+_OWN_KEYS = ("out", "columns", "keep_local", "overwrite", "exist_ok", "progress_bar", "retry", "store_options")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Settings:
     columns: Mapping[str, str] | None
     writer: Mapping[str, Any]
     keep_local: bool
-    exist_ok: bool
+    overwrite: bool
     progress_bar: bool
     store_options: Mapping[str, Any] | None
 
@@ -67,7 +67,7 @@ class Settings:
             held.get("columns"),
             writer,
             bool(held.get("keep_local", False)),
-            bool(held.get("exist_ok", False)),
+            bool(held.get("overwrite") or held.get("exist_ok")),
             bool(held.get("progress_bar", False)),
             options,
         )

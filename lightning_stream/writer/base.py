@@ -1,42 +1,44 @@
-"""What all writers share: cutting samples into shards, landing shards in threads, and the index that is put last."""
+"""What all writers share: cutting samples into shards, putting shards in threads, and the index that is put last."""
 
 from __future__ import annotations
 
+import json
 import logging
-import os
 import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lightning_stream.errors import ConflictError, suggesting
 from lightning_stream.formats.mds.pack import MAX_FILE_BYTES, schema_object
-from lightning_stream.writer.append import Appended
 from lightning_stream.writer.batch import batch_columns
 from lightning_stream.writer.batch_encode import EncodedBatch
 from lightning_stream.writer.config import WriterConfig
 from lightning_stream.writer.gathered import Gathered, Pool
+from lightning_stream.writer.infer import infer_batch_columns, infer_columns
 from lightning_stream.writer.land import land_shard
 from lightning_stream.writer.packers import Packer
 from lightning_stream.writer.pipeline import Pipeline
-from lightning_stream.writer.target import Target
+from lightning_stream.writer.place import DatasetPlace, Mode, Out, with_retries
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-Out: TypeAlias = "str | os.PathLike[str] | tuple[str | os.PathLike[str], str | os.PathLike[str]]"
 
 _LOG = logging.getLogger(__name__)
 
 
 class ShardWriter(ABC):
-    """Cuts samples into shards, and lands each shard in threads of its own: hash, compress, hash, put.
+    """Cuts samples into shards, and puts each shard in a thread of its own: hash, compress, hash, put.
 
-    Use it as a context, or call `finish`. Until then there is no index, hence no dataset; a context that raises
-    leaves none, and logs what it left. At most ``max_workers`` + 1 shards are in memory.
+    Use it as a context, or call `finish`. Until then nothing that readers see has changed: a new dataset has no index,
+    and one that is appended to or overwritten is as before, also after a crash. Of several writers to one place at
+    once, one wins, and the others get an error. At most ``max_workers`` + 1 shards are in memory.
+
+    The arguments are those of `MDSWriter`.
 
     Attributes:
         num_samples: Samples taken so far.
@@ -45,16 +47,40 @@ class ShardWriter(ABC):
         local, remote: The local folder and the URL of `out`; None where it has none.
     """
 
-    def __init__(self, target: Target, config: WriterConfig, columns: Mapping[str, str] | None) -> None:
-        self._target = target
+    @suggesting
+    def __init__(
+        self,
+        *,
+        out: Out | DatasetPlace,
+        columns: Mapping[str, str] | None = None,
+        keep_local: bool = False,
+        compression: str | None = None,
+        hashes: Iterable[str] | None = None,
+        size_limit: float | str | None = 1 << 26,
+        overwrite: bool = False,
+        append: bool = False,
+        max_workers: int | None = None,
+        progress_bar: bool = False,
+        retry: int | None = None,
+        store_options: Mapping[str, Any] | None = None,
+        exist_ok: bool = False,
+    ) -> None:
+        config = WriterConfig.make(compression, hashes, size_limit)
+        if append and (overwrite or exist_ok):
+            raise ValueError("append=True adds to the dataset, overwrite=True replaces it; found both. Pass one.")
+        if not isinstance(out, DatasetPlace):
+            out = DatasetPlace(out, keep_local, with_retries(store_options, retry))
+        self._place = place = out
+        self._mode: Mode = "append" if append else "overwrite" if overwrite or exist_ok else "new"
         self._config = config
         self._columns = None if columns is None else dict(columns)
         self._num_columns = 0
-        self._told_surplus = False
+        self._has_reported_extra = False
+        self._progress_bar = progress_bar
         self._max_file_bytes = config.max_file_bytes
-        self._pipeline: Pipeline[dict[str, Any]] = Pipeline(config.num_workers(target.is_local))
+        workers = config.num_workers(place.is_local) if max_workers is None else max_workers
+        self._pipeline: Pipeline[dict[str, Any]] = Pipeline(workers)
         self._packer: Packer | None = None
-        self._appended = Appended.nothing()
         self._opened = self._finished = False
         self._num_sent = 0
         self._pool = Pool()
@@ -62,9 +88,11 @@ class ShardWriter(ABC):
         self.num_samples = 0
         # What users of MDS writers read. Nothing of ours reads it: a subclass may use the names for its own.
         self.size_limit, self.compression, self.hashes = config.size_limit, config.compression, list(config.hashes)
-        self.local, self.remote, self.keep_local = target.local, target.remote, target.keep_local
+        self.local, self.remote, self.keep_local = place.local, place.remote, place.keep_local
         self._entries: list[dict[str, Any]] = []
         self._show_columns(self._columns)
+        if self._columns is not None:
+            self._make_packer(self._columns)  # refuses unknown encodings now
 
     def _show_columns(self, columns: Mapping[str, str] | None) -> None:
         self.columns = None if columns is None else dict(columns)
@@ -77,7 +105,7 @@ class ShardWriter(ABC):
         Raises:
             ValueError: No columns were given, and no sample came to infer them from.
         """
-        return schema_object((self._packer or self._make_packer(None, None)).schema)
+        return schema_object((self._packer or self._make_packer(self._chosen(None, None))).schema)
 
     @property
     def shards(self) -> list[dict[str, Any]]:
@@ -90,24 +118,42 @@ class ShardWriter(ABC):
             self._send(self._packer)
 
     @abstractmethod
-    def _make_packer(self, sample: Mapping[str, Any] | None, columns: dict[str, Any] | None) -> Packer:
-        """The packer, from the columns given, or else from the first sample or batch."""
+    def _make_packer(self, columns: Mapping[str, str]) -> Packer:
+        """The packer for these columns."""
+
+    def _inferred(self, columns: dict[str, str]) -> dict[str, str]:
+        """The format's own types for columns that were inferred as encodings of MDS."""
+        return columns
+
+    def _chosen(self, sample: Mapping[str, Any] | None, batch: dict[str, Any] | None) -> Mapping[str, str]:
+        """The columns given, or those of the dataset appended to, or those inferred from the first sample or batch."""
+        if self._columns is not None:
+            return self._columns
+        if self._place.base is not None:
+            return self._place.base.columns
+        if sample is not None:
+            return self._inferred(infer_columns(sample))
+        if batch is not None:
+            return self._inferred(infer_batch_columns(batch))
+        raise ValueError("no columns were given, and no sample came to infer them from. Pass columns=.")
 
     def write(self, sample: Mapping[str, Any]) -> None:
-        """Add one sample. What is in it beside the columns is not written, and told of once.
+        """Add one sample. What is in it beside the columns is not written, and reported once.
 
         Raises:
             TypeError: A value of the wrong type; names the column.
             ValueError: A column is missing, or a value is out of range; or there are values beyond columns that were
                 inferred; or the writer is finished.
-            StoreError: An earlier shard could not be put.
+            StoreError: A shard could not be put. Then no index will be put either.
         """
         packer = self._packer or self._open(sample, None)
         parts = packer.encode(sample)
         if len(sample) != self._num_columns:
-            self._tell_surplus(packer, sample)
+            self._report_extra_columns(packer, sample)
         if not self._gathered.add_sample(parts, packer.extra_bytes, self._max_file_bytes):
-            self._make_room(packer, sum(map(len, parts)))
+            num_bytes = sum(map(len, parts))
+            self._check_fits(packer, num_bytes, num_bytes + packer.extra_bytes)
+            self._send(packer)
             self._gathered.add_sample(parts, packer.extra_bytes, MAX_FILE_BYTES)
         self.num_samples += 1
 
@@ -118,31 +164,35 @@ class ShardWriter(ABC):
         Raises:
             TypeError: Not a batch, or values of a wrong type; names the column.
             ValueError: As for `write`, or columns of different lengths. No row of the batch is then written.
+            StoreError: A shard could not be put. Then no index will be put either.
         """
         columns, num_rows = batch_columns(batch)
         if num_rows:
             packer = self._packer or self._open(None, columns)
             if set(columns) - set(packer.schema.names):
-                self._tell_surplus(packer, columns)
-            self._add_rows(packer, columns, num_rows)
-            self.num_samples += num_rows
-
-    def _add_rows(self, packer: Packer, columns: dict[str, Any], num_rows: int) -> None:
-        self._add_encoded(packer, packer.encode_batch(columns, num_rows))
+                self._report_extra_columns(packer, columns)
+            self._add_encoded(packer, packer.encode_batch(columns, num_rows))
 
     def _add_encoded(self, packer: Packer, batch: EncodedBatch) -> None:
-        num_rows = len(batch.sizes)
+        """Add all rows, or none where one does not fit. What fails between them, fails the writer."""
         ends = np.cumsum(batch.sizes + packer.extra_bytes)
+        self._check_fits(packer, int(batch.sizes.max()), int(ends[-1]))
+        try:
+            self._copy_rows(packer, batch, ends)
+        except BaseException as error:
+            self._pipeline.fail(error)
+            raise
+        self.num_samples += len(batch.sizes)
+
+    def _copy_rows(self, packer: Packer, batch: EncodedBatch, ends: Any) -> None:
         begin = taken = 0
-        while begin < num_rows:
+        while begin < len(ends):
             room = self._max_file_bytes - self._gathered.file_bytes
             end = max(begin, int(np.searchsorted(ends, taken + room, side="right")))
             if end == begin and self._gathered.sizes:
-                self._make_room(packer, int(batch.sizes[begin]))
+                self._send(packer)
                 continue
-            if end == begin:  # a row that fits no shard but one of its own
-                self._check_alone(packer, int(batch.sizes[begin]))
-                end += 1
+            end = max(end, begin + 1)  # a row that fits no shard gets one of its own
             gathered = self._gathered
             batch.copy_to(gathered, begin, end)
             gathered.sizes += batch.sizes[begin:end].tolist()
@@ -150,10 +200,11 @@ class ShardWriter(ABC):
             begin, taken = end, int(ends[end - 1])
 
     def finish(self) -> None:
-        """Write the last shard, wait until all have landed, and put the index. Idempotent.
+        """Write the last shard, wait until all are put, and put the index. Idempotent.
 
         Raises:
             ValueError: No columns were given, and no sample came to infer them from.
+            FileExistsError, ConflictError: Another writer changed the dataset meanwhile; it stays as that one left it.
             StoreError: A shard or the index could not be put; then there is no index.
         """
         if self._finished:
@@ -163,75 +214,89 @@ class ShardWriter(ABC):
         entries = self._pipeline.finish()
         self._entries = list(entries)
         self._pool.clear()
-        self._appended.put_index(self._target, entries)
+        try:
+            self._place.commit([json.dumps(entry, sort_keys=True).encode() for entry in entries])
+        except (FileExistsError, ConflictError) as error:
+            self._pipeline.fail(error)
+            raise
         self._finished = True
         self._packer = None
-        if self._config.progress_bar:
-            sys.stderr.write(f"\n{self._target}: {self.num_samples:,} samples in {len(entries):,} shards\n")
+        if self._progress_bar:
+            sys.stderr.write(f"\n{self._place}: {self.num_samples:,} samples in {len(entries):,} shards\n")
 
-    def _open(self, sample: Mapping[str, Any] | None, columns: dict[str, Any] | None) -> Packer:
+    def _open(self, sample: Mapping[str, Any] | None, batch: dict[str, Any] | None) -> Packer:
         if self._finished:
             raise ValueError("the writer is finished: its index is put. Make a new writer for more samples.")
         if not self._opened:
-            self._appended = self._target.prepare(self._config)
+            self._place.begin(self._mode)
             self._opened = True
-        packer = self._make_packer(sample, columns)
-        self._appended.check(packer.schema)
+        packer = self._make_packer(self._chosen(sample, batch))
+        self._check_base(packer)
         self._gathered = Gathered(self._pool, packer.empty_bytes)
         self._packer, self._num_columns = packer, len(packer.schema.names)
         self._show_columns(packer.schema.columns)
         return packer
 
-    def _tell_surplus(self, packer: Packer, given: Iterable[str]) -> None:
-        """What is no column is not written. Where the columns were chosen by the caller that may be meant, and is told
-        once; where they were not, a value would be lost.
+    def _check_base(self, packer: Packer) -> None:
+        """Raise ValueError unless shards of this packer fit the dataset appended to."""
+        base, new = self._place.base, packer.schema
+        if base is None or not base.schemas:
+            return
+        old = base.schemas[0]
+        if old.format != new.format or old.columns != new.columns:
+            raise ValueError(
+                f"appended shards must have the dataset's format and columns; {base.where} has {old.format} "
+                f"{old.columns}, got {new.format} {new.columns}. Write another dataset, and mix or merge them."
+            )
+
+    def _report_extra_columns(self, packer: Packer, given: Iterable[str]) -> None:
+        """Values beyond the columns are not written. Where the caller chose the columns, that may be meant: a warning
+        says it once. Where the columns were inferred, a value would be lost.
 
         Raises:
             ValueError: The columns were inferred from the first sample, or taken from the dataset appended to.
         """
-        surplus = ", ".join(sorted(repr(name) for name in set(given) - set(packer.schema.names)))
+        extra = ", ".join(sorted(repr(name) for name in set(given) - set(packer.schema.names)))
         columns = ", ".join(packer.schema.names)
         if self._columns is None:
+            append = self._mode == "append"
+            known = "the dataset appended to has them" if append else "inferred from the first sample"
             raise ValueError(
-                f"what is no column cannot be written: {surplus}; the columns are {columns}, as "
-                f"{'the dataset appended to has them' if self._config.append else 'inferred from the first sample'}. "
+                f"what is no column cannot be written: {extra}; the columns are {columns}, as {known}. "
                 "Pass columns= to name those to write."
             )
-        if not self._told_surplus:
-            self._told_surplus = True
+        if not self._has_reported_extra:
+            self._has_reported_extra = True
             warnings.warn(
-                f"what is no column is not written: {surplus}; the columns are {columns}. Add to columns= what is to "
+                f"what is no column is not written: {extra}; the columns are {columns}. Add to columns= what is to "
                 "be kept.",
                 stacklevel=3,
             )
 
-    def _make_room(self, packer: Packer, num_bytes: int) -> None:
-        """The gathered samples and the next one do not fit one shard: begin another."""
-        self._check_alone(packer, num_bytes)
-        if self._config.size_limit is None:
-            raise ValueError(
-                f"without size_limit all samples go to one shard, which must stay under 4 GiB, since its offsets have "
-                f"32 bits; after {self.num_samples} samples it is full. Set size_limit."
-            )
-        self._send(packer)
-
-    def _check_alone(self, packer: Packer, num_bytes: int) -> None:
+    def _check_fits(self, packer: Packer, num_bytes: int, total_bytes: int) -> None:
+        """Raise ValueError unless samples can be written: the largest has `num_bytes`, all need `total_bytes`."""
         if packer.empty_bytes + num_bytes + packer.extra_bytes > MAX_FILE_BYTES:
             raise ValueError(
                 f"a shard must stay under 4 GiB, since its offsets have 32 bits; one sample has {num_bytes:,} bytes. "
                 "Split the sample."
             )
+        if self._config.size_limit is None and self._gathered.file_bytes + total_bytes > self._max_file_bytes:
+            raise ValueError(
+                f"without size_limit all samples go to one shard, which must stay under 4 GiB, since its offsets have "
+                f"32 bits; after {self.num_samples} samples it is full. Set size_limit."
+            )
 
     def _send(self, packer: Packer) -> None:
         """Hand over the samples gathered so far."""
-        gathered = self._gathered
+        gathered, place = self._gathered, self._place
         if not gathered.sizes:
             return
+        name = f"shard.{place.next_shard + self._num_sent:05}.{packer.schema.format}"
+        first = self._pipeline.first
+        self._pipeline.submit(lambda: land_shard(name, packer, gathered, place, first))
         self._gathered = Gathered(self._pool, packer.empty_bytes)
-        name = f"shard.{self._appended.next_shard + self._num_sent:05}.{packer.schema.format}"
         self._num_sent += 1
-        self._pipeline.submit(lambda: land_shard(name, packer, gathered, self._target))
-        if self._config.progress_bar:
+        if self._progress_bar:
             sys.stderr.write(f"\r{self._num_sent:,} shards, {self.num_samples:,} samples")
 
     def __enter__(self) -> Self:
@@ -243,12 +308,13 @@ class ShardWriter(ABC):
         if kind is None:
             self.finish()
             return
-        self._pipeline.abandon()
-        left = sorted(self._target.put_names)
+        self._pipeline.fail(error or kind())
+        self._pipeline.close()
+        left = sorted(self._place.put_names)
         _LOG.error(
             "writing to %s ended with %s: no index was put by it, so %s. Left there: %s.",
-            self._target,
+            self._place,
             kind.__name__,
-            "the dataset is as before" if self._config.append else "what it wrote is no dataset",
+            "what it wrote is no dataset" if self._mode == "new" else "the dataset is as before",
             f"{len(left)} files, {left[0]} to {left[-1]}" if left else "nothing new",
         )

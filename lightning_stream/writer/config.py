@@ -17,15 +17,11 @@ _QUICK_HASHES = frozenset({"xxh3_64", "xxh3_128", "xxh128", "xxh64"})  # faster 
 
 @dataclass(frozen=True)
 class WriterConfig:
-    """How shards are cut, packed and put."""
+    """How shards are cut and packed."""
 
     compression: str | None
     hashes: tuple[str, ...]
     size_limit: int | None
-    exist_ok: bool
-    append: bool
-    max_workers: int | None
-    progress_bar: bool
 
     @property
     def max_file_bytes(self) -> int:
@@ -33,21 +29,15 @@ class WriterConfig:
         return MAX_FILE_BYTES if self.size_limit is None else self.size_limit
 
     def num_workers(self, is_local: bool) -> int:
-        """Threads that land shards: where that is only writing to a disk, one does it, and less memory is held."""
-        if self.max_workers is not None:
-            return self.max_workers
+        """Threads that put shards, by default: where that is only writing to a disk, one holds less memory."""
         only_writes = is_local and self.compression is None and _QUICK_HASHES.issuperset(self.hashes)
         return 1 if only_writes else min(_DEFAULT_WORKERS, os.cpu_count() or 1)
 
     @classmethod
     def make(
-        cls,
-        compression: str | None,
-        hashes: Iterable[str] | None,
-        size_limit: float | str | None,
-        **others: object,
+        cls, compression: str | None, hashes: Iterable[str] | None, size_limit: float | str | None
     ) -> WriterConfig:
-        """Check a writer's settings. An empty compression is none.
+        """Check a writer's settings. An empty compression is None.
 
         Raises:
             ValueError: An unknown compression or hash, or a size limit beyond what offsets of 32 bits can describe.
@@ -55,4 +45,4 @@ class WriterConfig:
         limit = None if size_limit is None else parse_bytes(size_limit, "size_limit")
         if limit is not None and limit > MAX_FILE_BYTES:
             raise ValueError(f"size_limit must stay under 4 GiB, since offsets have 32 bits; got {size_limit!r}.")
-        return cls(check_compression(compression or None), hashes_to_write(hashes), limit, **others)  # type: ignore[arg-type]
+        return cls(check_compression(compression or None), hashes_to_write(hashes), limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 from lightning_stream.formats.codecs import compress, extension
@@ -10,11 +11,21 @@ from lightning_stream.formats.index.schema import FileEntry, Schema
 from lightning_stream.formats.mds.pack import file_object, schema_object
 from lightning_stream.writer.gathered import Gathered
 from lightning_stream.writer.packers import Packer
-from lightning_stream.writer.target import Target
+from lightning_stream.writer.place import DatasetPlace
 
 
-def land_shard(name: str, packer: Packer, gathered: Gathered, target: Target) -> dict[str, Any]:
+def land_shard(
+    name: str, packer: Packer, gathered: Gathered, place: DatasetPlace, after: Future[Any] | None = None
+) -> dict[str, Any]:
     """Put one shard, and give its memory back; give its index entry.
+
+    Args:
+        name: The data file's, as ``shard.00007.mds``; the place may put digits of its digest in.
+        packer: Makes the files.
+        gathered: The samples.
+        place: Where to.
+        after: The dataset's first shard. Another writer at the same place has put its own first, and with that this
+            writer is refused: so nothing else is put before.
 
     Raises:
         StoreError: It could not be put.
@@ -22,21 +33,24 @@ def land_shard(name: str, packer: Packer, gathered: Gathered, target: Target) ->
     entry = schema_object(packer.schema) | {"samples": len(gathered.sizes)}
     try:
         for part, data in packer.files(gathered.sizes, gathered.parts()):
-            raw, packed = _put_file(f"{name}.meta" if part == "meta" else name, data, packer.schema, target)
+            raw, packed = _put_file(f"{name}.meta" if part == "meta" else name, data, packer.schema, place, after)
             entry[f"raw_{part}"], entry[f"zip_{part}"] = file_object(raw), file_object(packed)
     finally:
         gathered.release()
     return entry
 
 
-def _put_file(name: str, parts: list[Any], schema: Schema, target: Target) -> tuple[FileEntry, FileEntry | None]:
+def _put_file(
+    name: str, parts: list[Any], schema: Schema, place: DatasetPlace, after: Future[Any] | None
+) -> tuple[FileEntry, FileEntry | None]:
+    codec = schema.compression
+    stored = parts if codec is None else [compress(codec, b"".join(parts))]
+    name = place.name_of(name, stored)
     raw = _file_entry(name, parts, schema.hashes)
-    if schema.compression is None:
-        target.put(name, parts, anew=True)
-        return raw, None
-    packed_parts = [compress(schema.compression, b"".join(parts))]
-    packed = _file_entry(f"{name}.{extension(schema.compression)}", packed_parts, schema.hashes)
-    target.put(packed.basename, packed_parts, anew=True)
+    packed = None if codec is None else _file_entry(f"{name}.{extension(codec)}", stored, schema.hashes)
+    if after is not None:
+        after.result()
+    place.put_shard((packed or raw).basename, stored)
     return raw, packed
 
 

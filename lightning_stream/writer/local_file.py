@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.errors import AccessError, StoreError
+from lightning_stream.errors import AccessError, AlreadyExistsError, StoreError
 from lightning_stream.shared_files import FULL, file_system, publish
 from lightning_stream.stores.drafts import locked_draft, publish_new
 
@@ -41,6 +41,8 @@ def write_file(path: Path, parts: Sequence[Any], *, if_absent: bool = False) -> 
         with locked_draft(path) as draft:
             _write(draft, views)
             (publish_new if if_absent else publish)(draft, path)
+    except AlreadyExistsError:
+        raise
     except PermissionError as error:
         place = error.filename or path
         raise AccessError(

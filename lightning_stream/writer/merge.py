@@ -6,22 +6,19 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.stores import Store
-from lightning_stream.writer.target import Target
-
-Place: TypeAlias = "str | os.PathLike[str]"
-Places: TypeAlias = "Place | tuple[Place, Place]"
+from lightning_stream.writer.place import DatasetPlace, Out
 
 _FILE_KEYS = ("raw_data", "raw_meta", "zip_data", "zip_meta")
 
 
 def merge_index(
-    indexes: Sequence[Places] | Places,
-    out: Places | bool | None = None,
+    indexes: Sequence[Out] | Out,
+    out: Out | bool | None = None,
     keep_local: bool = True,
     download_timeout: float = 60.0,
     *,
@@ -33,6 +30,13 @@ def merge_index(
     (part2 before part10); below a folder that has an index, none is looked for. ``merge_index([index, ...], root)``
     takes those given, in their order. As in mosaicml-streaming, ``keep_local`` and ``download_timeout`` may follow by
     position: ``merge_index(root, False, 30)``.
+
+    Example::
+
+        for number, rows in enumerate(parts):
+            with MDSWriter(out=f"s3://bucket/train/part{number}", columns=columns) as writer:
+                writer.write_batch(rows)
+        merge_index("s3://bucket/train")
 
     Args:
         indexes: The root, as a path, a URL, or (local path, URL): the URL is read; or a list of such for the indexes
@@ -46,6 +50,7 @@ def merge_index(
         NotFoundError: No index below the root, or one of the list is absent.
         ValueError: An index of the list is not below ``out``.
         FormatError: One of them is not an index.
+        FileExistsError, ConflictError: Another process put the root's index meanwhile; that one stays.
     """
     listed = isinstance(indexes, Sequence) and not isinstance(indexes, (str, tuple))
     root = out if listed else indexes
@@ -54,17 +59,17 @@ def merge_index(
         keep_local = out
     elif root is None or isinstance(root, bool) or (not listed and out is not None):
         raise ValueError("merge_index takes a root, or a list of indexes and a root.")
-    options = {"timeout_s": download_timeout, **(store_options or {})}
-    target = Target(root, keep_local, options)
-    store = target.open()
+    place = DatasetPlace(root, keep_local, {"timeout_s": download_timeout, **(store_options or {})})
+    place.begin("merge")
+    store = place.store
     if listed:
-        folders = [_below(_last(place), _last(root)) for place in indexes]  # type: ignore[union-attr]
+        folders = [_below(_last(one), _last(root)) for one in indexes]  # type: ignore[union-attr]
     else:
         folders = _partitions(entry.name for entry in store.list(""))
     if not folders:
         raise NotFoundError(f"no {INDEX_NAME} in any folder below {store.url}. Give the root of the partitions.")
     texts = [text for folder in folders for text in _entries(store, folder)]
-    target.put(INDEX_NAME, [b'{"version": 2, "shards": [', b", ".join(texts), b"]}"])
+    place.commit_index(b'{"version": 2, "shards": [' + b", ".join(texts) + b"]}")
 
 
 def _last(place: Any) -> str:

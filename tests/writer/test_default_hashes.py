@@ -79,10 +79,7 @@ def test_a_flipped_byte_is_found_as_a_shard_is_fetched_with_no_argument_anywhere
 
 def test_the_default_hash_asks_for_no_more_threads_and_memory_than_none() -> None:
     def threads(hashes: list[str] | None) -> int:
-        config = WriterConfig.make(
-            None, hashes, None, exist_ok=False, append=False, max_workers=None, progress_bar=False
-        )
-        return config.num_workers(is_local=True)
+        return WriterConfig.make(None, hashes, None).num_workers(is_local=True)
 
     assert threads(None) == threads([]) == 1
     assert threads(["sha1"]) >= 1
