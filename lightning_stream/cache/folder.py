@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import pwd
@@ -155,13 +154,9 @@ class CacheFolder:
                 at = at / part
                 if make:
                     make_folder(at, self.modes)
-                try:
-                    inner = os.open(part, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=fd)
-                except OSError as error:
-                    if error.errno in (errno.ELOOP, errno.ENOTDIR) and at.is_symlink():
-                        raise _link_error(at) from error
-                    error.filename = str(at)
-                    raise
+                if at.is_symlink():
+                    raise _link_error(at)
+                inner = os.open(part, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=fd)
                 os.close(fd)
                 fd = inner
             yield fd, base
@@ -204,13 +199,18 @@ class CacheFolder:
             for name in sorted(os.listdir(drafts)):  # noqa: PTH208 (by descriptor)
                 lock = FileLock(self.control / "locks" / f"{name.split('.')[0]}.lock", modes=self.modes)
                 if lock.try_acquire():
-                    try:
-                        with contextlib.suppress(FileNotFoundError):
-                            os.unlink(name, dir_fd=drafts)
-                    finally:
-                        lock.release()
+                    _unlink_and_release(name, drafts, lock)
         finally:
             os.close(drafts)
+
+
+def _unlink_and_release(name: str, folder: int, lock: FileLock) -> None:
+    try:
+        os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        return
+    finally:
+        lock.release()
 
 
 def _key(name: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 
 from lightning_stream.cache.folder import CacheFolder, default_folder
 from lightning_stream.cache.usage_log import CacheEntry
-from lightning_stream.errors import CacheError, DigestError, FormatError, NotFoundError, UnavailableError
+from lightning_stream.errors import CacheError, DigestError, NotFoundError, UnavailableError
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
 from lightning_stream.shared_files import FULL, LOCK_FDS, before_boot, run_once_across_processes, same_file, try_flock
 from lightning_stream.stores.base import Store
@@ -23,6 +22,7 @@ from lightning_stream.stores.local import LocalStore
 from .config import CacheConfig
 from .eviction import Evictor
 from .fetch import ShardFetcher, check_size, is_full, size_of, verify
+from .index_file import IndexFile
 from .lease import Lease
 
 T = TypeVar("T")
@@ -57,6 +57,7 @@ class ShardCache:
         self.folder = default_folder(self.store.identity) if chosen is None or self.in_place else chosen
         self._place = CacheFolder(self.folder, self.config.shared)
         self._evictor = Evictor(self._place)
+        self._index = IndexFile(self.store, self._place, self._drop)
         self._next_use: Callable[[str], float | None] | None = None
         self._checked: set[str] = set()
         self._refetched: set[str] = set()
@@ -81,11 +82,10 @@ class ShardCache:
             if self.in_place:
                 return Index.from_bytes(self.store.read(name), f"{self.store.url}/{name}")
             with self._translate_os_errors():
-                here = partial(self._index_here, name)
+                here = partial(self._index.here, name)
                 if not refresh and (index := here()) is not None:
                     return index
-                done = here if not refresh else lambda: None
-                return self._run_once(name, done, partial(self._fetch_index, name))
+                return self._run_once(name, (lambda: None) if refresh else here, partial(self._fetch_index, name))
         except NotFoundError as error:
             raise NotFoundError(
                 f"{error} A dataset is a folder with {name}, which its writer puts there last."
@@ -101,73 +101,10 @@ class ShardCache:
             _log.warning("Reading %s from the cache alone, as it was when last reached: %s", self.store.url, error)
             return self.index(name)
 
-    def _index_here(self, name: str) -> Index | None:
-        path = self.folder / name
-        if not path.is_file() or self._place.source() not in (None, self._label):
-            return None
-        return Index.from_bytes(path.read_bytes(), str(path))
-
     def _fetch_index(self, name: str) -> Index:
-        path, draft = self.folder / name, self._place.draft(name, "raw")
+        draft = self._place.draft(name, "raw")
         with self._cleanup_on_error([draft], name, 0):
-            self.store.get(name, draft)
-            old, new = path.read_bytes() if path.is_file() else None, draft.read_bytes()
-            # Parsed before it is published: what is no index would make every later run fail.
-            index = Index.from_bytes(new, f"{self.store.url}/{name}")
-            before = index if old is None or old == new else self._former_index(old)
-            self._refuse_another(None if old is None else before, index)
-            if before is not None:
-                self._drop_changed(before, index)
-            # In this order: killed in between, the folder is known to hold no other dataset.
-            self._place.set_source(self._label)
-            self._place.publish(draft, name)
-        return index
-
-    def _former_index(self, text: bytes) -> Index | None:
-        """The index that the folder holds; None for one of ours that is damaged, which may be replaced."""
-        try:
-            return Index.from_bytes(text, str(self.folder / INDEX_NAME))
-        except FormatError as error:
-            if self._place.source() == self._label:
-                return None
-            raise CacheError(
-                f"a cache folder's index.json is the dataset's; the one in {self.folder} cannot be read ({error}), and "
-                "this cache did not put it there. Delete it, or choose another `local`."
-            ) from error
-
-    @property
-    def _label(self) -> str:
-        """Tells the store whose data this is, and shows its URL; no secrets."""
-        return f"{hashlib.sha256(self.store.identity.encode()).hexdigest()[:32]} {self.store.url}"
-
-    def _refuse_another(self, before: Index | None, index: Index) -> None:
-        """One folder holds one dataset: another's shards have the same names.
-
-        Only hashes can tell that two stores hold the same shards, or that shards of an index which somebody else put
-        here are those of another: names, sizes and counts are often equal, as of tokens.
-        """
-        source = self._place.source()
-        if source == self._label or (before is None and source is None):
-            return
-        same = before is not None and before.digest == index.digest
-        if source is None and same:
-            return
-        if before is not None and (same or source is None) and _all_hashed(index) and _all_hashed(before):
-            return
-        holder = "an index.json of another" if source is None else f"that of {source.partition(' ')[2]}"
-        why = " (their shards have no hashes by which one could tell)" if same or source is None else ""
-        raise CacheError(
-            f"a cache folder holds one dataset: {self.folder} holds {holder}, and "
-            f"{self.store.url} is another{why}. Pass a local= of its own, or delete the folder."
-        )
-
-    def _drop_changed(self, before: Index, after: Index) -> None:
-        if before.digest == after.digest:
-            return
-        now = {raw.basename: raw for raw in (after.entry(number).raw for number in range(after.num_shards))}
-        for entry in map(before.entry, range(before.num_shards)):
-            if now.get(entry.raw.basename) != entry.raw:
-                self._drop(entry)
+            return self._index.fetch(name, draft)
 
     def present(self, entry: ShardEntry) -> bool:
         """Whether every raw file of the shard is here, whole."""
@@ -407,10 +344,6 @@ class ShardCache:
             if is_full(error):
                 raise self._evictor.disk_full(need_bytes) from error
             raise
-
-
-def _all_hashed(index: Index) -> bool:
-    return all(raw.hashes for shard in range(len(index)) for raw, _ in index.entry(shard).files)
 
 
 def _cache_entry(entry: ShardEntry, *, with_zip: bool) -> CacheEntry:
