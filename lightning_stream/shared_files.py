@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import functools
 import json
 import os
@@ -12,6 +11,7 @@ import random
 import secrets
 import socket
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +21,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from lightning_stream import errors
 from lightning_stream.errors import CacheError, LightningStreamError, LockTimeoutError, summarize
+
+try:
+    import fcntl
+except ImportError as error:
+    raise ImportError(
+        f"lightning_stream needs POSIX file locks, as Linux and macOS have them; this is {sys.platform}. "
+        "On Windows, use WSL."
+    ) from error
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -50,7 +58,7 @@ def publish(draft: Path, final: Path, *, durable: bool = True) -> None:
     """Give a finished draft its final name; the name appears at once, with all of the bytes.
 
     `durable`: the bytes are on the disk first, so that this holds through a power cut too. Without, it holds for
-    whatever happens to processes; what a machine that went down left behind is told by :func:`before_boot`.
+    whatever happens to processes; :func:`before_boot` finds what a machine that went down left behind.
     """
     if durable:
         sync(draft)
@@ -107,7 +115,7 @@ def make_folder(folder: Path, modes: Modes = PRIVATE) -> None:
 
 
 def backoff(wait_s: float) -> Iterator[None]:
-    """Yield at once, then after short, growing, jittered backoff, until the deadline: the one place that waits."""
+    """Yield at once, then after short, growing, jittered pauses, until the deadline: the one place that waits."""
     deadline = time.monotonic() + wait_s
     pause_s = 0.001
     yield
@@ -177,7 +185,7 @@ def try_flock(fd: int, path: Path, *, shared: bool = False) -> bool:
     except OSError as error:
         if error.errno in _LOCKLESS:
             raise no_locks(path) from error
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     return True
 
 
@@ -302,10 +310,10 @@ def same_file(fd: int, path: Path) -> bool:
 
 
 def run_once_across_processes(done: Callable[[], T | None], work: Callable[[], T], lock: FileLock, wait_s: float) -> T:
-    """Have one of all processes and threads do the work, the others wait for what comes of it.
+    """Have one of all processes and threads do the work, while the others wait for its result.
 
-    An owner that fails leaves its reason beside the lock before it lets go, and everyone who waited raises that at
-    once; who comes later clears it and tries anew. An owner that is killed leaves nothing: the next in line takes over.
+    An owner that fails leaves its reason beside the lock before it releases it, and all that waited raise it at once; a
+    later call clears it and tries again. An owner that is killed leaves nothing: the next in line takes over.
 
     Args:
         done: What the work gives, where it has been done already (a stat, cheap); else None.

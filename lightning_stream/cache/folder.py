@@ -108,9 +108,9 @@ class CacheFolder:
                 _check_ours(base)
             make_folder(self.path, self.modes)
             for folder in (self.control, self.control / "locks", self.control / "drafts"):
-                make_folder(folder, self.modes)
                 if folder.is_symlink():
                     raise _link_error(folder)
+                make_folder(folder, self.modes)
             self._probe_locks()
             self._sweep()
         except PermissionError as error:
