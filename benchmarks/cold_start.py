@@ -164,13 +164,12 @@ def _data() -> Path:
 
 def _fetch_all(scratch: Path, numbers: range) -> None:
     from lightning_stream.cache import ShardCache
-    from lightning_stream.formats.index import Index
     from lightning_stream.stores import open_store
 
     cache = ShardCache(open_store("s3://bucket/mds"), scratch)
-    index = Index.from_bytes(cache.index(), "the index")
-    for _ in cache.prefetch(map(index.entry, numbers), workers=THREADS):
-        pass
+    index = cache.index()
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(cache.ensure, map(index.entry, numbers)))
 
 
 def _get_all(scratch: Path, numbers: range) -> None:

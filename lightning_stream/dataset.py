@@ -160,7 +160,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         OrderConfig.resolve(batch_size=1, device_batch_size=1, **order_arguments)  # refuses wrong values now
         config = CacheConfig(
             limit_bytes=self.cache_limit,
-            validate_hash=validate_hash or "auto",
+            validate_hash=validate_hash,
             keep_zip=bool(keep_zip),
             shared=shared_cache,
         )

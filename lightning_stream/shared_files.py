@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import functools
 import json
 import os
@@ -12,6 +11,7 @@ import random
 import secrets
 import socket
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +21,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from lightning_stream import errors
 from lightning_stream.errors import CacheError, LightningStreamError, LockTimeoutError, summarize
+
+try:
+    import fcntl
+except ImportError as error:
+    raise ImportError(
+        f"lightning_stream needs POSIX file locks, as Linux and macOS have them; this is {sys.platform}. "
+        "On Windows, use WSL."
+    ) from error
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -50,13 +58,13 @@ def publish(draft: Path, final: Path, *, durable: bool = True) -> None:
     """Give a finished draft its final name; the name appears at once, with all of the bytes.
 
     `durable`: the bytes are on the disk first, so that this holds through a power cut too. Without, it holds for
-    whatever happens to processes; what a machine that went down left behind is told by :func:`before_boot`.
+    whatever happens to processes; :func:`before_boot` finds what a machine that went down left behind.
     """
     if durable:
-        _sync(draft)
+        sync(draft)
     draft.replace(final)
     if durable:
-        _sync(final.parent)
+        sync(final.parent)
 
 
 @functools.cache
@@ -71,19 +79,20 @@ def before_boot(path: Path) -> bool:
     return path.stat().st_ctime < boot_time()
 
 
-def publish_bytes(content: bytes, final: Path, modes: Modes = PRIVATE) -> None:
+def publish_bytes(content: bytes, final: Path, modes: Modes = PRIVATE, *, durable: bool = True) -> None:
     """Write a small file, whole or not at all."""
     draft = final.with_name(f".{final.name}.{secrets.token_hex(8)}")
     try:
         with draft.open("wb") as file:
             os.fchmod(file.fileno(), modes.file)
             file.write(content)
-        publish(draft, final)
+        publish(draft, final, durable=durable)
     finally:
         draft.unlink(missing_ok=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file's bytes, or a folder's names, on the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -105,7 +114,7 @@ def make_folder(folder: Path, modes: Modes = PRIVATE) -> None:
             raise
 
 
-def pauses(wait_s: float) -> Iterator[None]:
+def backoff(wait_s: float) -> Iterator[None]:
     """Yield at once, then after short, growing, jittered pauses, until the deadline: the one place that waits."""
     deadline = time.monotonic() + wait_s
     pause_s = 0.001
@@ -117,8 +126,9 @@ def pauses(wait_s: float) -> Iterator[None]:
 
 
 def open_with_mode(path: Path, flags: int, mode: int) -> int:
-    """Open a file; one that is created here has exactly this mode, whatever the umask says."""
-    fd = os.open(path, flags | os.O_CLOEXEC, mode)
+    """Open a file, for writing never through a link; one that is created here has exactly this mode."""
+    links = os.O_NOFOLLOW if flags & (os.O_RDWR | os.O_WRONLY) else 0
+    fd = os.open(path, flags | os.O_CLOEXEC | links, mode)
     if flags & os.O_CREAT and mode & 0o077:
         found = os.fstat(fd)
         if found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) != mode:
@@ -126,7 +136,7 @@ def open_with_mode(path: Path, flags: int, mode: int) -> int:
     return fd
 
 
-class HeldFiles:
+class LockDescriptors:
     """Descriptors that carry a kernel lock of this process.
 
     A forked child inherits copies, which would keep a lock alive after its owner is killed: the child closes them.
@@ -159,7 +169,7 @@ class HeldFiles:
         self._guard.release()
 
 
-HELD = HeldFiles()
+LOCK_FDS = LockDescriptors()
 
 
 def try_flock(fd: int, path: Path, *, shared: bool = False) -> bool:
@@ -175,7 +185,7 @@ def try_flock(fd: int, path: Path, *, shared: bool = False) -> bool:
     except OSError as error:
         if error.errno in _LOCKLESS:
             raise no_locks(path) from error
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     return True
 
 
@@ -230,7 +240,7 @@ class FileLock:
                 taken = try_flock(fd, self.path)
                 current = taken and self._is_current(fd)
             except BaseException:
-                HELD.close(fd)
+                LOCK_FDS.close(fd)
                 raise
             if current:
                 self._fd, self._pid = fd, os.getpid()
@@ -238,7 +248,7 @@ class FileLock:
                 with contextlib.suppress(OSError):
                     os.pwrite(fd, f"{self._pid} {socket.gethostname()}\n".encode(), 0)
                 return True
-            HELD.close(fd)
+            LOCK_FDS.close(fd)
             if not taken:
                 return False
 
@@ -247,7 +257,7 @@ class FileLock:
         fd, self._fd = self._fd, None
         if fd is not None and self._pid == os.getpid():
             self.path.unlink(missing_ok=True)
-            HELD.close(fd)
+            LOCK_FDS.close(fd)
 
     def holder(self) -> str:
         """Who holds it, for messages."""
@@ -258,22 +268,22 @@ class FileLock:
         return f"process {pid} on {host}"
 
     def _open(self) -> int:
-        for _ in pauses(_SETTLING_S if self.modes != PRIVATE else 0):
+        for _ in backoff(_SETTLING_S if self.modes != PRIVATE else 0):
             try:
-                return HELD.open(self.path, os.O_RDWR | os.O_CREAT, self.modes.file)
+                return LOCK_FDS.open(self.path, os.O_RDWR | os.O_CREAT, self.modes.file)
             except FileNotFoundError:  # noqa: PERF203 (the loop is over retries)
                 make_folder(self.path.parent, self.modes)
             except PermissionError:
                 # In a shared folder another user may have made it an instant ago, and not opened it to us yet.
                 continue
-        return HELD.open(self.path, os.O_RDWR | os.O_CREAT, self.modes.file)
+        return LOCK_FDS.open(self.path, os.O_RDWR | os.O_CREAT, self.modes.file)
 
     def _is_current(self, fd: int) -> bool:
         # The owner before us removed the file as it let go: a lock on that inode excludes nobody.
         return same_file(fd, self.path)
 
     def __enter__(self) -> Self:
-        for _ in pauses(self._wait_s):
+        for _ in backoff(self._wait_s):
             if self.try_acquire():
                 return self
         raise self.timeout(self._wait_s)
@@ -299,11 +309,11 @@ def same_file(fd: int, path: Path) -> bool:
     return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
 
 
-def publish_once(done: Callable[[], T | None], work: Callable[[], T], lock: FileLock, wait_s: float) -> T:
-    """Have one of all processes and threads do the work, the others wait for what comes of it.
+def run_once_across_processes(done: Callable[[], T | None], work: Callable[[], T], lock: FileLock, wait_s: float) -> T:
+    """Have one of all processes and threads do the work, while the others wait for its result.
 
-    An owner that fails leaves its reason beside the lock before it lets go, and everyone who waited raises that at
-    once; who comes later clears it and tries anew. An owner that is killed leaves nothing: the next in line takes over.
+    An owner that fails leaves its reason beside the lock before it releases it, and all that waited raise it at once; a
+    later call clears it and tries again. An owner that is killed leaves nothing: the next in line takes over.
 
     Args:
         done: What the work gives, where it has been done already (a stat, cheap); else None.
@@ -318,36 +328,38 @@ def publish_once(done: Callable[[], T | None], work: Callable[[], T], lock: File
     if (value := done()) is not None:
         return value
     reason = lock.path.with_suffix(".failed")
-    before = _read_reason(reason).get("token")
+    before = _read_failure(reason).get("token")
     waited = False
-    for _ in pauses(wait_s):
+    for _ in backoff(wait_s):
         if lock.try_acquire():
-            return _own(done, work, lock, reason, before if waited else _NO_WAIT)
+            return _run_as_owner(done, work, lock, reason, before if waited else _NO_WAIT)
         waited = True
         if (value := done()) is not None:
             return value
-        _raise_new(reason, before)
+        _raise_new_failure(reason, before)
     raise lock.timeout(wait_s)
 
 
-def _own(done: Callable[[], T | None], work: Callable[[], T], lock: FileLock, reason: Path, before: object) -> T:
+def _run_as_owner(
+    done: Callable[[], T | None], work: Callable[[], T], lock: FileLock, reason: Path, before: object
+) -> T:
     """Do the work under the lock; `before` is the failure known as the wait began, or that there was no wait."""
     try:
         if (value := done()) is not None:
             return value
         if before is not _NO_WAIT:
-            _raise_new(reason, before)
+            _raise_new_failure(reason, before)
         reason.unlink(missing_ok=True)
         try:
             return work()
         except Exception as error:
-            _leave_reason(reason, error, lock.modes)
+            _write_failure(reason, error, lock.modes)
             raise
     finally:
         lock.release()
 
 
-def _leave_reason(reason: Path, error: Exception, modes: Modes) -> None:
+def _write_failure(reason: Path, error: Exception, modes: Modes) -> None:
     known = isinstance(error, LightningStreamError)
     said = {
         "token": secrets.token_hex(8),
@@ -362,7 +374,7 @@ def _leave_reason(reason: Path, error: Exception, modes: Modes) -> None:
         return
 
 
-def _read_reason(reason: Path) -> dict[str, object]:
+def _read_failure(reason: Path) -> dict[str, object]:
     try:
         said = json.loads(reason.read_bytes())
     except (OSError, ValueError):
@@ -370,8 +382,10 @@ def _read_reason(reason: Path) -> dict[str, object]:
     return said if isinstance(said, dict) else {}
 
 
-def _raise_new(reason: Path, before: object) -> None:
-    said = _read_reason(reason)
+def _raise_new_failure(reason: Path, before: object) -> None:
+    said = _read_failure(reason)
     if said and said.get("token") != before:
-        kind = getattr(errors, str(said.get("kind")), CacheError)
+        # The file is another process's, in a shared cache another user's: it names an error of ours, or none.
+        kind = getattr(errors, str(said.get("kind")), None)
+        kind = kind if isinstance(kind, type) and issubclass(kind, LightningStreamError) else CacheError
         raise kind(f"{said.get('message')} (raised in process {said.get('pid')}, which did this for all that wait)")

@@ -33,6 +33,7 @@ NUM_SAMPLES, SAMPLE_BYTES, SHARD_BYTES, EPOCHS = 3000, 2000, 50_000, 8
 LIMIT_BYTES = 90 * SHARD_BYTES  # of 120 shards; five orders are read at once, each with an active set of its own
 OPTIONS = {"retries": 40, "first_pause_s": 0.005, "longest_pause_s": 0.1, "timeout_s": 0.5}
 PROBABILITY = {"error": 0.1, "reset": 0.2, "truncate": 0.2, "stall": 0.03, "flip": 0.1}
+ODD = {"page": 0.1, "empty": 0.05, "gone": 0.05, "short": 0.05, "unversioned": 0.05}  # where a body is resumed
 FORK = multiprocessing.get_context("fork")
 _LOADED = (StreamingDataLoader, World)  # before a fork beside threads, which may be importing
 
@@ -67,7 +68,7 @@ def test_no_fault_and_no_kill_costs_a_sample(tmp_path: Path) -> None:
     real = shutil.which("radosgw") and shutil.which("ceph-mon")
     with processes.ceph(tmp_path, KEY, SECRET) if real else processes.moto(tmp_path) as endpoint:
         upload("s3://bucket/data", {**options, "endpoint_url": endpoint, "timeout_s": 20.0}, tmp_path / "data")
-        with FaultProxy(endpoint, Plan(latency_s=0.002, probability=PROBABILITY, burst=3)) as proxy:
+        with FaultProxy(endpoint, Plan(latency_s=0.002, probability=PROBABILITY, resumed=ODD, burst=3)) as proxy:
             reach = {**options, "endpoint_url": proxy.url}
 
             def start(number: int, epochs: int) -> tuple[Any, Any]:
@@ -88,6 +89,7 @@ def test_no_fault_and_no_kill_costs_a_sample(tmp_path: Path) -> None:
     assert sorted(crowd.delivered) == list(range(EPOCHS))
     assert all(sorted(ids) == list(range(NUM_SAMPLES)) for ids in crowd.delivered.values())
     assert all(descriptors <= 20 and mebibytes <= 64 for _, descriptors, mebibytes in crowd.ended)
-    assert faults >= 1000
+    assert faults >= 2000
+    assert sum(counts.get(name, 0) for name in ODD) >= 200
     kept = sum(path.stat().st_size for path in (tmp_path / "cache").glob("shard.*"))
     assert kept <= LIMIT_BYTES

@@ -15,7 +15,7 @@ import pytest
 from lightning_stream import shared_files as files
 from lightning_stream.cache.folder import CacheFolder, default_folder
 from lightning_stream.errors import CacheError, LockTimeoutError, NotFoundError
-from lightning_stream.shared_files import FileLock, publish, publish_bytes, publish_once
+from lightning_stream.shared_files import FileLock, publish, publish_bytes, run_once_across_processes
 
 FORK = multiprocessing.get_context("fork")
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # it is fork that is tested
@@ -114,7 +114,7 @@ def test_work_is_done_once_and_all_get_it(tmp_path: Path) -> None:
 
     def run(results: list[bytes]) -> None:
         here = lambda: done.read_bytes() if done.exists() else None  # noqa: E731
-        results.append(publish_once(here, work, FileLock(tmp_path / "a.lock"), 10))
+        results.append(run_once_across_processes(here, work, FileLock(tmp_path / "a.lock"), 10))
 
     results: list[bytes] = []
     threads = [threading.Thread(target=run, args=(results,)) for _ in range(16)]
@@ -131,7 +131,7 @@ def wait_for_it(folder: Path, answers: Any, waiting: Any) -> None:
         waiting.release()
 
     try:
-        publish_once(done, lambda: answers.put("worked"), FileLock(folder / "a.lock"), 30)
+        run_once_across_processes(done, lambda: answers.put("worked"), FileLock(folder / "a.lock"), 30)
     except NotFoundError as error:
         answers.put(str(error))
 
@@ -148,12 +148,12 @@ def test_a_failure_is_raised_in_every_waiter_at_once_and_a_later_call_tries_anew
         raise NotFoundError("the shard is not there")
 
     with pytest.raises(NotFoundError):
-        publish_once(lambda: None, fail, FileLock(tmp_path / "a.lock"), 10)
+        run_once_across_processes(lambda: None, fail, FileLock(tmp_path / "a.lock"), 10)
     said = [answers.get(timeout=30) for _ in waiters]
     for waiter in waiters:
         waiter.join()
     assert all(text.startswith(f"the shard is not there (raised in process {os.getpid()}") for text in said)
-    assert publish_once(lambda: None, lambda: "anew", FileLock(tmp_path / "a.lock"), 10) == "anew"
+    assert run_once_across_processes(lambda: None, lambda: "anew", FileLock(tmp_path / "a.lock"), 10) == "anew"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -170,7 +170,7 @@ def test_a_waiter_takes_over_from_a_killed_owner(tmp_path: Path) -> None:
         if looks == 3:
             os.kill(owner.pid or 0, signal.SIGKILL)
 
-    assert publish_once(done, lambda: "taken over", FileLock(tmp_path / "a.lock"), 30) == "taken over"
+    assert run_once_across_processes(done, lambda: "taken over", FileLock(tmp_path / "a.lock"), 30) == "taken over"
     owner.join()
 
 

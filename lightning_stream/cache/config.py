@@ -13,17 +13,18 @@ class CacheConfig:
 
     Attributes:
         limit_bytes: What one folder may hold, over all processes and jobs that use it; None: no limit.
-        validate_hash: ``"auto"``: by the fastest hash that the index has of a file; a hash's name: by that one, which
-            the index must have, and files that were here already are checked too, once per process; None: sizes only.
+        validate_hash: None: a fetched file is checked by the fastest hash that the index has of it, and so is, once, a
+            file that somebody else put here. A hash's name: by that one, which the index must have; then every file
+            that is here is checked once per process.
         keep_zip: Keep compressed files after decompression.
         shared: False: what is created is private to the user. True: it takes the folder's own permissions.
         wait_s: Longest wait for another process's fetch of a shard.
         room_wait_s: Longest wait for others to let go of shards, where the limit leaves no room.
-        refetches: How often a file with wrong bytes is fetched anew before its digests are reported.
+        refetches: How often a file with wrong bytes is fetched again before its digests are reported.
     """
 
     limit_bytes: int | None = None
-    validate_hash: str | None = "auto"
+    validate_hash: str | None = None
     keep_zip: bool = False
     shared: bool = False
     wait_s: float = 660.0
@@ -40,5 +41,5 @@ class CacheConfig:
             problems.append(f"refetches is 0 or more; got {self.refetches}")
         if problems:
             raise ValueError("; ".join(problems))
-        if self.validate_hash not in (None, "auto"):
-            check_hashes([str(self.validate_hash)])
+        if self.validate_hash is not None:
+            check_hashes([self.validate_hash])

@@ -12,16 +12,18 @@ from lightning_stream.formats.index import FileEntry
 from lightning_stream.shared_files import FULL
 from lightning_stream.stores.base import Store
 
+_REMEDY = "Compare it with the dataset's source; upload that shard and its index again if it is damaged there."
+
 
 @dataclass(frozen=True)
-class Bringer:
-    """Brings the files of one shard into drafts.
+class ShardFetcher:
+    """Downloads, verifies and unpacks the files of one shard.
 
     Attributes:
         store: Where they are.
         compression: The name under which compressed files are packed; None: there are none.
         validate_hash: As in :class:`CacheConfig`.
-        refetches: How often a file with wrong bytes is fetched anew.
+        refetches: How often a file with wrong bytes is fetched again.
         kept: Folders in which a compressed file may lie already.
         connections: How many there are to spare for one file.
     """
@@ -33,26 +35,26 @@ class Bringer:
     kept: tuple[Path, ...]
     connections: int = 1
 
-    def bring(self, raw: FileEntry, compressed: FileEntry | None, draft: Path, packed: Path) -> None:
+    def fetch(self, raw: FileEntry, compressed: FileEntry | None, draft: Path, packed: Path) -> None:
         """Leave the raw file's bytes, verified, in `draft`; a compressed file that was fetched stays in `packed`.
 
         Raises:
-            DigestError, FormatError: Wrong bytes, also after fetching anew.
+            DigestError, FormatError: Wrong bytes, also when fetched again.
             StoreError: The store could not give it.
         """
         here = _kept(self.kept, compressed)
         for _ in range(self.refetches):
             try:
-                self._bring_once(raw, compressed, draft, packed, here)
+                self._fetch_once(raw, compressed, draft, packed, here)
             except FormatError as error:  # noqa: PERF203 (the loop is over retries)
                 if is_full(error):
                     raise
                 here = None
             else:
                 return
-        self._bring_once(raw, compressed, draft, packed, here)
+        self._fetch_once(raw, compressed, draft, packed, here)
 
-    def _bring_once(
+    def _fetch_once(
         self, raw: FileEntry, compressed: FileEntry | None, draft: Path, packed: Path, here: Path | None
     ) -> None:
         where = f"{self.store.url}/{raw.basename}"
@@ -78,38 +80,40 @@ class Bringer:
         verify(path, file, self.validate_hash, where)
 
 
+def check_size(path: Path, file: FileEntry, where: str) -> None:
+    """Raise DigestError unless a file has the size that its index promises; `where` names it in the message."""
+    size = size_of(path)
+    if size != file.num_bytes:
+        raise DigestError(f"{where}: the index promises {file.num_bytes:,} bytes; there are {size or 0:,}. {_REMEDY}")
+
+
 def verify(path: Path, file: FileEntry, validate_hash: str | None, where: str) -> None:
-    """See that a file's size, and hash, are those its index promises.
+    """Check that a file's size, and hash, are those its index promises.
 
     Args:
         path: The file.
         file: What the index says.
-        validate_hash: ``"auto"``, the name of a hash, or None.
+        validate_hash: The name of a hash, or None for the fastest that the index has.
         where: What to call it in the message.
 
     Raises:
         DigestError: They are not; the message has both.
         ValueError: The index lacks the hash that was asked for.
     """
-    size = size_of(path)
-    remedy = "Compare it with the dataset's source; upload that shard and its index anew if it is damaged there."
-    if size != file.num_bytes:
-        raise DigestError(f"{where}: the index promises {file.num_bytes:,} bytes; there are {size or 0:,}. {remedy}")
+    check_size(path, file, where)
     name = _hash_to_check(file, validate_hash)
     if name is not None and (found := digest_file([name], path)[name]) != file.hashes[name]:
-        raise DigestError(f"{where}: the index promises {name} {file.hashes[name]}; the bytes have {found}. {remedy}")
+        raise DigestError(f"{where}: the index promises {name} {file.hashes[name]}; the bytes have {found}. {_REMEDY}")
 
 
 def _hash_to_check(file: FileEntry, validate_hash: str | None) -> str | None:
     if validate_hash is None:
-        return None
-    if validate_hash == "auto":
         return next((name for name in FASTEST_FIRST if name in file.hashes), None)
     if validate_hash not in file.hashes:
         has = ", ".join(sorted(file.hashes)) or "none"
         raise ValueError(
             f"validate_hash={validate_hash!r} asks for a hash that the index must have; for {file.basename} it has "
-            f"{has}. Choose one of these, 'auto', or None."
+            f"{has}. Choose one of these, or None."
         )
     return validate_hash
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pwd
@@ -9,21 +10,24 @@ import re
 import secrets
 import stat
 import tempfile
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 from lightning_stream.errors import CacheError
 from lightning_stream.shared_files import (
-    HELD,
+    LOCK_FDS,
     PRIVATE,
     FileLock,
     Modes,
     make_folder,
     no_locks,
     publish_bytes,
+    sync,
     try_flock,
 )
 
 CONTROL = ".lightning_stream"
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def default_folder(identity: str) -> Path:
@@ -44,11 +48,15 @@ def _base() -> Path:
     home = Path(os.path.expanduser("~"))  # noqa: PTH111 (Path.home() raises where there is none)
     if home.is_absolute() and os.access(home, os.W_OK):
         return home / ".cache" / "lightning_stream"
+    return _temporary_base()
+
+
+def _temporary_base() -> Path:
     return Path(tempfile.gettempdir()) / f"lightning_stream-{os.getuid()}"
 
 
 class CacheFolder:
-    """A cache's folder with its control folder: locks, drafts, ledger.
+    """A cache's folder with its control folder: locks, drafts, usage log.
 
     Args:
         path: The folder.
@@ -85,22 +93,28 @@ class CacheFolder:
         publish_bytes(label.encode(), self.control / "source", self.modes)
 
     def prepare(self) -> None:
-        """Make the folders, see that locks work, and clear what killed processes left; once per process, and anew where
-        somebody has deleted them since.
+        """Make the folders, see that locks work, and remove what killed processes left.
+
+        Done once per process, and again after somebody has deleted the folders.
 
         Raises:
-            CacheError: It is another user's, or its file system has no locks.
+            CacheError: It is another user's, its file system has no locks, or a link leads out of it.
         """
         if self._ready_in == os.getpid() and (self.control / "drafts").is_dir():
             return
         try:
+            if self.path.is_relative_to(base := _temporary_base()):
+                make_folder(base)
+                _check_ours(base)
             make_folder(self.path, self.modes)
-            for name in ("locks", "drafts"):
-                make_folder(self.control / name, self.modes)
+            for folder in (self.control, self.control / "locks", self.control / "drafts"):
+                if folder.is_symlink():
+                    raise _link_error(folder)
+                make_folder(folder, self.modes)
             self._probe_locks()
             self._sweep()
         except PermissionError as error:
-            raise self.refused(error) from error
+            raise self.permission_error(error) from error
         self._ready_in = os.getpid()
 
     def lock(self, name: str, wait_s: float = 60.0) -> FileLock:
@@ -111,11 +125,45 @@ class CacheFolder:
         """Where a file of this shard is prepared; only the holder of the shard's lock may."""
         return self.control / "drafts" / f"{_key(name)}.{part}"
 
-    def make_parent(self, path: Path) -> None:
-        """Make the sub-folder that a file's name asks for."""
-        make_folder(path.parent, self.modes)
+    def publish(self, draft: Path, name: str, *, durable: bool = True) -> None:
+        """Give a finished draft its final name below the folder, as `shared_files.publish` does."""
+        draft.chmod(self.modes.file)
+        if durable:
+            sync(draft)
+        with self._parent_of(name, make=True) as (parent, base):
+            os.replace(draft, base, dst_dir_fd=parent)
+            if durable:
+                os.fsync(parent)
 
-    def refused(self, error: PermissionError) -> CacheError:
+    def unlink(self, name: str) -> None:
+        """Delete a file below the folder, if it is there."""
+        with contextlib.suppress(FileNotFoundError), self._parent_of(name) as (parent, base):
+            os.unlink(base, dir_fd=parent)
+
+    @contextlib.contextmanager
+    def _parent_of(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+        """The open folder of a file, and the file's name in it.
+
+        Each sub-folder is opened from the one above, and never through a link: another user of a shared cache could
+        have put one there, and we would delete or replace files elsewhere.
+        """
+        *folders, base = PurePosixPath(name).parts
+        fd, at = os.open(self.path, _FOLDER_FLAGS), self.path
+        try:
+            for part in folders:
+                at = at / part
+                if make:
+                    make_folder(at, self.modes)
+                if at.is_symlink():
+                    raise _link_error(at)
+                inner = os.open(part, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=fd)
+                os.close(fd)
+                fd = inner
+            yield fd, base
+        finally:
+            os.close(fd)
+
+    def permission_error(self, error: PermissionError) -> CacheError:
         """The error for a cache folder that this user may not use."""
         return CacheError(
             f"user {_user(os.getuid())} may not use the cache {self.path} ({error.strerror}: {error.filename}): it "
@@ -123,7 +171,7 @@ class CacheFolder:
             "(`shared_cache=True`, with a folder whose group may write: chmod 2770)."
         )
 
-    def unusable(self, error: OSError) -> CacheError:
+    def os_error(self, error: OSError) -> CacheError:
         """The error for a folder in which something cannot be made, read or replaced."""
         where = error.filename2 or error.filename or "a file of a shard"
         return CacheError(
@@ -134,29 +182,56 @@ class CacheFolder:
 
     def _probe_locks(self) -> None:
         path = self.control / "locks" / f".probe-{secrets.token_hex(8)}"
-        first = HELD.open(path, os.O_RDWR | os.O_CREAT)
-        second = HELD.open(path, os.O_RDWR)
+        first = LOCK_FDS.open(path, os.O_RDWR | os.O_CREAT)
+        second = LOCK_FDS.open(path, os.O_RDWR)
         try:
             if not try_flock(first, path) or try_flock(second, path):
                 raise no_locks(path)
         finally:
-            HELD.close(first)
-            HELD.close(second)
+            LOCK_FDS.close(first)
+            LOCK_FDS.close(second)
             path.unlink(missing_ok=True)
 
     def _sweep(self) -> None:
         """Unlink the drafts of processes that are gone: those whose lock is free."""
-        for draft in sorted((self.control / "drafts").iterdir()):
-            lock = FileLock(self.control / "locks" / f"{draft.name.split('.')[0]}.lock", modes=self.modes)
-            if lock.try_acquire():
-                try:
-                    draft.unlink(missing_ok=True)
-                finally:
-                    lock.release()
+        drafts = os.open(self.control / "drafts", _FOLDER_FLAGS | os.O_NOFOLLOW)
+        try:
+            for name in sorted(os.listdir(drafts)):  # noqa: PTH208 (by descriptor)
+                lock = FileLock(self.control / "locks" / f"{name.split('.')[0]}.lock", modes=self.modes)
+                if lock.try_acquire():
+                    _unlink_and_release(name, drafts, lock)
+        finally:
+            os.close(drafts)
+
+
+def _unlink_and_release(name: str, folder: int, lock: FileLock) -> None:
+    try:
+        os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        return
+    finally:
+        lock.release()
 
 
 def _key(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:24]
+
+
+def _check_ours(base: Path) -> None:
+    """A folder for temporary files is open to all users: one of them may have made our cache's folder before us."""
+    found = base.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise CacheError(
+            f"the default cache {base} must be a folder that only user {_user(os.getuid())} may write to; it "
+            f"{_owner(base)}. Set LIGHTNING_STREAM_CACHE to a folder of yours, or pass `local`."
+        )
+
+
+def _link_error(path: Path) -> CacheError:
+    return CacheError(
+        f"a cache writes and deletes only below its own folder; {path} is a link to {os.path.realpath(path)}. "
+        "Remove the link, or choose another `local`."
+    )
 
 
 def _user(uid: int) -> str:

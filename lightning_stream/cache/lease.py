@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_stream.shared_files import HELD
+from lightning_stream.shared_files import LOCK_FDS, same_file
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -18,19 +18,29 @@ class Lease:
     """A shard that is here and stays: it cannot be evicted before `close`, or before this process ends.
 
     A lease that nobody refers to any more is closed: a dataset that was dropped keeps no shard from being evicted.
+
+    Args:
+        folder: Where the shard's files are; an attribute too.
+        fd: The shard's first file, under a shared lock; None where nothing is ever evicted.
+        name: The first file's name.
     """
 
     # No weakref.finalize: fetching threads would change its registry while the interpreter's exit walks it.
 
-    def __init__(self, folder: Path, fd: int | None) -> None:
+    def __init__(self, folder: Path, fd: int | None, name: str = "") -> None:
         self.folder = folder
-        self._fd, self._pid = fd, os.getpid()
+        self._path, self._fd, self._pid = folder / name, fd, os.getpid()
+
+    def is_current(self) -> bool:
+        """Whether the shard's first file is still the one that was leased: not deleted, nor fetched again since."""
+        fd = vars(self).get("_fd")
+        return fd is None or same_file(fd, self._path)
 
     def close(self) -> None:
         """Let the shard go; again is no error."""
         fd = vars(self).pop("_fd", None)  # by one thread
         if fd is not None and self._pid == os.getpid():  # a forked child has no lease: its copy is closed already
-            HELD.close(fd)
+            LOCK_FDS.close(fd)
 
     def __enter__(self) -> Self:
         return self

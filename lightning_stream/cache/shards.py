@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import logging
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_stream.cache.folder import CacheFolder, default_folder
-from lightning_stream.cache.usage_log import Holding
-from lightning_stream.errors import CacheError, DigestError, FormatError, NotFoundError, UnavailableError
-from lightning_stream.formats.index import FileEntry, Index, ShardEntry
-from lightning_stream.shared_files import FULL, HELD, before_boot, publish, publish_once, same_file, try_flock
+from lightning_stream.cache.usage_log import CacheEntry
+from lightning_stream.errors import CacheError, DigestError, NotFoundError, UnavailableError
+from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
+from lightning_stream.shared_files import FULL, LOCK_FDS, before_boot, run_once_across_processes, same_file, try_flock
 from lightning_stream.stores.base import Store
 from lightning_stream.stores.local import LocalStore
-from lightning_stream.threads import DaemonPool
 
 from .config import CacheConfig
-from .fetch import Bringer, is_full, size_of, verify
+from .eviction import Evictor
+from .fetch import ShardFetcher, check_size, is_full, size_of, verify
+from .index_file import IndexFile
 from .lease import Lease
-from .room import Room, disk_full
 
 T = TypeVar("T")
+_DELETIONS = 3  # of the whole folder, by somebody, while one shard is fetched: then it is an error
 _log = logging.getLogger(__name__)
 
 
@@ -57,9 +56,11 @@ class ShardCache:
         self._source = own if self.in_place else None
         self.folder = default_folder(self.store.identity) if chosen is None or self.in_place else chosen
         self._place = CacheFolder(self.folder, self.config.shared)
-        self._room = Room(self._place)
+        self._evictor = Evictor(self._place)
+        self._index = IndexFile(self.store, self._place, self._drop)
         self._next_use: Callable[[str], float | None] | None = None
         self._checked: set[str] = set()
+        self._refetched: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"store": self.store, "folder": self._source or self.folder, "config": self.config}
@@ -67,92 +68,47 @@ class ShardCache:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
-    def index(self, name: str = "index.json", *, refresh: bool = False) -> bytes:
-        """The index's bytes, fetched once per folder, or anew where asked.
+    def index(self, name: str = INDEX_NAME, *, refresh: bool = False) -> Index:
+        """The index, fetched once per folder, or now where asked.
 
-        Where a fresh index tells other bytes of a shard that is here, that shard is dropped.
+        Where a fresh index says other bytes of a shard that is here, that shard is dropped.
 
         Raises:
             NotFoundError: There is no dataset.
+            FormatError: It is not an index.
+            CacheError: The folder holds another dataset.
         """
         try:
             if self.in_place:
-                return self.store.read(name)
-            with self._explained():
-                return self._index(name, refresh)
+                return Index.from_bytes(self.store.read(name), f"{self.store.url}/{name}")
+            with self._translate_os_errors():
+                here = partial(self._index.here, name)
+                if not refresh and (index := here()) is not None:
+                    return index
+                return self._run_once(name, (lambda: None) if refresh else here, partial(self._fetch_index, name))
         except NotFoundError as error:
             raise NotFoundError(
                 f"{error} A dataset is a folder with {name}, which its writer puts there last."
             ) from error
 
-    def newest_index(self) -> bytes:
+    def newest_index(self, name: str = INDEX_NAME) -> Index:
         """The index as the store has it now; the one that is here only where the store cannot be reached."""
         try:
-            return self.index(refresh=True)
+            return self.index(name, refresh=True)
         except UnavailableError as error:
-            if self.in_place or not (self.folder / "index.json").is_file():
+            if self.in_place or not (self.folder / name).is_file():
                 raise
             _log.warning("Reading %s from the cache alone, as it was when last reached: %s", self.store.url, error)
-            return self.index()
+            return self.index(name)
 
-    def _index(self, name: str, refresh: bool) -> bytes:
-        path = self.folder / name
-
-        def here() -> bytes | None:
-            return path.read_bytes() if path.is_file() and self._place.source() in (None, self._label) else None
-
-        def fetch() -> bytes:
-            draft = self._place.draft(name, "raw")
-            with self._tidy([draft], name, 0):
-                self.store.get(name, draft)
-                old, new = path.read_bytes() if path.is_file() else None, draft.read_bytes()
-                if old is not None and old != new:  # parsing costs a second for 100,000 shards
-                    self._refuse_another(old, new)
-                    self._drop_changed(old, new)
-                self._publish(draft, name)
-                self._place.set_source(self._label)
-            return path.read_bytes()
-
-        if refresh:
-            return self._once(name, lambda: None, fetch)
-        return here() or self._once(name, here, fetch)
-
-    @property
-    def _label(self) -> str:
-        """Tells the store whose data this is, and shows its URL; no secrets."""
-        return f"{hashlib.sha256(self.store.identity.encode()).hexdigest()[:32]} {self.store.url}"
-
-    def _refuse_another(self, old: bytes, new: bytes) -> None:
-        """One folder holds one dataset: another's shards have the same names."""
-        source = self._place.source()
-        if source in (None, self._label) or Index.from_bytes(old, "").digest == Index.from_bytes(new, "").digest:
-            return
-        raise CacheError(
-            f"a cache folder holds one dataset: {self.folder} holds that of {source.partition(' ')[2]}, and "
-            f"{self.store.url} is another. Pass a local= of its own, or delete the folder."
-        )
-
-    def _drop_changed(self, old: bytes, new: bytes) -> None:
-        try:
-            before = Index.from_bytes(old, str(self.folder / "index.json"))
-        except FormatError as error:
-            raise CacheError(
-                f"a cache folder's index.json is the dataset's; that of {self.folder} is none, and not ours to replace "
-                f"({error}). Delete it, or choose another `local`."
-            ) from error
-        after = Index.from_bytes(new, self.store.url)
-        if before.digest == after.digest:
-            return
-        raws = (after.entry(number).raw for number in range(after.num_shards))
-        now = {raw.basename: raw for raw in raws}
-        for entry in map(before.entry, range(before.num_shards)):
-            name = entry.raw.basename
-            if now.get(name) != entry.raw:
-                self._drop(entry)
+    def _fetch_index(self, name: str) -> Index:
+        draft = self._place.draft(name, "raw")
+        with self._cleanup_on_error([draft], name, 0):
+            return self._index.fetch(name, draft)
 
     def present(self, entry: ShardEntry) -> bool:
         """Whether every raw file of the shard is here, whole."""
-        return self._home(entry) is not None
+        return self._find(entry) is not None
 
     def ensure(self, entry: ShardEntry) -> Path:
         """The folder in which every raw file of the shard is, fetched now where it was not.
@@ -178,27 +134,43 @@ class ShardCache:
         """
         if self._source is not None and (lease := self._in_place(entry)):
             return lease
-        name = entry.raw.basename
-        with self._explained():
-            return self._pin(entry) or self._once(
-                name, lambda: self._pin(entry), lambda: self._fetch(entry, connections), wait_s
-            )
+        name, pin, fetch = entry.raw.basename, partial(self._pin, entry), partial(self._fetch, entry, connections)
+        for _ in range(_DELETIONS):
+            try:
+                with self._translate_os_errors():
+                    return pin() or self._run_once(name, pin, fetch, wait_s)
+            except CacheError as error:  # noqa: PERF203 (the loop is over retries)
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    raise
+        with self._translate_os_errors():
+            return self._run_once(name, pin, fetch, wait_s)
 
-    def prefetch(self, entries: Iterable[ShardEntry], *, workers: int = 4) -> Iterator[tuple[ShardEntry, Path]]:
-        """Fetch shards, several at once; yields them in the given order, and raises the first failure in that order."""
-        waiting: deque[tuple[ShardEntry, Future[Path]]] = deque()
-        pool = DaemonPool(workers, "fetch")
+    def fetch_again(self, entry: ShardEntry, lease: Lease) -> Lease | None:
+        """A lease on the shard's files as fetched once more, after those of `lease` could not be read.
+
+        Returns:
+            None where that cannot help: the files are the only copy, or have the bytes that the index promises, or
+            were fetched again before by this process.
+
+        Raises:
+            As `lease`.
+        """
+        name = entry.raw.basename
+        if self._find(entry) is None or not lease.is_current():  # deleted, or fetched again by another meanwhile
+            return self.lease(entry)
+        if self.in_place or name in self._refetched:
+            return None
+        self._refetched.add(name)
         try:
-            for entry in entries:
-                waiting.append((entry, pool.submit(self.ensure, entry)))
-                if len(waiting) >= 2 * workers:
-                    first, folder = waiting.popleft()
-                    yield first, folder.result()
-            while waiting:
-                first, folder = waiting.popleft()
-                yield first, folder.result()
-        finally:
-            pool.close()
+            if all(raw.hashes for raw, _ in entry.files):
+                for raw, _ in entry.files:
+                    verify(self.folder / raw.basename, raw, self.config.validate_hash, raw.basename)
+                return None
+        except DigestError as error:
+            _log.warning("A shard in the cache %s is damaged, and is fetched again: %s", self.folder, error)
+        with self._translate_os_errors():
+            done = lambda: None if lease.is_current() else self._pin(entry)  # noqa: E731
+            return self._run_once(name, done, lambda: self._fetch(entry, 1, fresh=True))
 
     def plan(self, next_use: Callable[[str], float | None] | None) -> None:
         """Say what this process will need: a raw basename to when (smaller is sooner), None for not again.
@@ -206,14 +178,6 @@ class ShardCache:
         Evictions by this process then begin with what is not needed again, and end with what is needed next.
         """
         self._next_use = next_use
-
-    def expect(self, entries: Iterable[ShardEntry]) -> None:
-        """Say that these are needed soon: no other job on this folder evicts them before what is not."""
-        for entry in entries:
-            # Not what is still to be checked after a restart: its time says so.
-            with contextlib.suppress(FileNotFoundError):
-                if not any(before_boot(self.folder / raw.basename) for raw, _ in entry.files):
-                    self._touch(self.folder, entry)
 
     def evict(self, entry: ShardEntry) -> bool:
         """Delete the shard's files; False where it is in use, not here, or not ours to delete."""
@@ -225,14 +189,13 @@ class ShardCache:
     def _drop(self, entry: ShardEntry) -> bool:
         """Delete what this cache itself has fetched."""
         name = entry.raw.basename
-        gone = self._room.ledger.knows(name) and self._room.remove(_holding(entry, with_zip=True))
-        if gone:
-            self._room.ledger.forget(name)
+        gone = self._evictor.log.knows(name) and self._evictor.remove(_cache_entry(entry, with_zip=True))
+        self._evictor.log.forget(name, only_verified=not gone)
         return gone
 
     # -- what is here
 
-    def _home(self, entry: ShardEntry) -> Path | None:
+    def _find(self, entry: ShardEntry) -> Path | None:
         for folder in (self._source, self.folder):
             if folder is not None and all(size_of(folder / raw.basename) == raw.num_bytes for raw, _ in entry.files):
                 return folder
@@ -248,49 +211,54 @@ class ShardCache:
                 return None
             if size is None:
                 raise NotFoundError(f"no such file: {path}, which {self._source}/index.json lists. Check the folder.")
-            named = self.config.validate_hash not in (None, "auto")
-            self._check_once(path, raw, self.config.validate_hash if named else None)
+            check_size(path, raw, str(path))
+            if self.config.validate_hash is not None:
+                self._verify_once(path, raw)
         return Lease(self._source, None)
 
     def _pin(self, entry: ShardEntry) -> Lease | None:
         """A lease on a shard that is here; None where it is not, or is just being evicted."""
-        home = self._home(entry)
+        home = self._find(entry)
         if home is None:
             return None
         path = home / entry.raw.basename
         try:
-            fd = HELD.open(path, os.O_RDONLY)
+            fd = LOCK_FDS.open(path, os.O_RDONLY)
         except FileNotFoundError:
             return None
         try:
             if try_flock(fd, path, shared=True) and same_file(fd, path) and self._trusted(home, entry):
                 self._touch(home, entry)
-                return Lease(home, fd)
+                return Lease(home, fd, entry.raw.basename)
         except BaseException:
-            HELD.close(fd)
+            LOCK_FDS.close(fd)
             raise
-        HELD.close(fd)
+        LOCK_FDS.close(fd)
         return None
 
     def _trusted(self, home: Path, entry: ShardEntry) -> bool:
         """Whether what is here may be read as it is.
 
-        Checked first, once: what was here when the machine went down, since its last bytes may not have reached the
-        disk; and, where the user named a hash, what another put here.
+        Checked first, once a process: everything, where the user named a hash, and what was here when the machine went
+        down, since its last bytes may not have reached the disk. Once a folder: what somebody else put here.
         """
-        how = self.config.validate_hash
-        foreign = how not in (None, "auto") and not self._room.ledger.knows(entry.raw.basename)
+        log, name = self._evictor.log, entry.raw.basename
+        named = self.config.validate_hash is not None
+        foreign = not named and home == self.folder and all(raw.hashes for raw, _ in entry.files)
+        foreign = foreign and not log.is_trusted(name)
         try:
             for raw, _ in entry.files:
-                if foreign or before_boot(home / raw.basename):
-                    self._check_once(home / raw.basename, raw, how)
+                if named or foreign or before_boot(home / raw.basename):
+                    self._verify_once(home / raw.basename, raw)
         except (DigestError, FileNotFoundError):
             return False
+        if foreign:
+            log.set_verified(name)
         return True
 
-    def _check_once(self, path: Path, file: FileEntry, how: str | None) -> None:
+    def _verify_once(self, path: Path, file: FileEntry) -> None:
         if str(path) not in self._checked:
-            verify(path, file, how, str(path))
+            verify(path, file, self.config.validate_hash, str(path))
             self._checked.add(str(path))
 
     def _touch(self, home: Path, entry: ShardEntry) -> None:
@@ -302,42 +270,46 @@ class ShardCache:
     # -- fetching
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """What the folder refuses, said in our words."""
+    def _translate_os_errors(self) -> Iterator[None]:
+        """What the folder refuses, as an error of ours that names the folder."""
         try:
             yield
         except PermissionError as error:
-            raise self._place.refused(error) from error
+            raise self._place.permission_error(error) from error
         except OSError as error:
             if error.errno in FULL:
-                raise disk_full(self.folder, 1) from error
+                raise self._evictor.disk_full(0) from error
             if error.errno == errno.EMFILE:
                 raise  # nothing of the folder's
             within = error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(self.folder)
             if within or error.errno == errno.EFBIG:
-                raise self._place.unusable(error) from error
+                raise self._place.os_error(error) from error
             raise
 
-    def _once(self, name: str, done: Callable[[], T | None], work: Callable[[], T], wait_s: float | None = None) -> T:
+    def _run_once(
+        self, name: str, done: Callable[[], T | None], work: Callable[[], T], wait_s: float | None = None
+    ) -> T:
         self._place.prepare()
-        return publish_once(done, work, self._place.lock(name), self.config.wait_s if wait_s is None else wait_s)
+        return run_once_across_processes(
+            done, work, self._place.lock(name), self.config.wait_s if wait_s is None else wait_s
+        )
 
-    def _fetch(self, entry: ShardEntry, connections: int) -> Lease:
-        """Bring, check and publish every file of a shard; under its lock."""
+    def _fetch(self, entry: ShardEntry, connections: int, *, fresh: bool = False) -> Lease:
+        """Fetch, check and publish every file of a shard; under its lock. `fresh`: nothing that is here is used."""
         name = entry.raw.basename
         drafts = [self._place.draft(name, f"{i}.{kind}") for i in range(len(entry.files)) for kind in ("raw", "zip")]
-        kept = (self.folder,) if self._source is None else (self.folder, self._source)
+        kept = () if fresh else tuple(folder for folder in (self.folder, self._source) if folder is not None)
         how = self.config
-        bringer = Bringer(self.store, entry.compression, how.validate_hash, how.refetches, kept, connections)
-        reserved = _holding(entry, with_zip=True)
-        with self._tidy(drafts, name, reserved.num_bytes):
-            self._room.reserve(reserved, self.config.limit_bytes, self.config.room_wait_s, self._next_use)
+        fetcher = ShardFetcher(self.store, entry.compression, how.validate_hash, how.refetches, kept, connections)
+        reserved = _cache_entry(entry, with_zip=True)
+        with self._cleanup_on_error(drafts, name, reserved.num_bytes):
+            self._evictor.make_space(reserved, self.config.limit_bytes, self.config.room_wait_s, self._next_use)
             for i, (raw, compressed) in enumerate(entry.files):
-                bringer.bring(raw, compressed, drafts[2 * i], drafts[2 * i + 1])
+                fetcher.fetch(raw, compressed, drafts[2 * i], drafts[2 * i + 1])
                 if not self.config.keep_zip:
                     drafts[2 * i + 1].unlink(missing_ok=True)
             lease = self._publish_all(entry, drafts)
-            self._room.ledger.settle(_holding(entry, with_zip=self.config.keep_zip))
+            self._evictor.log.settle(_cache_entry(entry, with_zip=self.config.keep_zip))
         return lease
 
     def _publish_all(self, entry: ShardEntry, drafts: list[Path]) -> Lease:
@@ -346,40 +318,34 @@ class ShardCache:
         Waiting for the disk (5 ms and more a file) would cost more than fetching; where a hash can tell after a
         restart what a power cut spoiled, it is not waited for.
         """
-        durable = self.config.validate_hash is None or not all(raw.hashes for raw, _ in entry.files)
-        fd = HELD.open(drafts[0], os.O_RDONLY)
+        durable = not all(raw.hashes for raw, _ in entry.files)
+        fd = LOCK_FDS.open(drafts[0], os.O_RDONLY)
         try:
             try_flock(fd, drafts[0], shared=True)
             for i, (raw, compressed) in reversed(list(enumerate(entry.files))):
                 if compressed is not None and drafts[2 * i + 1].exists():
-                    self._publish(drafts[2 * i + 1], compressed.basename, durable)
-                self._publish(drafts[2 * i], raw.basename, durable)
+                    self._place.publish(drafts[2 * i + 1], compressed.basename, durable=durable)
+                self._place.publish(drafts[2 * i], raw.basename, durable=durable)
         except BaseException:
-            HELD.close(fd)
+            LOCK_FDS.close(fd)
             raise
-        return Lease(self.folder, fd)
-
-    def _publish(self, draft: Path, name: str, durable: bool = True) -> None:
-        final = self.folder / name
-        self._place.make_parent(final)
-        draft.chmod(self._place.modes.file)
-        publish(draft, final, durable=durable)
+        return Lease(self.folder, fd, entry.raw.basename)
 
     @contextlib.contextmanager
-    def _tidy(self, drafts: list[Path], name: str, need_bytes: int) -> Iterator[None]:
-        """Whatever goes wrong in here leaves no drafts, and the books as if it had not been tried."""
+    def _cleanup_on_error(self, drafts: list[Path], name: str, need_bytes: int) -> Iterator[None]:
+        """An error in here leaves no drafts, and the usage log as it was before."""
         try:
             yield
         except BaseException as error:
             for draft in drafts:
                 draft.unlink(missing_ok=True)
             if need_bytes:
-                self._room.ledger.forget(name)
+                self._evictor.log.forget(name)
             if is_full(error):
-                raise disk_full(self.folder, need_bytes) from error
+                raise self._evictor.disk_full(need_bytes) from error
             raise
 
 
-def _holding(entry: ShardEntry, *, with_zip: bool) -> Holding:
+def _cache_entry(entry: ShardEntry, *, with_zip: bool) -> CacheEntry:
     files = [file for raw, compressed in entry.files for file in (raw, compressed if with_zip else None) if file]
-    return Holding(tuple(file.basename for file in files), sum(file.num_bytes for file in files))
+    return CacheEntry(tuple(file.basename for file in files), sum(file.num_bytes for file in files))

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from lightning_stream.cache.folder import CacheFolder
+from lightning_stream.errors import FormatError
+from lightning_stream.formats.schema import check_basename
 from lightning_stream.shared_files import FileLock, open_with_mode, publish_bytes
-
-from .folder import CacheFolder
 
 _SLACK_FROM = 256  # entries; with fewer, finding room for one shard at a time is cheap
 _COMPACT_FROM = 4096  # lines
+_MARK_BYTES = 48  # of the file's beginning: enough for a first line with its token
 
 
 @dataclass(frozen=True)
-class Holding:
+class CacheEntry:
     """One shard that the cache holds, or is fetching: its files, relative to the folder, and their bytes together."""
 
     names: tuple[str, ...]
@@ -25,7 +29,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Shortage:
+class SpaceShortage:
     """What could not be fitted in."""
 
     limit_bytes: int
@@ -33,37 +37,35 @@ class Shortage:
     in_use_bytes: int
 
 
-class Ledger:
-    """A file of lines, ``["+", bytes, names...]`` and ``["-", name]``, appended under a lock.
+class UsageLog:
+    """A file of lines, ``["+", bytes, names...]``, ``["-", name]`` and ``["=", name]``, appended under a lock.
 
-    An entry is written before its files appear, and its end after they are gone: killed at any instant, the ledger
-    counts too much, never too little; what it counts in vain is found when room is needed.
+    ``+`` is written before a shard's files appear, ``-`` after they are gone: killed at any instant, the log counts too
+    much, never too little; what is counted in vain is found when space is needed. ``=`` says that a file which somebody
+    else put here was compared with its hash. Every line is checked as it is read: in a shared cache others write too.
 
     Args:
-        place: The cache's folder.
+        folder: The cache's folder.
     """
 
-    def __init__(self, place: CacheFolder) -> None:
-        self._place = place
-        self._path = place.control / "ledger"
-        self._held: dict[str, Holding] = {}
-        self._total = 0
-        self._offset = 0
-        self._inode = -1
-        self._num_lines = 0
+    def __init__(self, folder: CacheFolder) -> None:
+        self._folder = folder
+        self._path = folder.control / "ledger"
+        self._lock = folder.control / "ledger.lock"
         self._pid = os.getpid()
+        self._restart(b"")
 
     def reserve(
         self,
-        holding: Holding,
+        entry: CacheEntry,
         limit_bytes: int | None,
-        in_order: Callable[[list[Holding]], list[Holding]],
-        remove: Callable[[Holding], bool],
-    ) -> Shortage | None:
-        """Enter a shard that will be fetched, making room for it under the limit.
+        in_order: Callable[[list[CacheEntry]], list[CacheEntry]],
+        remove: Callable[[CacheEntry], bool],
+    ) -> SpaceShortage | None:
+        """Enter a shard that will be fetched, after making space for it under the limit.
 
         Args:
-            holding: The shard; entered anew if it is known.
+            entry: The shard; it replaces an entry of the same name.
             limit_bytes: What the folder may hold; None for no limit.
             in_order: Sorts the candidates, the first to go first.
             remove: Deletes a shard's files; False where it is in use.
@@ -72,48 +74,60 @@ class Ledger:
             None, or what stood in the way: then nothing was entered.
         """
         with self._locked():
-            known = self._held.get(holding.names[0])
-            need = holding.num_bytes - (known.num_bytes if known else 0)
+            known = self._held.get(entry.names[0])
+            need = entry.num_bytes - (known.num_bytes if known else 0)
             if limit_bytes is not None and self._total + need > limit_bytes:
-                kept = self._make_room(holding, limit_bytes - need, in_order, remove)
+                kept = self._make_space(entry, limit_bytes - need, in_order, remove)
                 if self._total + need > limit_bytes:
-                    return Shortage(limit_bytes, self._total, kept)
-            self._append(["+", holding.num_bytes, *holding.names])
+                    return SpaceShortage(limit_bytes, self._total, kept)
+            self._append(["+", entry.num_bytes, *entry.names])
         return None
 
-    def settle(self, holding: Holding) -> None:
+    def settle(self, entry: CacheEntry) -> None:
         """Say what a shard holds now that it is fetched."""
         with self._locked():
-            self._append(["+", holding.num_bytes, *holding.names])
+            self._append(["+", entry.num_bytes, *entry.names])
 
-    def forget(self, name: str) -> None:
-        """Strike the shard out, by its first file."""
+    def forget(self, name: str, *, only_verified: bool = False) -> None:
+        """Strike the shard out, by its first file; or only that this file was compared with its hash."""
         with self._locked():
-            if name in self._held:
+            if name in self._verified or (name in self._held and not only_verified):
                 self._append(["-", name])
 
     def knows(self, name: str) -> bool:
         """Whether the cache itself has fetched this file."""
-        if name not in self._held:
-            with self._locked():
-                pass
-        return name in self._held
+        return self._look(lambda: name in self._held)
+
+    def is_trusted(self, name: str) -> bool:
+        """Whether the cache has fetched this file, or compared with its hash what somebody else put here."""
+        return self._look(lambda: name in self._held or name in self._verified)
+
+    def set_verified(self, name: str) -> None:
+        """Note that this file was compared with its hash."""
+        with self._locked():
+            self._append(["=", name])
 
     def total(self) -> int:
         """Bytes held."""
         with self._locked():
             return self._total
 
-    def _make_room(
+    def _look(self, found: Callable[[], bool]) -> bool:
+        if not found():
+            with self._locked():
+                pass
+        return found()
+
+    def _make_space(
         self,
-        wanted: Holding,
+        wanted: CacheEntry,
         target: int,
-        in_order: Callable[[list[Holding]], list[Holding]],
-        remove: Callable[[Holding], bool],
+        in_order: Callable[[list[CacheEntry]], list[CacheEntry]],
+        remove: Callable[[CacheEntry], bool],
     ) -> int:
         """Remove until the total is at most the target; give the bytes that could not be removed."""
         if len(self._held) > _SLACK_FROM:
-            # Many small shards: room for a few at once, so that not every fetch sorts them all.
+            # Many small shards: make space for a few at once, so that not every fetch sorts them all.
             target -= target // 20
         kept = 0
         others = [held for held in self._held.values() if held.names[0] != wanted.names[0]]
@@ -126,54 +140,68 @@ class Ledger:
                 kept += held.num_bytes
         return kept
 
-    def _locked(self) -> _Replayed:
-        return _Replayed(self, FileLock(self._place.control / "ledger.lock", wait_s=60.0, modes=self._place.modes))
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the log's lock, with what others wrote read in; compact the file afterwards where it is due."""
+        with FileLock(self._lock, 60.0, self._folder.modes):
+            self._replay()
+            yield
+            if self._num_lines > max(_COMPACT_FROM, 4 * (len(self._held) + len(self._verified))):
+                self._compact()
 
-    def replay(self) -> None:
-        """Read what other processes have appended. Under the lock."""
+    def _replay(self) -> None:
         if self._pid != os.getpid():
-            # Forked, perhaps while another thread was here: trust nothing.
-            self._pid, self._inode = os.getpid(), -1
+            # Forked, perhaps while another thread was here: read everything again.
+            self._pid = os.getpid()
+            self._restart(b"")
         try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_with_mode(self._path, os.O_RDONLY, 0)
         except FileNotFoundError:
-            self._restart(-1)
+            self._restart(b"")
             return
         try:
-            inode = os.fstat(fd).st_ino
-            if inode != self._inode:
-                self._restart(inode)
-            size = os.fstat(fd).st_size
-            tail = os.pread(fd, size - self._offset, self._offset) if size > self._offset else b""
+            size, mark = os.fstat(fd).st_size, os.pread(fd, _MARK_BYTES, 0)
+            if size < self._offset or not mark.startswith(self._mark) or not self._mark:
+                self._restart(mark)
+            tail = os.pread(fd, size - self._offset, self._offset)
         finally:
             os.close(fd)
         self._offset += len(tail)
         for line in tail.splitlines():
             self._enter(line)
 
-    def _restart(self, inode: int) -> None:
-        self._held, self._total, self._offset, self._inode, self._num_lines = {}, 0, 0, inode, 0
+    def _restart(self, mark: bytes) -> None:
+        # A folder that was deleted and made again often has the same inodes: the file's first line tells one log from
+        # another.
+        self._held: dict[str, CacheEntry] = {}
+        self._verified: set[str] = set()
+        self._total = self._offset = self._num_lines = 0
+        self._mark = mark
 
     def _enter(self, line: bytes) -> None:
         self._num_lines += 1
-        try:
-            sign, *rest = json.loads(line)
-        except (ValueError, TypeError):
-            # A line torn by a full disk or a power cut.
+        read = _parsed(line)
+        if read is None:
             return
-        old = self._held.pop(str(rest[1] if sign == "+" else rest[0]), None)
+        sign, num_bytes, names = read
+        if sign == "=":
+            self._verified.add(names[0])
+            return
+        self._verified.discard(names[0])
+        old = self._held.pop(names[0], None)
         self._total -= old.num_bytes if old else 0
         if sign == "+":
-            self._held[str(rest[1])] = Holding(tuple(rest[1:]), rest[0])
-            self._total += rest[0]
+            self._held[names[0]] = CacheEntry(names, num_bytes)
+            self._total += num_bytes
 
     def _append(self, line: list[object]) -> None:
+        if not self._mark:
+            self._compact()
         encoded = json.dumps(line).encode()
-        fd = open_with_mode(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, self._place.modes.file)
+        fd = open_with_mode(self._path, os.O_RDWR | os.O_APPEND, self._folder.modes.file)
         try:
             # The newline comes first, so that a torn line spoils only itself.
             written = os.write(fd, b"\n" + encoded + b"\n")
-            self._inode = os.fstat(fd).st_ino
         finally:
             os.close(fd)
         if written != len(encoded) + 2:
@@ -181,31 +209,24 @@ class Ledger:
         self._offset += written
         self._enter(encoded)
 
-    def compact(self) -> None:
-        """Rewrite a ledger that is mostly history. Under the lock."""
-        if self._num_lines > max(_COMPACT_FROM, 4 * len(self._held)):
-            lines = (json.dumps(["+", held.num_bytes, *held.names]) for held in self._held.values())
-            publish_bytes("\n".join([*lines, ""]).encode(), self._path, self._place.modes)
-            self._restart(-1)
+    def _compact(self) -> None:
+        """Write the file again, without its history and with a new first line."""
+        first = json.dumps(["log", secrets.token_hex(8)]).encode().ljust(_MARK_BYTES - 1) + b"\n"
+        held = (["+", held.num_bytes, *held.names] for held in self._held.values())
+        verified = (["=", name] for name in sorted(self._verified))
+        lines = "".join(json.dumps(line) + "\n" for line in (*held, *verified)).encode()
+        publish_bytes(first + lines, self._path, self._folder.modes, durable=False)
+        self._mark, self._offset = first, len(first) + len(lines)
+        self._num_lines = len(self._held) + len(self._verified)
 
 
-class _Replayed:
-    """The ledger's lock, with what others wrote read in, and compacted on the way out where it is due."""
-
-    def __init__(self, ledger: Ledger, lock: FileLock) -> None:
-        self._ledger = ledger
-        self._lock = lock
-
-    def __enter__(self) -> None:
-        self._lock.__enter__()
-        try:
-            self._ledger.replay()
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def __exit__(self, *exc: object) -> None:
-        try:
-            self._ledger.compact()
-        finally:
-            self._lock.release()
+def _parsed(line: bytes) -> tuple[str, int, tuple[str, ...]] | None:
+    """Sign, bytes and names of a line; None for one that was cut short, or that this package does not write."""
+    try:
+        sign, *rest = json.loads(line)
+        num_bytes = rest.pop(0) if sign == "+" else 0
+        names = tuple(check_basename(name, "the cache's log") for name in rest)
+    except (ValueError, TypeError, IndexError, RecursionError, FormatError):
+        return None
+    known = sign in ("+", "-", "=") and type(num_bytes) is int and 0 <= num_bytes < 1 << 53 and names
+    return (sign, num_bytes, names) if known else None

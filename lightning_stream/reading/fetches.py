@@ -58,6 +58,8 @@ class ReaderProcess:
     ) -> None:
         self.pid = os.getpid()
         self.lock = threading.RLock()
+        self.repairs = threading.RLock()  # held while a damaged shard is fetched again
+        self.num_fetched_again = 0
         self.open = OpenShards(num_shards)
         self.fetches: dict[int, Fetch] = {}
         self.awaited: Counter[int] = Counter()  # batches that are being read, or were announced, by shard

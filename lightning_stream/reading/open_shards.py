@@ -61,6 +61,11 @@ class OpenShards:
         self._used[number] = self._clock
         return held.shard
 
+    def lease(self, number: int, shard: Shard) -> Lease | None:
+        """The lease of an open shard; None where `shard` is not what is open under the number."""
+        held = self._held.get(number)
+        return held.lease if held is not None and held.shard is shard else None
+
     def has(self, numbers: NDArray[np.int64]) -> bool:
         """Whether all of these are open."""
         return bool(self._is_open.take(numbers).all())

@@ -77,7 +77,7 @@ class SampleRanges:
         another format, or here.
         """
         raw = entry.raw
-        demanded = cache.config.validate_hash not in (None, "auto")
+        demanded = cache.config.validate_hash is not None
         raw_mds = entry.format == "mds" and entry.compressed is None
         if demanded or cache.in_place or not raw_mds:
             return False

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.cache import ShardCache
+from lightning_stream.cache import Lease, ShardCache
 from lightning_stream.errors import DigestError, FormatError
 from lightning_stream.formats.encodings.images import load_images
 from lightning_stream.formats.index import Index, ShardEntry
@@ -76,10 +76,7 @@ class SampleReader:
     @cached_property
     def indexes(self) -> tuple[Index, ...]:
         """One parsed index per stream; fetched on first use."""
-        return tuple(
-            Index.from_bytes(cache.newest_index(), where=name_of(stream))
-            for stream, cache in zip(self.streams, self.caches, strict=True)
-        )
+        return tuple(cache.newest_index() for cache in self.caches)
 
     @cached_property
     def snapshot(self) -> Snapshot:
@@ -135,6 +132,8 @@ class SampleReader:
                 for name, value in sample.items():
                     load_images(name, value)
         except FormatError as error:
+            if self._fetched_again(process, number, shard):
+                return self.sample(sample_id)
             stream = int(self.snapshot.streams_of(np.array([sample_id]))[0])
             where = f"sample {sample_id}, in {self.entry(number)[1].raw.basename} of {name_of(self.streams[stream])}"
             raise FormatError(f"{where}: {error}") from error.__cause__
@@ -164,6 +163,7 @@ class SampleReader:
         """
         if not len(ids):
             raise ValueError("a batch needs at least one sample id, since its columns are those of its samples")
+        process = self._mine()
         try:
             columns = self._columns(ids, out)
             if self.config.load_images:
@@ -172,9 +172,12 @@ class SampleReader:
         except DigestError:
             raise
         except FormatError:
+            num_before = process.num_fetched_again
             for sample_id in ids.tolist():
                 self.sample(sample_id)
-            raise
+            if process.num_fetched_again == num_before:
+                raise
+            return self.batch(ids, out)
         return columns
 
     def _columns(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -300,12 +303,14 @@ class SampleReader:
         make_room_for(len(process.open) + len(process.fetches) + 1)
         try:
             lease = fetch.result() if fetch is not None else cache.lease(entry, None, self.config.fetch_threads)
-            shard = open_shard(
-                entry,
-                lease.folder,
-                allow_unsafe_types=self.config.allow_unsafe_types,
-                decoders=self.config.decoders,
-            )
+            try:
+                shard = self._open_shard(entry, lease)
+            except (FormatError, FileNotFoundError):  # damaged on the disk, or deleted by somebody
+                again = cache.fetch_again(entry, lease)
+                if again is None:
+                    raise
+                lease = again
+                shard = self._open_shard(entry, lease)
         except OSError as error:
             if is_limit_reached(error):
                 raise too_many(len(process.open)) from error
@@ -317,3 +322,23 @@ class SampleReader:
         process.ranges.compare(number, shard, f"{cache.store.url}/{entry.raw.basename}")
         with process.lock:
             return process.open.add(number, shard, lease)
+
+    def _open_shard(self, entry: ShardEntry, lease: Lease) -> Shard:
+        config = self.config
+        return open_shard(entry, lease.folder, allow_unsafe_types=config.allow_unsafe_types, decoders=config.decoders)
+
+    def _fetched_again(self, process: ReaderProcess, number: int, shard: Shard) -> bool:
+        """Whether a shard of which a sample could not be read is another now: fetched again, as it was damaged here."""
+        cache, entry = self.entry(number)
+        with process.repairs:
+            lease = process.open.lease(number, shard)
+            if lease is None:  # read by range, or opened again by another thread
+                return process.open.get(number) not in (None, shard)
+            again = cache.fetch_again(entry, lease)
+            if again is None:
+                return False
+            with process.lock:
+                process.open.close(number)
+            process.num_fetched_again += 1
+            again.close()
+        return True

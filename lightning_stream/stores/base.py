@@ -23,7 +23,7 @@ from lightning_stream.errors import (
     StoreError,
     UnavailableError,
 )
-from lightning_stream.shared_files import pauses
+from lightning_stream.shared_files import backoff
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -241,7 +241,7 @@ class BodyStore(ABC):
         if not check_conditions(name, if_absent, if_version):
             yield
             return
-        for _ in pauses(60.0):
+        for _ in backoff(60.0):
             claim = f"{name}.claim-{int(time.time())}-{uuid.uuid4().hex}"
             self.put(claim, b"")
             try:

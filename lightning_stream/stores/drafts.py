@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_stream.shared_files import FileLock, Modes, publish, same_file
+from lightning_stream.shared_files import FileLock, Modes, publish, same_file, sync
 
 from .base import refused_put
 
@@ -70,11 +70,7 @@ def publish_new(draft: Path, final: Path) -> None:
     Raises:
         AlreadyExistsError: There is a file of that name.
     """
-    fd = os.open(draft, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync(draft)
     try:
         os.link(draft, final)
     except FileExistsError as error:
@@ -87,11 +83,7 @@ def publish_new(draft: Path, final: Path) -> None:
                 raise refused_put(str(final), if_absent=True) from None
             publish(draft, final)
         return
-    folder = os.open(final.parent, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync(final.parent)
 
 
 def name_lock(final: Path) -> FileLock:

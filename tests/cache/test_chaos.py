@@ -24,6 +24,7 @@ from lightning_stream.stores import LocalStore
 SHARD_BYTES, NUM_SHARDS, EPOCHS = 100_000, 40, 12
 OPTIONS = {"retries": 40, "first_pause_s": 0.005, "longest_pause_s": 0.1, "timeout_s": 0.5}
 PROBABILITY = {"error": 0.1, "reset": 0.2, "truncate": 0.2, "stall": 0.03, "flip": 0.1}
+ODD = {"page": 0.1, "empty": 0.05, "gone": 0.05, "short": 0.05, "unversioned": 0.05}  # where a body is resumed
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -44,7 +45,7 @@ def test_no_fault_and_no_kill_costs_a_byte(endpoint: str, tmp_path: Path) -> Non
     upload("s3://bucket/data", {**options, "endpoint_url": endpoint, "timeout_s": 20.0}, tmp_path / "dataset")
     config = CacheConfig(limit_bytes=14 * SHARD_BYTES, refetches=20)
     cache = tmp_path / "cache"
-    plan = Plan(latency_s=0.002, probability=PROBABILITY, burst=3)
+    plan = Plan(latency_s=0.002, probability=PROBABILITY, resumed=ODD, burst=3)
     with FaultProxy(endpoint, plan) as proxy:
 
         def start(seed: int, epochs: int) -> tuple[Any, Any]:

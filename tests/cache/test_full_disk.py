@@ -10,7 +10,6 @@ from servers.shards import make_dataset
 from lightning_stream.cache import ShardCache, fetch
 from lightning_stream.errors import CacheFullError
 from lightning_stream.formats.codecs import decompress_file
-from lightning_stream.formats.index import Index
 from lightning_stream.stores import LocalStore
 
 
@@ -27,7 +26,7 @@ def test_a_disk_that_fills_up_during_decompression(
 
     monkeypatch.setattr(fetch, "decompress_file", onto_a_full_disk)
     cache = ShardCache(LocalStore(str(tmp_path / "remote")), tmp_path / "cache")
-    entry = Index.from_bytes(cache.index(), where="remote").entry(0)
+    entry = cache.index().entry(0)
     with pytest.raises(CacheFullError, match=r"the disk of the cache .* took no more, though"):
         cache.ensure(entry)
     assert not cache.present(entry)

@@ -15,7 +15,6 @@ from servers.shards import make_dataset
 
 from lightning_stream.cache import CacheConfig, ShardCache
 from lightning_stream.errors import CacheError, CacheFullError
-from lightning_stream.formats.index import Index
 from lightning_stream.stores import LocalStore
 
 SHARD = "shard.00000.mds"
@@ -23,7 +22,7 @@ SHARD = "shard.00000.mds"
 
 def read(remote: Path, folder: Path) -> bytes:
     cache = ShardCache(LocalStore(remote), folder)
-    entry = Index.from_bytes(cache.index(refresh=True), str(remote)).entry(0)
+    entry = cache.index(refresh=True).entry(0)
     return (cache.ensure(entry) / entry.raw.basename).read_bytes()
 
 
@@ -60,11 +59,11 @@ def test_what_is_in_the_way_is_named_with_the_remedy(tmp_path: Path, put: Callab
     assert after == before
 
 
-def test_an_index_that_is_none_is_no_index_of_ours_and_stays(tmp_path: Path) -> None:
+def test_an_index_that_cannot_be_read_and_is_not_of_this_cache_stays(tmp_path: Path) -> None:
     make_dataset(tmp_path / "d", num_shards=1)
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "index.json").write_text('{"precious": 1}')
-    with pytest.raises(CacheError, match=r"that of .*cache is none, and not ours to replace .*Delete it, or choose"):
+    with pytest.raises(CacheError, match=r"in .*cache cannot be read .*did not put it there\. Delete it, or choose"):
         read(tmp_path / "d", tmp_path / "cache")
     assert (tmp_path / "cache" / "index.json").read_text() == '{"precious": 1}'
 
@@ -92,10 +91,10 @@ def test_a_file_that_the_system_refuses_for_its_size_is_said(tmp_path: Path) -> 
     make_dataset(tmp_path / "d", num_shards=1)
     code = (
         "import resource, signal, sys; from pathlib import Path; from lightning_stream.cache import ShardCache\n"
-        "from lightning_stream.formats.index import Index; from lightning_stream.stores import LocalStore\n"
+        "from lightning_stream.stores import LocalStore\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
         "cache = ShardCache(LocalStore(sys.argv[1]), sys.argv[2])\n"
-        "cache.ensure(Index.from_bytes(cache.index(), '').entry(0))"
+        "cache.ensure(cache.index().entry(0))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "d"), str(tmp_path / "cache")],

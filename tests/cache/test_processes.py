@@ -111,7 +111,7 @@ def test_a_full_disk_is_an_error_that_says_how_much_and_leaves_what_was_there(sm
     index = make_dataset(tmp_path / "d", num_shards=6, shard_bytes=SHARD_BYTES)
     cache = ShardCache(LocalStore(tmp_path / "d"), small_disk / "cache")
     with pytest.raises(CacheFullError, match=r"50,000 bytes are needed, [\d,]+ are free.*untouched"):
-        list(cache.prefetch(map(index.entry, range(6)), workers=1))
+        list(map(cache.ensure, map(index.entry, range(6))))
     here = final_files(small_disk / "cache")
     assert len(here) in (3, 4)
     for path in here:
@@ -260,12 +260,12 @@ def test_sixteen_threads_and_a_small_limit_lose_nothing(tmp_path: Path) -> None:
         for number in random.Random(seed).choices(range(20), k=60):
             with cache.lease(index.entry(number)) as lease:
                 right += (lease.folder / f"shard.{number:05}.mds").read_bytes() == shard_content(number, 5000)
-            assert cache._room.ledger.total() <= 18 * 5000
+            assert cache._evictor.log.total() <= 18 * 5000
         return right
 
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(read, range(16))) == [60] * 16
     held = {f"shard.{number:05}.mds" for number in range(20) if cache.present(index.entry(number))}
     assert (
-        cache._room.ledger.total() == 5000 * len(held) == sum(path.stat().st_size for path in final_files(cache.folder))
+        cache._evictor.log.total() == 5000 * len(held) == sum(path.stat().st_size for path in final_files(cache.folder))
     )

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_stream.cache import usage_log as ledger_module
+from lightning_stream.cache import usage_log as log_module
 from lightning_stream.cache.folder import CacheFolder
-from lightning_stream.cache.usage_log import Holding, Ledger
+from lightning_stream.cache.usage_log import CacheEntry, UsageLog
 
 KINDS = st.sampled_from(["reserve", "settle", "forget", "tear"])
 ACTIONS = st.lists(st.tuples(KINDS, st.integers(0, 2), st.integers(0, 5), st.integers(1, 90)), max_size=40)
 
 
-def all_of(held: list[Holding]) -> list[Holding]:
+def all_of(held: list[CacheEntry]) -> list[CacheEntry]:
     return held
 
 
@@ -27,14 +27,16 @@ def test_three_processes_agree_with_one_simple_book(actions: list[tuple[str, int
     with tempfile.TemporaryDirectory() as folder:
         place = CacheFolder(Path(folder))
         place.prepare()
-        ledgers = [Ledger(place) for _ in range(3)]
+        ledgers = [UsageLog(place) for _ in range(3)]
         book: dict[str, int] = {}
         for action, who, shard, size in actions:
             name = f"shard{shard}"
             if action == "reserve":
-                assert ledgers[who].reserve(Holding((name, f"{name}.meta"), size), None, all_of, lambda _: True) is None
+                assert (
+                    ledgers[who].reserve(CacheEntry((name, f"{name}.meta"), size), None, all_of, lambda _: True) is None
+                )
             if action == "settle":
-                ledgers[who].settle(Holding((name,), size))
+                ledgers[who].settle(CacheEntry((name,), size))
             if action == "forget":
                 ledgers[who].forget(name)
                 book.pop(name, None)
@@ -55,17 +57,17 @@ def test_the_limit_is_never_passed_and_what_is_in_use_never_removed(
     with tempfile.TemporaryDirectory() as folder:
         place = CacheFolder(Path(folder))
         place.prepare()
-        book = Ledger(place)
+        book = UsageLog(place)
         removed: list[str] = []
 
-        def remove(held: Holding) -> bool:
+        def remove(held: CacheEntry) -> bool:
             if int(held.names[0]) in in_use:
                 return False
             removed.append(held.names[0])
             return True
 
         for shard, size in wanted:
-            shortage = book.reserve(Holding((str(shard),), size), 100, all_of, remove)
+            shortage = book.reserve(CacheEntry((str(shard),), size), 100, all_of, remove)
             assert book.total() <= 100
             if shortage is not None:
                 assert shortage.in_use_bytes > 0
@@ -73,12 +75,12 @@ def test_the_limit_is_never_passed_and_what_is_in_use_never_removed(
 
 
 def test_a_long_history_is_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_module, "_COMPACT_FROM", 20)
+    monkeypatch.setattr(log_module, "_COMPACT_FROM", 20)
     place = CacheFolder(tmp_path)
     place.prepare()
-    one, other = Ledger(place), Ledger(place)
+    one, other = UsageLog(place), UsageLog(place)
     for number in range(200):
-        one.settle(Holding((f"s{number % 3}",), number))
+        one.settle(CacheEntry((f"s{number % 3}",), number))
         assert other.total() == one.total()
     assert (place.control / "ledger").read_bytes().count(b"+") < 50
     assert one.total() == 197 + 198 + 199

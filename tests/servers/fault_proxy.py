@@ -13,9 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-FAULTS = ("error", "refuse", "reset", "truncate", "stall", "flip")
+RESUMED = ("page", "empty", "gone", "short", "unversioned")  # odd answers to a request that resumes a body
+FAULTS = ("error", "refuse", "reset", "truncate", "stall", "flip", *RESUMED)
 ANSWERS = {
     "error": b"HTTP/1.1 503 Slow Down\r\nContent-Length: 36\r\n\r\n<Error><Code>SlowDown</Code></Error>",
+    "page": b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 24\r\n\r\n<html>Please sign in!</h>",
+    "empty": b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n",
+    "gone": b"HTTP/1.1 416 Range Not Satisfiable\r\nContent-Length: 0\r\n\r\n",
     "refuse": b"HTTP/1.1 403 Forbidden\r\nContent-Length: 46\r\n\r\n<Error><Code>InvalidAccessKeyId</Code></Error>",
 }
 
@@ -27,6 +31,7 @@ class Plan:
     Attributes:
         latency_s: Before each answer.
         probability: Of each fault per answered request, by its name in `FAULTS`.
+        resumed: Of each fault per request that resumes a body (a range that does not begin at 0), by its name.
         only: Faults befall requests whose path holds this.
         method: And that are of this method. A "flip" spoils what is sent with a PUT, and what is answered to a GET.
         burst: An "error" makes this many requests in a row fail.
@@ -36,6 +41,7 @@ class Plan:
 
     latency_s: float = 0.0
     probability: dict[str, float] = field(default_factory=dict)
+    resumed: dict[str, float] = field(default_factory=dict)
     only: str = "shard"
     method: str = "GET"
     burst: int = 1
@@ -123,7 +129,7 @@ class FaultProxy:
         sent = await reader.readexactly(int(_field(head, b"content-length") or 0))
         self.asked[method.decode(), urlsplit(path.decode()).path] += 1
         await asyncio.sleep(self.plan.latency_s)
-        fault = self._draw(method, path)
+        fault = self._draw(method, path, resumed=(_field(head, b"range") or b"bytes=0-")[6:8] != b"0-")
         if fault in ANSWERS:
             writer.write(ANSWERS[fault])
             await writer.drain()
@@ -134,14 +140,15 @@ class FaultProxy:
             answer = await upstream.ask(head, sent, bodyless=method == b"HEAD")
         return await self._send(writer, answer, fault)
 
-    def _draw(self, method: bytes, path: bytes) -> str | None:
+    def _draw(self, method: bytes, path: bytes, *, resumed: bool) -> str | None:
         if method != self.plan.method.encode() or self.plan.only.encode() not in path or self.plan.left <= 0:
             return None
         if self._burst_left > 0:
             self._burst_left -= 1
             fault: str | None = "error"
         else:
-            names, chances = [*self.plan.probability, None], list(self.plan.probability.values())
+            plan = {**self.plan.probability, **self.plan.resumed} if resumed else self.plan.probability
+            names, chances = [*plan, None], list(plan.values())
             fault = self._random.choices(names, [*chances, max(0.0, 1 - sum(chances))])[0]
             self._burst_left = self.plan.burst - 1 if fault == "error" else 0
         if fault is not None:
@@ -157,6 +164,10 @@ class FaultProxy:
         head, body = answer
         if fault == "flip" and body:
             body = self._flipped(body)
+        if fault == "short" and body:
+            head, body = _shortened(head, body)
+        if fault == "unversioned":
+            head = b"\r\n".join(line for line in head.split(b"\r\n") if not line.lower().startswith(b"etag:"))
         cut = self._random.randrange(len(body)) if fault in ("reset", "truncate", "stall") and body else len(body)
         self.counts["bytes"] += cut
         writer.write(head + body[:cut])
@@ -201,6 +212,18 @@ class _Upstream:
 
     def close(self) -> None:
         self._writer.transport.abort()
+
+
+def _shortened(head: bytes, body: bytes) -> tuple[bytes, bytes]:
+    """An answer that is right in itself, and gives half of what was asked for."""
+    body = body[: len(body) // 2]
+    lines = [
+        line for line in head.split(b"\r\n") if not line.lower().startswith((b"content-length:", b"content-range:"))
+    ]
+    begin = (_field(head, b"content-range") or b"bytes 0-").split(b" ")[1].split(b"-")[0]
+    span = b"%d-%d/*" % (int(begin), int(begin) + len(body) - 1)
+    lines[1:1] = [b"Content-Length: %d" % len(body), b"Content-Range: bytes " + span]
+    return b"\r\n".join(lines), body
 
 
 def _field(head: bytes, name: bytes) -> bytes | None:

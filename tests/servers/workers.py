@@ -11,7 +11,6 @@ from typing import Any
 from servers.shards import shard_content
 
 from lightning_stream.cache import CacheConfig, ShardCache
-from lightning_stream.formats.index import Index
 from lightning_stream.stores import open_store
 
 
@@ -31,7 +30,7 @@ def read_all(
     """
     try:
         cache = ShardCache(open_store(url, options), folder, config)
-        index = Index.from_bytes(cache.index(), url)
+        index = cache.index()
         order = list(range(index.num_shards)) * epochs
         random.Random(seed).shuffle(order)
         before = None

@@ -1,0 +1,126 @@
+"""Space for a shard: under the limit that all users of a folder share, and on its disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+
+from lightning_stream.cache.folder import CacheFolder
+from lightning_stream.cache.usage_log import CacheEntry, SpaceShortage, UsageLog
+from lightning_stream.errors import CacheFullError
+from lightning_stream.shared_files import LOCK_FDS, backoff, same_file, try_flock
+
+_RECENT_S = 60.0
+_BLOCK_BYTES = 4096  # a disk with less than a block free is full
+NextUse = Callable[[str], "float | None"]
+
+
+class Evictor:
+    """Makes space in one cache folder, and keeps its usage log.
+
+    Args:
+        folder: The cache's folder.
+    """
+
+    def __init__(self, folder: CacheFolder) -> None:
+        self.folder = folder
+        self.log = UsageLog(folder)
+
+    def make_space(self, entry: CacheEntry, limit_bytes: int | None, wait_s: float, next_use: NextUse | None) -> None:
+        """Enter a shard that will be fetched; evicts what is needed latest, and waits for what is in use.
+
+        Raises:
+            CacheFullError: It does not fit.
+        """
+        if limit_bytes is not None and entry.num_bytes > limit_bytes:
+            raise CacheFullError(
+                f"cache_limit is {limit_bytes:,} bytes, but {entry.names[0]} alone needs {entry.num_bytes:,} while "
+                f"it is fetched. Raise cache_limit to several times that."
+            )
+
+        shortage: SpaceShortage | None = None
+        for _ in backoff(wait_s):
+            shortage = self.log.reserve(entry, limit_bytes, lambda held: self._in_order(held, next_use), self.remove)
+            if shortage is None:
+                break
+        if shortage is None:
+            if entry.num_bytes > self._free_bytes():  # only now: what was evicted may be what was missing
+                raise self.disk_full(entry.num_bytes)
+            return
+        raise CacheFullError(
+            f"cache_limit is {shortage.limit_bytes:,} bytes, {shortage.in_use_bytes:,} of them are in use and stayed "
+            f"so for {wait_s:g} s, and {entry.names[0]} needs {entry.num_bytes:,} more. Raise it, or lower "
+            "what is held at once: predownload, num_workers, or num_canonical_nodes."
+        )
+
+    def remove(self, entry: CacheEntry) -> bool:
+        """Delete a shard's files; False where it is in use or being fetched. Never waits."""
+        lock = self.folder.lock(entry.names[0])
+        if not lock.try_acquire():
+            return False
+        try:
+            return self._remove(entry)
+        finally:
+            lock.release()
+
+    def _remove(self, entry: CacheEntry) -> bool:
+        first = self.folder.path / entry.names[0]
+        try:
+            # NFS gives an exclusive lock only on a file that is open for writing.
+            fd = LOCK_FDS.open(first, os.O_RDWR if os.access(first, os.W_OK) else os.O_RDONLY)
+        except FileNotFoundError:
+            return self._unlink(entry)
+        except OSError as error:
+            if error.errno != errno.ELOOP:  # a link is not what we put there: it may go, and what it names stays
+                raise
+            return self._unlink(entry)
+        try:
+            return try_flock(fd, first) and same_file(fd, first) and self._unlink(entry)
+        finally:
+            LOCK_FDS.close(fd)
+
+    def _unlink(self, entry: CacheEntry) -> bool:
+        for name in entry.names:
+            self.folder.unlink(name)
+        return True
+
+    def _in_order(self, held: list[CacheEntry], next_use: NextUse | None) -> list[CacheEntry]:
+        """First what no one is known to need, least recently used first; then what is needed latest."""
+        recent = time.time() - _RECENT_S
+
+        def key(entry: CacheEntry) -> tuple[int, float]:
+            when = None if next_use is None else next_use(entry.names[0])
+            if when is not None:
+                return (1, -when)
+            used = self._last_use(entry.names[0])
+            # Others' needs are known only by their touch: what was just used goes last.
+            return (2 if next_use is not None and used > recent else 0, used)
+
+        return sorted(held, key=key)
+
+    def _last_use(self, name: str) -> float:
+        try:
+            return (self.folder.path / name).stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    def _free_bytes(self) -> int:
+        """What this user may still write to the folder's disk."""
+        disk = os.statvfs(self.folder.path)
+        return disk.f_bavail * disk.f_frsize
+
+    def disk_full(self, need_bytes: int) -> CacheFullError:
+        """The error for a disk that took no more; all that was there is left as it was."""
+        free = self._free_bytes()
+        if max(need_bytes, _BLOCK_BYTES) <= free:
+            return CacheFullError(
+                f"the disk of the cache {self.folder.path} took no more, though {free:,} bytes are free on it: all its "
+                "inodes may be used (df -i), or your quota. Delete files, or put `local` on another disk."
+            )
+        needed = f"{need_bytes:,} bytes are needed, " if need_bytes else ""
+        return CacheFullError(
+            f"the disk of the cache {self.folder.path} is full: {needed}{free:,} are free. What was there is "
+            "untouched. Free some space, put `local` on a larger disk, or set cache_limit below its size."
+        )
