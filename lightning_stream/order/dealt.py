@@ -17,9 +17,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.order.batching.interleave import Layout
 from lightning_stream.order.config import MosaicConfig, OrderConfig
 from lightning_stream.order.draw import StreamWeights
-from lightning_stream.order.mix import Layout
 from lightning_stream.order.mosaic import MosaicOrder, MosaicSettings, MosaicWorld
 from lightning_stream.order.rank_split import Share, Tail, ceil_div
 from lightning_stream.order.snapshot import Snapshot

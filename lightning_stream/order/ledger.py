@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.mix import EpochOrder
+from lightning_stream.order.batching.interleave import EpochOrder
 from lightning_stream.order.permutation import Purpose, mix64, raw
 from lightning_stream.order.plan import BatchPlan
 from lightning_stream.order.rank_split import Share

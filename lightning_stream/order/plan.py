@@ -8,15 +8,15 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.order.batching.base import NativeBatches, plan_problems
+from lightning_stream.order.batching.interleave import EpochOrder, MixedOrder, RandomOrder
 from lightning_stream.order.config import OrderConfig
-from lightning_stream.order.cut import NativeBatches, plan_problems
 from lightning_stream.order.dealt import DealtBatches, DealtEpoch
 from lightning_stream.order.draw import Draw, StreamWeights, Units, choose_per_stream
-from lightning_stream.order.mix import EpochOrder, MixedOrder, RandomOrder
 from lightning_stream.order.permutation import stable_argsort
 from lightning_stream.order.rank_split import Share, Tail
 from lightning_stream.order.snapshot import Snapshot
-from lightning_stream.order.spread import deal_shards
+from lightning_stream.order.stratify import deal_shards
 from lightning_stream.order.window import SequentialSource, Source, WindowSource
 from lightning_stream.order.world import World
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.order.batching.interleave import EpochOrder
 from lightning_stream.order.config import OrderConfig
-from lightning_stream.order.mix import EpochOrder
 from lightning_stream.order.plan import BatchPlan, RunOrder
 from lightning_stream.order.snapshot import Snapshot
 

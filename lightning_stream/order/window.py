@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.order.draw import Draw, Units
 from lightning_stream.order.permutation import Purpose, permutation
-from lightning_stream.order.spread import spread_parts
+from lightning_stream.order.stratify import spread_parts
 
 _CHUNK = 1 << 12
 _Kept = TypeVar("_Kept")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World
-from lightning_stream.order.mix import Merge
+from lightning_stream.order.batching.interleave import Merge
 
 prop = settings(max_examples=60, deadline=None, derandomize=True)
 

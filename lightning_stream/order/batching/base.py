@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_stream.order.mix import EpochOrder
+from lightning_stream.order.batching.interleave import EpochOrder
 from lightning_stream.order.rank_split import TAILS, Share, Tail, ceil_div, num_micro_batches, split, split_blocks
 from lightning_stream.order.world import World
 
