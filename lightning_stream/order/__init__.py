@@ -13,7 +13,7 @@ from lightning_stream.order.mosaic.state import is_mosaic_state, mosaic_config, 
 from lightning_stream.order.plan import BatchPlan, RunOrder, prefetch_shards
 from lightning_stream.order.position import Position
 from lightning_stream.order.quality import Quality
-from lightning_stream.order.rank_split import Share, Tail, num_micro_batches
+from lightning_stream.order.rank_split import ReplicaBatch, Tail, num_micro_batches
 from lightning_stream.order.snapshot import Snapshot
 from lightning_stream.order.tracing import Explanation, TracedBatch, explain, trace
 from lightning_stream.order.world import World
@@ -30,7 +30,7 @@ __all__ = [
     "Position",
     "Quality",
     "RunOrder",
-    "Share",
+    "ReplicaBatch",
     "Snapshot",
     "StreamWeights",
     "Tail",

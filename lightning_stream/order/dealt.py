@@ -21,7 +21,7 @@ from lightning_stream.order.batching.interleave import Layout
 from lightning_stream.order.config import MosaicConfig, OrderConfig
 from lightning_stream.order.draw import StreamWeights
 from lightning_stream.order.mosaic import MosaicOrder, MosaicSettings, MosaicWorld
-from lightning_stream.order.rank_split import Share, Tail, ceil_div
+from lightning_stream.order.rank_split import ReplicaBatch, Tail, ceil_div
 from lightning_stream.order.snapshot import Snapshot
 from lightning_stream.order.world import World
 
@@ -216,7 +216,7 @@ class DealtBatches:
         begin, end = (self._edges[k : k + 2] - self._shift).tolist()
         return self._table.flat[begin:end]
 
-    def share(self, k: int) -> Share:
+    def share(self, k: int) -> ReplicaBatch:
         """This replica's part of global batch ``k``; where it has none in a batch, another's fills it, flagged.
 
         Repeats stand at the first position of their batch.
@@ -237,9 +237,9 @@ class DealtBatches:
             filler = ~counts[giver][kept] | (giver != own)
             pieces.append((row[giver][kept], position[giver][kept], filler))
         ids, at, filler = (np.concatenate(column) for column in zip(*pieces, strict=True))
-        return Share(ids, at, filler, ends=tuple(np.cumsum([len(piece[0]) for piece in pieces]).tolist()))
+        return ReplicaBatch(ids, at, filler, ends=tuple(np.cumsum([len(piece[0]) for piece in pieces]).tolist()))
 
-    def shares(self, ks: Sequence[int]) -> list[Share]:
+    def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:
         """This replica's part of each of these batches."""
         return [self.share(k) for k in ks]
 

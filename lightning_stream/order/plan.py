@@ -12,12 +12,12 @@ from lightning_stream.order.batching.base import NativeBatches, plan_problems
 from lightning_stream.order.batching.interleave import EpochOrder, MixedOrder, RandomOrder
 from lightning_stream.order.config import OrderConfig
 from lightning_stream.order.dealt import DealtBatches, DealtEpoch
-from lightning_stream.order.draw import Draw, StreamWeights, Units, choose_per_stream
+from lightning_stream.order.draw import Draw, ShardDraws, StreamWeights, choose_per_stream
 from lightning_stream.order.permutation import stable_argsort
-from lightning_stream.order.rank_split import Share, Tail
+from lightning_stream.order.rank_split import ReplicaBatch, Tail
 from lightning_stream.order.snapshot import Snapshot
 from lightning_stream.order.stratify import deal_shards
-from lightning_stream.order.window import SequentialSource, Source, WindowSource
+from lightning_stream.order.window import IndexOrder, SampleOrder, WindowOrder
 from lightning_stream.order.world import World
 
 _KEPT_EPOCHS = 2
@@ -42,7 +42,7 @@ class RunOrder:
         balanced = config.sampling_method == "balanced"
         self._draw = Draw(snapshot, chosen, config.seed, balanced, config.sampling_granularity)
         self._shard_places: NDArray[np.int64] | None = None
-        self._constant_units: dict[tuple[int, ...], Units] = {}
+        self._constant_units: dict[tuple[int, ...], ShardDraws] = {}
         self._epochs: dict[int, EpochOrder] = {}
 
     def __reduce__(self) -> tuple[type[RunOrder], tuple[Snapshot, tuple[StreamWeights, ...], OrderConfig]]:
@@ -85,16 +85,16 @@ class RunOrder:
             return MixedOrder(epoch, sources, unit=config.batch_size or 1, seed=seed, per_batch=True)
         return MixedOrder(epoch, sources, unit=config.block or 1, seed=seed)
 
-    def _source(self, epoch: int, streams: tuple[int, ...], key: int) -> Source:
+    def _source(self, epoch: int, streams: tuple[int, ...], key: int) -> SampleOrder:
         units = self._units(epoch, streams)
         if not self.config.shuffle:
-            return SequentialSource(self._draw, epoch, units)
+            return IndexOrder(self._draw, epoch, units)
         config = self.config
-        return WindowSource(
+        return WindowOrder(
             self._draw, epoch, units, stream=key, canonical_nodes=config.canonical_nodes, window=config.window
         )
 
-    def _units(self, epoch: int, streams: tuple[int, ...]) -> Units:
+    def _units(self, epoch: int, streams: tuple[int, ...]) -> ShardDraws:
         """The drawn units in the run-constant order of shards (index order without shuffling)."""
         found = self._constant_units.get(streams)
         if found is not None:
@@ -102,7 +102,7 @@ class RunOrder:
         units = self._draw.units(epoch, streams)
         if self.config.shuffle:
             order = stable_argsort(self._places()[units.shard])
-            units = Units(units.shard[order], units.count[order])
+            units = ShardDraws(units.shard[order], units.count[order])
         if self._draw.constant:
             self._constant_units[streams] = units
         return units
@@ -187,7 +187,7 @@ class BatchPlan:
         begin, end = self.bounds(k)
         return self._batches.ids(k) if isinstance(self._batches, DealtBatches) else self.order.ids(begin, end)
 
-    def share(self, k: int) -> Share:
+    def share(self, k: int) -> ReplicaBatch:
         """This world's replica's part of global batch ``k``."""
         self.bounds(k)
         return self._batches.share(k)
@@ -195,7 +195,7 @@ class BatchPlan:
     def num_micro_batches(self, k: int, device_batch_size: int) -> int:
         """Into how many micro-batches every replica cuts its share of global batch ``k``: the same number on all.
 
-        `Share.micro_batches` then gives pieces of at most ``device_batch_size`` samples, filler included.
+        `ReplicaBatch.micro_batches` then gives pieces of at most ``device_batch_size`` samples, filler included.
 
         Raises:
             ValueError: The blocks of ``device_per_stream`` neither fill nor divide such a micro-batch.
@@ -203,7 +203,7 @@ class BatchPlan:
         self.bounds(k)
         return self._batches.num_micro_batches(k, device_batch_size)
 
-    def shares(self, ks: Sequence[int]) -> list[Share]:
+    def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:
         """This world's replica's part of each of these global batches, ascending: as `share`, but planned together."""
         for k in (*ks[:1], *ks[-1:]):
             self.bounds(k)

@@ -24,7 +24,7 @@ MOST_EPOCHS = 2**32
 
 
 @dataclass(frozen=True)
-class SnapshotMark:
+class SnapshotSummary:
     """What a state remembers of its data: enough to tell other data, and to say how it differs."""
 
     digest: str
@@ -54,14 +54,14 @@ class Position:
     tail: Tail
     order: OrderConfig
     weights: str
-    snapshot: SnapshotMark
+    snapshot: SnapshotSummary
     ledger: int = 0
     batch_changes: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def start(cls, run: RunOrder, *, batch_size: int, tail: Tail, epoch: int = 0) -> Position:
         """The beginning of an epoch of a run."""
-        mark = SnapshotMark(run.snapshot.digest, run.snapshot.num_samples, run.snapshot.num_shards)
+        mark = SnapshotSummary(run.snapshot.digest, run.snapshot.num_samples, run.snapshot.num_shards)
         return cls(epoch, 0, batch_size, tail, run.config, weights_digest(run.weights), mark)
 
     def advanced(self, run: RunOrder, position: int) -> Position:
@@ -207,7 +207,7 @@ class Position:
             tail=cast(Tail, state["tail"]),
             order=OrderConfig.from_state(state["order"]),
             weights=state["weights"],
-            snapshot=SnapshotMark(mark["digest"], mark["samples"], mark["shards"]),
+            snapshot=SnapshotSummary(mark["digest"], mark["samples"], mark["shards"]),
             ledger=int(state["ledger"], 16),
             batch_changes=changes,
         )

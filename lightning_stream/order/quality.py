@@ -88,17 +88,17 @@ def measure(run: RunOrder, *, batch_size: int, epoch: int = 0, shard_bytes: NDAr
 
 
 def score(ids: NDArray[np.int64], num_samples: int) -> int:
-    """Source blocks touched by these samples of ``num_samples``."""
+    """SampleOrder blocks touched by these samples of ``num_samples``."""
     return len(np.unique(ids * NUM_BLOCKS // num_samples))
 
 
 def random_score(batch_size: int) -> float:
-    """Source blocks touched by a truly random batch, expected."""
+    """SampleOrder blocks touched by a truly random batch, expected."""
     return NUM_BLOCKS * (1 - (1 - 1 / NUM_BLOCKS) ** batch_size)
 
 
 def expected_score(snapshot: Snapshot, config: OrderConfig, batch_size: int) -> float:
-    """Source blocks touched by a batch in the middle of an epoch, by a model of the order.
+    """SampleOrder blocks touched by a batch in the middle of an epoch, by a model of the order.
 
     The active shards lie one in each of as many equal strata of the data, and a batch's samples fall evenly on them.
     """

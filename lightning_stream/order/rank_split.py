@@ -14,7 +14,7 @@ TAILS: tuple[Tail, ...] = ("pad", "drop", "exact")
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class ReplicaBatch:
     """One replica's part of one global batch, or of a micro-batch of it.
 
     Args:
@@ -40,7 +40,7 @@ class Share:
         """Samples, filler excluded."""
         return len(self.ids) - int(self.filler.sum())
 
-    def micro_batches(self, count: int) -> list[Share]:
+    def micro_batches(self, count: int) -> list[ReplicaBatch]:
         """Cut evenly into ``count`` pieces, see `BatchPlan.num_micro_batches`; sizes differ by at most one block.
 
         Blocks are cut only where there are more pieces than blocks. A share of fewer samples than pieces gets filler.
@@ -50,13 +50,13 @@ class Share:
         if len(self) < count:
             at = np.minimum(np.arange(count), len(self) - 1)
             filler = self.filler[at] | (np.arange(count) >= len(self))
-            return Share(self.ids[at], self.positions[at], filler).micro_batches(count)
+            return ReplicaBatch(self.ids[at], self.positions[at], filler).micro_batches(count)
         block = self.block if ceil_div(len(self), self.block) >= count else 1
         blocks = ceil_div(len(self), block)
         ends = [min(blocks * i // count * block, len(self)) for i in range(count + 1)]
         if self.ends is not None and len(self.ends) == count:
             ends = [0, *self.ends]
-        return [Share(self.ids[a:b], self.positions[a:b], self.filler[a:b], block) for a, b in pairwise(ends)]
+        return [ReplicaBatch(self.ids[a:b], self.positions[a:b], self.filler[a:b], block) for a, b in pairwise(ends)]
 
 
 def num_micro_batches(num_samples: int, batch_size: int, num_replicas: int) -> int:

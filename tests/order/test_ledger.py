@@ -54,7 +54,7 @@ def test_one_sample_swapped_dropped_repeated_or_moved_is_caught_at_its_step(harm
     sums[2][3] = ledger.total(1, positions, ids)
     verdict = ledger.verify(wanted(run), sums)
     assert verdict.first_difference == 3
-    assert "step 3" in verdict.sentence
+    assert "step 3" in verdict.message
 
 
 def test_ranks_of_one_replica_that_disagree_are_caught():
@@ -63,13 +63,13 @@ def test_ranks_of_one_replica_that_disagree_are_caught():
     sums[1][2] += np.uint64(1)
     verdict = ledger.verify(wanted(run), sums, replication=2)
     assert verdict.first_difference == 2
-    assert "one replica" in verdict.sentence
+    assert "one replica" in verdict.message
 
 
 def test_two_runs_are_compared_step_by_step():
     run = run_of()
     first, second = wanted(run), wanted(run)
-    assert ledger.diff(first, second[:-1]).sentence.endswith("one run has 1 more.")
+    assert ledger.diff(first, second[:-1]).message.endswith("one run has 1 more.")
     second[4] ^= np.uint64(1)
     assert ledger.diff(first, second).first_difference == 4
 

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightning_stream.order.batching.interleave import EpochOrder
-from lightning_stream.order.rank_split import TAILS, Share, Tail, ceil_div, num_micro_batches, split, split_blocks
+from lightning_stream.order.rank_split import (
+    TAILS,
+    ReplicaBatch,
+    Tail,
+    ceil_div,
+    num_micro_batches,
+    split,
+    split_blocks,
+)
 from lightning_stream.order.world import World
 
 
@@ -46,7 +54,7 @@ class NativeBatches:
         tail = k - self.num_whole
         return (self._tail_ends[tail - 1] if tail else first), self._tail_ends[tail]
 
-    def share(self, k: int) -> Share:
+    def share(self, k: int) -> ReplicaBatch:
         """This replica's part of global batch ``k``."""
         begin, end = self.bounds(k)
         replicas, replica = self._world.num_replicas, self._world.replica
@@ -58,9 +66,9 @@ class NativeBatches:
             offsets, filler = split(canonical, replicas, replica, equal=self._tail != "exact")
         else:
             offsets, filler = split_blocks(canonical, streams, block, replicas, replica)
-        return Share(self._order.ids(begin, end)[offsets], begin + offsets, filler, block)
+        return ReplicaBatch(self._order.ids(begin, end)[offsets], begin + offsets, filler, block)
 
-    def shares(self, ks: Sequence[int]) -> list[Share]:
+    def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:
         """This replica's part of each of these batches, ascending: as :meth:`share`, but planned together."""
         block, count = self._order.layout.block, bisect_left(ks, self.num_whole)
         if block > 1 or count < 2:
@@ -74,7 +82,7 @@ class NativeBatches:
         grouped = np.argsort(canonical, axis=1, kind="stable")
         offsets = begins + grouped[:, size * replica // replicas : size * (replica + 1) // replicas]
         filler = np.zeros(offsets.shape, dtype=np.bool_)
-        whole = map(Share, self._order.ids(first, end)[offsets], first + offsets, filler)
+        whole = map(ReplicaBatch, self._order.ids(first, end)[offsets], first + offsets, filler)
         return [*whole, *map(self.share, ks[count:])]
 
     def num_micro_batches(self, k: int, device_batch_size: int) -> int:

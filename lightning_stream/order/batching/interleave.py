@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.permutation import Purpose, mix64, raw
-from lightning_stream.order.window import Source
+from lightning_stream.order.permutation import RngStream, mix64, random_u64
+from lightning_stream.order.window import SampleOrder
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class EpochOrder(Protocol):
 class RandomOrder:
     """``random``: all parts of all streams in one order."""
 
-    def __init__(self, epoch: int, source: Source) -> None:
+    def __init__(self, epoch: int, source: SampleOrder) -> None:
         self.epoch, self._source = epoch, source
         self.num_samples = source.num_samples
         self.layout = Layout(self.num_samples, self.num_samples)
@@ -77,18 +77,18 @@ class RandomOrder:
 class MixedOrder:
     """``stratified``, ``per_stream`` and ``device_per_stream``: streams, each in its own order, merged in runs.
 
-    Every stream's whole runs of ``unit`` samples are merged evenly (:class:`Merge`); then come the rests, stream by
+    Every stream's whole runs of ``unit`` samples are merged evenly (:class:`Interleave`); then come the rests, stream by
     stream. With ``unit`` 1 (``stratified``) there are none.
     """
 
     def __init__(
-        self, epoch: int, sources: Sequence[Source], *, unit: int, seed: int | None, per_batch: bool = False
+        self, epoch: int, sources: Sequence[SampleOrder], *, unit: int, seed: int | None, per_batch: bool = False
     ) -> None:
         self.epoch, self._sources, self._unit = epoch, tuple(sources), unit
         sizes = [source.num_samples for source in sources]
         self.num_samples = sum(sizes)
         self._runs = np.array([size // unit for size in sizes], dtype=np.int64)
-        self._merge = Merge(self._runs, epoch, seed)
+        self._merge = Interleave(self._runs, epoch, seed)
         whole = int(self._runs.sum()) * unit
         rest = np.array([size % unit for size in sizes], dtype=np.int64)
         self._rest_streams = np.flatnonzero(rest)
@@ -110,9 +110,9 @@ class MixedOrder:
         """The stream of each position where blocks must not mix streams; else None."""
         if self.layout.block == 1:
             return None
-        return self.located(*_checked(begin, end, self.num_samples))[0]
+        return self.locate(*_checked(begin, end, self.num_samples))[0]
 
-    def located(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def locate(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The stream of each position in [begin, end), and its index within that stream."""
         last = self._last
         if last is not None and last[0] == begin and last[1] == end:
@@ -130,13 +130,13 @@ class MixedOrder:
                 stream, run = stream[which], run[which] * unit + inside
             found.append((stream, run))
         if end > whole:
-            found.append(self._located_rest(max(begin, whole), end))
+            found.append(self._locate_remainder(max(begin, whole), end))
         stream, index = found[0] if len(found) == 1 else map(np.concatenate, zip(*found, strict=True))
         self._last = (begin, end, stream, index)
         return stream, index
 
-    def _located_rest(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """As :meth:`located`, behind the whole runs."""
+    def _locate_remainder(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """As :meth:`locate`, behind the whole runs."""
         at = np.arange(begin, end, dtype=np.int64)
         rest = np.searchsorted(self._rest_ends, at, side="right")
         stream = self._rest_streams[rest]
@@ -144,7 +144,7 @@ class MixedOrder:
         return stream, self._runs[stream] * self._unit + at - starts[rest]
 
     def _gather(self, begin: int, end: int, what: str) -> NDArray[np.int64]:
-        stream, index = self.located(begin, end)
+        stream, index = self.locate(begin, end)
         out = np.empty(len(stream), dtype=np.int64)
         order = np.argsort(stream, kind="stable")
         for mine in np.split(order, np.flatnonzero(np.diff(stream[order])) + 1):
@@ -159,7 +159,7 @@ class MixedOrder:
         return out
 
 
-class Merge:
+class Interleave:
     """Several sequences merged evenly: entry j of a sequence of n has the key (j + u) / n, ties by sequence.
 
     u is 1/2, or with a seed a number in [0, 1) of (seed, epoch, sequence, j). Keys are IEEE doubles, whose division is
@@ -170,7 +170,7 @@ class Merge:
         self._lengths = lengths
         self._total = int(lengths.sum())
         count = len(lengths)
-        self._salt = None if seed is None else raw(Purpose.JITTER, seed, epoch, size=count)
+        self._salt = None if seed is None else random_u64(RngStream.JITTER, seed, epoch, size=count)
 
     def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For entries [begin, end) of the merge: the sequence of each, and its index there."""
