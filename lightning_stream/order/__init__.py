@@ -5,7 +5,7 @@ Global batch k of epoch e is a pure function of (snapshot, weights, seed, e, ord
 
 from __future__ import annotations
 
-from lightning_stream.order.batching.interleave import EpochOrder, Layout
+from lightning_stream.order.batching.base import EpochOrder
 from lightning_stream.order.config import ORDER_VERSION, MosaicConfig, OrderConfig
 from lightning_stream.order.downloads import DownloadPlan, plan_downloads
 from lightning_stream.order.draw import StreamWeights, choose_per_stream, weights_digest
@@ -24,7 +24,6 @@ __all__ = [
     "DownloadPlan",
     "EpochOrder",
     "Explanation",
-    "Layout",
     "MosaicConfig",
     "OrderConfig",
     "Position",

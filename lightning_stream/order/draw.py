@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.permutation import RngStream, permutation
+from lightning_stream.order.rules import AMOUNT, short
 from lightning_stream.order.snapshot import Snapshot
 
 _FIXED = 2**63 - 1  # stands for the epoch where every epoch draws the same samples
@@ -180,8 +180,8 @@ def _weight_problems(snapshot: Snapshot, weights: Sequence[StreamWeights], epoch
         given = [(kind, value) for kind, value in vars(one).items() if value is not None]
         if len(given) > 1:
             problems.append(f"Stream {name!r} has {' and '.join(kind for kind, _ in given)}: give one of them.")
-        bad = [f"{kind}={value}" for kind, value in given if not (math.isfinite(value) and value >= 0)]
-        problems += [f"Stream {name!r} has {one}, which must be a number of at least 0." for one in bad]
+        bad = [f"{kind}={short(value)}" for kind, value in given if not AMOUNT.holds(value)]
+        problems += [f"Stream {name!r} has {one}, which must be {AMOUNT.says}." for one in bad]
     relative = [name for name, one in zip(names, weights, strict=True) if one.proportion is not None]
     absolute = [
         name for name, one in zip(names, weights, strict=True) if one.repeat is not None or one.choose is not None

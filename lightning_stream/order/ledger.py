@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.batching.interleave import EpochOrder
+from lightning_stream.order.batching.base import EpochOrder
 from lightning_stream.order.permutation import RngStream, mix64, random_u64
 from lightning_stream.order.plan import BatchPlan
-from lightning_stream.order.rank_split import ReplicaBatch
 from lightning_stream.order.snapshot import Snapshot
 
 MODULUS = 2**64
@@ -42,11 +41,6 @@ def expected(order: EpochOrder, begin: int, end: int) -> int:
         last = min(first + _CHUNK, end)
         whole += total(order.epoch, np.arange(first, last, dtype=np.int64), order.ids(first, last))
     return whole % MODULUS
-
-
-def of_share(epoch: int, share: ReplicaBatch) -> int:
-    """The sum of one rank's share, filler excluded."""
-    return total(epoch, share.positions[~share.filler], share.ids[~share.filler])
 
 
 def of_steps(plan: BatchPlan, k_begin: int, k_end: int) -> NDArray[np.uint64]:
@@ -130,15 +124,3 @@ def verify(wanted: NDArray[np.uint64], ranks: Sequence[NDArray[np.uint64]], *, r
     step = int(wrong.argmax())
     reason = "ranks of one replica saw different samples" if unlike[step] else "other samples than planned were seen"
     return Comparison(steps, step, f"{steps} steps were compared; step {step} is the first that differs: {reason}.")
-
-
-def diff(first: NDArray[np.uint64], second: NDArray[np.uint64]) -> Comparison:
-    """Compare two runs step by step, each given by the merged sums of its ranks."""
-    steps = min(len(first), len(second))
-    wrong = first[:steps] != second[:steps]
-    if wrong.any():
-        step = int(wrong.argmax())
-        return Comparison(steps, step, f"{steps} steps were compared; step {step} is the first that differs.")
-    more = abs(len(first) - len(second))
-    tail = f"; one run has {more} more" if more else ""
-    return Comparison(steps, None, f"The {steps} steps both runs have saw the same samples{tail}.")

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 _WORTH_PACKING = 512
-MAX_NUMBER = 2**63  # seeds and epochs stay below: two 32-bit words each, and an int64 in every other tool
 
 
 class RngStream(IntEnum):

@@ -1,77 +1,170 @@
-"""How an epoch's positions are cut into global batches, and each of those into shares: the native rules."""
+"""What every batching method is made of: the order of an epoch, and its global batches.
+
+A method is one file with one subclass of `EpochOrder` (and of `GlobalBatches`, where it deals batches otherwise), and
+one line in `METHODS`. Nothing else compares the method's name.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lightning_stream.order.batching.interleave import EpochOrder
-from lightning_stream.order.rank_split import (
-    TAILS,
-    ReplicaBatch,
-    Tail,
-    ceil_div,
-    num_micro_batches,
-    split,
-    split_blocks,
-)
+from lightning_stream.order.rank_split import TAILS, ReplicaBatch, Tail, num_micro_batches, split
 from lightning_stream.order.world import World
 
+if TYPE_CHECKING:
+    from lightning_stream.order.config import OrderConfig
+    from lightning_stream.order.plan import RunOrder
+    from lightning_stream.order.snapshot import Snapshot
 
-class NativeBatches:
-    """The global batches of a native order from a position on; see `BatchPlan` for the arguments.
 
-    With ``tail="exact"`` a rest smaller than the replicas takes from the batch before it what they lack, so that none
-    of them repeats a sample; not for ``per_stream``, where that batch is another stream's, and not out of a block.
+class EpochOrder(ABC):
+    """All sample ids of one epoch, in order, readable at any position.
+
+    Attributes:
+        epoch: Counts from 0.
+        num_samples: N, all positions.
+        full_end: Positions [0, full_end) are cut into global batches of B one after another; behind them lie the
+            remainders of the streams.
+    """
+
+    mixes_streams: ClassVar[bool] = False
+    """Whether every global batch holds samples of several streams, each in an order of its own."""
+
+    splits_samples: ClassVar[bool] = True
+    """Whether a whole global batch is grouped by canonical node and split over the replicas sample by sample."""
+
+    def __init__(self, epoch: int, num_samples: int, full_end: int) -> None:
+        self.epoch, self.num_samples, self.full_end = epoch, num_samples, full_end
+
+    @classmethod
+    def fixed_settings(cls, batch_size: int | None, device_batch_size: int | None) -> dict[str, int | None]:  # noqa: ARG003
+        """Order settings that this method fixes at the first start of a training run, from its batch sizes."""
+        return {}
+
+    @classmethod
+    def setting_problems(cls, config: OrderConfig) -> list[str]:  # noqa: ARG003
+        """Sentences on settings that this method lacks; empty if none is missing."""
+        return []
+
+    @classmethod
+    def shard_groups(cls, snapshot: Snapshot) -> Sequence[NDArray[np.int64]]:
+        """The shard sizes of each set of shards that has an order of its own: here each stream."""
+        return snapshot.shard_sizes
+
+    @classmethod
+    def active_shards(cls, run: RunOrder) -> int:
+        """Shards that must be at hand at once: w for each canonical node of each group."""
+        most = run.config.canonical_nodes * run.config.window if run.config.shuffle else 1
+        return sum(min(most, len(sizes)) for sizes in cls.shard_groups(run.snapshot))
+
+    @classmethod
+    @abstractmethod
+    def make(cls, run: RunOrder, epoch: int) -> EpochOrder:
+        """The order of one epoch of a run."""
+
+    @abstractmethod
+    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Sample ids at positions [begin, end): int64[end - begin]. O(range + window)."""
+
+    @abstractmethod
+    def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
+        """The canonical node of each position in [begin, end): what ranks are grouped by."""
+
+    def cut(self, batch_size: int, world: World, tail: Tail, start: int) -> GlobalBatches:
+        """Cut the epoch into global batches, see `BatchPlan`."""
+        return GlobalBatches(self, batch_size, world, tail, start)
+
+    def check_range(self, begin: int, end: int) -> None:
+        """Refuse positions outside the epoch."""
+        if not 0 <= begin <= end <= self.num_samples:
+            raise ValueError(
+                f"Positions must be within the epoch, [0, {self.num_samples}); [{begin}, {end}) was asked."
+            )
+
+
+class GlobalBatches:
+    """The global batches of an epoch from a position on, and one replica's part of each; see `BatchPlan`.
+
+    With ``tail="exact"`` a remainder smaller than the replicas takes from the batch before it what they lack, so that
+    none of them repeats a sample.
+
+    Raises:
+        ValueError: The order cannot be cut like this; every problem is named.
     """
 
     def __init__(self, order: EpochOrder, batch_size: int, world: World, tail: Tail, start: int) -> None:
-        self._order, self._batch_size, self._world, self._tail = order, batch_size, world, tail
-        self._start = start
-        self.num_whole = max(0, order.layout.whole - start) // batch_size
-        at = start + self.num_whole * batch_size
-        self._tail_ends = _tail_ends(order, batch_size, tail, at)
-        if tail == "exact" and order.layout.batch_size is None:
-            self._level_small_rest(at)
+        self._order, self._batch_size, self._world, self._tail, self._start = order, batch_size, world, tail, start
+        problems = self._problems()
+        if problems:
+            raise ValueError("The batches of an epoch cannot be planned. " + " ".join(problems))
+        self._cut()
+
+    def _cut(self) -> None:
+        self.num_full = max(0, self._order.full_end - self._start) // self._batch_size
+        at = self._start + self.num_full * self._batch_size
+        self._ends: tuple[int, ...] = ()  # of the batches behind the full ones
+        if self._tail != "drop" and at < self._order.num_samples:
+            self._ends = self._remainder_ends(at)
+
+    def _remainder_ends(self, at: int) -> tuple[int, ...]:
+        """Ends of the batches behind position ``at``, where no full batch is left before ``full_end``."""
+        total = self._order.num_samples
+        ends = (*range(at + self._batch_size, total, self._batch_size), total)
+        return self._level(at, ends) if self._tail == "exact" else ends
+
+    def _level(self, at: int, ends: tuple[int, ...], least: int = 0) -> tuple[int, ...]:
+        """Move the last border back, to ``least`` at most, where fewer samples than replicas lie behind it."""
+        border = ends[-1] - self._world.num_replicas
+        if (len(ends) == 1 and not self.num_full) or border < least or border >= (at, *ends)[-2]:
+            return ends
+        self.num_full -= len(ends) == 1
+        return (*ends[:-2], border, ends[-1])
 
     @property
     def num_batches(self) -> int:
         """Global batches."""
-        return self.num_whole + len(self._tail_ends)
+        return self.num_full + len(self._ends)
 
     @property
     def end(self) -> int:
         """The position behind the last batch."""
-        return self._tail_ends[-1] if self._tail_ends else self._start + self.num_whole * self._batch_size
+        return self._ends[-1] if self._ends else self._start + self.num_full * self._batch_size
+
+    @property
+    def follows_order(self) -> bool:
+        """Whether the batches hold the samples of the order in its places."""
+        return True
 
     def bounds(self, k: int) -> tuple[int, int]:
         """First position of global batch ``k``, and the one behind its last."""
-        first = self._start + min(k, self.num_whole) * self._batch_size
-        if k < self.num_whole:
+        first = self._start + min(k, self.num_full) * self._batch_size
+        if k < self.num_full:
             return first, first + self._batch_size
-        tail = k - self.num_whole
-        return (self._tail_ends[tail - 1] if tail else first), self._tail_ends[tail]
+        at = k - self.num_full
+        return (self._ends[at - 1] if at else first), self._ends[at]
+
+    def ids(self, k: int) -> NDArray[np.int64]:
+        """Sample ids of global batch ``k`` in position order."""
+        return self._order.ids(*self.bounds(k))
 
     def share(self, k: int) -> ReplicaBatch:
         """This replica's part of global batch ``k``."""
         begin, end = self.bounds(k)
-        replicas, replica = self._world.num_replicas, self._world.replica
+        world = self._world
         canonical = self._order.canonical(begin, end)
-        block = self._order.layout.block
-        streams = self._order.streams(begin, end)
-        if streams is None or (self._tail == "exact" and k >= self.num_whole):
-            block = 1
-            offsets, filler = split(canonical, replicas, replica, equal=self._tail != "exact")
-        else:
-            offsets, filler = split_blocks(canonical, streams, block, replicas, replica)
-        return ReplicaBatch(self._order.ids(begin, end)[offsets], begin + offsets, filler, block)
+        offsets, filler = split(canonical, world.num_replicas, world.replica, equal=self._tail != "exact")
+        return ReplicaBatch(self._order.ids(begin, end)[offsets], begin + offsets, filler)
 
     def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:
-        """This replica's part of each of these batches, ascending: as :meth:`share`, but planned together."""
-        block, count = self._order.layout.block, bisect_left(ks, self.num_whole)
-        if block > 1 or count < 2:
+        """This replica's part of each of these batches, ascending: as :meth:`share`, but full ones planned together."""
+        count = bisect_left(ks, self.num_full)
+        if count < 2:
             return [self.share(k) for k in ks]
         size, replicas, replica = self._batch_size, self._world.num_replicas, self._world.replica
         first, end = self._start + ks[0] * size, self._start + (ks[count - 1] + 1) * size
@@ -82,81 +175,29 @@ class NativeBatches:
         grouped = np.argsort(canonical, axis=1, kind="stable")
         offsets = begins + grouped[:, size * replica // replicas : size * (replica + 1) // replicas]
         filler = np.zeros(offsets.shape, dtype=np.bool_)
-        whole = map(ReplicaBatch, self._order.ids(first, end)[offsets], first + offsets, filler)
-        return [*whole, *map(self.share, ks[count:])]
+        full = map(ReplicaBatch, self._order.ids(first, end)[offsets], first + offsets, filler)
+        return [*full, *map(self.share, ks[count:])]
 
     def num_micro_batches(self, k: int, device_batch_size: int) -> int:
         """See `BatchPlan.num_micro_batches`."""
         begin, end = self.bounds(k)
-        block, replicas = self._order.layout.block, self._world.num_replicas
-        if block == 1 or (self._tail == "exact" and k >= self.num_whole):
-            return num_micro_batches(end - begin, device_batch_size, replicas)
-        if device_batch_size % block and block % device_batch_size:
-            raise ValueError(
-                f"device_per_stream deals blocks of {block} samples, the batch per device that the run began with; a "
-                f"batch per device must hold whole blocks or divide one, but it is {device_batch_size}. Choose another."
+        return num_micro_batches(end - begin, device_batch_size, self._world.num_replicas)
+
+    def _problems(self) -> list[str]:
+        """Sentences on what forbids cutting this order this way; empty if nothing does."""
+        problems, total = [], self._order.num_samples
+        batch_size, replicas = self._batch_size, self._world.num_replicas
+        if self._tail not in TAILS:
+            problems.append(f"tail must be one of {', '.join(TAILS)}, not {self._tail!r}.")
+        if not 0 <= self._start <= total:
+            problems.append(f"start must be within the epoch, [0, {total}], not {self._start}.")
+        if batch_size < 1:
+            problems.append(f"batch_size (B) must be at least 1, not {batch_size}.")
+        elif batch_size % replicas:
+            near = [b for b in (batch_size // replicas * replicas, -(-batch_size // replicas) * replicas) if b]
+            problems.append(
+                f"A global batch must divide evenly over the data replicas, but {batch_size} samples over {replicas} "
+                f"replicas leave {batch_size % replicas}: use {' or '.join(map(str, near))} samples, or a number of "
+                f"replicas that divides {batch_size}."
             )
-        length = len(self.share(k)) if k >= self.num_whole else self._batch_size // replicas
-        return ceil_div(length, device_batch_size)
-
-    def _level_small_rest(self, at: int) -> None:
-        """Move the border before a rest smaller than the replicas, where a batch lies before it."""
-        first, *ends = at, *self._tail_ends
-        if not ends or (len(ends) == 1 and not self.num_whole):
-            return
-        before = [first, *ends][-2]
-        border = ends[-1] - self._world.num_replicas
-        layout = self._order.layout
-        if border < before and (layout.block == 1 or border >= layout.whole):
-            self.num_whole -= len(ends) == 1
-            self._tail_ends = (*ends[:-2], border, ends[-1])
-
-
-def _tail_ends(order: EpochOrder, batch_size: int, tail: Tail, at: int) -> tuple[int, ...]:
-    """Ends of the batches behind position ``at``, from which on no whole batch follows."""
-    layout = order.layout
-    total = layout.num_samples
-    if tail == "drop" or at >= total:
-        return ()
-    if layout.batch_size is not None:
-        return tuple(end for end in layout.rests if end > at)
-    if layout.block > 1 and tail == "pad":
-        edges = [*range(at + layout.block, layout.whole + 1, layout.block), *layout.rests]
-        edges = [end for end in edges if end > at]
-        per_batch = batch_size // layout.block
-        return (*edges[per_batch - 1 :: per_batch], *edges[len(edges) // per_batch * per_batch :][-1:])
-    return (*range(at + batch_size, total, batch_size), total)
-
-
-def plan_problems(order: EpochOrder, batch_size: int, world: World, tail: str, start: int) -> list[str]:
-    """Sentences on what forbids cutting this order this way; empty if nothing does."""
-    problems = []
-    layout = order.layout
-    if tail not in TAILS:
-        problems.append(f"tail must be one of {', '.join(TAILS)}, not {tail!r}.")
-    if not 0 <= start <= layout.num_samples:
-        problems.append(f"start must be within the epoch, [0, {layout.num_samples}], not {start}.")
-    if batch_size < 1:
-        return [*problems, f"batch_size (B) must be at least 1, not {batch_size}."]
-    replicas = world.num_replicas
-    if batch_size % replicas:
-        near = [b for b in (batch_size // replicas * replicas, -(-batch_size // replicas) * replicas) if b]
-        problems.append(
-            f"A global batch must divide evenly over the data replicas, but {batch_size} samples over {replicas} "
-            f"replicas leave {batch_size % replicas}: use {' or '.join(map(str, near))} samples, or a number of "
-            f"replicas that divides {batch_size}."
-        )
-    elif batch_size // replicas % layout.block:
-        problems.append(
-            f"device_per_stream deals blocks of {layout.block} samples, so a replica's part of a global batch must be "
-            f"a multiple of that, but {batch_size} samples over {replicas} replicas are {batch_size // replicas} each."
-        )
-    unit = layout.batch_size or layout.block
-    if 0 < start < layout.whole and start % unit:
-        problems.append(f"This order goes in runs of {unit} samples of one stream, but start={start} is amid one.")
-    if layout.batch_size not in (None, batch_size):
-        problems.append(
-            f"per_stream fixes the global batch at the run's start: {layout.batch_size} samples then, {batch_size} "
-            "now. Keep it, or choose another batching_method."
-        )
-    return problems
+        return problems

@@ -1,161 +1,104 @@
-"""The order of one epoch over all streams: the four batching methods."""
+"""Streams, each in its own order, interleaved evenly: what three of the batching methods share.
+
+With stretches of 2 samples, streams of 9 and 4 samples, and B = 4::
+
+    positions   0 1 2 3 4 5 6 7 8 9 10 11 | 12
+    stream      a a b b a a a a b b a  a  | a       six whole stretches, evenly; then the remainder of each stream
+    index       0 1 0 1 2 3 4 5 2 3 6  7  | 8
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.order.batching.base import EpochOrder
 from lightning_stream.order.permutation import RngStream, mix64, random_u64
-from lightning_stream.order.window import SampleOrder
+
+if TYPE_CHECKING:
+    from lightning_stream.order.plan import RunOrder
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How the positions of an epoch may be cut into global batches.
+class InterleavedOrder(EpochOrder):
+    """Every stream's whole stretches are interleaved evenly (:class:`Interleave`); then comes each stream's remainder.
 
     Args:
-        num_samples: N, all positions.
-        whole: Positions [0, whole) are cut into batches of B one after another.
-        rests: Ends of the runs that follow: one batch each for ``per_stream``, one block each for
-            ``device_per_stream``; empty otherwise.
-        block: m, where every m consecutive positions are one stream's and go to one device; else 1.
-        batch_size: B, where the order itself depends on it; else None.
+        run: The run.
+        epoch: The epoch.
+        stretch_length: Consecutive samples of one stream that stay together. With 1 there are no remainders.
+        seed: Key of the interleaving; None puts the streams in equal distances.
     """
 
-    num_samples: int
-    whole: int
-    rests: tuple[int, ...] = ()
-    block: int = 1
-    batch_size: int | None = None
-
-
-class EpochOrder(Protocol):
-    """All sample ids of one epoch, in order, readable at any position."""
-
-    epoch: int
-    num_samples: int
-    layout: Layout
-
-    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Sample ids at positions [begin, end): int64[end - begin]. O(range + window)."""
-        ...
-
-    def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
-        """The canonical node of each position in [begin, end): what ranks are grouped by."""
-        ...
-
-    def streams(self, begin: int, end: int) -> NDArray[np.int64] | None:
-        """The stream of each position where blocks must not mix streams (``device_per_stream``); else None."""
-        ...
-
-
-class RandomOrder:
-    """``random``: all parts of all streams in one order."""
-
-    def __init__(self, epoch: int, source: SampleOrder) -> None:
-        self.epoch, self._source = epoch, source
-        self.num_samples = source.num_samples
-        self.layout = Layout(self.num_samples, self.num_samples)
-
-    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Sample ids at positions [begin, end)."""
-        return self._source.ids(*_checked(begin, end, self.num_samples))
-
-    def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
-        """The canonical node of each position in [begin, end)."""
-        return self._source.canonical(*_checked(begin, end, self.num_samples))
-
-    def streams(self, begin: int, end: int) -> None:  # noqa: ARG002 (the protocol's)
-        """Blocks do not matter here."""
-        return
-
-
-class MixedOrder:
-    """``stratified``, ``per_stream`` and ``device_per_stream``: streams, each in its own order, merged in runs.
-
-    Every stream's whole runs of ``unit`` samples are merged evenly (:class:`Interleave`); then come the rests, stream by
-    stream. With ``unit`` 1 (``stratified``) there are none.
-    """
-
-    def __init__(
-        self, epoch: int, sources: Sequence[SampleOrder], *, unit: int, seed: int | None, per_batch: bool = False
-    ) -> None:
-        self.epoch, self._sources, self._unit = epoch, tuple(sources), unit
-        sizes = [source.num_samples for source in sources]
-        self.num_samples = sum(sizes)
-        self._runs = np.array([size // unit for size in sizes], dtype=np.int64)
-        self._merge = Interleave(self._runs, epoch, seed)
-        whole = int(self._runs.sum()) * unit
-        rest = np.array([size % unit for size in sizes], dtype=np.int64)
-        self._rest_streams = np.flatnonzero(rest)
-        self._rest_ends = whole + np.cumsum(rest[self._rest_streams])
-        block = unit if not per_batch else 1
-        ends = tuple(self._rest_ends.tolist())
-        self.layout = Layout(self.num_samples, whole, ends, block, unit if per_batch else None)
+    def __init__(self, run: RunOrder, epoch: int, stretch_length: int, seed: int | None) -> None:
+        self._samples = [run.sample_order(epoch, (stream,), stream) for stream in range(run.snapshot.num_streams)]
+        self.stretch_length = stretch_length
+        sizes = np.array([one.num_samples for one in self._samples], dtype=np.int64)
+        self._stretches, remainder = np.divmod(sizes, stretch_length)
+        super().__init__(epoch, int(sizes.sum()), int(self._stretches.sum()) * stretch_length)
+        self._interleave = Interleave(self._stretches, epoch, seed)
+        self._remainder_streams = np.flatnonzero(remainder)
+        self.remainder_ends = self.full_end + np.cumsum(remainder[self._remainder_streams])
         self._last: tuple[int, int, NDArray[np.int64], NDArray[np.int64]] | None = None
 
+    def start_problems(self, start: int) -> list[str]:
+        """What forbids to start here: a start lies between two stretches, or anywhere in the remainders."""
+        if start >= self.full_end or start % self.stretch_length == 0:
+            return []
+        length = self.stretch_length
+        return [f"This order takes {length} samples of one stream at a time, but start={start} lies inside them."]
+
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
         """Sample ids at positions [begin, end)."""
-        return self._gather(*_checked(begin, end, self.num_samples), "ids")
+        return self._gather(begin, end, "ids")
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         """The canonical node of each position, by its stream's own index."""
-        return self._gather(*_checked(begin, end, self.num_samples), "canonical")
-
-    def streams(self, begin: int, end: int) -> NDArray[np.int64] | None:
-        """The stream of each position where blocks must not mix streams; else None."""
-        if self.layout.block == 1:
-            return None
-        return self.locate(*_checked(begin, end, self.num_samples))[0]
+        return self._gather(begin, end, "canonical")
 
     def locate(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The stream of each position in [begin, end), and its index within that stream."""
         last = self._last
         if last is not None and last[0] == begin and last[1] == end:
             return last[2], last[3]
-        whole, unit = self.layout.whole, self._unit
-        if begin >= end:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        found = []
-        if begin < whole:
-            stop = min(end, whole)
-            stream, run = self._merge.read(begin // unit, -(-stop // unit))
-            if unit > 1:
-                inside = np.arange(begin, stop) % unit
-                which = np.arange(begin, stop) // unit - begin // unit
-                stream, run = stream[which], run[which] * unit + inside
-            found.append((stream, run))
-        if end > whole:
-            found.append(self._locate_remainder(max(begin, whole), end))
-        stream, index = found[0] if len(found) == 1 else map(np.concatenate, zip(*found, strict=True))
+        length, stop = self.stretch_length, min(end, self.full_end)
+        found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+        if begin < stop:
+            stream, index = self._interleave.read(begin // length, -(-stop // length))
+            if length > 1:
+                at = np.arange(begin, stop)
+                which = at // length - begin // length
+                stream, index = stream[which], index[which] * length + at % length
+            found.append((stream, index))
+        if end > self.full_end:
+            found.append(self._locate_remainder(max(begin, self.full_end), end))
+        stream, index = found[1] if len(found) == 2 else map(np.concatenate, zip(*found, strict=True))
         self._last = (begin, end, stream, index)
         return stream, index
 
     def _locate_remainder(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """As :meth:`locate`, behind the whole runs."""
+        """As :meth:`locate`, behind the whole stretches."""
         at = np.arange(begin, end, dtype=np.int64)
-        rest = np.searchsorted(self._rest_ends, at, side="right")
-        stream = self._rest_streams[rest]
-        starts = np.concatenate([[self.layout.whole], self._rest_ends])
-        return stream, self._runs[stream] * self._unit + at - starts[rest]
+        which = np.searchsorted(self.remainder_ends, at, side="right")
+        stream = self._remainder_streams[which]
+        starts = np.concatenate([[self.full_end], self.remainder_ends])
+        return stream, self._stretches[stream] * self.stretch_length + at - starts[which]
 
     def _gather(self, begin: int, end: int, what: str) -> NDArray[np.int64]:
+        self.check_range(begin, end)
         stream, index = self.locate(begin, end)
         out = np.empty(len(stream), dtype=np.int64)
         order = np.argsort(stream, kind="stable")
         for mine in np.split(order, np.flatnonzero(np.diff(stream[order])) + 1):
             if not len(mine):
                 continue
-            source = self._sources[int(stream[mine[0]])]
-            read = source.ids if what == "ids" else source.canonical
-            # a stream's indices rise, without a gap but over the border of whole runs and rests
-            for stretch in np.split(mine, np.flatnonzero(np.diff(index[mine]) > 1) + 1):
-                first = int(index[stretch[0]])
-                out[stretch] = read(first, first + len(stretch))
+            samples = self._samples[int(stream[mine[0]])]
+            read = samples.ids if what == "ids" else samples.canonical
+            # a stream's indices rise, without a gap but over the border of whole stretches and remainders
+            for piece in np.split(mine, np.flatnonzero(np.diff(index[mine]) > 1) + 1):
+                first = int(index[piece[0]])
+                out[piece] = read(first, first + len(piece))
         return out
 
 
@@ -205,9 +148,3 @@ class Interleave:
             jitter = (scattered >> np.uint64(12)).astype(np.float64) * 2.0**-52
         keys: NDArray[np.float64] = (index + jitter) / self._lengths[sequence]
         return keys
-
-
-def _checked(begin: int, end: int, num_samples: int) -> tuple[int, int]:
-    if not 0 <= begin <= end <= num_samples:
-        raise ValueError(f"Positions must be within the epoch, [0, {num_samples}); [{begin}, {end}) was asked.")
-    return begin, end

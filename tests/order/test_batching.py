@@ -95,8 +95,8 @@ def test_per_stream_refuses_another_batch_size():
         BatchPlan(run.epoch(0), batch_size=24)
 
 
-def test_per_stream_refuses_to_start_amid_a_batch():
-    with pytest.raises(ValueError, match=r"runs of 12 samples of one stream, but start=13 is amid"):
+def test_per_stream_refuses_to_start_inside_a_batch():
+    with pytest.raises(ValueError, match=r"12 samples of one stream at a time, but start=13 lies inside"):
         BatchPlan(run_of([[40] * 3, [30] * 2], "per_stream").epoch(0), batch_size=12, start=13)
 
 
