@@ -16,8 +16,10 @@ import argparse
 import numpy as np
 
 from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights
-from lightning_stream.order.mosaic import partition, shuffle
-from lightning_stream.order.quality import NUM_BLOCKS, max_active, random_score
+from lightning_stream.order.mosaic.partitions import partition
+from lightning_stream.order.mosaic.shuffles import shuffle
+from lightning_stream.order.quality import NUM_BLOCKS, random_score
+from lightning_stream.order.snapshot import max_active
 
 SEED = 9176
 

@@ -21,7 +21,9 @@ from lightning_stream.loading.indexed import IndexedSamples, Readable, refuse_ov
 from lightning_stream.loading.plain import PlainIterations
 from lightning_stream.loading.source import SampleSource, Transform
 from lightning_stream.order import MosaicConfig, OrderConfig
-from lightning_stream.order.config import MOSAIC_ALGORITHMS, PARTITIONS, is_count
+from lightning_stream.order.config import MOSAIC_ALGORITHMS
+from lightning_stream.order.mosaic.partitions import PARTITIONS
+from lightning_stream.order.rules import is_count
 from lightning_stream.reading.bad_samples import Policy, bad_data
 from lightning_stream.reading.reader import ReaderConfig, SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream

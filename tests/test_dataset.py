@@ -14,6 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from support.mosaic_work import epoch_work  # noqa: E402
+
 from lightning_stream import (  # noqa: E402
     LocalDataset,
     MDSWriter,
@@ -23,7 +25,6 @@ from lightning_stream import (  # noqa: E402
     World,
 )
 from lightning_stream.errors import SnapshotMismatch, StateError  # noqa: E402
-from lightning_stream.order.mosaic import epoch_work  # noqa: E402
 from lightning_stream.reading.reader import ReaderConfig  # noqa: E402
 
 NUM_SAMPLES = 167

@@ -22,7 +22,7 @@ from servers.web import WebServer  # noqa: E402
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.loading.checks import ReadAhead, cache_need  # noqa: E402
-from lightning_stream.order.quality import max_active  # noqa: E402
+from lightning_stream.order.snapshot import max_active  # noqa: E402
 
 NUM_SAMPLES = 1200
 OPTIONS: dict[str, Any] = {"shuffle": True, "window": 3, "num_canonical_nodes": 2, "predownload": 8}

@@ -11,7 +11,8 @@ import numpy as np
 
 from lightning_stream.order import RunOrder
 from lightning_stream.order.downloads import estimate_factor, warning_about
-from lightning_stream.order.quality import Quality, active_shards, max_active, measure
+from lightning_stream.order.quality import Quality, measure
+from lightning_stream.order.snapshot import max_active
 from lightning_stream.reading.reader import SampleReader
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def cache_need(
     """What a node's cache must hold at once; under another window, where one is given."""
     if window is not None:
         run = RunOrder(run.snapshot, run.weights, replace(run.config, window=window))
-    nodes, active = settings.world.num_nodes, active_shards(run)
+    nodes, active = settings.world.num_nodes, run.active_shards()
     sizes = np.sort(np.concatenate([index.raw_bytes for index in reader.indexes]))[::-1]
     span = ahead.span * settings.device_batch_size * settings.world.num_replicas
     entering = min(_entering(run, span), len(sizes) - active)
@@ -94,9 +95,9 @@ def _entering(run: RunOrder, num_samples: int) -> int:
         shards = snapshot.shards_of(run.epoch(0).ids(0, run.num_samples))
         return max_active(shards, num_samples) - max_active(shards)
     nodes = config.canonical_nodes if config.shuffle else 1
-    streams = (snapshot.sizes,) if config.batching_method == "random" else snapshot.shard_sizes
+    groups = config.batching.shard_groups(snapshot)
     return sum(
-        min(len(sizes), nodes * math.ceil(num_samples / nodes / max(1.0, float(np.mean(sizes))))) for sizes in streams
+        min(len(sizes), nodes * math.ceil(num_samples / nodes / max(1.0, float(np.mean(sizes))))) for sizes in groups
     )
 
 

@@ -5,15 +5,15 @@ Global batch k of epoch e is a pure function of (snapshot, weights, seed, e, ord
 
 from __future__ import annotations
 
+from lightning_stream.order.batching.base import EpochOrder
 from lightning_stream.order.config import ORDER_VERSION, MosaicConfig, OrderConfig
 from lightning_stream.order.downloads import DownloadPlan, plan_downloads
 from lightning_stream.order.draw import StreamWeights, choose_per_stream, weights_digest
-from lightning_stream.order.mix import EpochOrder, Layout
-from lightning_stream.order.mosaic_state import is_mosaic_state, mosaic_config, mosaic_position
+from lightning_stream.order.mosaic.state import is_mosaic_state, mosaic_config, mosaic_position
 from lightning_stream.order.plan import BatchPlan, RunOrder, prefetch_shards
 from lightning_stream.order.position import Position
 from lightning_stream.order.quality import Quality
-from lightning_stream.order.rank_split import Share, Tail, num_micro_batches
+from lightning_stream.order.rank_split import ReplicaBatch, Tail, num_micro_batches
 from lightning_stream.order.snapshot import Snapshot
 from lightning_stream.order.tracing import Explanation, TracedBatch, explain, trace
 from lightning_stream.order.world import World
@@ -24,13 +24,12 @@ __all__ = [
     "DownloadPlan",
     "EpochOrder",
     "Explanation",
-    "Layout",
     "MosaicConfig",
     "OrderConfig",
     "Position",
     "Quality",
     "RunOrder",
-    "Share",
+    "ReplicaBatch",
     "Snapshot",
     "StreamWeights",
     "Tail",

@@ -7,26 +7,27 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from lightning_stream.errors import StateError
-from lightning_stream.order.permutation import MAX_NUMBER
+from lightning_stream.order.batching import METHODS
+from lightning_stream.order.batching.base import EpochOrder
+from lightning_stream.order.mosaic.epoch import MosaicEpoch
+from lightning_stream.order.mosaic.partitions import PARTITIONS
+from lightning_stream.order.mosaic.shuffles import SHUFFLES
+from lightning_stream.order.rules import broken, count, one_of
 from lightning_stream.order.world import World
 
 ORDER_VERSION = 1
 """Raised whenever the native order gives other ids for the same settings."""
 
-MOSAIC_ALGORITHMS = ("py1e", "py1br", "py1s", "py2s", "naive")
+MOSAIC_ALGORITHMS = SHUFFLES
 ALGORITHMS = ("window", *MOSAIC_ALGORITHMS)
-BATCHING_METHODS = ("random", "stratified", "per_stream", "device_per_stream")
 SAMPLING_METHODS = ("balanced", "fixed")
-PARTITIONS = ("orig", "relaxed")
 
 DEFAULT_SEED = 9176
 _MOST_NODES = 16
 _ACTIVE_PARTS = 128
+_KEYS = {"device_block": "block"}  # a setting's name in a state, where it has another
 MOST_NODES = 2**16
-_MOST = dict.fromkeys(("canonical_nodes", "window", "initial_physical_nodes", "ranks_per_node"), MOST_NODES) | {
-    "batch_size": 2**24,
-    "block": 2**24,
-}  # far above those of any run; they keep a damaged state from filling the memory
+_MOST_SAMPLES = 2**24  # of a batch; like MOST_NODES far above any run's: a damaged state must not fill the memory
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class OrderConfig:
         canonical_nodes: C. Samples are dealt to this many canonical nodes, at most one more in some than in others.
         window: w, parts of shards active at once in a canonical node.
         batching_method: ``"random"``, ``"stratified"``, ``"per_stream"`` or ``"device_per_stream"``.
-        block: m of ``device_per_stream``: consecutive samples from one stream, as many as a device's batch when the
-            run begins: so this order depends on the devices (and accumulation) that the run begins with; else None.
+        device_block: m of ``device_per_stream``: consecutive samples from one stream, as many as a device's batch when
+            the run begins: so this order depends on the devices (and accumulation) of that start; else None.
         batch_size: B where the order depends on it (``per_stream``); else None.
         sampling_method: ``"balanced"`` draws anew each epoch, ``"fixed"`` the same samples always.
         sampling_granularity: Samples taken from a shard at a time where a stream is only partly drawn.
@@ -76,7 +77,7 @@ class OrderConfig:
     canonical_nodes: int
     window: int
     batching_method: str = "random"
-    block: int | None = None
+    device_block: int | None = None
     batch_size: int | None = None
     sampling_method: str = "balanced"
     sampling_granularity: int = 1
@@ -126,8 +127,10 @@ class OrderConfig:
             mosaic = _resolve_mosaic(mosaic, resumed, world or World(), device_batch_size)
             algorithm = MOSAIC_ALGORITHMS[0] if algorithm is None else algorithm
         if resumed is not None:
-            device_batch_size = resumed.block or device_batch_size
+            device_batch_size = resumed.device_block or device_batch_size
         nodes, window = _resolve_nodes(canonical_nodes, window, resumed, batch_size, _mosaic_nodes(algorithm, mosaic))
+        method = METHODS.get(batching_method)
+        fixed = {} if method is None else method.fixed_settings(batch_size, device_batch_size)
         return cls(
             shuffle=shuffle,
             seed=seed,
@@ -135,17 +138,21 @@ class OrderConfig:
             canonical_nodes=nodes,
             window=window,
             batching_method=batching_method,
-            block=device_batch_size if batching_method == "device_per_stream" else None,
-            batch_size=batch_size if batching_method == "per_stream" else None,
+            **fixed,
             sampling_method=sampling_method,
             sampling_granularity=sampling_granularity,
             epoch_size=epoch_size,
             mosaic=mosaic,
         )
 
+    @property
+    def batching(self) -> type[EpochOrder]:
+        """The class that makes this order's epochs; this look-up decides, nothing else compares names."""
+        return METHODS[self.batching_method] if self.mosaic is None else MosaicEpoch
+
     def to_state(self) -> dict[str, Any]:
         """The settings as a dict of plain values."""
-        return asdict(self)
+        return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> OrderConfig:
@@ -155,7 +162,7 @@ class OrderConfig:
             StateError: Something else was given.
         """
         try:
-            values = _known(cls, state)
+            values = _known(OrderConfig, state)
             if values.get("mosaic") is not None:
                 values["mosaic"] = MosaicConfig(**_known(MosaicConfig, values["mosaic"]))
             return cls(**values)
@@ -209,55 +216,37 @@ def _resolve_mosaic(
 def _known(kind: type[OrderConfig | MosaicConfig], values: object) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         raise TypeError(f"expected a mapping of settings, found {type(values).__name__}.")
-    names = {field.name for field in fields(kind)}
+    names = {_KEYS.get(field.name, field.name): field.name for field in fields(kind)}
     unknown = [str(name) for name in values if name not in names]
     if unknown:
         raise ValueError(f"unknown settings {sorted(unknown)}.")
-    return dict(values)
+    return {names[key]: value for key, value in values.items()}
 
 
 def _problems(config: OrderConfig) -> list[str]:
-    allowed = {
-        "algorithm": ALGORITHMS,
-        "batching_method": BATCHING_METHODS,
-        "sampling_method": SAMPLING_METHODS,
-        "shuffle": (True, False),
-    }
-    problems = [
-        f"{name} must be one of {', '.join(map(str, values))}, not {getattr(config, name)!r}."
-        for name, values in allowed.items()
-        if getattr(config, name) not in values
-    ]
-    problems += _count_problems(config, ("canonical_nodes", "window", "sampling_granularity"), optional=False)
-    problems += _count_problems(config, ("block", "batch_size", "epoch_size"), optional=True)
-    if not is_count(config.seed, 0):
-        problems.append(f"seed must be an integer in [0, 2**63), not {config.seed!r}.")
-    if config.batching_method == "per_stream" and config.batch_size is None:
-        problems.append("per_stream makes every global batch from one stream: it needs a batch size from the start.")
-    if config.batching_method == "device_per_stream" and config.block is None:
-        problems.append("device_per_stream needs the batch size per device from the start.")
-    return problems + ([] if config.mosaic is None else _mosaic_problems(config.mosaic))
+    problems = broken(vars(config), _RULES)
+    method = METHODS.get(config.batching_method) if isinstance(config.batching_method, str) else None
+    problems += [] if method is None else method.setting_problems(config)
+    return problems + ([] if config.mosaic is None else broken(vars(config.mosaic), _MOSAIC_RULES))
 
 
-def _mosaic_problems(mosaic: MosaicConfig) -> list[str]:
-    counts = ("shuffle_block_size", "initial_physical_nodes", "ranks_per_node", "batch_size")
-    problems = _count_problems(mosaic, counts, optional=True)
-    if mosaic.partition not in PARTITIONS:
-        problems.append(f"partition must be one of {', '.join(PARTITIONS)}, not {mosaic.partition!r}.")
-    return problems
-
-
-def _count_problems(config: OrderConfig | MosaicConfig, names: tuple[str, ...], *, optional: bool) -> list[str]:
-    values = {name: getattr(config, name) for name in names}
-    return [
-        f"{name} must be {'None or ' if optional else ''}an integer of at least 1"
-        + (f" and at most {_MOST[name]}" if name in _MOST else "")
-        + f", not {value!r}."
-        for name, value in values.items()
-        if not (is_count(value, 1, _MOST.get(name, MAX_NUMBER - 1)) or (optional and value is None))
-    ]
-
-
-def is_count(value: object, least: int, most: int = MAX_NUMBER - 1) -> bool:
-    """Whether this is an integer (no bool) from ``least`` to ``most``, by default the largest that fits a key."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+_RULES = {
+    "algorithm": one_of(*ALGORITHMS),
+    "batching_method": one_of(*METHODS),
+    "sampling_method": one_of(*SAMPLING_METHODS),
+    "shuffle": one_of(True, False),
+    "canonical_nodes": count(1, MOST_NODES),
+    "window": count(1, MOST_NODES),
+    "sampling_granularity": count(1),
+    "device_block": count(1, _MOST_SAMPLES, optional=True),
+    "batch_size": count(1, _MOST_SAMPLES, optional=True),
+    "epoch_size": count(1, optional=True),
+    "seed": count(),
+}
+_MOSAIC_RULES = {
+    "partition": one_of(*PARTITIONS),
+    "shuffle_block_size": count(1, optional=True),
+    "initial_physical_nodes": count(1, MOST_NODES, optional=True),
+    "ranks_per_node": count(1, MOST_NODES, optional=True),
+    "batch_size": count(1, _MOST_SAMPLES, optional=True),
+}

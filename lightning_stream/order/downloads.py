@@ -132,8 +132,7 @@ def _replica_reads(
         World(r * world.replication, world.num_ranks, world.ranks_per_node, world.replication) for r in range(replicas)
     ]
     plans = [BatchPlan(order, batch_size=batch_size, world=one, tail=tail, start=start) for one in firsts]
-    simple = run.config.mosaic is None and order.layout.block == 1
-    whole = plans[0].num_whole_batches if simple else 0
+    whole = plans[0].num_whole_batches if order.splits_samples else 0
     step = max(1, _CHUNK // batch_size)
     for k in range(0, whole, step):
         begin, end = plans[0].bounds(k)[0], plans[0].bounds(min(k + step, whole) - 1)[1]
@@ -158,7 +157,7 @@ def _warning(run: RunOrder, batch_size: int, world: World, factor: float) -> str
     )
     if not config.shuffle:
         return f"{found} Index order needs nearly every shard on every node: set shuffle=True if order does not matter."
-    mixed = config.batching_method in ("stratified", "device_per_stream") and run.snapshot.num_streams > 1
+    mixed = config.batching.mixes_streams and run.snapshot.num_streams > 1
     better = better_canonical_nodes(batch_size, nodes, mixed=mixed)
     if better is None:
         return f"{found} Choose a global batch size that is a multiple of {nodes}, and num_canonical_nodes={nodes}."

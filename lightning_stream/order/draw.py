@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.permutation import Purpose, permutation
+from lightning_stream.order.permutation import RngStream, permutation
+from lightning_stream.order.rules import AMOUNT, short
 from lightning_stream.order.snapshot import Snapshot
 
 _FIXED = 2**63 - 1  # stands for the epoch where every epoch draws the same samples
@@ -32,7 +32,7 @@ class StreamWeights:
 
 
 @dataclass(frozen=True, eq=False)
-class Units:
+class ShardDraws:
     """Drawn samples as runs, each of one shard: all of it once (a pass), or a subset.
 
     Args:
@@ -70,7 +70,7 @@ class Draw:
             have == 0 or take % have == 0 for take, have in zip(self.chosen, samples, strict=True)
         )
 
-    def units(self, epoch: int, streams: Sequence[int]) -> Units:
+    def units(self, epoch: int, streams: Sequence[int]) -> ShardDraws:
         """The units of these streams in index order: shard by shard, its passes first, then its subset."""
         shards, counts = [], []
         for stream in streams:
@@ -78,7 +78,9 @@ class Draw:
             shards.append(shard)
             counts.append(count)
         return (
-            Units(np.concatenate(shards), np.concatenate(counts)) if len(shards) != 1 else Units(shards[0], counts[0])
+            ShardDraws(np.concatenate(shards), np.concatenate(counts))
+            if len(shards) != 1
+            else ShardDraws(shards[0], counts[0])
         )
 
     def ids(self, epoch: int, shard: int, count: int, begin: int, end: int) -> NDArray[np.int64]:
@@ -87,7 +89,7 @@ class Draw:
         size = int(self.snapshot.sizes[shard])
         if count == size:
             return np.arange(first + begin, first + end, dtype=np.int64)
-        picks = permutation(Purpose.DRAW_SAMPLES, self.seed, self._key(epoch), shard, size=size)[:count]
+        picks = permutation(RngStream.DRAW_SAMPLES, self.seed, self._key(epoch), shard, size=size)[:count]
         picks.sort()
         return picks[begin:end] + first
 
@@ -104,7 +106,7 @@ class Draw:
         passes, rest = divmod(self.chosen[stream], num_samples)
         if rest == 0 and passes == 1:
             return (shard, sizes) if sizes.all() else (shard[sizes > 0], sizes[sizes > 0])
-        order = permutation(Purpose.DRAW_SHARDS, self.seed, self._key(epoch), stream, size=len(sizes))
+        order = permutation(RngStream.DRAW_SHARDS, self.seed, self._key(epoch), stream, size=len(sizes))
         subset = np.zeros_like(sizes)
         subset[order] = _spread(sizes[order], rest, self.granularity)
         counts = np.empty((len(sizes), passes + 1), dtype=np.int64)
@@ -163,7 +165,7 @@ def _shared(parts: list[float], total: int, seed: int) -> list[int]:
     """Split ``total`` by ``parts``, rounded down; what is lost goes to distinct streams picked by the seed."""
     whole = sum(parts)
     chosen = [int(total * part / whole) for part in parts]
-    takers = [i for i in permutation(Purpose.SHORTFALL, seed, size=len(parts)).tolist() if parts[i] > 0]
+    takers = [i for i in permutation(RngStream.SHORTFALL, seed, size=len(parts)).tolist() if parts[i] > 0]
     for i in range(total - sum(chosen)):
         chosen[takers[i % len(takers)]] += 1
     return chosen
@@ -178,8 +180,8 @@ def _weight_problems(snapshot: Snapshot, weights: Sequence[StreamWeights], epoch
         given = [(kind, value) for kind, value in vars(one).items() if value is not None]
         if len(given) > 1:
             problems.append(f"Stream {name!r} has {' and '.join(kind for kind, _ in given)}: give one of them.")
-        bad = [f"{kind}={value}" for kind, value in given if not (math.isfinite(value) and value >= 0)]
-        problems += [f"Stream {name!r} has {one}, which must be a number of at least 0." for one in bad]
+        bad = [f"{kind}={short(value)}" for kind, value in given if not AMOUNT.holds(value)]
+        problems += [f"Stream {name!r} has {one}, which must be {AMOUNT.says}." for one in bad]
     relative = [name for name, one in zip(names, weights, strict=True) if one.proportion is not None]
     absolute = [
         name for name, one in zip(names, weights, strict=True) if one.repeat is not None or one.choose is not None

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.mix import EpochOrder
-from lightning_stream.order.permutation import Purpose, mix64, raw
+from lightning_stream.order.batching.base import EpochOrder
+from lightning_stream.order.permutation import RngStream, mix64, random_u64
 from lightning_stream.order.plan import BatchPlan
-from lightning_stream.order.rank_split import Share
 from lightning_stream.order.snapshot import Snapshot
 
 MODULUS = 2**64
@@ -42,11 +41,6 @@ def expected(order: EpochOrder, begin: int, end: int) -> int:
         last = min(first + _CHUNK, end)
         whole += total(order.epoch, np.arange(first, last, dtype=np.int64), order.ids(first, last))
     return whole % MODULUS
-
-
-def of_share(epoch: int, share: Share) -> int:
-    """The sum of one rank's share, filler excluded."""
-    return total(epoch, share.positions[~share.filler], share.ids[~share.filler])
 
 
 def of_steps(plan: BatchPlan, k_begin: int, k_end: int) -> NDArray[np.uint64]:
@@ -85,7 +79,7 @@ def replacements(snapshot: Snapshot, seed: int, epoch: int, position: int, drawn
     count = int(snapshot.stream_samples[stream])
     if count < 2:
         return
-    for number in raw(Purpose.SUBSTITUTE, seed, epoch, position, size=_ATTEMPTS).tolist():
+    for number in random_u64(RngStream.SUBSTITUTE, seed, epoch, position, size=_ATTEMPTS).tolist():
         yield first + (drawn - first + 1 + number % (count - 1)) % count
 
 
@@ -100,22 +94,22 @@ def from_bytes(data: bytes) -> NDArray[np.uint64]:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Comparison:
     """What comparing ledgers showed.
 
     Args:
         num_steps: Steps compared.
         first_difference: The first step that differs, counted from the first one compared; None if none does.
-        sentence: The finding in words.
+        message: The finding in words.
     """
 
     num_steps: int
     first_difference: int | None
-    sentence: str
+    message: str
 
 
-def verify(wanted: NDArray[np.uint64], ranks: Sequence[NDArray[np.uint64]], *, replication: int = 1) -> Verdict:
-    """Merge the sums of all ranks and compare each step with what was planned (:func:`of_steps`).
+def verify(wanted: NDArray[np.uint64], ranks: Sequence[NDArray[np.uint64]], *, replication: int = 1) -> Comparison:
+    """Interleave the sums of all ranks and compare each step with what was planned (:func:`of_steps`).
 
     Only steps that every rank has written are compared. Ranks of one replica must agree among themselves.
     """
@@ -126,19 +120,7 @@ def verify(wanted: NDArray[np.uint64], ranks: Sequence[NDArray[np.uint64]], *, r
     unlike = (table != table[:, :1]).any(axis=(0, 1))
     wrong = unlike | (table[:, 0].sum(axis=0, dtype=np.uint64) != wanted[:steps])
     if not wrong.any():
-        return Verdict(steps, None, f"All {steps} steps saw exactly the planned samples.")
+        return Comparison(steps, None, f"All {steps} steps saw exactly the planned samples.")
     step = int(wrong.argmax())
     reason = "ranks of one replica saw different samples" if unlike[step] else "other samples than planned were seen"
-    return Verdict(steps, step, f"{steps} steps were compared; step {step} is the first that differs: {reason}.")
-
-
-def diff(first: NDArray[np.uint64], second: NDArray[np.uint64]) -> Verdict:
-    """Compare two runs step by step, each given by the merged sums of its ranks."""
-    steps = min(len(first), len(second))
-    wrong = first[:steps] != second[:steps]
-    if wrong.any():
-        step = int(wrong.argmax())
-        return Verdict(steps, step, f"{steps} steps were compared; step {step} is the first that differs.")
-    more = abs(len(first) - len(second))
-    tail = f"; one run has {more} more" if more else ""
-    return Verdict(steps, None, f"The {steps} steps both runs have saw the same samples{tail}.")
+    return Comparison(steps, step, f"{steps} steps were compared; step {step} is the first that differs: {reason}.")

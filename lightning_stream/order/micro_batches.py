@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.order.ledger import Substitution
 from lightning_stream.order.plan import BatchPlan
-from lightning_stream.order.rank_split import Share
+from lightning_stream.order.rank_split import ReplicaBatch
 
 _PLANNED_SAMPLES = 1 << 14  # planned together: fewer cost more each, more would keep the first batch waiting
 
@@ -156,7 +156,7 @@ class MicroBatches:
         begin, end = self.plan.bounds(k)
         return Place(self.plan.order.epoch, begin, end, is_last_piece, is_last_piece and k == self.plan.num_batches - 1)
 
-    def _made(self, k: int, share: Share, is_last_piece: bool) -> MicroBatch:
+    def _made(self, k: int, share: ReplicaBatch, is_last_piece: bool) -> MicroBatch:
         place = self._place(k, is_last_piece=is_last_piece)
         made = MicroBatch(**vars(place), ids=share.ids, positions=share.positions, filler=share.filler)
         return made if self._padding else made.without_padding()

@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 _WORTH_PACKING = 512
-MAX_NUMBER = 2**63  # seeds and epochs stay below: two 32-bit words each, and an int64 in every other tool
 
 
-class Purpose(IntEnum):
+class RngStream(IntEnum):
     """What a key's random numbers are for: the first word of every key, so that no two uses share a stream."""
 
     SHARDS = 1
@@ -30,15 +29,15 @@ class Purpose(IntEnum):
     STRATA = 10
 
 
-def raw(purpose: Purpose, *numbers: int, size: int) -> NDArray[np.uint64]:
+def random_u64(purpose: RngStream, *numbers: int, size: int) -> NDArray[np.uint64]:
     """``size`` raw 64-bit numbers of the stream with this key (each number in [0, 2**63))."""
     words = np.array((purpose, *numbers), dtype="<u8").view("<u4")
     return np.random.PCG64(np.random.SeedSequence(words)).random_raw(size)
 
 
-def permutation(purpose: Purpose, *numbers: int, size: int) -> NDArray[np.int64]:
-    """The permutation of ``range(size)`` with this key: the stable argsort of :func:`raw`."""
-    keys = raw(purpose, *numbers, size=size)
+def permutation(purpose: RngStream, *numbers: int, size: int) -> NDArray[np.int64]:
+    """The permutation of ``range(size)`` with this key: the stable argsort of :func:`random_u64`."""
+    keys = random_u64(purpose, *numbers, size=size)
     order = _argsort_scattered(keys) if size >= _WORTH_PACKING else None
     return stable_argsort(keys) if order is None else order
 

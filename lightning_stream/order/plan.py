@@ -8,20 +8,17 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.order.batching.base import EpochOrder
 from lightning_stream.order.config import OrderConfig
-from lightning_stream.order.cut import NativeBatches, plan_problems
-from lightning_stream.order.dealt import DealtBatches, DealtEpoch
-from lightning_stream.order.draw import Draw, StreamWeights, Units, choose_per_stream
-from lightning_stream.order.mix import EpochOrder, MixedOrder, RandomOrder
+from lightning_stream.order.draw import Draw, ShardDraws, StreamWeights, choose_per_stream
 from lightning_stream.order.permutation import stable_argsort
-from lightning_stream.order.rank_split import Share, Tail
+from lightning_stream.order.rank_split import ReplicaBatch, Tail
 from lightning_stream.order.snapshot import Snapshot
-from lightning_stream.order.spread import deal_shards
-from lightning_stream.order.window import SequentialSource, Source, WindowSource
+from lightning_stream.order.stratify import deal_shards
+from lightning_stream.order.window import IndexOrder, SampleOrder, WindowOrder
 from lightning_stream.order.world import World
 
 _KEPT_EPOCHS = 2
-_ALL_STREAMS = 2**32  # the key of the one order over all streams together
 
 
 class RunOrder:
@@ -42,7 +39,7 @@ class RunOrder:
         balanced = config.sampling_method == "balanced"
         self._draw = Draw(snapshot, chosen, config.seed, balanced, config.sampling_granularity)
         self._shard_places: NDArray[np.int64] | None = None
-        self._constant_units: dict[tuple[int, ...], Units] = {}
+        self._constant_units: dict[tuple[int, ...], ShardDraws] = {}
         self._epochs: dict[int, EpochOrder] = {}
 
     def __reduce__(self) -> tuple[type[RunOrder], tuple[Snapshot, tuple[StreamWeights, ...], OrderConfig]]:
@@ -54,47 +51,32 @@ class RunOrder:
         """Samples drawn per epoch."""
         return sum(self._draw.chosen)
 
-    @property
-    def samples_per_stream(self) -> tuple[int, ...]:
-        """Samples drawn from each stream per epoch."""
-        return self._draw.chosen
-
     def epoch(self, epoch: int) -> EpochOrder:
         """The order of one epoch; the last few are kept. O(parts)."""
         found = self._epochs.get(epoch)
         if found is None:
-            found = self._epochs[epoch] = self._make_epoch(epoch)
+            if epoch < 0:
+                raise ValueError(f"Epochs count from 0; {epoch} was asked.")
+            found = self._epochs[epoch] = self.config.batching.make(self, epoch)
             for old in list(self._epochs)[:-_KEPT_EPOCHS]:
                 self._epochs.pop(old, None)
         return found
 
-    def _make_epoch(self, epoch: int) -> EpochOrder:
-        if epoch < 0:
-            raise ValueError(f"Epochs count from 0; {epoch} was asked.")
-        config = self.config
-        if config.mosaic is not None:
-            return DealtEpoch(self.snapshot, self.weights, config, epoch)
-        streams = range(self.snapshot.num_streams)
-        if config.batching_method == "random":
-            return RandomOrder(epoch, self._source(epoch, tuple(streams), _ALL_STREAMS))
-        sources = [self._source(epoch, (stream,), stream) for stream in streams]
-        if config.batching_method == "stratified":
-            return MixedOrder(epoch, sources, unit=1, seed=None)
-        seed = config.seed if config.shuffle else None
-        if config.batching_method == "per_stream":
-            return MixedOrder(epoch, sources, unit=config.batch_size or 1, seed=seed, per_batch=True)
-        return MixedOrder(epoch, sources, unit=config.block or 1, seed=seed)
+    def active_shards(self) -> int:
+        """Shards that must be at hand at once, over all nodes."""
+        return self.config.batching.active_shards(self)
 
-    def _source(self, epoch: int, streams: tuple[int, ...], key: int) -> Source:
+    def sample_order(self, epoch: int, streams: tuple[int, ...], key: int) -> SampleOrder:
+        """The order of the drawn samples of some streams; ``key`` tells it from those of other streams."""
         units = self._units(epoch, streams)
         if not self.config.shuffle:
-            return SequentialSource(self._draw, epoch, units)
+            return IndexOrder(self._draw, epoch, units)
         config = self.config
-        return WindowSource(
+        return WindowOrder(
             self._draw, epoch, units, stream=key, canonical_nodes=config.canonical_nodes, window=config.window
         )
 
-    def _units(self, epoch: int, streams: tuple[int, ...]) -> Units:
+    def _units(self, epoch: int, streams: tuple[int, ...]) -> ShardDraws:
         """The drawn units in the run-constant order of shards (index order without shuffling)."""
         found = self._constant_units.get(streams)
         if found is not None:
@@ -102,7 +84,7 @@ class RunOrder:
         units = self._draw.units(epoch, streams)
         if self.config.shuffle:
             order = stable_argsort(self._places()[units.shard])
-            units = Units(units.shard[order], units.count[order])
+            units = ShardDraws(units.shard[order], units.count[order])
         if self._draw.constant:
             self._constant_units[streams] = units
         return units
@@ -137,14 +119,7 @@ class BatchPlan:
     ) -> None:
         self.order, self.batch_size, self.tail, self.start = order, batch_size, tail, start
         self.world = World() if world is None else world
-        problems = plan_problems(order, batch_size, self.world, tail, start)
-        if problems:
-            raise ValueError("The batches of an epoch cannot be planned. " + " ".join(problems))
-        self._batches: NativeBatches | DealtBatches = (
-            order.deal(self.world, batch_size, tail, start)
-            if isinstance(order, DealtEpoch)
-            else NativeBatches(order, batch_size, self.world, tail, start)
-        )
+        self._batches = order.cut(batch_size, self.world, tail, start)
 
     def __reduce__(self) -> tuple[partial[BatchPlan], tuple[EpochOrder]]:
         """Pickle what the plan was made of, not the samples that were dealt by it."""
@@ -159,7 +134,7 @@ class BatchPlan:
     @property
     def num_whole_batches(self) -> int:
         """How many batches, from the first on, have exactly B samples; those of the epoch's tail follow."""
-        return self._batches.num_whole
+        return self._batches.num_full
 
     @property
     def end(self) -> int:
@@ -172,9 +147,7 @@ class BatchPlan:
 
         The orders of mosaicml-streaming may deal others to a world that the run did not begin in. O(samples).
         """
-        if not isinstance(self._batches, DealtBatches):
-            return True
-        return np.array_equal(self._batches.flat, self.order.ids(self.start, self.order.num_samples))
+        return self._batches.follows_order
 
     def bounds(self, k: int) -> tuple[int, int]:
         """First position of global batch ``k`` (counted from ``start``), and the one behind its last."""
@@ -184,10 +157,10 @@ class BatchPlan:
 
     def ids(self, k: int) -> NDArray[np.int64]:
         """Sample ids of global batch ``k`` in position order, filler excluded."""
-        begin, end = self.bounds(k)
-        return self._batches.ids(k) if isinstance(self._batches, DealtBatches) else self.order.ids(begin, end)
+        self.bounds(k)
+        return self._batches.ids(k)
 
-    def share(self, k: int) -> Share:
+    def share(self, k: int) -> ReplicaBatch:
         """This world's replica's part of global batch ``k``."""
         self.bounds(k)
         return self._batches.share(k)
@@ -195,7 +168,7 @@ class BatchPlan:
     def num_micro_batches(self, k: int, device_batch_size: int) -> int:
         """Into how many micro-batches every replica cuts its share of global batch ``k``: the same number on all.
 
-        `Share.micro_batches` then gives pieces of at most ``device_batch_size`` samples, filler included.
+        `ReplicaBatch.micro_batches` then gives pieces of at most ``device_batch_size`` samples, filler included.
 
         Raises:
             ValueError: The blocks of ``device_per_stream`` neither fill nor divide such a micro-batch.
@@ -203,7 +176,7 @@ class BatchPlan:
         self.bounds(k)
         return self._batches.num_micro_batches(k, device_batch_size)
 
-    def shares(self, ks: Sequence[int]) -> list[Share]:
+    def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:
         """This world's replica's part of each of these global batches, ascending: as `share`, but planned together."""
         for k in (*ks[:1], *ks[-1:]):
             self.bounds(k)

@@ -10,11 +10,11 @@ from zlib import crc32
 
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError, VersionMismatch
 from lightning_stream.order import ledger as ledgers
-from lightning_stream.order.config import ORDER_VERSION, OrderConfig, is_count
+from lightning_stream.order.config import ORDER_VERSION, OrderConfig
 from lightning_stream.order.draw import weights_digest
-from lightning_stream.order.permutation import MAX_NUMBER
 from lightning_stream.order.plan import BatchPlan, RunOrder
 from lightning_stream.order.rank_split import TAILS, Tail
+from lightning_stream.order.rules import TEXT, Rule, broken, count, is_count, one_of, short
 from lightning_stream.order.world import World
 
 STATE_VERSION = 1
@@ -24,7 +24,7 @@ MOST_EPOCHS = 2**32
 
 
 @dataclass(frozen=True)
-class SnapshotMark:
+class SnapshotSummary:
     """What a state remembers of its data: enough to tell other data, and to say how it differs."""
 
     digest: str
@@ -54,14 +54,14 @@ class Position:
     tail: Tail
     order: OrderConfig
     weights: str
-    snapshot: SnapshotMark
+    snapshot: SnapshotSummary
     ledger: int = 0
     batch_changes: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def start(cls, run: RunOrder, *, batch_size: int, tail: Tail, epoch: int = 0) -> Position:
         """The beginning of an epoch of a run."""
-        mark = SnapshotMark(run.snapshot.digest, run.snapshot.num_samples, run.snapshot.num_shards)
+        mark = SnapshotSummary(run.snapshot.digest, run.snapshot.num_samples, run.snapshot.num_shards)
         return cls(epoch, 0, batch_size, tail, run.config, weights_digest(run.weights), mark)
 
     def advanced(self, run: RunOrder, position: int) -> Position:
@@ -191,7 +191,9 @@ class Position:
         if not isinstance(state, Mapping):
             raise StateError(f"A state must be a dict that state_dict() gave, not {type(state).__name__}.")
         _check_versions(state)
-        problems = [sentence for name, rule in _RULES.items() for sentence in rule(name, state.get(name))]
+        mark = state.get("snapshot")
+        problems = broken(state, _RULES)
+        problems += [f"snapshot {one}" for one in broken(mark, _SNAPSHOT_RULES)] if isinstance(mark, Mapping) else []
         if problems:
             raise _damaged(problems)
         changes = tuple((int(at), int(size)) for at, size in state["batch_changes"])
@@ -199,7 +201,6 @@ class Position:
         problems = problems or _checksum_problems(state)
         if problems:
             raise _damaged(problems)
-        mark = state["snapshot"]
         return cls(
             epoch=state["epoch"],
             position=state["position"],
@@ -207,7 +208,7 @@ class Position:
             tail=cast(Tail, state["tail"]),
             order=OrderConfig.from_state(state["order"]),
             weights=state["weights"],
-            snapshot=SnapshotMark(mark["digest"], mark["samples"], mark["shards"]),
+            snapshot=SnapshotSummary(*(state["snapshot"][name] for name in _SNAPSHOT_RULES)),
             ledger=int(state["ledger"], 16),
             batch_changes=changes,
         )
@@ -215,8 +216,7 @@ class Position:
 
 def _check_versions(state: Mapping[str, Any]) -> None:
     version, order_version = state.get("version"), state.get("order_version")
-    bad = [*_count("version", version, 1), *_count("order_version", order_version, 1)]
-    if bad:
+    if bad := broken(state, _VERSION_RULES):
         raise _damaged(bad)
     if version != STATE_VERSION:
         raise VersionMismatch(
@@ -257,7 +257,7 @@ def _checksum_problems(state: Mapping[str, Any]) -> list[str]:
         found = _checksum(state)
     except (TypeError, ValueError, RecursionError) as error:
         return [f"it holds what no state does: {error}."]
-    return [] if state["checksum"] == found else [f"its checksum is {found}, not {_short(state['checksum'])}."]
+    return [] if state["checksum"] == found else [f"its checksum is {found}, not {short(state['checksum'])}."]
 
 
 def _damaged(problems: list[str]) -> StateError:
@@ -267,60 +267,27 @@ def _damaged(problems: list[str]) -> StateError:
     )
 
 
-def _count(name: str, value: object, least: int = 0, most: int = MAX_NUMBER - 1) -> list[str]:
-    if is_count(value, least, most):
-        return []
-    return [f"{name} must be an integer from {least} to {most}, not {_short(value)}."]
-
-
-def _text(name: str, value: object) -> list[str]:
-    return [] if isinstance(value, str) else [f"{name} must be a string, not {_short(value)}."]
-
-
-def _tail(name: str, value: object) -> list[str]:
-    return [] if value in TAILS else [f"{name} must be one of {', '.join(TAILS)}, not {_short(value)}."]
-
-
-def _changes(name: str, value: object) -> list[str]:
-    good = isinstance(value, list | tuple) and all(
-        isinstance(pair, list | tuple) and len(pair) == 2 and not _count("", pair[0]) and not _count("", pair[1], 1)
+def _is_changes(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and is_count(pair[0], 0) and is_count(pair[1], 1)
         for pair in value
     )
-    return [] if good else [f"{name} must be a list of [position, batch size] pairs, not {_short(value)}."]
 
 
-def _mark(name: str, value: object) -> list[str]:
-    if not isinstance(value, Mapping):
-        return [f"{name} must be a dict of digest, samples and shards, not {_short(value)}."]
-    return [
-        *_text(f"{name} digest", value.get("digest")),
-        *_count(f"{name} samples", value.get("samples")),
-        *_count(f"{name} shards", value.get("shards")),
-    ]
+def _is_sum(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 16 and all(letter in "0123456789abcdef" for letter in value)
 
 
-def _sum(name: str, value: object) -> list[str]:
-    good = isinstance(value, str) and len(value) == 16 and all(letter in "0123456789abcdef" for letter in value)
-    return [] if good else [f"{name} must be 16 hexadecimal digits, not {_short(value)}."]
-
-
-def _settings(name: str, value: object) -> list[str]:
-    return [] if isinstance(value, Mapping) else [f"{name} must be a dict of order settings, not {_short(value)}."]
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
+_VERSION_RULES = {"version": count(1), "order_version": count(1)}
+_SNAPSHOT_RULES = {"digest": TEXT, "samples": count(), "shards": count()}
 _RULES = {
-    "epoch": lambda name, value: _count(name, value, 0, MOST_EPOCHS),
-    "position": _count,
-    "batch_size": lambda name, value: _count(name, value, 1),
-    "batch_changes": _changes,
-    "tail": _tail,
-    "order": _settings,
-    "weights": _text,
-    "snapshot": _mark,
-    "ledger": _sum,
+    "epoch": count(0, MOST_EPOCHS),
+    "position": count(),
+    "batch_size": count(1),
+    "batch_changes": Rule("a list of [position, batch size] pairs", _is_changes),
+    "tail": one_of(*TAILS),
+    "order": Rule("a dict of order settings", lambda value: isinstance(value, Mapping)),
+    "weights": TEXT,
+    "snapshot": Rule("a dict of digest, samples and shards", lambda value: isinstance(value, Mapping)),
+    "ledger": Rule("16 hexadecimal digits", _is_sum),
 }

@@ -11,10 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.config import OrderConfig
-from lightning_stream.order.mix import EpochOrder
 from lightning_stream.order.plan import BatchPlan, RunOrder
-from lightning_stream.order.snapshot import Snapshot
 
 NUM_BLOCKS = 100
 _EVENLY = 32
@@ -27,7 +24,6 @@ class Quality:
     """The score of an order, what a random one would have, and what the order needs.
 
     Args:
-        expected: By a model of the settings, in the middle of an epoch.
         random: Of a truly random order with this batch size.
         mean: Measured, over batches spread evenly over the epoch.
         minimum: The least of all batches measured, those at both ends of the epoch included.
@@ -38,7 +34,6 @@ class Quality:
         cache_bytes: Bytes of those, at most, over all nodes.
     """
 
-    expected: float
     random: float
     mean: float
     minimum: int
@@ -72,10 +67,9 @@ def measure(run: RunOrder, *, batch_size: int, epoch: int = 0, shard_bytes: NDAr
     evenly, first = _picks(0, count, _EVENLY), _picks(0, edge, _AT_ENDS)
     last = _picks(count - edge, count, _AT_ENDS)
     scores = {k: score(plan.ids(k), snapshot.num_samples) for k in sorted({0, *evenly, *first, *last})}
-    active = active_shards(run)
+    active = run.active_shards()
     sizes = np.sort(snapshot.sizes if shard_bytes is None else shard_bytes)[::-1]
     return Quality(
-        expected=expected_score(snapshot, run.config, batch_size),
         random=random_score(batch_size),
         mean=float(np.mean([scores[k] for k in evenly])),
         minimum=min(scores.values()),
@@ -88,67 +82,13 @@ def measure(run: RunOrder, *, batch_size: int, epoch: int = 0, shard_bytes: NDAr
 
 
 def score(ids: NDArray[np.int64], num_samples: int) -> int:
-    """Source blocks touched by these samples of ``num_samples``."""
+    """SampleOrder blocks touched by these samples of ``num_samples``."""
     return len(np.unique(ids * NUM_BLOCKS // num_samples))
 
 
 def random_score(batch_size: int) -> float:
-    """Source blocks touched by a truly random batch, expected."""
+    """SampleOrder blocks touched by a truly random batch, expected."""
     return NUM_BLOCKS * (1 - (1 - 1 / NUM_BLOCKS) ** batch_size)
-
-
-def expected_score(snapshot: Snapshot, config: OrderConfig, batch_size: int) -> float:
-    """Source blocks touched by a batch in the middle of an epoch, by a model of the order.
-
-    The active shards lie one in each of as many equal strata of the data, and a batch's samples fall evenly on them.
-    """
-    if not config.shuffle:
-        return min(NUM_BLOCKS, 1 + NUM_BLOCKS * batch_size / max(1, snapshot.num_samples))
-    active = min(config.canonical_nodes * config.window, snapshot.num_shards)
-    if config.mosaic is not None or active >= snapshot.num_shards:
-        return random_score(batch_size)
-    if snapshot.num_shards < 2 * NUM_BLOCKS:  # a shard is larger than half a block: count blocks, not shards
-        covered = max(1.0, NUM_BLOCKS * active / snapshot.num_shards)
-        return covered * (1 - (1 - 1 / covered) ** batch_size)
-    hit = 1 - (1 - 1 / active) ** batch_size
-    edges = np.arange(NUM_BLOCKS + 1) / NUM_BLOCKS * active
-    low, high = edges[:-1, None], edges[1:, None]
-    stratum = np.arange(active)[None, :]
-    overlap = np.clip(np.minimum(high, stratum + 1) - np.maximum(low, stratum), 0, 1)
-    return float((1 - np.prod(1 - hit * overlap, axis=1)).sum())
-
-
-def active_shards(run: RunOrder) -> int:
-    """Shards that must be at hand at once: w per canonical node, of each stream where streams keep orders of their own.
-
-    The orders of mosaicml-streaming are measured instead, over epoch 0.
-    """
-    config, snapshot = run.config, run.snapshot
-    if config.mosaic is not None:
-        return max_active_shards(run.epoch(0), snapshot)
-    if config.batching_method == "random":
-        streams = [snapshot.num_shards]
-    else:
-        streams = [len(sizes) for sizes in snapshot.shard_sizes]
-    most = config.canonical_nodes * config.window if config.shuffle else 1
-    return sum(min(most, shards) for shards in streams)
-
-
-def max_active_shards(order: EpochOrder, snapshot: Snapshot) -> int:
-    """The most shards that are between their first and their last use at once. Reads the whole epoch: O(samples)."""
-    return max_active(snapshot.shards_of(order.ids(0, order.num_samples)))
-
-
-def max_active(shards: NDArray[np.int64], ahead: int = 0) -> int:
-    """As :func:`max_active_shards`, of shards used one after another; each is needed `ahead` uses before its first."""
-    if not len(shards):
-        return 0
-    _, first = np.unique(shards, return_index=True)
-    _, behind = np.unique(shards[::-1], return_index=True)
-    change = np.zeros(len(shards) + 1, dtype=np.int64)
-    np.add.at(change, np.maximum(0, first - ahead), 1)
-    np.add.at(change, len(shards) - behind, -1)
-    return int(np.cumsum(change).max())
 
 
 def _picks(begin: int, end: int, count: int) -> list[int]:

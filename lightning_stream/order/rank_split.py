@@ -14,21 +14,21 @@ TAILS: tuple[Tail, ...] = ("pad", "drop", "exact")
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class ReplicaBatch:
     """One replica's part of one global batch, or of a micro-batch of it.
 
     Args:
         ids: int64[n], sample ids.
         positions: int64[n], the position of each in the epoch.
         filler: bool[n], True where the sample only fills the batch up: a repeat, part of no count, metric or ledger.
-        block: Samples that must stay together in a micro-batch (1 unless ``device_per_stream``).
+        device_block: Samples that must stay together in a micro-batch (1 unless ``device_per_stream``).
         ends: Where the micro-batches end, if the order itself says so; else None.
     """
 
     ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     filler: NDArray[np.bool_]
-    block: int = 1
+    device_block: int = 1
     ends: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
@@ -40,7 +40,7 @@ class Share:
         """Samples, filler excluded."""
         return len(self.ids) - int(self.filler.sum())
 
-    def micro_batches(self, count: int) -> list[Share]:
+    def micro_batches(self, count: int) -> list[ReplicaBatch]:
         """Cut evenly into ``count`` pieces, see `BatchPlan.num_micro_batches`; sizes differ by at most one block.
 
         Blocks are cut only where there are more pieces than blocks. A share of fewer samples than pieces gets filler.
@@ -50,13 +50,13 @@ class Share:
         if len(self) < count:
             at = np.minimum(np.arange(count), len(self) - 1)
             filler = self.filler[at] | (np.arange(count) >= len(self))
-            return Share(self.ids[at], self.positions[at], filler).micro_batches(count)
-        block = self.block if ceil_div(len(self), self.block) >= count else 1
+            return ReplicaBatch(self.ids[at], self.positions[at], filler).micro_batches(count)
+        block = self.device_block if ceil_div(len(self), self.device_block) >= count else 1
         blocks = ceil_div(len(self), block)
         ends = [min(blocks * i // count * block, len(self)) for i in range(count + 1)]
         if self.ends is not None and len(self.ends) == count:
             ends = [0, *self.ends]
-        return [Share(self.ids[a:b], self.positions[a:b], self.filler[a:b], block) for a, b in pairwise(ends)]
+        return [ReplicaBatch(self.ids[a:b], self.positions[a:b], self.filler[a:b], block) for a, b in pairwise(ends)]
 
 
 def num_micro_batches(num_samples: int, batch_size: int, num_replicas: int) -> int:
@@ -95,36 +95,3 @@ def split(
         filler[end - begin :] = True
         offsets = np.concatenate([offsets, np.full(length - (end - begin), repeated)])
     return offsets, filler
-
-
-def split_blocks(
-    canonical: NDArray[np.int64],
-    streams: NDArray[np.int64],
-    block: int,
-    num_replicas: int,
-    replica: int,
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """As :func:`split` with ``equal``, but dealing blocks of one stream each.
-
-    Within each stream the batch is stably grouped by canonical node and cut into blocks; a short last block is filled
-    up. Blocks are ordered by the middle of the stretch of canonical nodes they hold, so that neighbours share shards.
-    """
-    table, filler, rank = [], [], []
-    for stream in np.unique(streams).tolist():
-        mine = np.flatnonzero(streams == stream)
-        mine = mine[np.argsort(canonical[mine], kind="stable")]
-        count = ceil_div(len(mine), block)
-        fill = count * block - len(mine)
-        table.append(np.concatenate([mine, np.full(fill, mine[-1])]).reshape(count, block))
-        filler.append((np.arange(count * block) >= len(mine)).reshape(count, block))
-        rank.append((np.arange(count) + 0.5) / count)
-    order = np.argsort(np.concatenate(rank), kind="stable")
-    blocks, fillers = np.concatenate(table)[order], np.concatenate(filler)[order]
-    begin, end = len(blocks) * replica // num_replicas, len(blocks) * (replica + 1) // num_replicas
-    length = ceil_div(len(blocks), num_replicas)
-    if length == end - begin:
-        return blocks[begin:end].reshape(-1), fillers[begin:end].reshape(-1)
-    spare = min(begin, len(blocks) - 1)
-    mine = np.concatenate([blocks[begin:end], blocks[spare : spare + 1]])
-    flags = np.concatenate([fillers[begin:end], np.ones((1, block), dtype=np.bool_)])
-    return mine.reshape(-1), flags.reshape(-1)

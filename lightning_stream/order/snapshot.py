@@ -135,6 +135,23 @@ class Snapshot:
         return np.searchsorted(self.stream_offsets, self.shards_of(ids), side="right") - 1
 
 
+def max_active(shards: NDArray[np.int64], ahead: int = 0) -> int:
+    """The most shards that are between their first and their last use at once.
+
+    Args:
+        shards: The shard of each sample, in the order of use.
+        ahead: How many uses before its first one a shard is needed already.
+    """
+    if not len(shards):
+        return 0
+    _, first = np.unique(shards, return_index=True)
+    _, behind = np.unique(shards[::-1], return_index=True)
+    change = np.zeros(len(shards) + 1, dtype=np.int64)
+    np.add.at(change, np.maximum(0, first - ahead), 1)
+    np.add.at(change, len(shards) - behind, -1)
+    return int(np.cumsum(change).max())
+
+
 def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     offsets = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=offsets[1:])

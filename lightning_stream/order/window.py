@@ -14,15 +14,15 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.draw import Draw, Units
-from lightning_stream.order.permutation import Purpose, permutation
-from lightning_stream.order.spread import spread_parts
+from lightning_stream.order.draw import Draw, ShardDraws
+from lightning_stream.order.permutation import RngStream, permutation
+from lightning_stream.order.stratify import spread_parts
 
 _CHUNK = 1 << 12
 _Kept = TypeVar("_Kept")
 
 
-class Source(Protocol):
+class SampleOrder(Protocol):
     """The order of one set of drawn samples in one epoch, readable at any position."""
 
     num_samples: int
@@ -36,14 +36,14 @@ class Source(Protocol):
         ...
 
 
-class SequentialSource:
+class IndexOrder:
     """``shuffle=False``: index order, S(p) = p where every sample is drawn once.
 
     One canonical node: positions in index order are cut among ranks as they lie, which keeps each rank's samples of a
     batch in as few shards as can be; no grouping does better, since neighbours share their shard.
     """
 
-    def __init__(self, draw: Draw, epoch: int, units: Units) -> None:
+    def __init__(self, draw: Draw, epoch: int, units: ShardDraws) -> None:
         self._draw, self._epoch, self._units = draw, epoch, units
         self._ends = np.cumsum(units.count)
         self.num_samples = int(self._ends[-1]) if len(self._ends) else 0
@@ -66,7 +66,7 @@ class SequentialSource:
         return np.zeros(max(end - begin, 0), dtype=np.int64)
 
 
-class WindowSource:
+class WindowOrder:
     """The rolling window over a set of units.
 
     Args:
@@ -78,7 +78,9 @@ class WindowSource:
         window: w, active parts per canonical node.
     """
 
-    def __init__(self, draw: Draw, epoch: int, units: Units, *, stream: int, canonical_nodes: int, window: int) -> None:
+    def __init__(
+        self, draw: Draw, epoch: int, units: ShardDraws, *, stream: int, canonical_nodes: int, window: int
+    ) -> None:
         self._draw, self._epoch, self._units = draw, epoch, units
         self._stream, self._num_nodes, self._window = stream, canonical_nodes, window
         self._ends = np.cumsum(units.count)
@@ -150,7 +152,7 @@ class Parts:
         behind: Samples of the last unit that belong to the next node.
     """
 
-    def __init__(self, units: Units, first: int, order: NDArray[np.int64], before: int, behind: int) -> None:
+    def __init__(self, units: ShardDraws, first: int, order: NDArray[np.int64], before: int, behind: int) -> None:
         self._units, self._first, self._order, self._before, self._behind = units, first, order, before, behind
 
     def __len__(self) -> int:
@@ -219,14 +221,14 @@ class NodeWindow:
             piece = block - place
             pieces.append(ids[begins[piece] : len(ids) if is_last else begins[piece + 1]])
         ids = np.concatenate(pieces)
-        return ids[permutation(Purpose.BLOCK, *self._key, block, size=len(ids))]
+        return ids[permutation(RngStream.BLOCK, *self._key, block, size=len(ids))]
 
     def _part(self, place: int) -> tuple[NDArray[np.int64], tuple[int, ...]]:
         """The part's ids, permuted, and where its pieces begin."""
         found = self._permuted.get(place)
         if found is None:
             ids = self._parts.read(place, self._draw, self._key[1])
-            ids = ids[permutation(Purpose.SAMPLES, *self._key, place, size=len(ids))]
+            ids = ids[permutation(RngStream.SAMPLES, *self._key, place, size=len(ids))]
             found = ids, piece_begins(len(ids), min(place, self._window), self._window)  # all later places are alike
             _remember(self._permuted, place, found, keep=self._window + 1)
         return found

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order import Snapshot
-from lightning_stream.order.mix import EpochOrder
+from lightning_stream.order.batching.base import EpochOrder
 
 _HORIZON = 1 << 20  # positions; what is needed beyond it counts as never needed
 

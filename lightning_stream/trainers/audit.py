@@ -173,7 +173,7 @@ def _compare(folder: Path, run: RunOrder, stretches: Mapping[_Stretch, list[NDAr
         found = ledger.verify(wanted, ranks, replication=stretch.replication)
         if found.first_difference is not None:
             position = plan.bounds(found.first_difference)[0]
-            sentence = f"epoch {epoch}, position {position} is the first step that differs: {found.sentence}"
+            sentence = f"epoch {epoch}, position {position} is the first step that differs: {found.message}"
             return Verdict(steps + found.first_difference, (epoch, position), sentence)
         steps += count
         reached = max(reached, plan.bounds(count - 1)[1] if count else 0)

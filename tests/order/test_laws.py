@@ -21,6 +21,7 @@ from lightning_stream.order import (
     Snapshot,
     StreamWeights,
     World,
+    choose_per_stream,
 )
 
 METHODS = ("random", "stratified", "per_stream", "device_per_stream")
@@ -87,7 +88,7 @@ def cases(draw, methods=METHODS, most_nodes=64):
 @st.composite
 def other_world(draw, case):
     """Another world the same global batch divides over: (replicas, samples per micro-batch, accumulation)."""
-    unit = case.run.config.block or 1
+    unit = case.run.config.device_block or 1
     replicas = draw(st.sampled_from([r for r in range(1, 65) if case.batch_size % (r * unit) == 0]))
     share = case.batch_size // replicas
     device = draw(st.sampled_from([d for d in range(unit, share + 1, unit) if share % d == 0]))
@@ -135,7 +136,7 @@ def test_shares_planned_together_are_those_planned_one_by_one(case, epoch, tail,
             alone = plan.share(k)
             for name in ("ids", "positions", "filler"):
                 assert np.array_equal(getattr(share, name), getattr(alone, name))
-            assert (share.block, share.ends) == (alone.block, alone.ends)
+            assert (share.device_block, share.ends) == (alone.device_block, alone.ends)
 
 
 @law
@@ -145,7 +146,8 @@ def test_law_1_an_epoch_delivers_every_sample_as_often_as_drawn(case, epoch):
     ids = order.ids(0, order.num_samples)
     counts = np.bincount(ids, minlength=snapshot.num_samples)
     ends = np.cumsum(snapshot.stream_samples)
-    for chosen, end, size in zip(case.run.samples_per_stream, ends, snapshot.stream_samples, strict=True):
+    per_stream = choose_per_stream(snapshot, case.run.weights, None, case.run.config.seed)
+    for chosen, end, size in zip(per_stream, ends, snapshot.stream_samples, strict=True):
         mine = counts[end - size : end]
         assert mine.sum() == chosen
         assert mine.min() >= chosen // size
@@ -309,7 +311,7 @@ def test_law_6_no_micro_batch_exceeds_the_device_batch_of_any_world(data):
     replicas = data.draw(st.sampled_from([r for r in range(1, 33) if case.batch_size % r == 0]))
     share = case.batch_size // replicas
     device = data.draw(st.sampled_from([d for d in range(1, share + 1) if share % d == 0]))
-    tail, block = data.draw(tails), case.run.config.block or 1
+    tail, block = data.draw(tails), case.run.config.device_block or 1
     assume(share % block == 0)
     for plan in (all_plans := plans(case, data.draw(st.integers(0, 3)), tail, num_replicas=replicas)):
         for k in range(plan.num_batches):

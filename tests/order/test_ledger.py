@@ -13,12 +13,17 @@ def run_of(method="random"):
     return RunOrder(Snapshot.of([[60, 40], [30, 20]]), [StreamWeights()] * 2, config)
 
 
+def sum_of(epoch, share):
+    """The sum of one rank's share, filler excluded."""
+    return ledger.total(epoch, share.positions[~share.filler], share.ids[~share.filler])
+
+
 def rank_sums(run, replicas, tail="pad", replication=1):
     sums = []
     for rank in range(replicas * replication):
         world = World(rank, replicas * replication, 1, replication)
         plan = BatchPlan(run.epoch(1), batch_size=24, world=world, tail=tail)
-        sums.append(np.array([ledger.of_share(1, plan.share(k)) for k in range(plan.num_batches)], dtype=np.uint64))
+        sums.append(np.array([sum_of(1, plan.share(k)) for k in range(plan.num_batches)], dtype=np.uint64))
     return sums
 
 
@@ -54,7 +59,7 @@ def test_one_sample_swapped_dropped_repeated_or_moved_is_caught_at_its_step(harm
     sums[2][3] = ledger.total(1, positions, ids)
     verdict = ledger.verify(wanted(run), sums)
     assert verdict.first_difference == 3
-    assert "step 3" in verdict.sentence
+    assert "step 3" in verdict.message
 
 
 def test_ranks_of_one_replica_that_disagree_are_caught():
@@ -63,15 +68,7 @@ def test_ranks_of_one_replica_that_disagree_are_caught():
     sums[1][2] += np.uint64(1)
     verdict = ledger.verify(wanted(run), sums, replication=2)
     assert verdict.first_difference == 2
-    assert "one replica" in verdict.sentence
-
-
-def test_two_runs_are_compared_step_by_step():
-    run = run_of()
-    first, second = wanted(run), wanted(run)
-    assert ledger.diff(first, second[:-1]).sentence.endswith("one run has 1 more.")
-    second[4] ^= np.uint64(1)
-    assert ledger.diff(first, second).first_difference == 4
+    assert "one replica" in verdict.message
 
 
 def test_a_file_cut_in_the_middle_of_a_sum_is_read_up_to_it():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_stream.order import ORDER_VERSION, OrderConfig, RunOrder, Snapshot, StreamWeights, ledger
 from lightning_stream.order import permutation as permutations
-from lightning_stream.order.permutation import Purpose, permutation, raw, stable_argsort
+from lightning_stream.order.permutation import RngStream, permutation, random_u64, stable_argsort
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "order_1.json").read_text())
 
@@ -25,7 +25,7 @@ def test_the_golden_file_is_of_this_order_version():
 @pytest.mark.parametrize("case", GOLDEN["permutations"], ids=lambda case: str(case["key"]))
 def test_a_keyed_permutation_never_changes(case):
     purpose, *numbers = case["key"]
-    assert permutation(Purpose(purpose), *numbers, size=len(case["order"])).tolist() == case["order"]
+    assert permutation(RngStream(purpose), *numbers, size=len(case["order"])).tolist() == case["order"]
 
 
 @pytest.mark.parametrize("case", GOLDEN["orders"], ids=lambda case: case["name"])
@@ -41,8 +41,8 @@ def test_an_epochs_order_never_changes(case):
 
 
 def test_every_purpose_has_its_own_numbers():
-    streams = {purpose: raw(purpose, 9176, 0, size=4).tobytes() for purpose in Purpose}
-    assert len(set(streams.values())) == len(Purpose)
+    streams = {purpose: random_u64(purpose, 9176, 0, size=4).tobytes() for purpose in RngStream}
+    assert len(set(streams.values())) == len(RngStream)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -54,14 +54,14 @@ def test_equal_keys_keep_their_order(keys):
 
 @pytest.mark.parametrize("size", [511, 512, 513, 1000, 4096, 70_000])
 def test_a_permutation_is_the_stable_argsort_at_any_size(size: int) -> None:
-    keys = raw(Purpose.SAMPLES, 9176, size, size=size)
-    assert np.array_equal(permutation(Purpose.SAMPLES, 9176, size, size=size), np.argsort(keys, kind="stable"))
+    keys = random_u64(RngStream.SAMPLES, 9176, size, size=size)
+    assert np.array_equal(permutation(RngStream.SAMPLES, 9176, size, size=size), np.argsort(keys, kind="stable"))
 
 
 def test_numbers_too_much_alike_to_carry_their_index_are_sorted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = np.arange(1000, dtype=np.uint64)[::-1] % 7  # all differ in their lowest bits alone
-    monkeypatch.setattr(permutations, "raw", lambda *_, size: keys[:size])
-    assert np.array_equal(permutation(Purpose.SAMPLES, 1, size=1000), np.argsort(keys, kind="stable"))
+    monkeypatch.setattr(permutations, "random_u64", lambda *_, size: keys[:size])
+    assert np.array_equal(permutation(RngStream.SAMPLES, 1, size=1000), np.argsort(keys, kind="stable"))
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(1, 9), st.integers(0, 9))

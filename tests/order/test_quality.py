@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights
-from lightning_stream.order.quality import expected_score, max_active, max_active_shards, measure, random_score, score
+from lightning_stream.order.quality import measure, random_score, score
+from lightning_stream.order.snapshot import max_active
 
 
 def run_of(shards=400, samples=600, batch_size=256, streams=1, **arguments):
@@ -38,19 +39,17 @@ def test_shards_of_unlike_sizes_cost_little():
     assert whole_epoch(run).mean() > 83
 
 
-def test_a_sampled_measurement_agrees_with_the_whole_epoch_and_with_the_model():
+def test_a_sampled_measurement_agrees_with_the_whole_epoch():
     for run in (run_of(), run_of(shards=3000, samples=80), run_of(canonical_nodes=4), run_of(shards=40, samples=6000)):
         quality, scores = measure(run, batch_size=256), whole_epoch(run)
-        middle = scores[len(scores) // 4 : -len(scores) // 4]
         assert quality.mean == pytest.approx(scores.mean(), abs=4)
-        assert quality.expected == pytest.approx(middle.mean(), abs=8)
         assert quality.minimum <= quality.first_batch
 
 
 @pytest.mark.parametrize(("nodes", "window"), [(16, 8), (16, 2), (1, 128), (4, 5)])
 def test_never_more_shards_are_active_than_said(nodes, window):
     run = run_of(samples=64, canonical_nodes=nodes, window=window)
-    measured = max_active_shards(run.epoch(0), run.snapshot)
+    measured = max_active(run.snapshot.shards_of(run.epoch(0).ids(0, run.num_samples)))
     assert measured <= measure(run, batch_size=256).active_shards + nodes  # shards cut by a border: once per neighbour
 
 
@@ -71,7 +70,6 @@ def test_the_cache_it_needs_is_counted_in_bytes():
 def test_index_order_is_seen_for_what_it_is():
     run = run_of(shuffle=False)
     assert measure(run, batch_size=256).mean < 2
-    assert expected_score(run.snapshot, run.config, 256) < 2
 
 
 def test_active_shards_are_those_between_first_and_last_use():

@@ -1,329 +1,263 @@
-"""A run of mosaicml-streaming 0.13: its settings, its state, and what each rank and worker is delivered.
+"""Epochs in the orders of mosaicml-streaming, dealt rank by rank exactly as it deals them.
 
-The peer's global batches depend on the world (its nodes, and for some methods its ranks), so an epoch is made for one
-world. Elastic resume is the peer's own rule: the samples used up are dropped from the front of the epoch as it would
-be in the new world, or, with `relaxed` and nodes that do not divide, from the epoch of the world that began the run.
+That library decides every rank's samples with the order, so an epoch is an array for each world. It repeats samples to
+fill up the ends of ranks and nodes; these repeats are delivered where it delivers them, flagged as padding: a sample
+counts as often as it was drawn.
+
+Positions number the samples that count, one of that library's global batches after another. Within each of them they
+follow the sample ids. So they mean the same for any accumulation, and in every world that has the same global batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.mosaic.partitions import PADDING, PARTITIONS, global_batches
-from lightning_stream.order.mosaic.resample import Sampler
-from lightning_stream.order.mosaic.shuffles import DEFAULT_BLOCK_SIZE, SHUFFLES
-from lightning_stream.order.mosaic.stream_weights import StreamDraws, Weight, stream_draws
-from lightning_stream.order.mosaic.work import BATCHING_METHODS, WorkPlan, work_of
+from lightning_stream.order.batching.base import EpochOrder, GlobalBatches
+from lightning_stream.order.draw import StreamWeights
+from lightning_stream.order.mosaic.partitions import PADDING
+from lightning_stream.order.mosaic.work import Work
+from lightning_stream.order.rank_split import ReplicaBatch, Tail, ceil_div
+from lightning_stream.order.snapshot import Snapshot, max_active
+from lightning_stream.order.world import World
 
-Ids = NDArray[np.int64]
+if TYPE_CHECKING:
+    from lightning_stream.order.config import OrderConfig
+    from lightning_stream.order.plan import RunOrder
 
-SAMPLING_METHODS = ("balanced", "fixed")
-_SAMPLES_IN_BLOCKS = 4_000_000
-_CHOICES = {
-    "shuffle_algo": SHUFFLES,
-    "partition_algo": PARTITIONS,
-    "batching_method": BATCHING_METHODS,
-    "sampling_method": SAMPLING_METHODS,
-}
-_LEAST = {
-    "batch_size": 1,
-    "shuffle_seed": 0,
-    "shuffle_block_size": 1,
-    "num_canonical_nodes": 1,
-    "sampling_granularity": 1,
-    "initial_physical_nodes": 1,
-}
+_KEPT_TABLES = 4
 
 
-@dataclass(frozen=True)
-class MosaicWorld:
-    """Who shares an epoch: ranks count once per distinct share, see `replicated`."""
+class MosaicEpoch(EpochOrder):
+    """One epoch in an order of mosaicml-streaming: as an order, that of the world the training run began in."""
 
-    num_nodes: int = 1
-    ranks_per_node: int = 1
-    workers_per_rank: int = 1
+    splits_samples: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        if min(self.num_nodes, self.ranks_per_node, self.workers_per_rank) < 1:
-            raise ValueError(f"a world has at least one node, rank and worker (0 workers count as 1); found {self}")
+    def __init__(self, snapshot: Snapshot, weights: Sequence[StreamWeights], config: OrderConfig, epoch: int) -> None:
+        self._snapshot, self._weights, self._config, mosaic = snapshot, tuple(weights), config, config.mosaic
+        if mosaic is None:
+            raise ValueError("An order of mosaicml-streaming needs the settings `mosaic`; found None.")
+        self.global_batch = mosaic.batch_size
+        """Samples of that library's global batch, accumulation excluded; None: one of ours."""
+        self.epoch = epoch
+        self._tables: dict[tuple[int, int, int, int], EpochTable] = {}
+        nodes, ranks = mosaic.initial_physical_nodes or 1, mosaic.ranks_per_node or 1
+        batch_size = mosaic.batch_size or nodes * ranks
+        if batch_size % (nodes * ranks):  # the state of another library does not record its ranks
+            nodes, ranks = 1, 1
+        self._first = self.table(nodes, ranks, batch_size // (nodes * ranks))
+        total = int(self._first.edges[-1])
+        super().__init__(epoch, total, total)
 
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of all nodes."""
-        return self.num_nodes * self.ranks_per_node
-
-    def replicated(self, replication: int) -> MosaicWorld:
-        """Count each group of `replication` consecutive ranks, which get the same samples, as one rank.
-
-        Nodes keep their number of ranks where the replicas fill whole nodes; else all are on one node.
-        """
-        if replication < 1 or self.num_ranks % replication:
-            raise ValueError(f"replication must divide the ranks; found {replication} and {self.num_ranks} ranks")
-        ranks = self.num_ranks // replication
-        whole = ranks % self.ranks_per_node == 0
-        nodes = ranks // self.ranks_per_node if whole else 1
-        return MosaicWorld(nodes, ranks // nodes, self.workers_per_rank)
-
-
-@dataclass(frozen=True)
-class MosaicState:
-    """The state that mosaicml-streaming writes. `sample_in_epoch` counts samples over all replicas."""
-
-    epoch: int
-    sample_in_epoch: int
-    num_canonical_nodes: int
-    shuffle_seed: int
-    initial_physical_nodes: int | None = None
+    def __reduce__(self) -> tuple[type[MosaicEpoch], tuple[Snapshot, tuple[StreamWeights, ...], OrderConfig, int]]:
+        """Pickle the settings, not the arrays made from them."""
+        return MosaicEpoch, (self._snapshot, self._weights, self._config, self.epoch)
 
     @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> MosaicState:
-        """Read the peer's dictionary; states of its older versions lack `initial_physical_nodes`."""
-        names = ("epoch", "sample_in_epoch", "num_canonical_nodes", "shuffle_seed")
-        missing = [name for name in names if not isinstance(state.get(name), (int, np.integer))]
-        if missing:
-            raise ValueError(
-                f"a state of mosaicml-streaming has {', '.join(names)}; this one lacks {', '.join(missing)}"
-            )
-        nodes = state.get("initial_physical_nodes")
-        required = {name: int(state[name]) for name in names}
-        return cls(**required, initial_physical_nodes=None if nodes is None else int(nodes))
+    def make(cls, run: RunOrder, epoch: int) -> MosaicEpoch:
+        """The order of one epoch of a run."""
+        return cls(run.snapshot, run.weights, run.config, epoch)
 
-    def to_dict(self) -> dict[str, int | None]:
-        """Give the dictionary that the peer's `load_state_dict` takes."""
-        return dict(vars(self))
+    @classmethod
+    def active_shards(cls, run: RunOrder) -> int:
+        """Shards that must be at hand at once: measured over epoch 0. O(samples)."""
+        order = run.epoch(0)
+        return max_active(run.snapshot.shards_of(order.ids(0, order.num_samples)))
 
+    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Sample ids at positions [begin, end); -1 beyond the end, which another world may reach by a few samples."""
+        known = self._first.flat[begin:end]
+        return np.concatenate([known, np.full(max(end - begin, 0) - len(known), PADDING, dtype=np.int64)])
 
-@dataclass(frozen=True)
-class MosaicSettings:
-    """What the peer's dataset is constructed with, under its names and with its defaults.
+    def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
+        """The order itself deals to ranks, not canonical nodes: all are 0."""
+        return np.zeros(max(end - begin, 0), dtype=np.int64)
 
-    Args:
-        batch_size: Samples of a rank's batch.
-        shuffle: Whether to shuffle.
-        shuffle_algo: One of `SHUFFLES`.
-        shuffle_seed: Key of all draws.
-        shuffle_block_size: Samples of a shuffle block; None: by `num_canonical_nodes`.
-        partition_algo: `orig` or `relaxed`.
-        num_canonical_nodes: Parts of an epoch; None: by the nodes of the first world.
-        batching_method: One of `BATCHING_METHODS`.
-        sampling_method: `balanced`, new picks each epoch, or `fixed`.
-        sampling_granularity: Samples of one pick of a shard.
-        epoch_size: Samples of an epoch, for proportions.
-        initial_physical_nodes: Nodes of the world that began the run, known on resume.
-    """
+    def position_after(self, delivered: int) -> int:
+        """The position after so many samples were delivered, repeats included: how that library counts."""
+        edges, table = self._first.delivered, self._first
+        at = min(int(np.searchsorted(edges, delivered, side="right")) - 1, len(edges) - 2)
+        return min(int(table.edges[at]) + delivered - int(edges[at]), int(table.edges[at + 1]))
 
-    batch_size: int
-    shuffle: bool = False
-    shuffle_algo: str = "py1e"
-    shuffle_seed: int = 9176
-    shuffle_block_size: int | None = None
-    partition_algo: str = "relaxed"
-    num_canonical_nodes: int | None = None
-    batching_method: str = "random"
-    sampling_method: str = "balanced"
-    sampling_granularity: int = 1
-    epoch_size: int | str | None = None
-    initial_physical_nodes: int | None = None
+    def cut(self, batch_size: int, world: World, tail: Tail, start: int) -> GlobalBatches:
+        """Cut the epoch into global batches, see `BatchPlan`."""
+        return _MosaicBatches(self, batch_size, world, tail, start)
 
-    def __post_init__(self) -> None:
-        wrong = [
-            f"{name} must be one of {', '.join(known)}, found {getattr(self, name)!r}"
-            for name, known in _CHOICES.items()
-            if getattr(self, name) not in known
-        ]
-        given = {name: getattr(self, name) for name in _LEAST}
-        wrong += [
-            f"{name} must be at least {_LEAST[name]}, found {value}"
-            for name, value in given.items()
-            if value is not None and value < _LEAST[name]
-        ]
-        if wrong:
-            raise ValueError("; ".join(wrong))
+    def table(self, nodes: int, ranks: int, batch_size: int, start: int = 0) -> EpochTable:
+        """The epoch in a world, from a position on; the last few are kept."""
+        key = (nodes, ranks, batch_size, start)
+        found = self._tables.get(key)
+        if found is None:
+            found = self._tables[key] = self._make_table(*key)
+            for old in list(self._tables)[:-_KEPT_TABLES]:
+                self._tables.pop(old, None)
+        return found
 
-    def resolved(self, num_nodes: int) -> MosaicSettings:
-        """Fill in what the user left open, for a run on `num_nodes` nodes; keeps what a state has said."""
-        spread = 64 if self.shuffle_algo in ("py1s", "py2s") else 1
-        canonical = self.num_canonical_nodes or num_nodes * spread
-        block = self.shuffle_block_size or max(_SAMPLES_IN_BLOCKS // canonical, DEFAULT_BLOCK_SIZE)
-        return replace(self, num_canonical_nodes=canonical, shuffle_block_size=block)
-
-    def resumed(self, state: MosaicState) -> MosaicSettings:
-        """Take from a state what it decides; the rest must be said as the first run said it."""
-        return replace(
-            self,
-            num_canonical_nodes=state.num_canonical_nodes,
-            shuffle_seed=state.shuffle_seed,
-            initial_physical_nodes=state.initial_physical_nodes,
-        )
+    def _make_table(self, nodes: int, ranks: int, batch_size: int, start: int) -> EpochTable:
+        work = Work.of(self._snapshot, self._weights, self._config, self.epoch, (nodes, ranks, batch_size))
+        used, rest = 0, None
+        if start:  # what this world delivers from there on, each sample as often as is left of it
+            whole = self.table(nodes, ranks, batch_size)
+            rest = whole.flat[start:]
+            batch = int(np.searchsorted(whole.edges, start)) - 1
+            used = int(whole.delivered[batch] + start - whole.edges[batch])
+        batches, drawn = work.batches(used)
+        rows = batches.reshape(-1, nodes * ranks, batch_size)
+        return EpochTable.of(rows, np.bincount(drawn if rest is None else rest, minlength=self._snapshot.num_samples))
 
 
 @dataclass(frozen=True, eq=False)
-class MosaicEpoch:
-    """What is left of an epoch in one world; batches count from the resume point.
+class EpochTable:
+    """An epoch, or the rest of one, in one world.
 
     Args:
-        epoch: The epoch, counted from 0.
-        work: int64[nodes, ranks per node, workers, batches, batch size], -1 for padding.
+        rows: int64[batches, ranks, batch size], sample ids, -1 for padding; no batch is all padding.
+        counted: bool, where a sample counts: neither padding nor a repeat.
+        edges: int64[batches + 1], samples that count before each batch.
+        delivered: int64[batches + 1], the same with repeats.
     """
 
-    epoch: int
-    work: Ids
-    _steps: Ids = field(init=False, repr=False)
+    rows: NDArray[np.int64]
+    counted: NDArray[np.bool_]
+    edges: NDArray[np.int64]
+    delivered: NDArray[np.int64]
 
-    def __post_init__(self) -> None:
-        nodes, ranks, _, _, batch_size = self.work.shape
-        steps = global_batches(self.work).reshape(-1, nodes * ranks, batch_size)
-        object.__setattr__(self, "_steps", steps[(steps != PADDING).any(axis=(1, 2))])
+    @classmethod
+    def of(cls, rows: NDArray[np.int64], drawn: NDArray[np.int64]) -> EpochTable:
+        """Flag what comes more often than it was drawn (int64[sample ids]), the later times.
+
+        A batch of nothing but repeats counts one of them: a step needs a sample, and a position of its own.
+        """
+        rows = rows[(rows != PADDING).any(axis=(1, 2))]
+        counted = known = rows != PADDING
+        often = np.bincount(rows[known], minlength=len(drawn)) > drawn
+        if often.any():
+            slots = np.flatnonzero(known & often[rows])
+            slots = slots[np.argsort(rows.flat[slots], kind="stable")]
+            ids = rows.flat[slots]
+            counted = known.copy()
+            counted.flat[slots[np.arange(len(ids)) - np.searchsorted(ids, ids) >= drawn[ids]]] = False
+            for batch in np.flatnonzero(~counted.any(axis=(1, 2))).tolist():
+                counted[batch].flat[known[batch].argmax()] = True
+        edges, delivered = (np.append(0, np.cumsum(one.sum(axis=(1, 2)))) for one in (counted, known))
+        return cls(rows, counted, edges, delivered)
+
+    @cached_property
+    def flat(self) -> NDArray[np.int64]:
+        """Sample ids in position order."""
+        last = np.iinfo(np.int64).max
+        ids = np.sort(np.where(self.counted, self.rows, last).reshape(len(self.rows), -1), axis=1)
+        found: NDArray[np.int64] = ids[ids != last]
+        return found
+
+
+class _MosaicBatches(GlobalBatches):
+    """That library's global batches from a position on, as many of them in one of ours as accumulation asks.
+
+    ``tail="drop"`` ends before the first batch that is not full; ``"exact"`` delivers no repeats.
+    """
+
+    _order: MosaicEpoch
+
+    def _cut(self) -> None:
+        self._table, self._first = self._find_table()
+        shape = self._table.rows.shape
+        self._accumulate = self._batch_size // (shape[1] * shape[2])
+        self._shift = self._start - int(self._table.edges[self._first])
+        edges = np.append(self._table.edges[self._first : -1 : self._accumulate], self._table.edges[-1])
+        short = np.diff(edges) != self._batch_size
+        self.num_full = int(short.argmax()) if short.any() else len(short)
+        self._edges = self._shift + (edges[: self.num_full + 1] if self._tail == "drop" else edges)
+
+    def _find_table(self) -> tuple[EpochTable, int]:
+        """The epoch in this world, and which of its batches comes first."""
+        world, order, batch_size = self._world, self._order, self._batch_size
+        micro = order.global_batch or batch_size
+        if batch_size % micro or micro % world.num_replicas or world.num_replicas % world.num_nodes:
+            raise ValueError(
+                f"A run in an order of mosaicml-streaming keeps the global batch it began with, {micro} samples over "
+                f"all ranks, and a step is a multiple of it; found {batch_size} samples a step over "
+                f"{world.num_replicas} data replicas on {world.num_nodes} nodes. Choose batch size per device and "
+                "accumulation so that they fit."
+            )
+        shape = (world.num_nodes, world.num_replicas // world.num_nodes, micro // world.num_replicas)
+        table = order.table(*shape)
+        first = min(int(np.searchsorted(table.edges, self._start)), len(table.rows))
+        if table.edges[first] <= self._start:
+            return table, first
+        return order.table(*shape, self._start), 0  # the start lies within a batch: that library deals the rest
 
     @property
     def num_batches(self) -> int:
-        """Global batches that hold any sample."""
-        return len(self._steps)
+        """Global batches."""
+        return len(self._edges) - 1
 
     @property
-    def num_samples(self) -> int:
-        """Samples delivered over all ranks, the peer's repeats included."""
-        return int(np.count_nonzero(self._steps != PADDING))
+    def end(self) -> int:
+        """The position behind the last batch."""
+        return int(self._edges[-1])
 
-    def ids(self) -> Ids:
-        """All that is delivered, global batch after global batch, each in the order of ranks."""
-        return _without_padding(self._steps)
+    @property
+    def follows_order(self) -> bool:
+        """Whether the batches hold the samples of the order in its places. O(samples)."""
+        here = self._table.flat[int(self._table.edges[self._first]) :]
+        return np.array_equal(here, self._order.ids(self._start, self._order.num_samples))
 
-    def global_batch(self, step: int) -> Ids:
-        """What all ranks together get at a step, in the order of ranks."""
-        return _without_padding(self._steps[step])
+    def bounds(self, k: int) -> tuple[int, int]:
+        """First position of global batch ``k``, and the one behind its last."""
+        return int(self._edges[k]), int(self._edges[k + 1])
 
-    def rank_batch(self, step: int, rank: int) -> Ids:
-        """What a rank gets at a step, from its worker `step % workers`; fewer samples at the end, perhaps none."""
-        return _without_padding(self._steps[step, rank])
+    def ids(self, k: int) -> NDArray[np.int64]:
+        """Sample ids of global batch ``k`` in position order."""
+        begin, end = (self._edges[k : k + 2] - self._shift).tolist()
+        return self._table.flat[begin:end]
 
-    def worker_ids(self, rank: int, worker: int) -> Ids:
-        """What iterating over the dataset yields in one worker of a rank."""
-        node, rank_of_node = divmod(rank, self.work.shape[1])
-        return _without_padding(self.work[node, rank_of_node, worker])
+    def share(self, k: int) -> ReplicaBatch:
+        """This replica's part of global batch ``k``; where it has none in a batch, another's fills it, flagged.
 
-
-def _without_padding(ids: Ids) -> Ids:
-    kept: Ids = ids[ids != PADDING]
-    return kept
-
-
-class MosaicOrder:
-    """The epochs of a run, in any world.
-
-    Args:
-        shard_sizes: Samples of each shard, per stream; sample ids run through all streams.
-        weights: One per stream, or None: see `stream_draws`.
-        settings: What the run was constructed with.
-
-    Raises:
-        ValueError: Weights that cannot be met.
-    """
-
-    def __init__(
-        self,
-        shard_sizes: Sequence[Sequence[int] | Ids],
-        weights: Sequence[Weight] | None,
-        settings: MosaicSettings,
-    ) -> None:
-        self.settings = settings
-        self.draws: StreamDraws = stream_draws(shard_sizes, weights, settings.epoch_size, settings.shuffle_seed)
-        self._sampler = Sampler(
-            [np.asarray(sizes, dtype=np.int64) for sizes in shard_sizes],
-            self.draws.choose,
-            settings.sampling_method == "balanced",
-            settings.sampling_granularity,
-            settings.shuffle_seed,
-            settings.shuffle,
-        )
-
-    def epoch(self, epoch: int, world: MosaicWorld, sample_in_epoch: int = 0) -> MosaicEpoch:
-        """Make the rest of an epoch for a world. Costs time and memory in proportion to the whole epoch.
-
-        Raises:
-            ValueError: The world, the streams or the resume point do not fit the settings.
+        Repeats have the first position of their batch.
         """
-        if epoch < 0 or sample_in_epoch < 0:
-            raise ValueError(f"an epoch and a sample in it count from 0; found {epoch} and {sample_in_epoch}")
-        settings = self.settings.resolved(world.num_nodes)
-        plan = WorkPlan(
-            self.draws,
-            self._sampler,
-            settings.shuffle,
-            settings.shuffle_algo,
-            settings.shuffle_seed,
-            settings.shuffle_block_size or DEFAULT_BLOCK_SIZE,
-            settings.partition_algo,
-            settings.num_canonical_nodes or 1,
-            (world.num_nodes, world.ranks_per_node, world.workers_per_rank),
-            settings.batch_size,
-            settings.initial_physical_nodes,
-        )
-        return MosaicEpoch(epoch, work_of(plan, settings.batching_method, epoch, sample_in_epoch))
+        part = self._part(k)
+        rows, counted = self._table.rows[part], self._table.counted[part]
+        begins = self._table.edges[part] + self._shift
+        positions = np.broadcast_to(begins[:, None, None], rows.shape).copy()
+        order = np.lexsort((rows[counted], np.nonzero(counted)[0]))
+        place = np.empty(len(order), dtype=np.int64)
+        place[order] = np.arange(len(order)) + begins[0]
+        positions[counted] = place
+        pieces, own = [], self._world.replica
+        for row, takes, counts, position in zip(rows, self._takes(part), counted, positions, strict=True):
+            giver = own if takes[own].any() else int(takes.any(axis=1).argmax())
+            kept = takes[giver]
+            filler = ~counts[giver][kept] | (giver != own)
+            pieces.append((row[giver][kept], position[giver][kept], filler))
+        ids, at, filler = (np.concatenate(column) for column in zip(*pieces, strict=True))
+        return ReplicaBatch(ids, at, filler, ends=tuple(np.cumsum([len(piece[0]) for piece in pieces]).tolist()))
 
-    def drawn(self, epoch: int) -> Ids:
-        """Give the sample ids that an epoch is made of, each as often as it was drawn; in no order."""
-        streams = range(len(self.draws.choose))
-        together = self.settings.batching_method == "random"
-        return np.concatenate(
-            [self._sampler.draw(epoch, some).ids for some in ([streams] if together else [[one] for one in streams])]
-        )
+    def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:
+        """This replica's part of each of these batches."""
+        return [self.share(k) for k in ks]
 
-    def state(self, epoch: int, sample_in_epoch: int, world: MosaicWorld) -> MosaicState:
-        """Give the state that the peer would write; it loads there."""
-        settings = self.settings.resolved(world.num_nodes)
-        began = settings.initial_physical_nodes or world.num_nodes
-        canonical = settings.num_canonical_nodes or 1
-        return MosaicState(epoch, sample_in_epoch, canonical, settings.shuffle_seed, began)
+    def num_micro_batches(self, k: int, device_batch_size: int) -> int:
+        """See `BatchPlan.num_micro_batches`; as that library cuts, where its batches per device have this size."""
+        lengths = self._takes(self._part(k)).sum(axis=2)
+        size = self._table.rows.shape[2]
+        if device_batch_size == size:
+            return len(lengths)
+        first = np.take_along_axis(lengths, (lengths > 0).argmax(axis=1)[:, None], axis=1)
+        count = ceil_div(int(np.where(lengths > 0, lengths, first).sum(axis=0).max()), device_batch_size)
+        return count + (count == len(lengths) and device_batch_size < size)  # so many would be cut as that library does
 
+    def _part(self, k: int) -> slice:
+        """The batches of global batch ``k`` in the table."""
+        begin = self._first + k * self._accumulate
+        return slice(begin, min(begin + self._accumulate, len(self._table.rows)))
 
-def epoch_work(
-    weights: Sequence[Weight] | None,
-    sampling_method: str,
-    sampling_granularity: int,
-    shuffle: bool,
-    shuffle_algo: str,
-    batching_method: str,
-    num_physical_nodes: int,
-    ranks_per_node: int,
-    workers_per_rank: int,
-    batch_size: int,
-    num_canonical_nodes: int | None,
-    epoch: int,
-    sample_in_epoch: int,
-    shuffle_seed: int,
-    shuffle_block_size: int | None,
-    partition_algo: str,
-    *,
-    shard_sizes: Sequence[Sequence[int] | Ids],
-    epoch_size: int | str | None = None,
-    initial_physical_nodes: int | None = None,
-) -> Ids:
-    """Give a whole epoch: int64[nodes, ranks per node, workers per rank, batches, batch size], -1 for padding.
-
-    `shard_sizes` and `weights` have one entry per stream; the other arguments are those of `MosaicSettings`.
-
-    Raises:
-        ValueError: A setting out of range, or streams that cannot fill what is asked.
-    """
-    settings = MosaicSettings(
-        batch_size=batch_size,
-        shuffle=shuffle,
-        shuffle_algo=shuffle_algo,
-        shuffle_seed=shuffle_seed,
-        shuffle_block_size=shuffle_block_size,
-        partition_algo=partition_algo,
-        num_canonical_nodes=num_canonical_nodes,
-        batching_method=batching_method,
-        sampling_method=sampling_method,
-        sampling_granularity=sampling_granularity,
-        epoch_size=epoch_size,
-        initial_physical_nodes=initial_physical_nodes,
-    )
-    world = MosaicWorld(num_physical_nodes, ranks_per_node, workers_per_rank)
-    return MosaicOrder(shard_sizes, weights, settings).epoch(epoch, world, sample_in_epoch).work
+    def _takes(self, part: slice) -> NDArray[np.bool_]:
+        """bool[batches, ranks, batch size]: what is delivered."""
+        return self._table.counted[part] if self._tail == "exact" else self._table.rows[part] != PADDING

@@ -1,155 +1,166 @@
-"""A whole epoch of mosaicml-streaming 0.13 as one array, for its four batching methods."""
+"""An epoch of mosaicml-streaming 0.13 in one world as an array of global batches, for its four batching methods."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.random import default_rng
 from numpy.typing import NDArray
 
-from lightning_stream.order.mosaic.partitions import PADDING, deal_global_batches, global_batches, partition
-from lightning_stream.order.mosaic.resample import Draws, Sampler
-from lightning_stream.order.mosaic.shuffles import shuffle as shuffled
-from lightning_stream.order.mosaic.stream_weights import StreamDraws
+from lightning_stream.order.draw import StreamWeights
+from lightning_stream.order.mosaic.partitions import PADDING, global_batches, partition
+from lightning_stream.order.mosaic.samplings import Drawn, chosen, draw
+from lightning_stream.order.mosaic.shuffles import DEFAULT_BLOCK_SIZE, shuffle
+from lightning_stream.order.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from lightning_stream.order.config import OrderConfig
 
 Ids = NDArray[np.int64]
 
+_SAMPLES_IN_BLOCKS = 4_000_000
 
-@dataclass(frozen=True)
-class WorkPlan:
-    """All that an epoch's array depends on but the resume point.
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """All that an epoch's global batches depend on but the resume point.
 
     Args:
-        draws: What each stream gives.
-        sampler: Draws the samples of an epoch.
-        shuffle: Whether to shuffle; if not, ids stay in order within a canonical node.
-        shuffle_algo: See `shuffle`.
-        shuffle_seed: The run's seed.
-        shuffle_block_size: See `shuffle`; split over streams by their proportions where batches keep them apart.
-        partition_algo: See `partition`.
-        num_canonical_nodes: See `partition`.
-        world: Nodes, ranks per node, workers per rank.
+        snapshot: The data.
+        config: The order settings, whose ``mosaic`` is not None.
+        epoch: The epoch, counted from 0.
+        choose: Samples that each stream gives.
+        proportions: Each stream's proportion of the epoch.
+        nodes: Nodes of this world.
+        ranks: Ranks of each node.
         batch_size: Samples of a rank's batch.
-        initial_physical_nodes: Nodes that began the run, if known.
     """
 
-    draws: StreamDraws
-    sampler: Sampler
-    shuffle: bool
-    shuffle_algo: str
-    shuffle_seed: int
-    shuffle_block_size: int
-    partition_algo: str
-    num_canonical_nodes: int
-    world: tuple[int, int, int]
+    snapshot: Snapshot
+    config: OrderConfig
+    epoch: int
+    choose: Sequence[int]
+    proportions: Sequence[float]
+    nodes: int
+    ranks: int
     batch_size: int
-    initial_physical_nodes: int | None
 
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of all nodes."""
-        return self.world[0] * self.world[1]
+    @classmethod
+    def of(
+        cls, snapshot: Snapshot, weights: Sequence[StreamWeights], config: OrderConfig, epoch: int, world: Sequence[int]
+    ) -> Work:
+        """The work of an epoch in a world = (nodes, ranks of each, samples of a rank's batch)."""
+        choose, proportions = chosen(snapshot, weights, config.epoch_size, config.seed)
+        return cls(snapshot, config, epoch, choose, proportions, *world)
 
     @property
     def global_batch(self) -> int:
-        """Samples that all ranks take in one step."""
-        return self.num_ranks * self.batch_size
+        """Samples that all ranks take in one batch."""
+        return self.nodes * self.ranks * self.batch_size
 
-    def mixing(self, epoch: int) -> np.random.Generator:
-        """Give the generator that mixes the batches of streams over time."""
-        return default_rng(self.shuffle_seed + epoch * (self.shuffle and self.sampler.balanced))
-
-    def order(self, drawn: Draws, epoch: int, block_size: int) -> Ids:
-        """Give the sample id at each position of the drawn samples."""
-        if not self.shuffle:
-            return drawn.ids
-        nodes, seed = self.num_canonical_nodes, self.shuffle_seed
-        return drawn.ids[shuffled(self.shuffle_algo, drawn.sizes, nodes, seed, epoch, block_size)]
-
-    def stream_order(self, stream: int, epoch: int) -> Ids:
-        """Give the same for one stream alone, with its share of the block."""
-        return self.order(self.sampler.draw(epoch, [stream]), epoch, self.block_share(stream))
+    @property
+    def block_size(self) -> int:
+        """Samples of a shuffle block."""
+        asked = None if self.config.mosaic is None else self.config.mosaic.shuffle_block_size
+        return asked or max(_SAMPLES_IN_BLOCKS // self.config.canonical_nodes, DEFAULT_BLOCK_SIZE)
 
     def block_share(self, stream: int) -> int:
-        """Give the samples of a shuffle block of one stream alone."""
-        return int(self.shuffle_block_size * self.draws.proportion[stream])
+        """Samples of a shuffle block of one stream alone: its proportion of the whole."""
+        return int(self.block_size * self.proportions[stream])
 
-    def partition(self, num_samples: int, batch_size: int, drop_first: int = 0) -> Ids:
-        """Partition positions over this world."""
-        return partition(
-            self.partition_algo,
-            num_samples,
-            self.num_canonical_nodes,
-            *self.world,
-            batch_size,
-            drop_first,
-            self.initial_physical_nodes,
-        )
+    def batches(self, used: int = 0) -> tuple[Ids, Ids]:
+        """The rest of the epoch: int64[batches, ranks * batch size], -1 for padding, and all ids drawn for the epoch.
 
-    def turns(self, num_samples: int) -> Ids:
-        """Positions as the canonical nodes give them, one of each in turn."""
-        ranks = self.world[1]
-        rows = partition(self.partition_algo, num_samples, self.num_canonical_nodes, 1, ranks, 1, 1)
-        return global_batches(rows).reshape(-1)
+        Args:
+            used: Samples of the epoch that all ranks together have used up.
 
-    def deal(self, batches: Ids, sample_in_epoch: int) -> Ids:
-        """Skip the global batches that are used up and deal the rest to the world."""
-        rest = batches[sample_in_epoch // self.global_batch :]
-        return deal_global_batches(rest, (*self.world, self.batch_size))
+        Raises:
+            ValueError: Streams or worlds that cannot fill what is asked.
+        """
+        method, draws_together = _METHODS[self.config.batching_method]
+        streams = range(self.snapshot.num_streams)
+        groups = [list(streams)] if draws_together else [[stream] for stream in streams]
+        draws = [draw(self.snapshot, group, self.choose, self.config, self.epoch) for group in groups]
+        return method(self, draws, used), np.concatenate([one.ids for one in draws])
+
+    def mixing(self) -> np.random.Generator:
+        """The generator that mixes the batches of streams over time."""
+        config = self.config
+        return default_rng(config.seed + self.epoch * (config.shuffle and config.sampling_method == "balanced"))
+
+    def order(self, drawn: Drawn, block_size: int) -> Ids:
+        """The sample id at each position of the drawn samples."""
+        config = self.config
+        if not config.shuffle:
+            return drawn.ids
+        nodes = config.canonical_nodes
+        return drawn.ids[shuffle(config.algorithm, drawn.sizes, nodes, config.seed, self.epoch, block_size)]
+
+    def stream_orders(self, draws: Sequence[Drawn]) -> list[Ids]:
+        """The same of each stream alone, with its share of the block."""
+        return [self.order(drawn, self.block_share(stream)) for stream, drawn in enumerate(draws)]
+
+    def partition(
+        self, num_samples: int, nodes: int, ranks: int, batch_size: int, used: int = 0, began: int | None = None
+    ) -> Ids:
+        """Positions of an epoch dealt to a world: int64[batches, ranks * batch size]."""
+        mosaic, canonical = self.config.mosaic, self.config.canonical_nodes
+        algo = "relaxed" if mosaic is None else mosaic.partition
+        return global_batches(partition(algo, num_samples, canonical, nodes, ranks, 1, batch_size, used, began))
+
+    def partition_here(self, num_samples: int, used: int = 0) -> Ids:
+        """The same in this world."""
+        began = None if self.config.mosaic is None else self.config.mosaic.initial_physical_nodes
+        return self.partition(num_samples, self.nodes, self.ranks, self.batch_size, used, began)
 
 
-def _random(plan: WorkPlan, epoch: int, sample_in_epoch: int) -> Ids:
-    drawn = plan.sampler.draw(epoch, range(len(plan.draws.choose)))
-    positions = plan.partition(len(drawn.ids), plan.batch_size, sample_in_epoch)
-    return _take(plan.order(drawn, epoch, plan.shuffle_block_size), positions)
+def _random(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
+    (drawn,) = draws
+    positions = work.partition_here(len(drawn.ids), used)
+    return _take(work.order(drawn, work.block_size), positions)
 
 
-def _stratified(plan: WorkPlan, epoch: int, sample_in_epoch: int) -> Ids:
-    portions = _portions(plan.draws.proportion, plan.global_batch)
-    columns = []
-    for stream, portion in enumerate(portions):
-        ids = plan.stream_order(stream, epoch)
-        columns.append((ids[plan.turns(len(ids))], portion))
-    steps = min(len(ids) // portion for ids, portion in columns)
-    batches = [ids[: steps * portion].reshape(steps, portion) for ids, portion in columns]
-    return plan.deal(np.concatenate(batches, axis=1), sample_in_epoch)
+def _stratified(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
+    portions = _portions(work.proportions, work.global_batch)
+    orders = [ids[work.partition(len(ids), 1, work.ranks, 1).reshape(-1)] for ids in work.stream_orders(draws)]
+    steps = min(len(ids) // portion for ids, portion in zip(orders, portions, strict=True))
+    columns = [ids[: steps * portion].reshape(steps, portion) for ids, portion in zip(orders, portions, strict=True)]
+    return np.concatenate(columns, axis=1)[used // work.global_batch :]
 
 
-def _per_stream(plan: WorkPlan, epoch: int, sample_in_epoch: int) -> Ids:
+def _per_stream(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
     pools = []
-    for stream in range(len(plan.draws.choose)):
-        ids = plan.stream_order(stream, epoch)
-        batches = global_batches(plan.partition(len(ids), plan.batch_size))
+    for stream, ids in enumerate(work.stream_orders(draws)):
+        batches = work.partition_here(len(ids))
         whole = batches[(batches != PADDING).all(axis=1)]
-        _require_batches(stream, len(ids), len(whole), plan.global_batch)
+        _require_batches(stream, len(ids), len(whole), work.global_batch)
         pools.append(_take(ids, whole))
-    return plan.deal(_mixed(pools, plan.mixing(epoch)), sample_in_epoch)
+    return _mixed(pools, work.mixing())[used // work.global_batch :]
 
 
-def _device_per_stream(plan: WorkPlan, epoch: int, sample_in_epoch: int) -> Ids:
-    nodes, ranks, _ = plan.world
-    canonical, size = plan.num_canonical_nodes, plan.batch_size
+def _device_per_stream(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
+    nodes, canonical, size = work.nodes, work.config.canonical_nodes, work.batch_size
     if canonical % nodes:
         raise ValueError(
             f"device_per_stream needs the nodes to divide num_canonical_nodes; found {nodes} and {canonical}; "
             f"set num_canonical_nodes to a multiple of {nodes}"
         )
+    _require_blocks(work)
     pools = []
-    _require_blocks(plan)
-    for stream in range(len(plan.draws.choose)):
-        ids = plan.stream_order(stream, epoch)
-        rows = partition(plan.partition_algo, len(ids), canonical, canonical, ranks, 1, 1)
-        own = global_batches(rows).reshape(-1, nodes, canonical // nodes * ranks).transpose(1, 0, 2).reshape(nodes, -1)
+    for stream, ids in enumerate(work.stream_orders(draws)):
+        turns = work.partition(len(ids), canonical, work.ranks, 1)
+        own = turns.reshape(-1, nodes, canonical // nodes * work.ranks).transpose(1, 0, 2).reshape(nodes, -1)
         count = own.shape[1] // size
         _require_batches(stream, len(ids), count, size)
         pools.append(_take(ids, own[:, : count * size].reshape(nodes, count, size)))
-    rng = plan.mixing(epoch)
+    rng = work.mixing()
     mixed = np.stack([_mixed([pool[node] for pool in pools], rng) for node in range(nodes)], axis=1)
-    padding = np.full((plan.num_ranks - len(mixed) % plan.num_ranks, nodes, size), PADDING, dtype=np.int64)
-    batches = np.concatenate([mixed, padding]).reshape(-1, plan.global_batch)
-    return plan.deal(batches, sample_in_epoch)
+    num_ranks = nodes * work.ranks
+    padding = np.full((num_ranks - len(mixed) % num_ranks, nodes, size), PADDING, dtype=np.int64)
+    return np.concatenate([mixed, padding]).reshape(-1, work.global_batch)[used // work.global_batch :]
 
 
 def _take(ids: Ids, positions: Ids) -> Ids:
@@ -184,12 +195,12 @@ def _mixed(pools: Sequence[Ids], rng: np.random.Generator) -> Ids:
     return mixed
 
 
-def _require_blocks(plan: WorkPlan) -> None:
-    for stream in range(len(plan.draws.choose)):
-        if plan.shuffle and not plan.block_share(stream):
+def _require_blocks(work: Work) -> None:
+    for stream in range(len(work.choose)):
+        if work.config.shuffle and not work.block_share(stream):
             raise ValueError(
                 f"device_per_stream splits a shuffle block over streams by proportion; stream {stream} gets none of "
-                f"{plan.shuffle_block_size}; raise shuffle_block_size or the stream's proportion"
+                f"{work.block_size}; raise shuffle_block_size or the stream's proportion"
             )
 
 
@@ -201,25 +212,10 @@ def _require_batches(stream: int, num_samples: int, num_batches: int, batch_size
         )
 
 
-_METHODS: dict[str, Callable[[WorkPlan, int, int], Ids]] = {
-    "random": _random,
-    "stratified": _stratified,
-    "per_stream": _per_stream,
-    "device_per_stream": _device_per_stream,
+_METHODS: dict[str, tuple[Callable[[Work, Sequence[Drawn], int], Ids], bool]] = {
+    "random": (_random, True),
+    "stratified": (_stratified, False),
+    "per_stream": (_per_stream, False),
+    "device_per_stream": (_device_per_stream, False),
 }
-BATCHING_METHODS = tuple(_METHODS)
-
-
-def work_of(plan: WorkPlan, batching_method: str, epoch: int, sample_in_epoch: int) -> Ids:
-    """Give the rest of an epoch: int64[nodes, ranks per node, workers per rank, batches, batch size], -1 for padding.
-
-    Args:
-        plan: The run, in one world.
-        batching_method: One of `BATCHING_METHODS`.
-        epoch: The epoch, counted from 0.
-        sample_in_epoch: Samples of it that all ranks together have used up.
-
-    Raises:
-        ValueError: Streams or worlds that cannot fill what is asked.
-    """
-    return _METHODS[batching_method](plan, epoch, sample_in_epoch)
+"""What makes the batches, and whether one generator draws the samples of all streams."""

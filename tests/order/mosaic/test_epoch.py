@@ -1,168 +1,112 @@
-"""A run of the compatible orders: worlds, workers, resume, state."""
+"""A run in an order of mosaicml-streaming: worlds, workers, resume."""
 
 from __future__ import annotations
 
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.mosaic_work import epoch_work
 
-from lightning_stream.order.mosaic import (
-    BATCHING_METHODS,
-    SHUFFLES,
-    MosaicOrder,
-    MosaicSettings,
-    MosaicState,
-    MosaicWorld,
-)
+from lightning_stream.order import BatchPlan, MosaicConfig, OrderConfig, RunOrder, Snapshot, StreamWeights, World
+from lightning_stream.order.batching import METHODS
+from lightning_stream.order.mosaic.shuffles import SHUFFLES
 
 SHARDS = [[37, 37, 37, 9], [50, 50, 20], [11] * 7]
 ALL = sum(map(sum, SHARDS))
 
 
-def order(weights: Any = None, **settings: Any) -> MosaicOrder:
-    chosen = {"batch_size": 4, "shuffle": True, "num_canonical_nodes": 4, "shuffle_block_size": 60, **settings}
-    return MosaicOrder(SHARDS, weights, MosaicSettings(**chosen))
+def run_of(world: World, weights: Any = None, device: int = 4, **settings: Any) -> RunOrder:
+    mosaic = MosaicConfig(settings.pop("partition", "relaxed"), settings.pop("shuffle_block_size", 60))
+    chosen = {"shuffle": True, "algorithm": "py1e", "canonical_nodes": 4, "mosaic": mosaic, **settings}
+    size = device * world.num_replicas
+    config = OrderConfig.resolve(batch_size=size, device_batch_size=device, world=world, **chosen)
+    return RunOrder(Snapshot.of(SHARDS), weights or [StreamWeights()] * 3, config)
+
+
+def batches_of(run: RunOrder, world: World, epoch: int, start: int = 0, device: int = 4) -> list[np.ndarray]:
+    plan = BatchPlan(run.epoch(epoch), batch_size=device * world.num_replicas, world=world, start=start)
+    return [plan.ids(k) for k in range(plan.num_batches)]
+
+
+def work_of(method: str, workers: int, used: int = 0) -> np.ndarray:
+    return epoch_work(
+        None, "balanced", 1, True, "py1e", method, 2, 2, workers, 4, 4, 2, used, 9176, 60, "relaxed", shard_sizes=SHARDS
+    )
 
 
 @pytest.mark.parametrize("algo", SHUFFLES)
-@pytest.mark.parametrize("partition_algo", ["orig", "relaxed"])
-def test_an_epoch_delivers_every_sample(algo: str, partition_algo: str) -> None:
-    run = order(shuffle_algo=algo, partition_algo=partition_algo)
-    ids = run.epoch(3, MosaicWorld(2, 2, 3)).ids()
-    assert set(ids.tolist()) == set(range(ALL))
-    assert len(ids) < ALL + 8
+@pytest.mark.parametrize("partition", ["orig", "relaxed"])
+def test_an_epoch_delivers_every_sample_once(algo: str, partition: str) -> None:
+    world = World(0, 4, 2)
+    run = run_of(world, algorithm=algo, partition=partition)
+    assert np.array_equal(np.sort(np.concatenate(batches_of(run, world, 3))), np.arange(ALL))
 
 
-@pytest.mark.parametrize("method", BATCHING_METHODS)
-def test_workers_ranks_and_global_batches_tell_the_same(method: str) -> None:
-    world = MosaicWorld(2, 2, 3)
-    epoch = order(batching_method=method).epoch(1, world)
-    for rank in range(world.num_ranks):
-        by_step = [epoch.rank_batch(step, rank).tolist() for step in range(epoch.num_batches)]
-        for worker in range(3):
-            assert list(chain.from_iterable(by_step[worker::3])) == epoch.worker_ids(rank, worker).tolist()
-    for step in range(epoch.num_batches):
-        parts = [epoch.rank_batch(step, rank) for rank in range(world.num_ranks)]
-        assert np.array_equal(np.concatenate(parts), epoch.global_batch(step))
-    assert epoch.num_samples == len(epoch.ids()) == sum(len(epoch.global_batch(k)) for k in range(epoch.num_batches))
-
-
-@pytest.mark.parametrize("method", BATCHING_METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_workers_do_not_change_a_batch(method: str) -> None:
-    run = order(batching_method=method)
-    alone = run.epoch(2, MosaicWorld(2, 2, 1))
+    alone = work_of(method, 1)
     for workers in (2, 5):
-        shared = run.epoch(2, MosaicWorld(2, 2, workers))
-        assert np.array_equal(shared.ids(), alone.ids())
-        assert shared.num_batches == alone.num_batches
+        shared = work_of(method, workers).transpose(3, 2, 0, 1, 4).reshape(-1, 16)
+        assert np.array_equal(shared[: alone.shape[3]], alone.transpose(3, 2, 0, 1, 4).reshape(-1, 16))
+        assert (shared[alone.shape[3] :] == -1).all()
 
 
-@settings(max_examples=60)
-@given(st.sampled_from(BATCHING_METHODS), st.integers(0, 12), st.sampled_from([(1, 2), (2, 2), (2, 1)]))
-def test_a_resume_is_the_rest_of_the_epoch(method: str, steps: int, nodes_and_ranks: tuple[int, int]) -> None:
-    world = MosaicWorld(*nodes_and_ranks, 2)
-    run = order(batching_method=method)
-    whole = run.epoch(1, world)
-    rest = run.epoch(1, world, steps * world.num_ranks * 4)
-    assert rest.num_batches == whole.num_batches - steps
-    for step in range(rest.num_batches - 1):  # the last may repeat other late samples
-        assert np.array_equal(rest.global_batch(step), whole.global_batch(steps + step))
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(list(METHODS)), st.integers(0, 12))
+def test_a_resume_is_the_rest_of_the_epoch(method: str, steps: int) -> None:
+    whole, rest = work_of(method, 1), work_of(method, 1, steps * 16)
+    assert rest.shape[3] == whole.shape[3] - steps
+    assert np.array_equal(rest[..., :-1, :], whole[..., steps:-1, :])  # the last may repeat other late samples
 
 
 @pytest.mark.parametrize("algo", SHUFFLES)
 def test_worlds_that_divide_canonical_nodes_see_the_same_batches(algo: str) -> None:
-    whole = order(shuffle_algo=algo, batch_size=8).epoch(0, MosaicWorld(1, 1, 1))
+    one = World()
+    whole = batches_of(run_of(one, algorithm=algo, device=8), one, 0, device=8)
     for nodes, ranks, used in product((1, 2, 4), (1, 2), (0, 5)):
-        run = order(shuffle_algo=algo, batch_size=8 // (nodes * ranks))
-        other = run.epoch(0, MosaicWorld(nodes, ranks, 2), used * 8)
-        for step in range(other.num_batches - 1):
-            assert set(other.global_batch(step).tolist()) == set(whole.global_batch(used + step).tolist())
+        world, device = World(0, nodes * ranks, ranks), 8 // (nodes * ranks)
+        other = batches_of(run_of(world, algorithm=algo, device=device), world, 0, used * 8, device)
+        for found, wanted in zip(other[:-1], whole[used:], strict=False):
+            assert set(found.tolist()) == set(wanted.tolist())
 
 
-def test_a_relaxed_run_goes_on_on_nodes_that_do_not_divide() -> None:
-    began = order(num_canonical_nodes=None, shuffle_block_size=None, batch_size=6)
-    first = began.epoch(0, MosaicWorld(4, 1, 1))
-    state = began.state(0, 3 * 24, MosaicWorld(4, 1, 1))
-    assert state == MosaicState(0, 72, 4, 9176, 4)
-    resumed = MosaicOrder(SHARDS, None, MosaicSettings(batch_size=4, shuffle=True).resumed(state))
-    rest = resumed.epoch(0, MosaicWorld(3, 2, 2), state.sample_in_epoch)
-    assert rest.num_batches == first.num_batches - 3
-    for step in range(rest.num_batches - 1):
-        assert set(rest.global_batch(step).tolist()) == set(first.global_batch(step + 3).tolist())
-    assert resumed.state(1, 0, MosaicWorld(3, 2, 2)).initial_physical_nodes == 4
+def test_a_relaxed_run_continues_on_nodes_that_do_not_divide() -> None:
+    first, second = World(0, 4, 1), World(0, 6, 2)
+    run = run_of(first, canonical_nodes=None, device=6)
+    assert run.config.canonical_nodes == 4
+    whole, rest = batches_of(run, first, 0, device=6), batches_of(run, second, 0, start=3 * 24)
+    assert len(rest) == len(whole) - 3
+    for found, wanted in zip(rest[:-1], whole[3:], strict=False):
+        assert set(found.tolist()) == set(wanted.tolist())
 
 
 def test_only_fixed_sampling_draws_the_same_again() -> None:
-    weights = [{"proportion": 1}, {"proportion": 1}, {"proportion": 2}]
+    weights = [StreamWeights(proportion=one) for one in (1, 1, 2)]
     for method, same in (("fixed", True), ("balanced", False)):
-        run = order(weights, sampling_method=method, epoch_size=150)
-        first, second = (np.unique(run.epoch(epoch, MosaicWorld()).ids()) for epoch in (0, 1))
+        run = run_of(World(), weights, sampling_method=method, epoch_size=150)
+        first, second = (np.unique(np.concatenate(batches_of(run, World(), epoch))) for epoch in (0, 1))
         assert np.array_equal(first, second) == same
 
 
-@pytest.mark.parametrize(
-    ("world", "replication", "expected"),
-    [((2, 8), 2, (1, 8)), ((4, 2), 2, (2, 2)), ((3, 4), 2, (1, 6)), ((2, 2), 4, (1, 1)), ((2, 2), 1, (2, 2))],
-)
-def test_replicas_count_once(world: tuple[int, int], replication: int, expected: tuple[int, int]) -> None:
-    assert MosaicWorld(*world, 3).replicated(replication) == MosaicWorld(*expected, 3)
-
-
-def test_a_state_goes_to_the_peer_and_back() -> None:
-    state = {
-        "epoch": 2,
-        "sample_in_epoch": 640,
-        "num_canonical_nodes": 16,
-        "shuffle_seed": 17,
-        "initial_physical_nodes": 2,
-    }
-    assert MosaicState.from_dict(state).to_dict() == state
-    del state["initial_physical_nodes"]
-    assert MosaicState.from_dict(state).initial_physical_nodes is None
-    del state["epoch"]
-    with pytest.raises(ValueError, match="lacks epoch"):
-        MosaicState.from_dict(state)
-
-
-def test_defaults_follow_the_first_world() -> None:
-    def resolved(nodes: int, **settings: Any) -> tuple[int | None, int | None]:
-        done = MosaicSettings(batch_size=1, **settings).resolved(nodes)
-        return done.num_canonical_nodes, done.shuffle_block_size
-
-    assert resolved(2) == (2, 2_000_000)
-    assert resolved(2, shuffle_algo="py2s") == (128, 1 << 18)
-    assert resolved(4, num_canonical_nodes=8, shuffle_block_size=9) == (8, 9)
-
-
-def test_all_wrong_settings_are_named_at_once() -> None:
-    with pytest.raises(ValueError, match=r"shuffle_algo .* batching_method .* batch_size .* num_canonical_nodes"):
-        MosaicSettings(batch_size=0, shuffle_algo="best", batching_method="all", num_canonical_nodes=0)
+def test_canonical_nodes_follow_the_first_world() -> None:
+    assert run_of(World(0, 2, 1), canonical_nodes=None).config.canonical_nodes == 2
+    assert run_of(World(0, 2, 1), canonical_nodes=None, algorithm="py2s").config.canonical_nodes == 128
 
 
 @pytest.mark.parametrize(
     ("settings", "world", "rule"),
     [
-        ({"batching_method": "stratified", "batch_size": 1}, MosaicWorld(), "no place in a global batch"),
-        ({"batching_method": "per_stream", "batch_size": 90}, MosaicWorld(), "fill at least one batch"),
-        ({"batching_method": "device_per_stream", "batch_size": 90}, MosaicWorld(), "fill at least one batch"),
-        ({"batching_method": "device_per_stream"}, MosaicWorld(8), "nodes to divide"),
-        ({"batching_method": "device_per_stream", "shuffle_block_size": 3}, MosaicWorld(), "gets none"),
+        ({"batching_method": "stratified", "device": 1}, World(), "no place in a global batch"),
+        ({"batching_method": "per_stream", "device": 90}, World(), "fill at least one batch"),
+        ({"batching_method": "device_per_stream", "device": 90}, World(), "fill at least one batch"),
+        ({"batching_method": "device_per_stream"}, World(0, 8, 1), "nodes to divide"),
+        ({"batching_method": "device_per_stream", "shuffle_block_size": 3}, World(), "gets none"),
     ],
 )
-def test_streams_and_worlds_that_do_not_fit_are_refused(settings: Any, world: MosaicWorld, rule: str) -> None:
+def test_streams_and_worlds_that_do_not_fit_are_refused(settings: Any, world: World, rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
-        order(**settings).epoch(0, world)
-
-
-def test_a_world_or_place_that_cannot_be_is_refused() -> None:
-    for call in (
-        lambda: MosaicWorld(0),
-        lambda: MosaicWorld(2, 2).replicated(3),
-        lambda: order().epoch(-1, MosaicWorld()),
-    ):
-        with pytest.raises(ValueError, match="found"):
-            call()
+        run_of(world, **settings).epoch(0)

@@ -11,16 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.mosaic_work import epoch_work, stream_weights
 
-from lightning_stream.order.mosaic import (
-    SHUFFLES,
-    epoch_work,
-    global_batches,
-    partition,
-    sampling,
-    shuffle,
-    stream_draws,
-)
+from lightning_stream.order import Snapshot
+from lightning_stream.order.mosaic.partitions import global_batches, partition
+from lightning_stream.order.mosaic.samplings import chosen, sampling
+from lightning_stream.order.mosaic.shuffles import SHUFFLES, shuffle
 
 PINNED = Path(__file__).with_name("pinned.jsonl")
 FUNCTIONS: dict[str, Any] = {
@@ -114,36 +110,22 @@ def test_a_draw_takes_what_was_asked_and_whole_repeats_first(
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=8), st.integers(1, 5000))
 def test_proportions_share_out_the_whole_epoch(proportions: list[float], epoch_size: int) -> None:
-    draws = stream_draws([[10, 5]] * len(proportions), [{"proportion": one} for one in proportions], epoch_size)
-    assert sum(draws.choose) == draws.epoch_size == epoch_size
-    for share, choose in zip(draws.proportion, draws.choose, strict=True):
-        assert abs(choose - share * epoch_size) <= 1
+    weights = stream_weights([{"proportion": one} for one in proportions], len(proportions))
+    choose, shares = chosen(Snapshot.of([[10, 5]] * len(proportions)), weights, epoch_size, 9176)
+    assert sum(choose) == epoch_size
+    for share, count in zip(shares, choose, strict=True):
+        assert abs(count - share * epoch_size) <= 1
 
 
 def test_absolute_weights_say_their_number() -> None:
-    draws = stream_draws([[4, 3], [10], [5]], [{"repeat": 1.5}, {"choose": 3}, None])
-    assert draws.choose == (10, 3, 5)
-    assert draws.epoch_size == 18
-    assert stream_draws([[8]], epoch_size="2k").choose == (2000,)
+    weights = stream_weights([{"repeat": 1.5}, {"choose": 3}, None], 3)
+    assert chosen(Snapshot.of([[4, 3], [10], [5]]), weights, None, 9176)[0] == [10, 3, 5]
 
 
-@pytest.mark.parametrize(
-    ("weights", "epoch_size", "rule"),
-    [
-        ([{"repeat": 1, "choose": 2}, {}], None, "at most one"),
-        ([{"proportion": 1}, {}], None, "proportions alone"),
-        ([{"choose": 3}, {}], 10, "epoch_size belongs"),
-        ([{"choose": -1}, {}], None, "at least 0"),
-        ([{"proportion": 0}, {"proportion": 0}], None, "above 0"),
-        ([{"choose": 0}, {"choose": 0}], None, "at least one sample"),
-        ([{}], None, "one weight for each"),
-        ([{}, {}], "ten", "a number"),
-        ([{}, {}], -1, "at least 0"),
-    ],
-)
-def test_weights_that_cannot_be_met_are_refused(weights: list[Any], epoch_size: Any, rule: str) -> None:
-    with pytest.raises(ValueError, match=rule):
-        stream_draws([[4, 3], [10]], weights, epoch_size)
+@pytest.mark.parametrize("weights", [[{"choose": 0}, {"choose": 0}], [{"choose": 1}, {"choose": 1}]])
+def test_an_epoch_needs_samples_and_streams_that_have_them(weights: list[Any]) -> None:
+    with pytest.raises(ValueError, match="an epoch needs samples"):
+        chosen(Snapshot.of([[4, 3], [0]]), stream_weights(weights, 2), None, 9176)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World
-from lightning_stream.order.mix import Merge
+from lightning_stream.order.batching.interleave import Interleave
 
 prop = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -28,7 +28,7 @@ def merged(lengths):
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=25), st.data())
 def test_a_stratified_merge_can_be_read_at_any_position(lengths, data):
     wanted = merged(lengths)
-    merge = Merge(np.array(lengths, dtype=np.int64), epoch=0, seed=None)
+    merge = Interleave(np.array(lengths, dtype=np.int64), epoch=0, seed=None)
     begin = data.draw(st.integers(0, len(wanted)))
     end = data.draw(st.integers(begin, len(wanted)))
     if wanted:
@@ -39,7 +39,7 @@ def test_a_stratified_merge_can_be_read_at_any_position(lengths, data):
 @prop
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=25), st.integers(0, 2**62), st.integers(0, 5))
 def test_a_jittered_merge_read_in_pieces_is_the_merge_read_at_once(lengths, seed, epoch):
-    merge = Merge(np.array(lengths, dtype=np.int64), epoch, seed)
+    merge = Interleave(np.array(lengths, dtype=np.int64), epoch, seed)
     total = sum(lengths)
     if not total:
         return
@@ -54,7 +54,7 @@ def test_a_jittered_merge_read_in_pieces_is_the_merge_read_at_once(lengths, seed
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=22))
 def test_in_any_window_of_a_stratified_mix_each_stream_is_near_its_share(lengths):
     total = sum(lengths)
-    sequence, _ = Merge(np.array(lengths, dtype=np.int64), epoch=0, seed=None).read(0, total)
+    sequence, _ = Interleave(np.array(lengths, dtype=np.int64), epoch=0, seed=None).read(0, total)
     most = 2 if len(lengths) <= 3 else 3
     for stream, length in enumerate(lengths):
         ahead = np.concatenate([[0], np.cumsum(sequence == stream)]) - np.arange(total + 1) * length / total
@@ -63,7 +63,7 @@ def test_in_any_window_of_a_stratified_mix_each_stream_is_near_its_share(lengths
 
 def test_a_stratified_merge_of_huge_streams_is_read_in_little_time():
     lengths = np.array([10**12, 7 * 10**11, 3], dtype=np.int64)
-    sequence, index = Merge(lengths, epoch=0, seed=None).read(10**12, 10**12 + 1000)
+    sequence, index = Interleave(lengths, epoch=0, seed=None).read(10**12, 10**12 + 1000)
     assert 560 <= (sequence == 0).sum() <= 620
     assert all((np.diff(index[sequence == stream]) == 1).all() for stream in range(2))
 
@@ -95,8 +95,8 @@ def test_per_stream_refuses_another_batch_size():
         BatchPlan(run.epoch(0), batch_size=24)
 
 
-def test_per_stream_refuses_to_start_amid_a_batch():
-    with pytest.raises(ValueError, match=r"runs of 12 samples of one stream, but start=13 is amid"):
+def test_per_stream_refuses_to_start_inside_a_batch():
+    with pytest.raises(ValueError, match=r"12 samples of one stream at a time, but start=13 lies inside"):
         BatchPlan(run_of([[40] * 3, [30] * 2], "per_stream").epoch(0), batch_size=12, start=13)
 
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.permutation import Purpose, permutation, raw, stable_argsort
+from lightning_stream.order.permutation import RngStream, permutation, random_u64, stable_argsort
 
 
 def deal_shards(seed: int, num_shards: int, canonical_nodes: int) -> NDArray[np.int64]:
@@ -22,7 +22,7 @@ def deal_shards(seed: int, num_shards: int, canonical_nodes: int) -> NDArray[np.
     """
     num_groups = -(-num_shards // canonical_nodes)
     group, inside = np.divmod(np.arange(num_shards, dtype=np.int64), canonical_nodes)
-    turns = (raw(Purpose.SHARDS, seed, size=num_groups) % np.uint64(canonical_nodes)).astype(np.int64)
+    turns = (random_u64(RngStream.SHARDS, seed, size=num_groups) % np.uint64(canonical_nodes)).astype(np.int64)
     node = (_far_apart(canonical_nodes)[inside] + turns[group]) % canonical_nodes
     absent = np.ones(canonical_nodes, dtype=np.int64)  # nodes to which the last, incomplete group gives nothing
     absent[node[canonical_nodes * (num_groups - 1) :]] = 0
@@ -68,7 +68,7 @@ def spread_parts(
 @lru_cache(maxsize=8)
 def _turns(seed: int, epoch: int, stream: int, num_strata: int) -> NDArray[np.int64]:
     """How an epoch's strata are dealt: one answer for all its nodes."""
-    return permutation(Purpose.STRATA, seed, epoch, stream, size=num_strata)
+    return permutation(RngStream.STRATA, seed, epoch, stream, size=num_strata)
 
 
 def _ranks_within(key: tuple[int, int, int, int], stratum: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -80,7 +80,7 @@ def _ranks_within(key: tuple[int, int, int, int], stratum: NDArray[np.int64]) ->
     first = np.searchsorted(ordered, np.arange(int(ordered[-1]) + 2))
     inside = np.arange(len(ordered)) - first[ordered]
     table = np.full((len(first) - 1, int(inside.max()) + 1), 2**64 - 1, dtype=np.uint64)
-    table[ordered, inside] = raw(Purpose.PARTS, *key, size=len(ordered)) >> np.uint64(1)
+    table[ordered, inside] = random_u64(RngStream.PARTS, *key, size=len(ordered)) >> np.uint64(1)
     ranks = np.empty(table.shape, dtype=np.int64)
     np.put_along_axis(ranks, stable_argsort(table), np.arange(table.shape[1])[None, :], axis=1)
     within = np.empty_like(order)

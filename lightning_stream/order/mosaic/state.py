@@ -7,20 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_stream.errors import StateError
-from lightning_stream.order.config import MOST_NODES, OrderConfig, is_count
-from lightning_stream.order.dealt import DealtEpoch
-from lightning_stream.order.permutation import MAX_NUMBER
+from lightning_stream.order.config import MOST_NODES, OrderConfig
+from lightning_stream.order.mosaic.epoch import MosaicEpoch
 from lightning_stream.order.plan import RunOrder
 from lightning_stream.order.position import MOST_EPOCHS, Position
 from lightning_stream.order.rank_split import Tail
+from lightning_stream.order.rules import count
 
-_LIMITS = {
-    "epoch": (0, MOST_EPOCHS),
-    "sample_in_epoch": (0, MAX_NUMBER - 1),
-    "num_canonical_nodes": (1, MOST_NODES),
-    "shuffle_seed": (0, MAX_NUMBER - 1),
+_RULES = {
+    "epoch": count(0, MOST_EPOCHS),
+    "sample_in_epoch": count(),
+    "num_canonical_nodes": count(1, MOST_NODES),
+    "shuffle_seed": count(),
 }
-_NODES = "initial_physical_nodes"
+_NODES = "initial_physical_nodes"  # older versions of that library do not record it
 
 
 def is_mosaic_state(state: object) -> bool:
@@ -55,15 +55,15 @@ def mosaic_position(state: Mapping[str, Any], run: RunOrder, *, batch_size: int,
     _check(state)
     start = Position.start(run, batch_size=batch_size, tail=tail, epoch=state["epoch"])
     order = run.epoch(state["epoch"])
-    assert isinstance(order, DealtEpoch)
+    assert isinstance(order, MosaicEpoch)
     return start.advanced(run, order.position_after(state["sample_in_epoch"]))
 
 
 def _check(state: Mapping[str, Any]) -> None:
-    limits = _LIMITS if state.get(_NODES) is None else {**_LIMITS, _NODES: (1, MOST_NODES)}
-    bad = [f"{name}={state.get(name)!r}" for name, limit in limits.items() if not is_count(state.get(name), *limit)]
+    rules = {**_RULES, _NODES: count(1, MOST_NODES, optional=True)}
+    bad = [f"{name}={state.get(name)!r}" for name, rule in rules.items() if not rule.holds(state.get(name))]
     if bad:
         raise StateError(
-            f"A state of mosaicml-streaming has the whole numbers {', '.join(_LIMITS)} (and {_NODES}), but this one "
+            f"A state of mosaicml-streaming has the whole numbers {', '.join(_RULES)} (and {_NODES}), but this one "
             f"has {', '.join(bad)}. It is damaged or not such a state; load another checkpoint."
         )

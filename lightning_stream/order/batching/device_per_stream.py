@@ -1,0 +1,136 @@
+"""``device_per_stream``: every block of m consecutive positions holds samples of one stream and goes to one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.order.batching.base import GlobalBatches
+from lightning_stream.order.batching.interleave import InterleavedOrder
+from lightning_stream.order.rank_split import ReplicaBatch, Tail, ceil_div
+from lightning_stream.order.world import World
+
+if TYPE_CHECKING:
+    from lightning_stream.order.config import OrderConfig
+    from lightning_stream.order.plan import RunOrder
+
+
+class DevicePerStreamOrder(InterleavedOrder):
+    """Device blocks of m samples of one stream, interleaved; then each stream's remainder as a short block."""
+
+    mixes_streams: ClassVar[bool] = True
+    splits_samples: ClassVar[bool] = False
+
+    @classmethod
+    def make(cls, run: RunOrder, epoch: int) -> DevicePerStreamOrder:
+        """The order of one epoch of a run."""
+        config = run.config
+        return cls(run, epoch, config.device_block or 1, config.seed if config.shuffle else None)
+
+    @classmethod
+    def fixed_settings(cls, batch_size: int | None, device_batch_size: int | None) -> dict[str, int | None]:  # noqa: ARG003
+        """The first run's batch per device is m."""
+        return {"device_block": device_batch_size}
+
+    @classmethod
+    def setting_problems(cls, config: OrderConfig) -> list[str]:
+        """The batch per device must be known."""
+        if config.device_block is not None:
+            return []
+        return ["device_per_stream needs the batch size per device from the start."]
+
+    def cut(self, batch_size: int, world: World, tail: Tail, start: int) -> GlobalBatches:
+        """Cut the epoch into global batches, see `BatchPlan`; blocks of one sample are dealt like single samples."""
+        kind = _BlockBatches if self.stretch_length > 1 else GlobalBatches
+        return kind(self, batch_size, world, tail, start)
+
+
+class _BlockBatches(GlobalBatches):
+    """Whole blocks are dealt to the replicas; only behind the full batches ``"exact"`` deals single samples."""
+
+    _order: DevicePerStreamOrder
+
+    def _remainder_ends(self, at: int) -> tuple[int, ...]:
+        order, block = self._order, self._order.stretch_length
+        if self._tail == "exact":
+            ends = (*range(at + self._batch_size, order.num_samples, self._batch_size), order.num_samples)
+            return self._level(at, ends, least=order.full_end)
+        edges = [*range(at + block, order.full_end + 1, block), *order.remainder_ends.tolist()]
+        edges = [end for end in edges if end > at]
+        per_batch = self._batch_size // block
+        return (*edges[per_batch - 1 :: per_batch], *edges[len(edges) // per_batch * per_batch :][-1:])
+
+    def _deals_blocks(self, k: int) -> bool:
+        return self._tail != "exact" or k < self.num_full
+
+    def share(self, k: int) -> ReplicaBatch:
+        """This replica's part of global batch ``k``."""
+        if not self._deals_blocks(k):
+            return super().share(k)
+        begin, end = self.bounds(k)
+        world, block = self._world, self._order.stretch_length
+        streams, _ = self._order.locate(begin, end)
+        canonical = self._order.canonical(begin, end)
+        offsets, filler = split_blocks(canonical, streams, block, world.num_replicas, world.replica)
+        return ReplicaBatch(self._order.ids(begin, end)[offsets], begin + offsets, filler, block)
+
+    def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:
+        """This replica's part of each of these batches."""
+        return [self.share(k) for k in ks]
+
+    def num_micro_batches(self, k: int, device_batch_size: int) -> int:
+        """See `BatchPlan.num_micro_batches`; counted from the share itself, whose blocks are filled up."""
+        block = self._order.stretch_length
+        if not self._deals_blocks(k):
+            return super().num_micro_batches(k, device_batch_size)
+        if device_batch_size % block and block % device_batch_size:
+            raise ValueError(
+                f"device_per_stream deals blocks of {block} samples, the batch per device that the run began with; a "
+                f"batch per device must hold whole blocks or divide one, but it is {device_batch_size}. Choose another."
+            )
+        length = self._batch_size // self._world.num_replicas if k < self.num_full else len(self.share(k))
+        return ceil_div(length, device_batch_size)
+
+    def _problems(self) -> list[str]:
+        problems = [*super()._problems(), *self._order.start_problems(self._start)]
+        block = self._order.stretch_length
+        per_replica, left = divmod(self._batch_size, self._world.num_replicas)
+        if not left and per_replica % block:
+            problems.append(
+                f"device_per_stream deals blocks of {block} samples, so a replica's part of a global batch must be a "
+                f"multiple of that, but {self._batch_size} samples over {self._world.num_replicas} replicas are "
+                f"{per_replica} each."
+            )
+        return problems
+
+
+def split_blocks(
+    canonical: NDArray[np.int64], streams: NDArray[np.int64], block: int, num_replicas: int, replica: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """As `rank_split.split` with ``equal``, but dealing blocks of one stream each.
+
+    Within each stream the batch is stably grouped by canonical node and cut into blocks; a short last block is filled
+    up. Blocks are ordered by the middle of the canonical nodes they hold, so that neighbours share shards.
+    """
+    table, filler, rank = [], [], []
+    for stream in np.unique(streams).tolist():
+        mine = np.flatnonzero(streams == stream)
+        mine = mine[np.argsort(canonical[mine], kind="stable")]
+        count = ceil_div(len(mine), block)
+        fill = count * block - len(mine)
+        table.append(np.concatenate([mine, np.full(fill, mine[-1])]).reshape(count, block))
+        filler.append((np.arange(count * block) >= len(mine)).reshape(count, block))
+        rank.append((np.arange(count) + 0.5) / count)
+    order = np.argsort(np.concatenate(rank), kind="stable")
+    blocks, fillers = np.concatenate(table)[order], np.concatenate(filler)[order]
+    begin, end = len(blocks) * replica // num_replicas, len(blocks) * (replica + 1) // num_replicas
+    length = ceil_div(len(blocks), num_replicas)
+    if length == end - begin:
+        return blocks[begin:end].reshape(-1), fillers[begin:end].reshape(-1)
+    spare = min(begin, len(blocks) - 1)
+    mine = np.concatenate([blocks[begin:end], blocks[spare : spare + 1]])
+    flags = np.concatenate([fillers[begin:end], np.ones((1, block), dtype=np.bool_)])
+    return mine.reshape(-1), flags.reshape(-1)

@@ -1,0 +1,150 @@
+"""Streams, each in its own order, interleaved evenly: what three of the batching methods share.
+
+With stretches of 2 samples, streams of 9 and 4 samples, and B = 4::
+
+    positions   0 1 2 3 4 5 6 7 8 9 10 11 | 12
+    stream      a a b b a a a a b b a  a  | a       six whole stretches, evenly; then the remainder of each stream
+    index       0 1 0 1 2 3 4 5 2 3 6  7  | 8
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.order.batching.base import EpochOrder
+from lightning_stream.order.permutation import RngStream, mix64, random_u64
+
+if TYPE_CHECKING:
+    from lightning_stream.order.plan import RunOrder
+
+
+class InterleavedOrder(EpochOrder):
+    """Every stream's whole stretches are interleaved evenly (:class:`Interleave`); then comes each stream's remainder.
+
+    Args:
+        run: The run.
+        epoch: The epoch.
+        stretch_length: Consecutive samples of one stream that stay together. With 1 there are no remainders.
+        seed: Key of the interleaving; None puts the streams in equal distances.
+    """
+
+    def __init__(self, run: RunOrder, epoch: int, stretch_length: int, seed: int | None) -> None:
+        self._samples = [run.sample_order(epoch, (stream,), stream) for stream in range(run.snapshot.num_streams)]
+        self.stretch_length = stretch_length
+        sizes = np.array([one.num_samples for one in self._samples], dtype=np.int64)
+        self._stretches, remainder = np.divmod(sizes, stretch_length)
+        super().__init__(epoch, int(sizes.sum()), int(self._stretches.sum()) * stretch_length)
+        self._interleave = Interleave(self._stretches, epoch, seed)
+        self._remainder_streams = np.flatnonzero(remainder)
+        self.remainder_ends = self.full_end + np.cumsum(remainder[self._remainder_streams])
+        self._last: tuple[int, int, NDArray[np.int64], NDArray[np.int64]] | None = None
+
+    def start_problems(self, start: int) -> list[str]:
+        """What forbids to start here: a start lies between two stretches, or anywhere in the remainders."""
+        if start >= self.full_end or start % self.stretch_length == 0:
+            return []
+        length = self.stretch_length
+        return [f"This order takes {length} samples of one stream at a time, but start={start} lies inside them."]
+
+    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Sample ids at positions [begin, end)."""
+        return self._gather(begin, end, "ids")
+
+    def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
+        """The canonical node of each position, by its stream's own index."""
+        return self._gather(begin, end, "canonical")
+
+    def locate(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The stream of each position in [begin, end), and its index within that stream."""
+        last = self._last
+        if last is not None and last[0] == begin and last[1] == end:
+            return last[2], last[3]
+        length, stop = self.stretch_length, min(end, self.full_end)
+        found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+        if begin < stop:
+            stream, index = self._interleave.read(begin // length, -(-stop // length))
+            if length > 1:
+                at = np.arange(begin, stop)
+                which = at // length - begin // length
+                stream, index = stream[which], index[which] * length + at % length
+            found.append((stream, index))
+        if end > self.full_end:
+            found.append(self._locate_remainder(max(begin, self.full_end), end))
+        stream, index = found[1] if len(found) == 2 else map(np.concatenate, zip(*found, strict=True))
+        self._last = (begin, end, stream, index)
+        return stream, index
+
+    def _locate_remainder(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """As :meth:`locate`, behind the whole stretches."""
+        at = np.arange(begin, end, dtype=np.int64)
+        which = np.searchsorted(self.remainder_ends, at, side="right")
+        stream = self._remainder_streams[which]
+        starts = np.concatenate([[self.full_end], self.remainder_ends])
+        return stream, self._stretches[stream] * self.stretch_length + at - starts[which]
+
+    def _gather(self, begin: int, end: int, what: str) -> NDArray[np.int64]:
+        self.check_range(begin, end)
+        stream, index = self.locate(begin, end)
+        out = np.empty(len(stream), dtype=np.int64)
+        order = np.argsort(stream, kind="stable")
+        for mine in np.split(order, np.flatnonzero(np.diff(stream[order])) + 1):
+            if not len(mine):
+                continue
+            samples = self._samples[int(stream[mine[0]])]
+            read = samples.ids if what == "ids" else samples.canonical
+            # a stream's indices rise, without a gap but over the border of whole stretches and remainders
+            for piece in np.split(mine, np.flatnonzero(np.diff(index[mine]) > 1) + 1):
+                first = int(index[piece[0]])
+                out[piece] = read(first, first + len(piece))
+        return out
+
+
+class Interleave:
+    """Several sequences merged evenly: entry j of a sequence of n has the key (j + u) / n, ties by sequence.
+
+    u is 1/2, or with a seed a number in [0, 1) of (seed, epoch, sequence, j). Keys are IEEE doubles, whose division is
+    correctly rounded everywhere, so equal fractions tie and every machine merges alike. O(sequences + range).
+    """
+
+    def __init__(self, lengths: NDArray[np.int64], epoch: int, seed: int | None) -> None:
+        self._lengths = lengths
+        self._total = int(lengths.sum())
+        count = len(lengths)
+        self._salt = None if seed is None else random_u64(RngStream.JITTER, seed, epoch, size=count)
+
+    def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For entries [begin, end) of the merge: the sequence of each, and its index there."""
+        low, high = self._bounds(begin, end)
+        counts = high - low
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        first = np.cumsum(counts) - counts
+        index = np.arange(len(sequence)) - (first - low)[sequence]
+        order = np.argsort(self._keys(sequence, index), kind="stable")
+        skipped = begin - int(low.sum())
+        order = order[skipped : skipped + end - begin]
+        return sequence[order], index[order]
+
+    def _bounds(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Per sequence, a stretch that holds all its entries in [begin, end), all before it being earlier.
+
+        At key t, a sequence of n has between t * n - 1 and t * n + 1 entries below; so all together are within their
+        number of t * total.
+        """
+        margin = len(self._lengths) + 1
+        below = (begin - margin) / self._total * self._lengths
+        above = (end + margin) / self._total * self._lengths
+        low = np.clip(np.floor(below).astype(np.int64) - 1, 0, self._lengths)
+        high = np.clip(np.ceil(above).astype(np.int64) + 1, 0, self._lengths)
+        return low, high
+
+    def _keys(self, sequence: NDArray[np.int64], index: NDArray[np.int64]) -> NDArray[np.float64]:
+        if self._salt is None:
+            jitter: NDArray[np.float64] | float = 0.5
+        else:
+            scattered = mix64(self._salt[sequence] + index.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+            jitter = (scattered >> np.uint64(12)).astype(np.float64) * 2.0**-52
+        keys: NDArray[np.float64] = (index + jitter) / self._lengths[sequence]
+        return keys

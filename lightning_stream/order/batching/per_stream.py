@@ -1,0 +1,58 @@
+"""``per_stream``: every global batch holds samples of one stream."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_stream.order.batching.base import GlobalBatches
+from lightning_stream.order.batching.interleave import InterleavedOrder
+from lightning_stream.order.rank_split import Tail
+from lightning_stream.order.world import World
+
+if TYPE_CHECKING:
+    from lightning_stream.order.config import OrderConfig
+    from lightning_stream.order.plan import RunOrder
+
+
+class PerStreamOrder(InterleavedOrder):
+    """Global batches of B samples of one stream, interleaved; then each stream's remainder as a batch of its own."""
+
+    @classmethod
+    def make(cls, run: RunOrder, epoch: int) -> PerStreamOrder:
+        """The order of one epoch of a run."""
+        config = run.config
+        return cls(run, epoch, config.batch_size or 1, config.seed if config.shuffle else None)
+
+    @classmethod
+    def fixed_settings(cls, batch_size: int | None, device_batch_size: int | None) -> dict[str, int | None]:  # noqa: ARG003
+        """B is part of the order."""
+        return {"batch_size": batch_size}
+
+    @classmethod
+    def setting_problems(cls, config: OrderConfig) -> list[str]:
+        """B must be known."""
+        if config.batch_size is not None:
+            return []
+        return ["per_stream makes every global batch from one stream: it needs a batch size from the start."]
+
+    def cut(self, batch_size: int, world: World, tail: Tail, start: int) -> GlobalBatches:
+        """Cut the epoch into global batches, see `BatchPlan`."""
+        return _PerStreamBatches(self, batch_size, world, tail, start)
+
+
+class _PerStreamBatches(GlobalBatches):
+    _order: PerStreamOrder
+
+    def _remainder_ends(self, at: int) -> tuple[int, ...]:
+        """Each stream's remainder is a batch; ``"exact"`` moves no border, for the batch before is another stream's."""
+        return tuple(end for end in self._order.remainder_ends.tolist() if end > at)
+
+    def _problems(self) -> list[str]:
+        problems = [*super()._problems(), *self._order.start_problems(self._start)]
+        length = self._order.stretch_length
+        if length != self._batch_size:
+            problems.append(
+                f"per_stream fixes the global batch at the run's start: {length} samples then, {self._batch_size} now. "
+                "Keep it, or choose another batching_method."
+            )
+        return problems

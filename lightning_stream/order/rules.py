@@ -1,0 +1,74 @@
+"""Rules for values from outside: what settings and the entries of a state must be, each said once.
+
+`broken` gives one sentence for every value that breaks its rule, so that all problems are reported together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+MAX_NUMBER = 2**63  # seeds and epochs stay below: two 32-bit words each, and an int64 in every other tool
+
+
+class Rule(NamedTuple):
+    """What a value must be.
+
+    Attributes:
+        says: The rule in words; follows "must be".
+        holds: Whether a value of any type keeps it; never raises.
+    """
+
+    says: str
+    holds: Callable[[object], bool]
+
+
+def count(least: int = 0, most: int = MAX_NUMBER - 1, *, optional: bool = False) -> Rule:
+    """An integer (no bool) from ``least`` to ``most``, by default the largest that fits a key; or None, if optional."""
+    says = (
+        f"{'None or ' if optional else ''}an integer from {least} to {most if most < MAX_NUMBER - 1 else '2**63 - 1'}"
+    )
+    return Rule(says, lambda value: is_count(value, least, most) or (optional and value is None))
+
+
+def is_count(value: object, least: int, most: int = MAX_NUMBER - 1) -> bool:
+    """Whether this is an integer (no bool) from ``least`` to ``most``."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def one_of(*values: str | bool) -> Rule:
+    """One of a few values."""
+    names = ", ".join(map(str, values))
+    return Rule(f"one of {names}", lambda value: isinstance(value, str | int | np.bool_) and bool(value in values))
+
+
+TEXT = Rule("a string", lambda value: isinstance(value, str))
+AMOUNT = Rule(
+    "a number of at least 0",
+    lambda value: isinstance(value, int | float | np.number) and bool(math.isfinite(value) and value >= 0),
+)
+
+
+def broken(values: Mapping[str, object], rules: Mapping[str, Rule]) -> list[str]:
+    """One sentence for every value that breaks its rule; a missing value counts as None.
+
+    Example::
+
+        broken({"window": 0}, {"window": count(1)})
+        # ['window must be an integer from 1 to 2**63 - 1, not 0.']
+    """
+    found = {name: values.get(name) for name in rules}
+    return [
+        f"{name} must be {rule.says}, not {short(found[name])}."
+        for name, rule in rules.items()
+        if not rule.holds(found[name])
+    ]
+
+
+def short(value: object) -> str:
+    """How a value looks, in 60 letters at most."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
