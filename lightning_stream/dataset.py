@@ -38,7 +38,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
     number of nodes, ranks and workers. ``dataset[i]`` reads any sample. Nothing is read before the first use.
 
     Args:
-        remote, local, split: See `Stream`.
+        remote, local, split, version: See `Stream`.
         streams: Several streams to mix, instead of `remote`, `local` and `split`.
         download_retry: How often a failed request is tried again; None for what suits the store.
         download_timeout: Longest silence on a connection, in seconds; None for what suits the store.
@@ -127,9 +127,11 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         on_bad_shard: Policy = "raise",
         quarantine: str | os.PathLike[str] | None = None,
         start_by_range: bool = False,
+        version: str | None = None,
     ) -> None:
         refuse_overrides(type(self))
-        self.streams = _streams(streams, stream_name, {"remote": remote, "local": local, "split": split}, stream_config)
+        place = {"remote": remote, "local": local, "split": split, "version": version}
+        self.streams = _streams(streams, stream_name, place, stream_config)
         self.batch_size, self.predownload, self.replication, self.shuffle_block_size, self.num_canonical_nodes = (
             _whole_numbers(
                 batch_size=batch_size,
@@ -309,8 +311,8 @@ def _streams(
         )
     if not streams:
         return (Stream(**{**(config or {}), **{name: value for name, value in given.items() if value is not None}}),)
-    if config or any(given[name] is not None for name in ("remote", "local")):
-        raise ValueError("pass either streams=, or remote= and local= of a single one, not both")
+    if config or any(given[name] is not None for name in ("remote", "local", "version")):
+        raise ValueError("pass either streams=, or remote=, local= and version= of a single one, not both")
     for stream in streams:
         stream.split = stream.split or given["split"] or ""
     relative = [stream for stream in streams if stream.proportion is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, cast
 from zlib import crc32
 
@@ -15,6 +15,7 @@ from lightning_stream.order.draw import weights_digest
 from lightning_stream.order.plan import BatchPlan, RunOrder
 from lightning_stream.order.rank_split import TAILS, Tail
 from lightning_stream.order.rules import TEXT, Rule, broken, count, is_count, one_of, short
+from lightning_stream.order.snapshot import Snapshot
 from lightning_stream.order.world import World
 
 STATE_VERSION = 1
@@ -25,11 +26,21 @@ MOST_EPOCHS = 2**32
 
 @dataclass(frozen=True)
 class SnapshotSummary:
-    """What a state remembers of its data: enough to tell other data, and to say how it differs."""
+    """What a state remembers of its data: enough to tell other data, and to say how it differs.
+
+    ``versions`` has 16 digits of the digest of each stream's index, by which `Stream(version=...)` opens it again.
+    """
 
     digest: str
     num_samples: int
     num_shards: int
+    versions: tuple[str, ...] = field(default=(), compare=False)
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> SnapshotSummary:
+        """What to remember of this data."""
+        versions = tuple(digest[:16] for digest in snapshot.stream_digests)
+        return cls(snapshot.digest, snapshot.num_samples, snapshot.num_shards, versions)
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,7 @@ class Position:
     @classmethod
     def start(cls, run: RunOrder, *, batch_size: int, tail: Tail, epoch: int = 0) -> Position:
         """The beginning of an epoch of a run."""
-        mark = SnapshotSummary(run.snapshot.digest, run.snapshot.num_samples, run.snapshot.num_shards)
+        mark = SnapshotSummary.of(run.snapshot)
         return cls(epoch, 0, batch_size, tail, run.config, weights_digest(run.weights), mark)
 
     def advanced(self, run: RunOrder, position: int) -> Position:
@@ -137,17 +148,34 @@ class Position:
         sentence = (
             "A run must continue over the data it began with, but the state was written over "
             f"{old.num_samples} samples in {old.num_shards} shards (digest {old.digest}) and this dataset has "
-            f"{new.num_samples} samples in {new.num_shards} shards (digest {new.digest}). Point the dataset to the "
-            "former index, or accept another order from here on with on_mismatch='warn'."
+            f"{new.num_samples} samples in {new.num_shards} shards (digest {new.digest}). "
+            f"{self._version_remedy(run.snapshot)}, or accept another order from here on with on_mismatch='warn'."
         )
         return [sentence]
 
+    def _version_remedy(self, new: Snapshot) -> str:
+        """Which versions of the streams to open, to continue exactly."""
+        versions, names, digests = self.snapshot.versions, new.stream_names, new.stream_digests
+        if not len(versions) == len(names) == len(digests):
+            return "Point the dataset to the former index"
+        changed = [
+            f"version={version!r} for {name} (now at {digest[:16]})"
+            for version, name, digest in zip(versions, names, digests, strict=True)
+            if not digest.startswith(version)
+        ]
+        if not changed:
+            return "Read the same streams, and the same part of them"
+        return (
+            f"To continue over the former data, which stays readable where shards were appended, pass to Stream or "
+            f"StreamingDataset: {', '.join(changed)}"
+        )
+
     def _setting_differences(self, run: RunOrder, tail: Tail | None) -> list[str]:
         found = [] if tail in (None, self.tail) else [f"tail was {self.tail!r} and is {tail!r} now."]
-        for field in fields(OrderConfig):
-            old, new = getattr(self.order, field.name), getattr(run.config, field.name)
+        for setting in fields(OrderConfig):
+            old, new = getattr(self.order, setting.name), getattr(run.config, setting.name)
             if old != new:
-                found.append(f"{field.name} was {old!r} and is {new!r} now.")
+                found.append(f"{setting.name} was {old!r} and is {new!r} now.")
         old_weights, new_weights = self.weights, weights_digest(run.weights)
         if old_weights != new_weights:
             found.append(f"The streams' weights had digest {old_weights} and have {new_weights} now.")
@@ -175,6 +203,7 @@ class Position:
                 "digest": self.snapshot.digest,
                 "samples": self.snapshot.num_samples,
                 "shards": self.snapshot.num_shards,
+                **({"versions": list(self.snapshot.versions)} if self.snapshot.versions else {}),
             },
             "ledger": f"{self.ledger:016x}",
         }
@@ -208,10 +237,18 @@ class Position:
             tail=cast(Tail, state["tail"]),
             order=OrderConfig.from_state(state["order"]),
             weights=state["weights"],
-            snapshot=SnapshotSummary(*(state["snapshot"][name] for name in _SNAPSHOT_RULES)),
+            snapshot=_summary(state["snapshot"]),
             ledger=int(state["ledger"], 16),
             batch_changes=changes,
         )
+
+
+def _summary(held: Mapping[str, Any]) -> SnapshotSummary:
+    return SnapshotSummary(held["digest"], held["samples"], held["shards"], tuple(held.get("versions") or ()))
+
+
+def _is_versions(value: object) -> bool:
+    return value is None or (isinstance(value, list | tuple) and all(isinstance(one, str) for one in value))
 
 
 def _check_versions(state: Mapping[str, Any]) -> None:
@@ -279,7 +316,12 @@ def _is_sum(value: object) -> bool:
 
 
 _VERSION_RULES = {"version": count(1), "order_version": count(1)}
-_SNAPSHOT_RULES = {"digest": TEXT, "samples": count(), "shards": count()}
+_SNAPSHOT_RULES = {
+    "digest": TEXT,
+    "samples": count(),
+    "shards": count(),
+    "versions": Rule("None or a list of strings", _is_versions),
+}
 _RULES = {
     "epoch": count(0, MOST_EPOCHS),
     "position": count(),

@@ -19,11 +19,13 @@ class Snapshot:
         stream_names: One name per stream, for messages only.
         shard_sizes: Samples of each shard, one int64 array per stream.
         digest: Tells this data from any other: of shard names, counts, sizes and hashes.
+        stream_digests: The digest of each stream's index; () where they are not known.
     """
 
     stream_names: tuple[str, ...]
     shard_sizes: tuple[NDArray[np.int64], ...]
     digest: str
+    stream_digests: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.stream_names) != len(self.shard_sizes) or not self.shard_sizes:
@@ -49,7 +51,7 @@ class Snapshot:
         total = hashlib.sha256(b"lightning-stream snapshot 1")
         for one, digest in zip(sizes, digests, strict=True):
             total.update(len(one).to_bytes(8, "little") + one.astype("<i8").tobytes() + digest.encode() + b"\0")
-        return cls(tuple(names), sizes, total.hexdigest()[:32])
+        return cls(tuple(names), sizes, total.hexdigest()[:32], tuple(stream_digests or ()))
 
     @property
     def num_streams(self) -> int:
@@ -107,7 +109,7 @@ class Snapshot:
         counts = np.bincount(self.shards_of(chosen), minlength=self.num_shards).astype(np.int64)
         total = hashlib.sha256(self.digest.encode() + chosen.astype("<i8").tobytes())
         parts = tuple(np.split(counts, self.stream_offsets[1:-1]))
-        return Snapshot(self.stream_names, parts, total.hexdigest()[:32]), chosen
+        return Snapshot(self.stream_names, parts, total.hexdigest()[:32], self.stream_digests), chosen
 
     def shards_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """The shard that holds each sample id."""

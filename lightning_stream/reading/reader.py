@@ -27,7 +27,7 @@ from lightning_stream.reading.fetches import Announced, ReaderProcess
 from lightning_stream.reading.file_limit import is_limit_reached, make_room_for, too_many
 from lightning_stream.reading.next_use import NextUse, next_use_of_file
 from lightning_stream.reading.range_reads import SampleRanges
-from lightning_stream.reading.stream import CacheDefaults, DownloadHook, Stream, cache_of, name_of
+from lightning_stream.reading.stream import CacheDefaults, DownloadHook, Stream, cache_of, index_of, name_of
 from lightning_stream.threads import DaemonPool
 
 
@@ -76,7 +76,7 @@ class SampleReader:
     @cached_property
     def indexes(self) -> tuple[Index, ...]:
         """One parsed index per stream; fetched on first use."""
-        return tuple(cache.newest_index() for cache in self.caches)
+        return tuple(index_of(stream, cache) for stream, cache in zip(self.streams, self.caches, strict=True))
 
     @cached_property
     def snapshot(self) -> Snapshot:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from lightning_stream.cache import CacheConfig, ShardCache, default_folder
-from lightning_stream.formats.index import INDEX_NAME
+from lightning_stream.errors import NotFoundError, UnavailableError
+from lightning_stream.formats.index import INDEX_NAME, Index, version_name
 from lightning_stream.order import StreamWeights
 from lightning_stream.stores import Store, open_store
 
@@ -19,6 +22,11 @@ _NEVER_CALLED = {  # methods of mosaicml-streaming's Stream, and what does their
     "_decompress_shard_part": "write the shards in one of the known compressions",
     **dict.fromkeys(("apply_default", "apply_weights", "validate_weights"), "pass the settings to Stream.__init__"),
 }
+
+
+_KEPT_DIGITS = 16
+_VERSION = re.compile(r"(?:index\.)?([0-9a-f]{6,})(?:\.json)?")
+_PREVIOUS = re.compile(rb'\{"previous": "(index\.([0-9a-f]{16})\.json)"')
 
 
 class Stream:
@@ -39,6 +47,9 @@ class Stream:
         validate_hash: Name of the hash to check fetched files with, None to check what the index has.
         keep_zip: Whether compressed files stay in the cache after decompression; None takes the dataset's.
         options: Further options of the store, e.g. ``{"endpoint_url": ...}``.
+        version: The version of the dataset to read, by the first digits (6 or more) of its index's digest, as a saved
+            state or ``index.<digits>.json`` beside the index names it; None for the newest. `MDSWriter(append=True)`
+            keeps the version before.
 
     Raises:
         ValueError: Neither `remote` nor `local`, one of them names the index and not its folder, or more than one of
@@ -60,6 +71,7 @@ class Stream:
         validate_hash: str | None = None,
         keep_zip: bool | None = None,
         options: Mapping[str, Any] | None = None,
+        version: str | None = None,
     ) -> None:
         for method, remedy in _NEVER_CALLED.items():
             if hasattr(type(self), method):
@@ -80,6 +92,7 @@ class Stream:
         self.remote = None if remote is None else os.path.expanduser(os.fspath(remote))  # noqa: PTH111 - may be a URL
         self.local = None if local is None else os.fspath(local)
         self.split = split or ""
+        self.version = None if version is None else _digits(version)
         self.proportion, self.repeat, self.choose = proportion, repeat, choose
         self.download_retry = download_retry
         self.download_timeout = download_timeout
@@ -137,6 +150,45 @@ def name_of(stream: Stream) -> str:
     if stream.remote is not None:
         return _store_of(stream, CacheDefaults()).url
     return f"{stream.local}/{stream.split}" if stream.split else str(stream.local)
+
+
+def index_of(stream: Stream, cache: ShardCache) -> Index:
+    """The index that the stream reads: the newest, or that of its version.
+
+    Raises:
+        NotFoundError: There is no such version; says which there are.
+    """
+    wanted = stream.version
+    if wanted is None:
+        return cache.newest_index()
+    if len(wanted) >= _KEPT_DIGITS:
+        # Never changes, so the cache need not ask the store again.
+        with contextlib.suppress(NotFoundError, UnavailableError):
+            kept = cache.index(version_name(wanted))
+            if kept.digest.startswith(wanted):
+                return kept
+    index, known = cache.newest_index(), list[str]()
+    while not index.digest.startswith(wanted):
+        known.append(index.digest[:_KEPT_DIGITS])
+        found = _PREVIOUS.match(index.data)
+        if found is None or found[2].decode() in known:
+            raise NotFoundError(
+                f"version must be one that the dataset has: {name_of(stream)} has no {wanted!r}, but "
+                f"{', '.join(known)}, from the newest to the oldest. A dataset that was overwritten keeps no version."
+            )
+        index = cache.index(found[1].decode())
+    return index
+
+
+def _digits(version: str) -> str:
+    """The digits of a version's digest, of which the name of its file has the first 16."""
+    found = _VERSION.fullmatch(version)
+    if found is None:
+        raise ValueError(
+            f"version is 6 or more hex digits of an index's digest, or its file's name, index.<16 digits>.json; found "
+            f"{version!r}. See the names beside index.json, or what the error of a resumed run says"
+        )
+    return found[1]
 
 
 def cache_of(stream: Stream, defaults: CacheDefaults) -> ShardCache:

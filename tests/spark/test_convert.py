@@ -235,7 +235,7 @@ def test_settings_that_are_no_mapping_are_told(spark: Any) -> None:
 def test_a_place_in_use_is_left_alone_unless_told(spark: Any, tmp_path: Path) -> None:
     room.dataframe_to_mds(spark.range(10), mds_kwargs=plain(tmp_path / "out"))
     before = files_of(tmp_path / "out")
-    with pytest.raises(FileExistsError, match="exist_ok"):
+    with pytest.raises(FileExistsError, match="overwrite=True in mds_kwargs"):
         room.dataframe_to_mds(spark.range(20), mds_kwargs=plain(tmp_path / "out"))
     assert files_of(tmp_path / "out") == before
     (tmp_path / "out" / "notes.txt").write_text("mine")
