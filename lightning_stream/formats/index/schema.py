@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from lightning_stream.errors import FormatError
 
 FORMATS = ("mds", "json", "csv", "tsv", "xsv")
+ROW_TYPES = ("str", "int", "float")
+"""The column types of row formats."""
 SEPARATORS = {"csv": ",", "tsv": "\t"}
 
 
