@@ -16,10 +16,10 @@ import numpy as np
 
 from lightning_stream.convert.job import Job
 from lightning_stream.convert.receipt import Receipt, digest_of
+from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import INDEX_NAME
+from lightning_stream.formats.shard_encoder import EncodedBatch
 from lightning_stream.writer import MDSWriter
-from lightning_stream.writer.batch import Pieces
-from lightning_stream.writer.batch_encode import EncodedBatch
 from lightning_stream.writer.target import Target
 
 _JOINS: Mapping[str, Callable[[Any, Any], Any]] = {"min": min, "max": max, "bytes": operator.add}
@@ -92,7 +92,7 @@ class Statistics:
     def add(self, values: Mapping[str, Any]) -> None:
         """Look at a batch, as `batch_columns` gives it."""
         for name, column in values.items():
-            if isinstance(column, Pieces):
+            if isinstance(column, BinaryColumn):
                 self.merge(name, {"bytes": sum(map(len, column))})
             elif isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in "iuf" and len(column):
                 self.merge(name, _extremes(column))

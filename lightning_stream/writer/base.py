@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from lightning_stream.formats.mds.pack import MAX_FILE_BYTES, schema_object
+from lightning_stream.formats.index.schema import MAX_FILE_BYTES, schema_object
+from lightning_stream.formats.shard_encoder import EncodedBatch, ShardEncoder
 from lightning_stream.writer.append import Appended
 from lightning_stream.writer.batch import batch_columns
-from lightning_stream.writer.batch_encode import EncodedBatch
 from lightning_stream.writer.config import WriterConfig
 from lightning_stream.writer.gathered import Gathered, Pool
 from lightning_stream.writer.land import land_shard
-from lightning_stream.writer.packers import Packer
 from lightning_stream.writer.pipeline import Pipeline
 from lightning_stream.writer.target import Target
 
@@ -53,7 +52,7 @@ class ShardWriter(ABC):
         self._told_surplus = False
         self._max_file_bytes = config.max_file_bytes
         self._pipeline: Pipeline[dict[str, Any]] = Pipeline(config.num_workers(target.is_local))
-        self._packer: Packer | None = None
+        self._packer: ShardEncoder | None = None
         self._appended = Appended.nothing()
         self._opened = self._finished = False
         self._num_sent = 0
@@ -90,7 +89,7 @@ class ShardWriter(ABC):
             self._send(self._packer)
 
     @abstractmethod
-    def _make_packer(self, sample: Mapping[str, Any] | None, columns: dict[str, Any] | None) -> Packer:
+    def _make_packer(self, sample: Mapping[str, Any] | None, columns: dict[str, Any] | None) -> ShardEncoder:
         """The packer, from the columns given, or else from the first sample or batch."""
 
     def write(self, sample: Mapping[str, Any]) -> None:
@@ -106,9 +105,9 @@ class ShardWriter(ABC):
         parts = packer.encode(sample)
         if len(sample) != self._num_columns:
             self._tell_surplus(packer, sample)
-        if not self._gathered.add_sample(parts, packer.extra_bytes, self._max_file_bytes):
+        if not self._gathered.add_sample(parts, packer.per_sample_overhead, self._max_file_bytes):
             self._make_room(packer, sum(map(len, parts)))
-            self._gathered.add_sample(parts, packer.extra_bytes, MAX_FILE_BYTES)
+            self._gathered.add_sample(parts, packer.per_sample_overhead, MAX_FILE_BYTES)
         self.num_samples += 1
 
     def write_batch(self, batch: Any) -> None:
@@ -127,12 +126,12 @@ class ShardWriter(ABC):
             self._add_rows(packer, columns, num_rows)
             self.num_samples += num_rows
 
-    def _add_rows(self, packer: Packer, columns: dict[str, Any], num_rows: int) -> None:
+    def _add_rows(self, packer: ShardEncoder, columns: dict[str, Any], num_rows: int) -> None:
         self._add_encoded(packer, packer.encode_batch(columns, num_rows))
 
-    def _add_encoded(self, packer: Packer, batch: EncodedBatch) -> None:
+    def _add_encoded(self, packer: ShardEncoder, batch: EncodedBatch) -> None:
         num_rows = len(batch.sizes)
-        ends = np.cumsum(batch.sizes + packer.extra_bytes)
+        ends = np.cumsum(batch.sizes + packer.per_sample_overhead)
         begin = taken = 0
         while begin < num_rows:
             room = self._max_file_bytes - self._gathered.file_bytes
@@ -169,7 +168,7 @@ class ShardWriter(ABC):
         if self._config.progress_bar:
             sys.stderr.write(f"\n{self._target}: {self.num_samples:,} samples in {len(entries):,} shards\n")
 
-    def _open(self, sample: Mapping[str, Any] | None, columns: dict[str, Any] | None) -> Packer:
+    def _open(self, sample: Mapping[str, Any] | None, columns: dict[str, Any] | None) -> ShardEncoder:
         if self._finished:
             raise ValueError("the writer is finished: its index is put. Make a new writer for more samples.")
         if not self._opened:
@@ -177,12 +176,12 @@ class ShardWriter(ABC):
             self._opened = True
         packer = self._make_packer(sample, columns)
         self._appended.check(packer.schema)
-        self._gathered = Gathered(self._pool, packer.empty_bytes)
+        self._gathered = Gathered(self._pool, packer.header_bytes)
         self._packer, self._num_columns = packer, len(packer.schema.names)
         self._show_columns(packer.schema.columns)
         return packer
 
-    def _tell_surplus(self, packer: Packer, given: Iterable[str]) -> None:
+    def _tell_surplus(self, packer: ShardEncoder, given: Iterable[str]) -> None:
         """What is no column is not written. Where the columns were chosen by the caller that may be meant, and is told
         once; where they were not, a value would be lost.
 
@@ -205,7 +204,7 @@ class ShardWriter(ABC):
                 stacklevel=3,
             )
 
-    def _make_room(self, packer: Packer, num_bytes: int) -> None:
+    def _make_room(self, packer: ShardEncoder, num_bytes: int) -> None:
         """The gathered samples and the next one do not fit one shard: begin another."""
         self._check_alone(packer, num_bytes)
         if self._config.size_limit is None:
@@ -215,19 +214,19 @@ class ShardWriter(ABC):
             )
         self._send(packer)
 
-    def _check_alone(self, packer: Packer, num_bytes: int) -> None:
-        if packer.empty_bytes + num_bytes + packer.extra_bytes > MAX_FILE_BYTES:
+    def _check_alone(self, packer: ShardEncoder, num_bytes: int) -> None:
+        if packer.header_bytes + num_bytes + packer.per_sample_overhead > MAX_FILE_BYTES:
             raise ValueError(
                 f"a shard must stay under 4 GiB, since its offsets have 32 bits; one sample has {num_bytes:,} bytes. "
                 "Split the sample."
             )
 
-    def _send(self, packer: Packer) -> None:
+    def _send(self, packer: ShardEncoder) -> None:
         """Hand over the samples gathered so far."""
         gathered = self._gathered
         if not gathered.sizes:
             return
-        self._gathered = Gathered(self._pool, packer.empty_bytes)
+        self._gathered = Gathered(self._pool, packer.header_bytes)
         name = f"shard.{self._appended.next_shard + self._num_sent:05}.{packer.schema.format}"
         self._num_sent += 1
         self._pipeline.submit(lambda: land_shard(name, packer, gathered, self._target))

@@ -7,10 +7,11 @@ from typing import Any
 
 from lightning_stream.errors import suggesting
 from lightning_stream.formats.encodings import get_encoding
+from lightning_stream.formats.mds.encode import MdsEncoder
+from lightning_stream.formats.shard_encoder import ShardEncoder
 from lightning_stream.writer.base import Out, ShardWriter
 from lightning_stream.writer.config import WriterConfig
 from lightning_stream.writer.infer import infer_batch_columns, infer_columns
-from lightning_stream.writer.packers import MdsPacker, Packer
 from lightning_stream.writer.target import Target, with_retries
 
 
@@ -67,7 +68,7 @@ class MDSWriter(ShardWriter):
         for encoding in (self._columns or {}).values():
             get_encoding(encoding)
 
-    def _make_packer(self, sample: Mapping[str, Any] | None, columns: dict[str, Any] | None) -> Packer:
+    def _make_packer(self, sample: Mapping[str, Any] | None, columns: dict[str, Any] | None) -> ShardEncoder:
         chosen = self._appended.columns if self._columns is None else self._columns
         if chosen is None and sample is not None:
             chosen = infer_columns(sample)
@@ -76,4 +77,4 @@ class MDSWriter(ShardWriter):
         elif chosen is None:
             raise ValueError("no columns were given, and no sample came to infer them from. Pass columns=.")
         config = self._config
-        return MdsPacker(chosen, config.compression, config.hashes, config.size_limit)
+        return MdsEncoder(chosen, config.compression, config.hashes, config.size_limit)

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 from lightning_stream.errors import suggesting
 from lightning_stream.formats.index.schema import SEPARATORS, Schema
-from lightning_stream.formats.mds.pack import require_names
+from lightning_stream.formats.rows.encode import RowEncoder
+from lightning_stream.formats.shard_encoder import ShardEncoder, require_columns
 from lightning_stream.writer.base import Out, ShardWriter
 from lightning_stream.writer.config import WriterConfig
 from lightning_stream.writer.infer import infer_batch_columns, infer_columns
-from lightning_stream.writer.packers import Packer, RowPacker
 from lightning_stream.writer.target import Target, with_retries
 
 
@@ -79,17 +79,15 @@ class _RowWriter(ShardWriter):
         if self._columns is not None:
             self._packer_of(self._columns)
 
-    def _packer_of(self, columns: Mapping[str, str]) -> Packer:
-        if not columns:
-            raise ValueError("columns must name at least one column and its type, e.g. {'text': 'str'}.")
-        require_names(columns)
+    def _packer_of(self, columns: Mapping[str, str]) -> ShardEncoder:
+        require_columns(columns)
         config, names = self._config, tuple(sorted(columns))
         kinds = tuple(columns[name] for name in names)
         sizes: tuple[None, ...] = (None,) * len(names)
         about = (config.compression, config.hashes, config.size_limit, self._newline, self._separator)
-        return RowPacker(Schema(self._format, names, kinds, sizes, *about))
+        return RowEncoder(Schema(self._format, names, kinds, sizes, *about))
 
-    def _make_packer(self, sample: Mapping[str, Any] | None, columns: dict[str, Any] | None) -> Packer:
+    def _make_packer(self, sample: Mapping[str, Any] | None, columns: dict[str, Any] | None) -> ShardEncoder:
         chosen = self._appended.columns if self._columns is None else self._columns
         if chosen is None and sample is not None:
             chosen = {name: _row_type(encoding) for name, encoding in infer_columns(sample).items()}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_stream.errors import FormatError, missing_extra
-from lightning_stream.formats.encodings.base import Encoding, ViewEncoding, told
+from lightning_stream.formats.encodings.base import Encoding, FamilyMember, ViewEncoding, describe
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -85,7 +85,7 @@ class _ImageList(ViewEncoding):
 
     def encode(self, value: Any) -> bytes:
         if isinstance(value, (str, bytearray)) or not isinstance(value, Sequence):
-            raise TypeError(f"{self.name} takes a sequence of images; got {told(value)}.")
+            raise TypeError(f"{self.name} takes a sequence of images; got {describe(value)}.")
         stored = not self._element.checks_bytes
         parts = [one if stored and isinstance(one, bytes) else self._element.encode(one) for one in value]
         sizes = struct.pack(f"<{len(parts) + 1}I", len(parts), *map(len, parts))
@@ -125,7 +125,7 @@ def pillow() -> Any:
 def require_image(value: Any, name: str) -> Image.Image:
     """The value, if it is a PIL image; TypeError otherwise."""
     if not isinstance(value, pillow().Image):
-        raise TypeError(f"{name} takes a PIL image, or the encoded bytes; got {told(value)}.")
+        raise TypeError(f"{name} takes a PIL image, or the encoded bytes; got {describe(value)}.")
     image: Image.Image = value
     return image
 
@@ -174,9 +174,9 @@ def _make_list(name: str) -> Encoding:
     return _ImageList(name, _Pil() if inner == "pil" else _ImageFile(inner), bytes(4))
 
 
-FAMILIES: tuple[tuple[tuple[str, ...], Callable[[str], Encoding], bool], ...] = (
-    (("pil",), lambda _: _Pil(), False),
-    (("jpeg", "png"), _ImageFile, False),
-    (("jpeg_array", "jpegarray"), lambda name: _ImageList(name, _ImageFile("jpeg"), b""), False),
-    (("list[pil]", "list[jpeg]", "list[png]"), _make_list, False),
+ENCODINGS = (
+    FamilyMember(("pil",), lambda _: _Pil()),
+    FamilyMember(("jpeg", "png"), _ImageFile),
+    FamilyMember(("jpeg_array", "jpegarray"), lambda name: _ImageList(name, _ImageFile("jpeg"), b"")),
+    FamilyMember(("list[pil]", "list[jpeg]", "list[png]"), _make_list),
 )

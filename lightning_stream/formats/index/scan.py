@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.codecs import check_compression
-from lightning_stream.formats.encodings import get_encoding
+from lightning_stream.formats.encodings import encoding_of_column
 from lightning_stream.formats.index.schema import (
     FORMATS,
     ROW_TYPES,
@@ -198,11 +198,13 @@ def _schema(entry: _Entry) -> Schema:
 
 
 def _check_column(form: str, name: str, encoding: str, size: int | None) -> None:
-    if form != "mds":
-        if encoding not in ROW_TYPES:
-            raise ValueError(f"column {name!r} of a row format must be {', '.join(ROW_TYPES)}; found {encoding!r}")
-    elif (known := get_encoding(encoding).size) != size:
-        raise ValueError(f"column {name!r} has {size} bytes, but {encoding!r} takes {known} (None: it varies)")
+    if form == "mds":
+        try:
+            encoding_of_column(name, encoding, size)
+        except FormatError as error:
+            raise ValueError(str(error)) from error
+    elif encoding not in ROW_TYPES:
+        raise ValueError(f"column {name!r} of a row format must be {', '.join(ROW_TYPES)}; found {encoding!r}")
 
 
 def _sizes(entry: _Entry, where: str) -> tuple[int, int, str]:

@@ -14,7 +14,7 @@ from lightning_stream.errors import FormatError
 from lightning_stream.formats.index.schema import Schema, ShardEntry
 from lightning_stream.formats.mds.gather import buffer_array
 from lightning_stream.formats.memory import MappedFile
-from lightning_stream.formats.shard_base import DECODE_ERRORS, Batch, Buffers, closed, damaged
+from lightning_stream.formats.shard_base import DECODE_ERRORS, Batch, Buffers, closed_error, corrupt_error
 
 TYPES: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
 _DTYPES = {"int": np.dtype("<i8"), "float": np.dtype("<f8")}
@@ -43,13 +43,13 @@ class RowShard:
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} is out of range: {self._path} has {self.num_samples}.")
         if self._file is None:
-            raise closed(str(self._path))
+            raise closed_error(str(self._path))
         begin, end = self._offsets[index], self._offsets[index + 1]
         row = bytes(self._file.view[begin:end])
         try:
             return self._parse(str(row.removesuffix(self._newline), "utf-8"))
         except DECODE_ERRORS as error:
-            raise damaged(str(self._path), index, "(the row)", error) from error
+            raise corrupt_error(str(self._path), index, "(the row)", error) from error
 
     def columns(self, indices: NDArray[np.int64], out: Buffers | None = None) -> Batch:
         """Samples as columns: int64 and float64 arrays, and lists of str; see `Shard.columns`."""
