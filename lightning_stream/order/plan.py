@@ -15,7 +15,7 @@ from lightning_stream.order.permutation import stable_argsort
 from lightning_stream.order.rank_split import ReplicaBatch, Tail
 from lightning_stream.order.snapshot import Snapshot
 from lightning_stream.order.stratify import deal_shards
-from lightning_stream.order.window import IndexOrder, SampleOrder, WindowOrder
+from lightning_stream.order.window import IndexOrder, Parts, SampleOrder, WindowOrder
 from lightning_stream.order.world import World
 
 _KEPT_EPOCHS = 2
@@ -39,7 +39,7 @@ class RunOrder:
         balanced = config.sampling_method == "balanced"
         self._draw = Draw(snapshot, chosen, config.seed, balanced, config.sampling_granularity)
         self._shard_places: NDArray[np.int64] | None = None
-        self._constant_units: dict[tuple[int, ...], ShardDraws] = {}
+        self._constant_draws: dict[tuple[int, ...], ShardDraws] = {}
         self._epochs: dict[int, EpochOrder] = {}
 
     def __reduce__(self) -> tuple[type[RunOrder], tuple[Snapshot, tuple[StreamWeights, ...], OrderConfig]]:
@@ -68,26 +68,24 @@ class RunOrder:
 
     def sample_order(self, epoch: int, streams: tuple[int, ...], key: int) -> SampleOrder:
         """The order of the drawn samples of some streams; ``key`` tells it from those of other streams."""
-        units = self._units(epoch, streams)
-        if not self.config.shuffle:
-            return IndexOrder(self._draw, epoch, units)
-        config = self.config
-        return WindowOrder(
-            self._draw, epoch, units, stream=key, canonical_nodes=config.canonical_nodes, window=config.window
-        )
+        parts, config = Parts(self._draw, epoch, self._drawn_shards(epoch, streams)), self.config
+        if not config.shuffle:
+            return IndexOrder(parts)
+        nodes, window = config.canonical_nodes, config.window
+        return WindowOrder(parts, (config.seed, epoch, key), canonical_nodes=nodes, window=window)
 
-    def _units(self, epoch: int, streams: tuple[int, ...]) -> ShardDraws:
-        """The drawn units in the run-constant order of shards (index order without shuffling)."""
-        found = self._constant_units.get(streams)
+    def _drawn_shards(self, epoch: int, streams: tuple[int, ...]) -> ShardDraws:
+        """What is drawn, in the run-constant order of shards (index order without shuffling)."""
+        found = self._constant_draws.get(streams)
         if found is not None:
             return found
-        units = self._draw.units(epoch, streams)
+        drawn = self._draw.shards(epoch, streams)
         if self.config.shuffle:
-            order = stable_argsort(self._places()[units.shard])
-            units = ShardDraws(units.shard[order], units.count[order])
+            order = stable_argsort(self._places()[drawn.shard])
+            drawn = ShardDraws(drawn.shard[order], drawn.count[order])
         if self._draw.constant:
-            self._constant_units[streams] = units
-        return units
+            self._constant_draws[streams] = drawn
+        return drawn
 
     def _places(self) -> NDArray[np.int64]:
         """Each shard's place in the run-constant order that is cut into canonical nodes."""
