@@ -19,6 +19,7 @@ from lightning_stream.order.permutation import RngStream, permutation
 from lightning_stream.order.stratify import spread_parts
 
 _CHUNK = 1 << 12
+_MOST_PARTS = 2**28
 _Kept = TypeVar("_Kept")
 
 
@@ -49,8 +50,11 @@ class Parts:
         self._draw, self._epoch, self.drawn = draw, epoch, drawn
         self._sizes = draw.snapshot.sizes[drawn.shard]
         self._ends = np.cumsum(drawn.count)
-        self._last = np.cumsum((drawn.count - 1) // self._sizes + 1) - 1  # the last part of each shard
+        self._single = bool((drawn.count <= self._sizes).all())  # one part of each shard
         self.num_samples = int(self._ends[-1]) if len(self._ends) else 0
+        parts = np.ones_like(drawn.count) if self._single else (drawn.count - 1) // self._sizes + 1
+        self._last = np.cumsum(parts) - 1  # the last part of each shard
+        self.num_parts = int(self._last[-1]) + 1 if len(self._last) else 0
         self._subsets: dict[int, NDArray[np.int64]] = {}
 
     def find(self, sample: int) -> tuple[int, int, int]:
@@ -62,7 +66,7 @@ class Parts:
 
     def span(self, first: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Parts [first, end): the shard of each, and its samples."""
-        if self._last[-1] == len(self._last) - 1:  # one part of each shard
+        if self._single:
             return self.drawn.shard[first:end], self.drawn.count[first:end].copy()
         part = np.arange(first, end)
         entry = np.searchsorted(self._last, part)
@@ -75,7 +79,7 @@ class Parts:
 
         The last subsets are kept: to draw half of a shard of 10^6 samples takes 18 ms, which each batch would cost.
         """
-        entry = int(np.searchsorted(self._last, part))
+        entry = part if self._single else int(np.searchsorted(self._last, part))
         shard, size = int(self.drawn.shard[entry]), int(self._sizes[entry])
         subset = int(self.drawn.count[entry]) % size
         if not subset or part < self._last[entry]:
@@ -124,6 +128,11 @@ class WindowOrder:
     def __init__(self, parts: Parts, key: tuple[int, int, int], *, canonical_nodes: int, window: int) -> None:
         self._parts, self._key, self._num_nodes, self._window = parts, key, canonical_nodes, window
         self.num_samples = parts.num_samples
+        if parts.num_parts > _MOST_PARTS:
+            raise ValueError(
+                f"A shuffled epoch takes 16 bytes for each pass over a shard, at most {_MOST_PARTS} of them, but "
+                f"{parts.num_parts} are drawn. Lower repeat, choose or epoch_size: an epoch may be shorter."
+            )
         shard = parts.drawn.shard
         self._first_group = int(shard.min(initial=2**62)) // canonical_nodes
         self._num_groups = max(int(shard.max(initial=0)) // canonical_nodes - self._first_group + 1, 1)
