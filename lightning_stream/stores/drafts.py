@@ -91,4 +91,4 @@ def name_lock(final: Path) -> FileLock:
 
 
 def _exists(final: Path) -> AlreadyExistsError:
-    return AlreadyExistsError(f"{final}: there is a file of that name already. Choose another name.")
+    return AlreadyExistsError(f"{final}: there is an object of that name already. Choose another name.")
