@@ -213,7 +213,7 @@ def _in_store(url: str, options: Mapping[str, Any] | None) -> list[SourceFile]:
 
 def _version(store: Store, name: str) -> str:
     with store.open(name, 0, 1) as body:
-        return body.version or ""
+        return body.tag or ""
 
 
 def _hidden(name: str) -> bool:

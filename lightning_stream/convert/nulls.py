@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_stream.convert.sources.rows import fit_values
-from lightning_stream.writer.batch import Pieces, batch_columns
+from lightning_stream.formats.encodings.base import BinaryColumn
+from lightning_stream.writer.batch import batch_columns
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ def taken(values: Any, kept: Any) -> Any:
     if not isinstance(values, list) and hasattr(values, "dtype"):
         return values[kept]
     chosen = [values[k] for k in kept]
-    if isinstance(values, Pieces):
-        pieces = Pieces(chosen)
+    if isinstance(values, BinaryColumn):
+        pieces = BinaryColumn(chosen)
         pieces.encoding = values.encoding
         return pieces
     return chosen

@@ -15,9 +15,9 @@ import numpy as np
 
 from lightning_stream.convert.job import Job
 from lightning_stream.convert.receipt import Receipt
+from lightning_stream.formats.encodings.base import BinaryColumn
+from lightning_stream.formats.shard_encoder import EncodedBatch
 from lightning_stream.writer import MDSWriter
-from lightning_stream.writer.batch import Pieces
-from lightning_stream.writer.batch_encode import EncodedBatch
 from lightning_stream.writer.place import DatasetPlace, digest_of
 
 _JOINS: Mapping[str, Callable[[Any, Any], Any]] = {"min": min, "max": max, "bytes": operator.add}
@@ -77,7 +77,7 @@ class Statistics:
     def add(self, values: Mapping[str, Any]) -> None:
         """Look at a batch, as `batch_columns` gives it."""
         for name, column in values.items():
-            if isinstance(column, Pieces):
+            if isinstance(column, BinaryColumn):
                 self.merge(name, {"bytes": sum(map(len, column))})
             elif isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in "iuf" and len(column):
                 self.merge(name, _extremes(column))

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.convert.split import mixed
+from lightning_stream.formats.mds.encode import MdsEncoder
+from lightning_stream.formats.shard_encoder import EncodedBatch
 from lightning_stream.shared_files import publish_bytes
 from lightning_stream.writer.batch import batch_columns
-from lightning_stream.writer.batch_encode import EncodedBatch
-from lightning_stream.writer.packers import MdsPacker
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -78,7 +78,7 @@ class SpillWriter:
 
     def __init__(self, buckets: Buckets, split: str, part: int, columns: Mapping[str, str]) -> None:
         self._buckets, self._split, self._part = buckets, split, part
-        self._packer = MdsPacker(columns, None, (), None)
+        self._packer = MdsEncoder(columns, None, (), None)
         self._blobs: list[bytes | memoryview] = []
         self._sizes: list[NDArray[np.int64]] = []
         self._held_bytes = self._held_rows = 0

@@ -14,12 +14,14 @@ import os
 import sys
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
+
+Int64s: TypeAlias = NDArray[np.int64]
 
 _ANY_ADDRESS = ctypes.c_ubyte * (1 << 56)
 MAP_OPTIONS: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # no descriptor is kept then
@@ -57,7 +59,7 @@ class MappedFile:
         self.address: int = self.array.__array_interface__["data"][0]
 
 
-class Stretch:
+class AddressWindow:
     """Memory from address ``begin`` to ``end``, of which only parts may be mapped. Positions count from ``begin``."""
 
     __slots__ = ("_cells", "_window", "begin", "end", "view")
@@ -68,8 +70,8 @@ class Stretch:
         self._cells: dict[int, NDArray[Any]] = {}
         self.view = memoryview(self._window).cast("B")
 
-    def reaching(self, begin: int, end: int) -> tuple[int, int]:
-        """The ends of a stretch that reaches from ``begin`` to ``end`` too."""
+    def union(self, begin: int, end: int) -> tuple[int, int]:
+        """The ends of a window that reaches from ``begin`` to ``end`` too."""
         return min(begin, self.begin), max(end, self.end)
 
     def take(self, at: NDArray[np.int64], width: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
@@ -91,7 +93,7 @@ class Stretch:
         return taken.view(dtype)
 
     def _cells_of(self, width: int) -> NDArray[Any]:
-        """The stretch as overlapping pieces of this width, one at every position."""
+        """The window as overlapping pieces of this width, one at every position."""
         cells = self._cells.get(width)
         if cells is None:
             if len(self._cells) >= _KEPT_WIDTHS:

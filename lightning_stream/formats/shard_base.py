@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.index.schema import Schema
-from lightning_stream.formats.mds.layout import RowPlan
+from lightning_stream.formats.mds.layout import RecordLayout
 from lightning_stream.formats.memory import MappedFile
 
 
@@ -25,13 +25,13 @@ Batch: TypeAlias = "dict[str, NDArray[Any] | list[Any]]"
 Buffers: TypeAlias = "Mapping[str, Any]"
 
 DECODE_ERRORS = Exception
-"""What decoding damaged bytes, or a caller's own decoder, may raise; `damaged` makes a `FormatError` of it."""
+"""What decoding damaged bytes, or a caller's own decoder, may raise; `corrupt_error` makes a `FormatError` of it."""
 
 
 class Mapped(NamedTuple):
     """Samples in a mapped file: where `columns.gather` finds them."""
 
-    plan: RowPlan
+    layout: RecordLayout
     file: MappedFile
     span: tuple[int, int, int, int]  # address of the file, of its end, of the first sample; number of samples
 
@@ -67,7 +67,7 @@ class Shard(Protocol):
         """Let go of the file. Idempotent; later reads raise ValueError."""
 
 
-def damaged(where: str, index: int, column: str, error: BaseException) -> FormatError:
+def corrupt_error(where: str, index: int, column: str, error: BaseException) -> FormatError:
     """The error for one value that cannot be decoded; a missing package is not the data's fault: raised as is."""
     if isinstance(error, ImportError):
         raise error
@@ -77,6 +77,6 @@ def damaged(where: str, index: int, column: str, error: BaseException) -> Format
     )
 
 
-def closed(where: str) -> ValueError:
+def closed_error(where: str) -> ValueError:
     """The error for reading a shard after `Shard.close`."""
     return ValueError(f"{where}: the shard is closed.")

@@ -5,12 +5,12 @@ Global batch k of epoch e is a pure function of (snapshot, weights, seed, e, ord
 
 from __future__ import annotations
 
-from lightning_stream.order.batching.base import EpochOrder
+from lightning_stream.order.batching.base import BatchPlan, EpochOrder
 from lightning_stream.order.config import ORDER_VERSION, MosaicConfig, OrderConfig
 from lightning_stream.order.downloads import DownloadPlan, plan_downloads
 from lightning_stream.order.draw import StreamWeights, choose_per_stream, weights_digest
 from lightning_stream.order.mosaic.state import is_mosaic_state, mosaic_config, mosaic_position
-from lightning_stream.order.plan import BatchPlan, RunOrder, prefetch_shards
+from lightning_stream.order.plan import RunOrder, prefetch_shards
 from lightning_stream.order.position import Position
 from lightning_stream.order.quality import Quality
 from lightning_stream.order.rank_split import ReplicaBatch, Tail, num_micro_batches

@@ -33,11 +33,11 @@ class StreamWeights:
 
 @dataclass(frozen=True, eq=False)
 class ShardDraws:
-    """Drawn samples as runs, each of one shard: all of it once (a pass), or a subset.
+    """What an epoch draws from each shard: some whole passes over it, then a subset. O(shards) for any repeat.
 
-    Args:
-        shard: int64[U], the shard of each unit.
-        count: int64[U], samples drawn by it, at least 1; fewer than the shard has means a subset.
+    Attributes:
+        shard: int64[n], different shards.
+        count: int64[n], samples drawn from each, at least 1; more than the shard has means several passes.
     """
 
     shard: NDArray[np.int64]
@@ -70,23 +70,16 @@ class Draw:
             have == 0 or take % have == 0 for take, have in zip(self.chosen, samples, strict=True)
         )
 
-    def units(self, epoch: int, streams: Sequence[int]) -> ShardDraws:
-        """The units of these streams in index order: shard by shard, its passes first, then its subset."""
-        shards, counts = [], []
-        for stream in streams:
-            shard, count = self._stream_units(epoch, stream)
-            shards.append(shard)
-            counts.append(count)
-        return (
-            ShardDraws(np.concatenate(shards), np.concatenate(counts))
-            if len(shards) != 1
-            else ShardDraws(shards[0], counts[0])
-        )
+    def shards(self, epoch: int, streams: Sequence[int]) -> ShardDraws:
+        """What is drawn from the shards of these streams, in index order."""
+        drawn = [self._stream_shards(epoch, stream) for stream in streams]
+        if len(drawn) == 1:
+            return drawn[0]
+        return ShardDraws(np.concatenate([one.shard for one in drawn]), np.concatenate([one.count for one in drawn]))
 
     def ids(self, epoch: int, shard: int, count: int, begin: int, end: int) -> NDArray[np.int64]:
-        """Sample ids of the drawn samples [begin, end) of one unit, ascending."""
-        first = int(self.snapshot.shard_offsets[shard])
-        size = int(self.snapshot.sizes[shard])
+        """Sample ids [begin, end) of one pass over a shard, or of its subset of ``count`` samples; ascending."""
+        first, size = int(self.snapshot.shard_offsets[shard]), int(self.snapshot.sizes[shard])
         if count == size:
             return np.arange(first + begin, first + end, dtype=np.int64)
         picks = permutation(RngStream.DRAW_SAMPLES, self.seed, self._key(epoch), shard, size=size)[:count]
@@ -96,24 +89,18 @@ class Draw:
     def _key(self, epoch: int) -> int:
         return epoch if self.balanced else _FIXED
 
-    def _stream_units(self, epoch: int, stream: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _stream_shards(self, epoch: int, stream: int) -> ShardDraws:
         sizes = self.snapshot.shard_sizes[stream]
         first = int(self.snapshot.stream_offsets[stream])
-        num_samples = int(self.snapshot.stream_samples[stream])
         shard = np.arange(first, first + len(sizes), dtype=np.int64)
-        if num_samples == 0 or self.chosen[stream] == 0:
-            return shard[:0], sizes[:0]
-        passes, rest = divmod(self.chosen[stream], num_samples)
-        if rest == 0 and passes == 1:
-            return (shard, sizes) if sizes.all() else (shard[sizes > 0], sizes[sizes > 0])
-        order = permutation(RngStream.DRAW_SHARDS, self.seed, self._key(epoch), stream, size=len(sizes))
-        subset = np.zeros_like(sizes)
-        subset[order] = _spread(sizes[order], rest, self.granularity)
-        counts = np.empty((len(sizes), passes + 1), dtype=np.int64)
-        counts[:, :passes] = sizes[:, None]
-        counts[:, passes] = subset
-        shard, flat = np.repeat(shard, passes + 1), counts.reshape(-1)
-        return shard[flat > 0], flat[flat > 0]
+        passes, rest = divmod(self.chosen[stream], max(int(self.snapshot.stream_samples[stream]), 1))
+        count = sizes if passes == 1 else sizes * passes
+        if rest:
+            order = permutation(RngStream.DRAW_SHARDS, self.seed, self._key(epoch), stream, size=len(sizes))
+            subset = np.empty_like(sizes)
+            subset[order] = _spread(sizes[order], rest, self.granularity)
+            count = count + subset
+        return ShardDraws(shard, count) if count.all() else ShardDraws(shard[count > 0], count[count > 0])
 
 
 def choose_per_stream(

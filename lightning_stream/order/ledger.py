@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.batching.base import EpochOrder
+from lightning_stream.order.batching.base import BatchPlan, EpochOrder
 from lightning_stream.order.permutation import RngStream, mix64, random_u64
-from lightning_stream.order.plan import BatchPlan
 from lightning_stream.order.snapshot import Snapshot
 
 MODULUS = 2**64

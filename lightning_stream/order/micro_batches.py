@@ -11,8 +11,8 @@ from itertools import accumulate, islice
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.order.batching.base import BatchPlan
 from lightning_stream.order.ledger import Substitution
-from lightning_stream.order.plan import BatchPlan
 from lightning_stream.order.rank_split import ReplicaBatch
 
 _PLANNED_SAMPLES = 1 << 14  # planned together: fewer cost more each, more would keep the first batch waiting

@@ -10,9 +10,10 @@ from zlib import crc32
 
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError, VersionMismatch
 from lightning_stream.order import ledger as ledgers
+from lightning_stream.order.batching.base import BatchPlan
 from lightning_stream.order.config import ORDER_VERSION, OrderConfig
 from lightning_stream.order.draw import weights_digest
-from lightning_stream.order.plan import BatchPlan, RunOrder
+from lightning_stream.order.plan import RunOrder
 from lightning_stream.order.rank_split import TAILS, Tail
 from lightning_stream.order.rules import TEXT, Rule, broken, count, is_count, one_of, short
 from lightning_stream.order.snapshot import Snapshot

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.plan import BatchPlan, RunOrder
+from lightning_stream.order.batching.base import BatchPlan
+from lightning_stream.order.plan import RunOrder
 
 NUM_BLOCKS = 100
 _EVENLY = 32

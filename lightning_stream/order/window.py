@@ -19,6 +19,7 @@ from lightning_stream.order.permutation import RngStream, permutation
 from lightning_stream.order.stratify import spread_parts
 
 _CHUNK = 1 << 12
+_MOST_PARTS = 2**28
 _Kept = TypeVar("_Kept")
 
 
@@ -36,6 +37,60 @@ class SampleOrder(Protocol):
         ...
 
 
+class Parts:
+    """The drawn shards as numbered parts: each pass over a shard is one, and each subset of a shard. O(shards).
+
+    Args:
+        draw: The run's draw.
+        epoch: The epoch.
+        drawn: What is drawn, in the order in which the parts are numbered; a shard's passes come before its subset.
+    """
+
+    def __init__(self, draw: Draw, epoch: int, drawn: ShardDraws) -> None:
+        self._draw, self._epoch, self.drawn = draw, epoch, drawn
+        self._sizes = draw.snapshot.sizes[drawn.shard]
+        self._ends = np.cumsum(drawn.count)
+        self._single = bool((drawn.count <= self._sizes).all())  # one part of each shard
+        self.num_samples = int(self._ends[-1]) if len(self._ends) else 0
+        parts = np.ones_like(drawn.count) if self._single else (drawn.count - 1) // self._sizes + 1
+        self._last = np.cumsum(parts) - 1  # the last part of each shard
+        self.num_parts = int(self._last[-1]) + 1 if len(self._last) else 0
+        self._subsets: dict[int, NDArray[np.int64]] = {}
+
+    def find(self, sample: int) -> tuple[int, int, int]:
+        """The part that holds the sample with this number, the sample's index in it, and the part's samples."""
+        entry = int(np.searchsorted(self._ends, sample, side="right"))
+        count, size = int(self.drawn.count[entry]), int(self._sizes[entry])
+        number, inside = divmod(sample - int(self._ends[entry]) + count, size)
+        return int(self._last[entry]) - (count - 1) // size + number, inside, min(size, count - number * size)
+
+    def span(self, first: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Parts [first, end): the shard of each, and its samples."""
+        if self._single:
+            return self.drawn.shard[first:end], self.drawn.count[first:end].copy()
+        part = np.arange(first, end)
+        entry = np.searchsorted(self._last, part)
+        count, size = self.drawn.count[entry], self._sizes[entry]
+        number = (count - 1) // size - self._last[entry] + part
+        return self.drawn.shard[entry], np.minimum(size, count - number * size)
+
+    def ids(self, part: int, before: int, behind: int) -> NDArray[np.int64]:
+        """Sample ids of one part, ascending, without so many at its begin and at its end.
+
+        The last subsets are kept: to draw half of a shard of 10^6 samples takes 18 ms, which each batch would cost.
+        """
+        entry = part if self._single else int(np.searchsorted(self._last, part))
+        shard, size = int(self.drawn.shard[entry]), int(self._sizes[entry])
+        subset = int(self.drawn.count[entry]) % size
+        if not subset or part < self._last[entry]:
+            return self._draw.ids(self._epoch, shard, size, before, size - behind)
+        found = self._subsets.get(part)
+        if found is None:
+            found = self._draw.ids(self._epoch, shard, subset, 0, subset)
+            _remember(self._subsets, part, found, keep=2)
+        return found[before : subset - behind]
+
+
 class IndexOrder:
     """``shuffle=False``: index order, S(p) = p where every sample is drawn once.
 
@@ -43,23 +98,17 @@ class IndexOrder:
     batch in as few shards as can be; no grouping does better, since neighbours share their shard.
     """
 
-    def __init__(self, draw: Draw, epoch: int, units: ShardDraws) -> None:
-        self._draw, self._epoch, self._units = draw, epoch, units
-        self._ends = np.cumsum(units.count)
-        self.num_samples = int(self._ends[-1]) if len(self._ends) else 0
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self.num_samples = parts, parts.num_samples
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
         """Sample ids at positions [begin, end)."""
-        out = np.empty(max(end - begin, 0), dtype=np.int64)
-        at = begin
-        unit = int(np.searchsorted(self._ends, begin, side="right"))
+        pieces, at = [np.empty(0, dtype=np.int64)], begin
         while at < end:
-            count, stop = int(self._units.count[unit]), int(self._ends[unit])
-            first, last = at - (stop - count), min(end, stop) - (stop - count)
-            shard = int(self._units.shard[unit])
-            out[at - begin : min(end, stop) - begin] = self._draw.ids(self._epoch, shard, count, first, last)
-            at, unit = min(end, stop), unit + 1
-        return out
+            part, inside, count = self._parts.find(at)
+            pieces.append(self._parts.ids(part, inside, max(0, count - inside - (end - at))))
+            at += count - inside
+        return pieces[1] if len(pieces) == 2 else np.concatenate(pieces)
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         """All positions belong to the one canonical node."""
@@ -67,26 +116,26 @@ class IndexOrder:
 
 
 class WindowOrder:
-    """The rolling window over a set of units.
+    """The rolling window over parts.
 
     Args:
-        draw: The run's draw.
-        epoch: The epoch.
-        units: Drawn samples, in the run-constant order in which shards are given to canonical nodes.
-        stream: Part of every key: which set of units this is.
+        parts: The parts, in the run-constant order in which their shards are given to canonical nodes.
+        key: (seed, epoch, set of streams): part of every key.
         canonical_nodes: C.
         window: w, active parts per canonical node.
     """
 
-    def __init__(
-        self, draw: Draw, epoch: int, units: ShardDraws, *, stream: int, canonical_nodes: int, window: int
-    ) -> None:
-        self._draw, self._epoch, self._units = draw, epoch, units
-        self._stream, self._num_nodes, self._window = stream, canonical_nodes, window
-        self._ends = np.cumsum(units.count)
-        self.num_samples = int(self._ends[-1]) if len(self._ends) else 0
-        self._first_group = int(units.shard.min(initial=2**62)) // canonical_nodes
-        self._num_groups = max(int(units.shard.max(initial=0)) // canonical_nodes - self._first_group + 1, 1)
+    def __init__(self, parts: Parts, key: tuple[int, int, int], *, canonical_nodes: int, window: int) -> None:
+        self._parts, self._key, self._num_nodes, self._window = parts, key, canonical_nodes, window
+        self.num_samples = parts.num_samples
+        if parts.num_parts > _MOST_PARTS:
+            raise ValueError(
+                f"A shuffled epoch takes 16 bytes for each pass over a shard, at most {_MOST_PARTS} of them, but "
+                f"{parts.num_parts} are drawn. Lower repeat, choose or epoch_size: an epoch may be shorter."
+            )
+        shard = parts.drawn.shard
+        self._first_group = int(shard.min(initial=2**62)) // canonical_nodes
+        self._num_groups = max(int(shard.max(initial=0)) // canonical_nodes - self._first_group + 1, 1)
         self._nodes: dict[int, NodeWindow] = {}
         self._chunks: dict[int, NDArray[np.int64]] = {}
 
@@ -112,85 +161,58 @@ class WindowOrder:
         for first in range(begin, min(begin + count, end)):
             node, index = first % count, first // count
             stop = index + (end - first + count - 1) // count
-            out[first - begin :: count] = self.node(node).ids(index, stop)
+            out[first - begin :: count] = self._node(node).ids(index, stop)
         return out
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         """The canonical node of each position: p mod C."""
         return np.arange(begin, max(end, begin), dtype=np.int64) % self._num_nodes
 
-    def node(self, node: int) -> NodeWindow:
-        """The order within one canonical node."""
+    def _node(self, node: int) -> NodeWindow:
         found = self._nodes.get(node)
         if found is None:
             found = self._nodes.setdefault(node, self._plan_node(node))
         return found
 
     def _plan_node(self, node: int) -> NodeWindow:
-        """Cut this node's stretch out of all units; units on its borders become parts of both neighbours."""
+        """Cut this node's samples out of all parts; those on its borders become parts of both neighbours."""
         size, longer = divmod(self.num_samples, self._num_nodes)
         begin = size * node + min(node, longer)
         end = begin + size + (node < longer)
-        first = int(np.searchsorted(self._ends, begin, side="right"))
-        last = int(np.searchsorted(self._ends, end, side="left")) + (end > begin)
-        key = (self._draw.seed, self._epoch, self._stream, node)
-        group = self._units.shard[first:last] // self._num_nodes - self._first_group
-        order = spread_parts(key, group, self._num_groups, self._num_nodes, self._window)
-        start = int(self._ends[first] - self._units.count[first]) if last > first else begin
-        parts = Parts(self._units, first, order, begin - start, int(self._ends[last - 1]) - end if last > first else 0)
-        return NodeWindow(self._draw, key, parts, self._window)
-
-
-class Parts:
-    """The parts of one canonical node in this epoch's order: units first, first + 1, ..., the outer two perhaps cut.
-
-    Args:
-        units: All units.
-        first: The node's first unit.
-        order: int64[K], the part (counted from ``first``) at each place of the epoch.
-        before: Samples of the first unit that belong to the node before.
-        behind: Samples of the last unit that belong to the next node.
-    """
-
-    def __init__(self, units: ShardDraws, first: int, order: NDArray[np.int64], before: int, behind: int) -> None:
-        self._units, self._first, self._order, self._before, self._behind = units, first, order, before, behind
-
-    def __len__(self) -> int:
-        """K."""
-        return len(self._order)
-
-    def sizes(self) -> NDArray[np.int64]:
-        """int64[K]: samples of each part, in the epoch's order."""
-        count = self._units.count[self._first : self._first + len(self._order)].copy()
-        if len(count):
-            count[0] -= self._before
-            count[-1] -= self._behind
-        permuted: NDArray[np.int64] = count[self._order]
-        return permuted
-
-    def read(self, place: int, draw: Draw, epoch: int) -> NDArray[np.int64]:
-        """Sample ids of the part at this place of the epoch, ascending."""
-        part = int(self._order[place])
-        unit = self._first + part
-        count = int(self._units.count[unit])
-        low = self._before if part == 0 else 0
-        high = count - (self._behind if part == len(self._order) - 1 else 0)
-        return draw.ids(epoch, int(self._units.shard[unit]), count, low, high)
+        (first, before, _), (last, inside, count) = self._parts.find(begin), self._parts.find(end - 1)
+        shards, sizes = self._parts.span(first, last + 1)
+        behind = count - inside - 1
+        sizes[0] -= before
+        sizes[-1] -= behind
+        group = shards // self._num_nodes - self._first_group
+        order = spread_parts((*self._key, node), group, self._num_groups, self._num_nodes, self._window)
+        ends = block_ends(sizes[order], self._window)
+        return NodeWindow(self._parts, (*self._key, node), (first, before, behind), order, ends, self._window)
 
 
 class NodeWindow:
     """The rolling window of one canonical node.
 
     Args:
-        draw: The run's draw.
-        key: (seed, epoch, stream, node).
-        parts: The node's parts.
+        parts: The parts of all nodes.
+        key: (seed, epoch, set of streams, node).
+        cut: The node's first part, samples of it that belong to the node before, and of its last part to the next.
+        order: int64[K], the part, counted from the first, at each place of the epoch.
+        ends: int64[K], where each mixing block ends.
         window: w.
     """
 
-    def __init__(self, draw: Draw, key: tuple[int, int, int, int], parts: Parts, window: int) -> None:
-        self._draw, self._key, self._parts, self._window = draw, key, parts, window
-        self._ends = block_ends(parts.sizes(), window)
+    def __init__(
+        self,
+        parts: Parts,
+        key: tuple[int, int, int, int],
+        cut: tuple[int, int, int],
+        order: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        window: int,
+    ) -> None:
+        self._parts, self._key, self._order, self._ends, self._window = parts, key, order, ends, window
+        self._first, self._before, self._behind = cut
         self._permuted: dict[int, tuple[NDArray[np.int64], tuple[int, ...]]] = {}
         self._blocks: dict[int, NDArray[np.int64]] = {}
 
@@ -214,7 +236,7 @@ class NodeWindow:
         return found
 
     def _make_block(self, block: int) -> NDArray[np.int64]:
-        is_last = block == len(self._parts) - 1
+        is_last = block == len(self._order) - 1
         pieces = []
         for place in range(max(0, block - self._window + 1), block + 1):
             ids, begins = self._part(place)
@@ -224,10 +246,12 @@ class NodeWindow:
         return ids[permutation(RngStream.BLOCK, *self._key, block, size=len(ids))]
 
     def _part(self, place: int) -> tuple[NDArray[np.int64], tuple[int, ...]]:
-        """The part's ids, permuted, and where its pieces begin."""
+        """The ids of the part at a place, permuted, and where its pieces begin."""
         found = self._permuted.get(place)
         if found is None:
-            ids = self._parts.read(place, self._draw, self._key[1])
+            part = int(self._order[place])
+            before, behind = part == 0 and self._before, part == len(self._order) - 1 and self._behind
+            ids = self._parts.ids(self._first + part, before, behind)
             ids = ids[permutation(RngStream.SAMPLES, *self._key, place, size=len(ids))]
             found = ids, piece_begins(len(ids), min(place, self._window), self._window)  # all later places are alike
             _remember(self._permuted, place, found, keep=self._window + 1)

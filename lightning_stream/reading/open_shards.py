@@ -49,7 +49,7 @@ class OpenShards:
         self._clock += 1
         self._used[number] = self._clock
         self._is_open[number] = True
-        self._table.take_in(number, shard.mapped)
+        self._table.add(number, shard.mapped)
         return shard
 
     def get(self, number: int) -> Shard | None:
@@ -87,7 +87,7 @@ class OpenShards:
         held = self._held.pop(number, None)
         if held is not None:
             self._is_open[number] = False
-            self._table.take_out(number)
+            self._table.remove(number)
             held.lease.close()
 
     def close_all_but(self, count: int) -> None:

@@ -232,4 +232,4 @@ def _cut(table: _Table, part: _Part, content: bytes) -> dict[int, bytes]:
 
 def _range(cache: ShardCache, entry: ShardEntry, begin: int, end: int) -> tuple[bytes, str | None]:
     with cache.store.open(entry.raw.basename, begin, end) as body:
-        return b"".join(body), body.version
+        return b"".join(body), body.tag

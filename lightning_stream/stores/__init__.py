@@ -1,120 +1,122 @@
-"""Moving bytes: one ``Store`` protocol over every cloud and every folder, and the files that processes share."""
+"""Moving bytes: one :class:`Store` protocol over every cloud and every folder."""
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from .base import Body, ObjectEntry, Store, read_options
+from lightning_stream.errors import redact
+
+from .base import BaseStore, ObjectEntry, Store, StoreTraits
 from .local import LocalStore
 from .retry import RetryingStore, RetryPolicy
-from .schemes import check_scheme
+from .transfer import ObjectStream
 
 _POLICY = {field.name for field in fields(RetryPolicy)}
+ENTRY_POINTS = "lightning_stream.stores"  # the group in which other packages name stores of their own
+_STORES = {
+    "file": "local:LocalStore",
+    **dict.fromkeys(("s3", "s3a", "s3n"), "s3:S3Store"),
+    **dict.fromkeys(("gs", "gcs"), "gcs:GcsStore"),
+    **dict.fromkeys(("azure", "az", "abfs", "abfss"), "azure:AzureStore"),
+    **dict.fromkeys(("http", "https"), "http:HttpStore"),
+    "hf": "http:HuggingFaceStore",
+    "dbfs": "databricks:DatabricksStore",
+}
+_SHAPES = {
+    **dict.fromkeys(("s3", "gs", "azure", "abfss", "oci"), "://BUCKET/FOLDER"),
+    **dict.fromkeys(("http", "https", "sftp"), "://HOST/FOLDER"),
+    "hf": "://datasets/ORG/NAME",
+    "file": ":///FOLDER",
+    "dbfs": ":/Volumes/CATALOG/SCHEMA/VOLUME/FOLDER",
+}
 
 
 def open_store(url: str | Path, options: Mapping[str, Any] | None = None) -> Store:
-    """The store of a URL or path, the same form for reading and writing. Nothing is connected to before it is used.
+    """Make the store of a URL or path, the same form for reading and writing. The first use connects to it.
 
     ``s3://bucket/folder``, ``gs://bucket/folder``, ``azure://container/folder``,
     ``abfss://container@account.dfs.core.windows.net/folder``, ``dbfs:/Volumes/catalog/schema/volume/folder``,
     ``hf://datasets/org/name@revision``, ``https://host/folder``, ``sftp://user@host/folder``, ``oci://bucket/folder``,
-    ``file:///folder``, a plain path, and whatever else fsspec knows.
+    ``file:///folder``, a plain path, the schemes that an installed package names in the entry-point group
+    ``lightning_stream.stores`` (``scheme = "module:Class"``, a :class:`BaseStore`), and whatever else fsspec knows.
+
+    Example::
+
+        store = open_store("s3://bucket/train", {"endpoint_url": "https://minio:9000", "retries": 10})
+        [entry.name for entry in store.list("shard.")]  # ["shard.00000.mds", ...]
 
     Args:
         url: Where the objects are.
-        options: Those of the store (:class:`S3Options`, :class:`GcsOptions`, ...; for fsspec, its own), and of
-            :class:`RetryPolicy`. What is not given comes from the variables that users of that store already set.
+        options: Those of the store (`S3Options`, `GcsOptions`, ...; for fsspec, its own), and of :class:`RetryPolicy`.
+            What is not given comes from the variables that users of that store already set.
 
     Raises:
         ValueError: An option that this store does not have, or a URL of no store.
     """
     text = str(url)
     given = dict(options or {})
-    check_scheme(text)
     policy = RetryPolicy(**{name: given.pop(name) for name in _POLICY & set(given)})
-    if text.startswith("dbfs:"):
-        return RetryingStore(
-            _databricks("dbfs", text[len("dbfs:") :], {**given, "timeout_s": policy.timeout_s}), policy
-        )
-    scheme, colon, rest = text.partition("://")
-    scheme = scheme.lower() if colon else scheme
-    if not colon or scheme == "file":
-        if given:
-            raise ValueError(f"a local folder has no options; got {', '.join(sorted(given))}")
-        return LocalStore("/" + rest.partition("/")[2] if colon else text)
-    make = _MAKERS.get(scheme, _fsspec)
-    return RetryingStore(make(scheme, rest, {**given, "timeout_s": policy.timeout_s}), policy)
+    scheme = "dbfs" if text.startswith("dbfs:") else _scheme(text)
+    if scheme in (None, "file"):
+        return LocalStore.from_url(text, given)
+    assert scheme is not None
+    return RetryingStore(_store_class(scheme, text).from_url(text, {**given, "timeout_s": policy.timeout_s}), policy)
 
 
-def _s3(_: str, rest: str, options: Mapping[str, Any]) -> Store:
-    from .s3 import S3Options, S3Store
+def _scheme(url: str) -> str | None:
+    """The scheme of a URL; None for a path.
 
-    return S3Store(*_split(rest), read_options(S3Options, options, "s3://"))
-
-
-def _gcs(_: str, rest: str, options: Mapping[str, Any]) -> Store:
-    from .gcs import GcsOptions, gcs_store
-
-    return gcs_store(*_split(rest), read_options(GcsOptions, options, "gs://"))
-
-
-def _azure(scheme: str, rest: str, options: Mapping[str, Any]) -> Store:
-    from .azure import AzureOptions, AzureStore
-
-    shown = f"{scheme}://{rest.rstrip('/')}"
-    place, prefix = _split(rest)
-    container, at, host = place.partition("@")
-    found = re.fullmatch(r"([a-z0-9]+)\.(?:dfs|blob)(\..+)", host)
-    if at and found is None:
-        raise ValueError(f"an ADLS URL is abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/FOLDER; got {shown}")
-    if found is not None:
-        options = {"account": found[1], "endpoint_url": f"https://{found[1]}.blob{found[2]}", **options}
-    return AzureStore(container, prefix, read_options(AzureOptions, options, f"{scheme}://"), shown)
+    Raises:
+        ValueError: The path of no file that looks like a mistyped URL.
+    """
+    scheme, colon, _ = url.partition("://")
+    if colon and "/" not in scheme:
+        return scheme if "::" in scheme else scheme.lower()
+    mistyped = re.match(r"([A-Za-z][A-Za-z0-9+]+)(?::/?(?!/)|//)", url)
+    if mistyped and not Path(url).exists() and (meant := _meant(mistyped[1])):
+        raise ValueError(f"this is no path of a file that exists, and no URL: {redact(url)!r}.{meant}")
+    return None
 
 
-def _databricks(_: str, path: str, options: Mapping[str, Any]) -> Store:
-    from .databricks import DatabricksOptions, DatabricksStore
+def _store_class(scheme: str, url: str) -> type[BaseStore]:
+    for point in entry_points(group=ENTRY_POINTS, name=scheme):
+        found: type[BaseStore] = point.load()
+        return found
+    if scheme in _STORES:
+        module, _, name = _STORES[scheme].partition(":")
+    else:
+        from .generic import known_schemes
 
-    return DatabricksStore(path, read_options(DatabricksOptions, options, "dbfs:/"))
-
-
-def _http(scheme: str, rest: str, options: Mapping[str, Any]) -> Store:
-    from .http import HttpOptions, HttpStore
-
-    return HttpStore(f"{scheme}://{rest}", read_options(HttpOptions, options, f"{scheme}://"))
-
-
-def _hugging_face(_: str, rest: str, options: Mapping[str, Any]) -> Store:
-    from .http import HttpOptions, HuggingFaceStore
-
-    return HuggingFaceStore(rest, read_options(HttpOptions, options, "hf://"))
-
-
-def _fsspec(scheme: str, rest: str, options: Mapping[str, Any]) -> Store:
-    from .generic import FsspecStore
-
-    own = {name: value for name, value in options.items() if name != "timeout_s"}
-    return FsspecStore(f"{scheme}://{rest}", own, options["timeout_s"])
+        module, name = "generic", "FsspecStore"
+        if "::" not in scheme and scheme not in known_schemes() and scheme not in _SHAPES:
+            raise ValueError(
+                f"no store is known for {scheme}://; known are {', '.join(f'{known}://' for known in _SHAPES)}, a "
+                f"plain path, and what fsspec knows.{_meant(scheme)} Got {redact(url)!r}."
+            )
+    chosen: type[BaseStore] = getattr(import_module(f".{module}", __name__), name)
+    return chosen
 
 
-_MAKERS: dict[str, Callable[[str, str, Mapping[str, Any]], Store]] = {
-    **dict.fromkeys(("s3", "s3a", "s3n"), _s3),
-    **dict.fromkeys(("gs", "gcs"), _gcs),
-    **dict.fromkeys(("azure", "az", "abfs", "abfss"), _azure),
-    **dict.fromkeys(("http", "https"), _http),
-    "hf": _hugging_face,
-}
+def _meant(scheme: str) -> str:
+    near = difflib.get_close_matches(scheme.lower(), _SHAPES, 1, 0.5)
+    return f" Did you mean {near[0]}{_SHAPES[near[0]]}?" if near else ""
 
 
-def _split(rest: str) -> tuple[str, str]:
-    place, _, prefix = rest.partition("/")
-    if not place:
-        raise ValueError(f"a URL names a bucket or container after '://'; got {rest!r}")
-    return place, prefix.strip("/")
-
-
-__all__ = ["Body", "LocalStore", "ObjectEntry", "RetryPolicy", "RetryingStore", "Store", "open_store"]
+__all__ = [
+    "BaseStore",
+    "LocalStore",
+    "ObjectEntry",
+    "ObjectStream",
+    "RetryPolicy",
+    "RetryingStore",
+    "Store",
+    "StoreTraits",
+    "open_store",
+]

@@ -1,100 +1,82 @@
-"""The one protocol through which bytes move, and what every store shares."""
+"""The protocol through which bytes move, and the base class that a store is made from."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import hashlib
-import os
-import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Protocol
 
 from lightning_stream.errors import (
+    AccessError,
     AlreadyExistsError,
     ConflictError,
+    DigestError,
     LightningStreamError,
+    MissingExtraError,
     NotFoundError,
     StoreError,
     UnavailableError,
+    redact,
+    summarize,
 )
 from lightning_stream.shared_files import backoff
+
+from .transfer import CHUNK_BYTES, ObjectStream, check_name, content_version, source_file, write_all
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-T = TypeVar("T")
-CHUNK_BYTES = 1 << 20
+_CLAIM_LIFETIME_S = 600
 
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """One object of a listing; ``name`` is relative to the store's URL."""
+    """One object of a listing; `name` is relative to the store's URL."""
 
     name: str
     num_bytes: int
 
 
-class Body:
-    """The bytes of an object, or of a range of it, as they arrive: iterate once, then close.
+# The entries of one page of a listing, and the token of the next page: None for the last.
+ListingPage = tuple[Sequence[ObjectEntry], str | None]
 
-    Iterating raises :class:`UnavailableError` where the connection breaks, and where it ends before `num_bytes`.
 
-    Args:
-        chunks: The bytes, in order.
-        num_bytes: How many there will be; None where the server does not say.
-        version: What tells this content from a later one under the same name (an ETag, a generation); None if unknown.
-        close: Gives the connection back.
-        where: The object, for messages.
+@dataclass(frozen=True)
+class StoreTraits:
+    """What a store's server can do.
+
+    Attributes:
+        ranges: A range costs only its own bytes and one request. A web server may send the whole file instead.
+        sorted_listing: The server lists in the order of the names' bytes. Else :meth:`BaseStore.list` sorts.
+        exclusive_put: The server can create an object only where there is none.
+        conditional_put: The server can do that, and replace an object only where it is a given version.
     """
 
-    def __init__(
-        self,
-        chunks: Iterator[bytes],
-        num_bytes: int | None,
-        version: str | None = None,
-        close: Callable[[], object] | None = None,
-        where: str = "the object",
-    ) -> None:
-        self.num_bytes = num_bytes
-        self.version = version
-        self.started = False
-        self._chunks = chunks
-        self._close = close
-        self._where = where
+    ranges: bool = False
+    sorted_listing: bool = False
+    exclusive_put: bool = False
+    conditional_put: bool = False
 
-    def __iter__(self) -> Iterator[bytes]:
-        seen = 0
-        self.started = True
-        digest = None if self.version is not None else hashlib.sha1(usedforsecurity=False)
-        for chunk in self._chunks:
-            seen += len(chunk)
-            if digest is not None:
-                digest.update(chunk)
-            yield chunk
-        if self.num_bytes is not None and seen != self.num_bytes:
-            raise UnavailableError(
-                f"{self._where}: the connection ended after {seen:,} of {self.num_bytes:,} bytes. "
-                "Try again; if it persists, look at the proxy or load balancer in between."
-            )
-        if digest is not None:
-            self.version = f"sha1-{digest.hexdigest()}"
 
-    def close(self) -> None:
-        """Give the connection back; bytes not yet read are lost."""
-        if self._close is not None:
-            self._close()
+class PreconditionError(StoreError):
+    """The condition of a put does not hold. Raised and caught within the stores."""
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+class PastTheEndError(StoreError):
+    """A range begins at or after the object's end. Raised and caught within the stores."""
+
+
+class AnswerError(Exception):
+    """An HTTP answer that is no success, to stores that speak HTTP themselves."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"{code} {' '.join(reason.split())}")
+        self.code = code
 
 
 class Store(Protocol):
@@ -114,306 +96,346 @@ class Store(Protocol):
 
     @property
     def identity(self) -> str:
-        """What tells this store's content from any other's: URL and, where it matters, endpoint."""
-
-    def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
-        """The bytes ``[begin, end)`` of an object (to its end: None), streamed."""
+        """What separates this store's content from any other's: URL and, where it matters, endpoint or account."""
 
     @property
-    def cuts_ranges(self) -> bool:
-        """Whether a range costs only its own bytes and one request: not where a server may send the whole for each."""
+    def traits(self) -> StoreTraits:
+        """What its server can do."""
+
+    def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
+        """Stream the bytes ``[begin, end)`` of an object (to its end: None)."""
 
     def get(self, name: str, to: Path | BinaryIO, num_bytes: int | None = None, connections: int = 1) -> int:
-        """Write a whole object into `to`, streamed; give the number of bytes. A path is overwritten in place.
+        """Write a whole object into `to`, streamed, and return the number of bytes. A path is overwritten in place.
 
-        `num_bytes`, where the caller knows it, lets large objects come as several ranges at once; `connections` says
-        how many the caller has to spare for that, so that smaller ones may too.
+        Args:
+            name: The object.
+            to: A path, or a file open for writing.
+            num_bytes: The promised size, where the caller knows one. Nothing larger is downloaded (DigestError), and a
+                large object comes as several ranges at once.
+            connections: How many the caller has to spare, so that smaller objects may come as several ranges too.
         """
 
     def read(self, name: str) -> bytes:
-        """A whole object, for small ones."""
+        """Return a whole object, for small ones."""
 
     def get_range(self, name: str, begin: int, end: int) -> bytes:
-        """The bytes ``[begin, end)`` of an object; fewer only where the object ends before."""
+        """Return the bytes ``[begin, end)`` of an object; fewer only where the object ends before."""
 
     def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
         """Store an object, whole or not at all; an older one of that name is replaced.
 
-        With `if_absent` only where there is no object of that name (else :class:`AlreadyExistsError`); with
-        `if_version` only where the object is the one whose `Body.version` that is (else :class:`ConflictError`). Of
-        several that try at once, one succeeds.
+        With `if_absent` only where there is no object of that name (else :class:`AlreadyExistsError`). With
+        `if_version` only where the object still is the one whose :attr:`ObjectStream.version` that was (else
+        :class:`ConflictError`). Of several that try at once, one succeeds.
         """
 
     def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
-        """All objects whose names begin with `prefix`, at any depth, sorted by name. No such objects: empty."""
+        """List all objects whose names begin with `prefix`, at any depth, sorted by name. No such objects: empty."""
+
+    def list_page(self, prefix: str = "", token: str | None = None) -> ListingPage:
+        """Return the entries of one page as the server orders them, and the token of the next page (None: the last)."""
 
     def delete(self, name: str) -> None:
         """Remove an object; one that is absent already is no error."""
 
     def exists(self, name: str) -> bool:
-        """Whether there is an object of that name."""
+        """Tell whether there is an object of that name."""
 
 
-class BodyStore(ABC):
-    """What a store gets for free once it can open a body."""
+class StoreMethods(ABC):
+    """What follows from `open` and `list_page`, for a store and for one that wraps a store."""
 
-    @property
-    @abstractmethod
-    def url(self) -> str:
-        """The folder, for messages."""
+    url: str
+    traits: StoreTraits
 
     @property
     def identity(self) -> str:
-        """What tells this store's content from any other's."""
+        """What separates this store's content from any other's."""
         return self.url
 
-    @property
-    def cuts_ranges(self) -> bool:
-        """Whether a range costs only its own bytes and one request."""
-        return False
+    @abstractmethod
+    def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
+        """Stream the bytes ``[begin, end)`` of an object."""
 
     @abstractmethod
-    def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
-        """The bytes ``[begin, end)`` of an object, streamed."""
-
-    @abstractmethod
-    def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
-        """Store an object, whole or not at all."""
-
-    @abstractmethod
-    def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
-        """All objects whose names begin with `prefix`, sorted by name."""
-
-    @abstractmethod
-    def delete(self, name: str) -> None:
-        """Remove an object."""
-
-    @abstractmethod
-    def exists(self, name: str) -> bool:
-        """Whether there is an object of that name."""
+    def list_page(self, prefix: str = "", token: str | None = None) -> ListingPage:
+        """Return one page of a listing and the token of the next."""
 
     def get(
         self,
         name: str,
         to: Path | BinaryIO,
-        num_bytes: int | None = None,  # noqa: ARG002
+        num_bytes: int | None = None,
         connections: int = 1,  # noqa: ARG002
     ) -> int:
-        """Write a whole object into `to`; give the number of bytes."""
+        """Write a whole object into `to`, and return the number of bytes."""
         if isinstance(to, Path):
             with to.open("wb", buffering=0) as file:
-                return self.get(name, file)
+                return StoreMethods.get(self, name, file, num_bytes)
         written = 0
-        with self.open(name) as body:
-            for chunk in body:
-                write_all(to, chunk)
+        with self.open(name) as stream:
+            refuse_larger(stream.num_bytes, num_bytes, f"{self.url}/{name}")
+            for chunk in stream:
                 written += len(chunk)
+                refuse_larger(written, num_bytes, f"{self.url}/{name}")
+                write_all(to, chunk)
         return written
 
     def read(self, name: str) -> bytes:
-        """A whole object, for small ones."""
-        with self.open(name) as body:
-            return b"".join(body)
+        """Return a whole object, for small ones."""
+        with self.open(name) as stream:
+            return b"".join(stream)
 
     def get_range(self, name: str, begin: int, end: int) -> bytes:
-        """The bytes ``[begin, end)`` of an object; fewer only where the object ends before."""
+        """Return the bytes ``[begin, end)`` of an object; fewer only where the object ends before."""
         if not 0 <= begin <= end:
             raise ValueError(f"a range is 0 <= begin <= end; got [{begin}, {end})")
         if begin == end:
             return b""
-        with self.open(name, begin, end) as body:
-            return b"".join(body)
+        with self.open(name, begin, end) as stream:
+            return b"".join(stream)
 
-    def _version_of(self, name: str) -> str | None:
-        """The digest of an object's content, None where there is none: the version where a server has no better."""
-        try:
-            return content_version(self.read(name))
-        except NotFoundError:
-            return None
+    def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
+        """List all objects whose names begin with `prefix`, sorted by name."""
+        pages = self._pages(prefix)
+        if not self.traits.sorted_listing:
+            return iter(sorted((entry for page in pages for entry in page), key=lambda entry: entry.name))
+        return (entry for page in pages for entry in page)
 
-    @contextlib.contextmanager
-    def _claimed(self, name: str, if_absent: bool, if_version: str | None) -> Iterator[None]:
-        """Hold the object's name against other conditional puts, for servers that have none.
-
-        Everyone writes a claim of their own, then looks for others; who sees one withdraws and tries again. Of two,
-        the one that looks last sees both. A claim whose owner was killed counts for ten minutes.
-        """
-        if not check_conditions(name, if_absent, if_version):
-            yield
-            return
-        for _ in backoff(60.0):
-            claim = f"{name}.claim-{int(time.time())}-{uuid.uuid4().hex}"
-            self.put(claim, b"")
-            try:
-                since = time.time() - 600
-                names = (entry.name for entry in self.list(f"{name}.claim-") if entry.name != claim)
-                if any(int(other.split(".claim-")[1].partition("-")[0]) > since for other in names):
-                    continue
-                found = self._version_of(name)
-                if found != if_version:
-                    raise refused_put(f"{self.url}/{name}", if_absent)
-                yield
-                return
-            finally:
-                self.delete(claim)
-        raise UnavailableError(f"{self.url}/{name}: others write it all the time. Have one process write it.")
+    def _pages(self, prefix: str) -> Iterator[Sequence[ObjectEntry]]:
+        page, token = self.list_page(prefix)
+        yield page
+        while token is not None:
+            page, token = self.list_page(prefix, token)
+            yield page
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
 
 
-class PerProcess(Generic[T]):
-    """A client made on first use, once per process: a fork or a pickle carries the recipe, never the client.
+class BaseStore(StoreMethods):
+    """A store over one client library: five methods to write, and class attributes that explain the client's errors.
 
-    The parent's client is kept (not closed) in a child, since closing it there could end the parent's sessions.
+    Public methods check names and translate errors; `_open`, `_put`, `_list` (or `_list_page`), `_delete` and, where
+    the server has something cheaper than opening, `_exists` do the work and let the client's errors pass. See
+    docs/storage.md for a complete example.
+
+    Attributes:
+        traits: What the server can do.
+        access_remedy: What to do about refused credentials, as sentences.
+        missing: What to say of an absent object.
+        network_errors: Names of exception classes (or of their bases) that stand for a broken connection.
+        client_errors: Names of those that stand for anything else that the client library reports.
     """
 
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._made: dict[int, T] = {}
+    traits: StoreTraits = StoreTraits()
+    access_remedy: ClassVar[str] = "Check the credentials and their rights."
+    missing: ClassVar[str] = "no such object. Check the URL."
+    network_errors: ClassVar[frozenset[str]] = frozenset({"OSError", "HTTPError"})
+    client_errors: ClassVar[frozenset[str]] = frozenset()
 
-    def __call__(self) -> T:
-        """The client of this process."""
-        pid = os.getpid()
-        if pid not in self._made:
-            with _making:
-                if pid not in self._made:
-                    with _without_collection():
-                        self._made[pid] = self._make()
-        return self._made[pid]
+    @classmethod
+    def from_url(cls, url: str, options: Mapping[str, Any]) -> Self:
+        """Make the store of a URL. `options` are the user's, with ``timeout_s``, the longest silence on a connection.
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_make": self._make, "_made": {}}
+        Raises:
+            ValueError: An option that this store does not have, or an incomplete URL.
+        """
+        raise NotImplementedError(f"{cls.__name__}.from_url")
 
+    @abstractmethod
+    def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
+        """Stream a range. :class:`PastTheEndError`, or status 416, says that it begins at or after the end."""
 
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Making a client allocates a hundred thousand objects that all stay. A collection finds nothing among them, but
-    looks through all that torch has loaded too, which takes twice as long as making the client."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+    @abstractmethod
+    def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
+        """Store what is left of a file, whole or not at all.
 
+        A condition is only given where the traits have it; :class:`PreconditionError`, or status 412, says that it
+        does not hold.
+        """
 
-_making = threading.RLock()
+    @abstractmethod
+    def _delete(self, name: str) -> None:
+        """Remove an object; :class:`NotFoundError`, or status 404, is no error."""
 
+    def _list(self, prefix: str) -> Iterator[ObjectEntry]:
+        """List in any order. `prefix` may end in the middle of a name."""
+        raise StoreError(f"{self.url}/{prefix}: {type(self).__name__} cannot list.")
 
-def _renew_lock() -> None:
-    # Another thread of the parent may have held it at the fork; that thread does not exist here.
-    global _making
-    _making = threading.RLock()
+    def _list_page(self, prefix: str, token: str | None) -> ListingPage:  # noqa: ARG002
+        return list(self._list(prefix)), None
 
+    def _exists(self, name: str) -> bool:
+        self._open(name, 0, 1).close()
+        return True
 
-os.register_at_fork(after_in_child=_renew_lock)
+    def _status(self, error: Exception) -> int:
+        """The HTTP status that an error of the client stands for; 0 where it stands for none."""
+        status = getattr(error, "status_code", None) or getattr(error, "code", None)
+        return status if isinstance(status, int) else 0
 
-
-def attempt(call: Callable[[], T], explain: Callable[[Exception], Exception | None]) -> T:
-    """Run `call`; an error of a client library becomes one of ours.
-
-    Ours is raised outside of the handler: a client's own exception may hold a signed URL or a token, and as a cause
-    or context it would be printed with every traceback. `explain` gives None for an error that is not the client's.
-    """
-    try:
-        return call()
-    except LightningStreamError:
-        raise
-    except Exception as error:
-        trouble = explain(error)
-        if trouble is None:
-            raise
-    raise trouble
-
-
-def explained_chunks(chunks: Iterator[bytes], explain: Callable[[Exception], Exception | None]) -> Iterator[bytes]:
-    """The same bytes; an error of the client library on the way becomes one of ours."""
-    while chunk := attempt(lambda: next(chunks, b""), explain):
-        yield chunk
-
-
-def check_conditions(name: str, if_absent: bool, if_version: str | None) -> bool:
-    """Whether a put has a condition; ValueError where it has two."""
-    if if_absent and if_version is not None:
-        raise ValueError(f"put({name!r}) takes if_absent or if_version, not both")
-    return if_absent or if_version is not None
-
-
-def content_version(content: bytes) -> str:
-    """The version of an object where the server has none."""
-    return "sha1-" + hashlib.sha1(content, usedforsecurity=False).hexdigest()
-
-
-def refused_put(where: str, if_absent: bool) -> StoreError:
-    """The error of a conditional put whose condition does not hold."""
-    if if_absent:
-        return AlreadyExistsError(f"{where}: there is an object of that name already. Choose another name.")
-    return ConflictError(f"{where}: it is not the version that was read any more: another process replaced it.")
-
-
-def check_name(name: str) -> str:
-    """The name itself, or ValueError for one that could leave the store's folder."""
-    parts = name.split("/")
-    if not name or name.startswith("/") or "\\" in name or any(part in ("", ".", "..") for part in parts):
-        raise ValueError(f"an object's name is a relative path without '..' or empty parts; got {name!r}")
-    return name
-
-
-def join(prefix: str, name: str) -> str:
-    """The key of a name under a prefix."""
-    return f"{prefix}/{name}" if prefix else name
-
-
-def relative(key: str, prefix: str) -> str:
-    """The name of a key under a prefix."""
-    return key[len(prefix) + 1 :] if prefix else key
-
-
-def range_header(begin: int, end: int | None) -> str | None:
-    """The HTTP ``Range`` value for ``[begin, end)``; None where it is the whole object."""
-    if begin == 0 and end is None:
+    def _special_error(self, error: Exception, where: str) -> Exception | None:  # noqa: ARG002
+        """An error of ours for what the table in `_translated` does not know, or knows less well."""
         return None
-    return f"bytes={begin}-" if end is None else f"bytes={begin}-{end - 1}"
+
+    def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
+        """Stream the bytes ``[begin, end)`` of an object."""
+        where = f"{self.url}/{check_name(name)}"
+        try:
+            with self.translate_errors(name):
+                stream = self._open(name, begin, end)
+        except PastTheEndError:
+            return ObjectStream(iter(()), 0, where=where, past_end=True)
+        stream.where = where
+        if not self.traits.conditional_put:
+            stream.version = None  # but the digest of the content, which `put` can compare
+        stream.chunks = self._guarded(name, stream.chunks)
+        return stream
+
+    def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
+        """Store an object, whole or not at all; with a condition, only where that holds."""
+        check_name(name)
+        if if_absent and if_version is not None:
+            raise ValueError(f"put({name!r}) takes if_absent or if_version, not both")
+        conditional = if_absent or if_version is not None
+        native = self.traits.conditional_put or (if_absent and self.traits.exclusive_put)
+        where = f"{self.url}/{name}"
+        try:
+            with self.translate_errors(name), contextlib.ExitStack() as stack:
+                file, num_bytes = stack.enter_context(source_file(source))
+                if conditional and not native:
+                    stack.enter_context(self._claimed(name, if_version))
+                self._put(name, file, num_bytes, if_absent and native, if_version if native else None)
+        except (PreconditionError, NotFoundError) as error:
+            if if_version is not None:
+                raise ConflictError(
+                    f"{where}: it is not the version that was read any more: another process replaced or deleted it. "
+                    "Read it again."
+                ) from None
+            if isinstance(error, NotFoundError):
+                raise
+            raise AlreadyExistsError(
+                f"{where}: there is an object of that name already. Choose another name."
+            ) from None
+
+    def list_page(self, prefix: str = "", token: str | None = None) -> ListingPage:
+        """Return one page of a listing and the token of the next."""
+        with self.translate_errors(prefix):
+            return self._list_page(prefix, token)
+
+    def delete(self, name: str) -> None:
+        """Remove an object; one that is absent already is no error."""
+        check_name(name)
+        with contextlib.suppress(NotFoundError), self.translate_errors(name):
+            self._delete(name)
+
+    def exists(self, name: str) -> bool:
+        """Tell whether there is an object of that name."""
+        check_name(name)
+        try:
+            with self.translate_errors(name):
+                return self._exists(name)
+        except NotFoundError:
+            return False
+        except PastTheEndError:
+            return True
+
+    @contextlib.contextmanager
+    def translate_errors(self, name: str) -> Iterator[None]:
+        """Raise the client library's errors as ours, without a link to the client's.
+
+        A client's own exception may hold a signed URL or a token, which every traceback would print.
+        """
+        try:
+            yield
+        except (LightningStreamError, MissingExtraError):
+            raise
+        except Exception as error:
+            found = self._translated(error, f"{self.url}/{name}")
+            if found is None:
+                raise
+            try:
+                raise found from None
+            finally:
+                found.__context__ = None
+
+    def _translated(self, error: Exception, where: str) -> Exception | None:
+        if (found := self._special_error(error, where)) is not None:
+            return found
+        reason = redact(str(error)) if isinstance(error, AnswerError) else summarize(error)
+        found = status_error(self._status(error), where, reason, self.missing, self.access_remedy)
+        if found is not None:
+            return found
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        if kinds & self.network_errors:
+            return UnavailableError(f"{where}: {summarize(error)}. Look at the network and the server.")
+        if kinds & self.client_errors:
+            return StoreError(f"{where}: {summarize(error)}. Check the URL and the options.")
+        return None
+
+    def _guarded(self, name: str, chunks: Iterator[bytes]) -> Iterator[bytes]:
+        with self.translate_errors(name):
+            yield from chunks
+
+    @contextlib.contextmanager
+    def _claimed(self, name: str, if_version: str | None) -> Iterator[None]:
+        """Exclude other conditional puts of a name, for a server that has none, and see that the condition holds.
+
+        Each process writes a claim of its own, then looks for others; one that sees another's withdraws and tries
+        again. Of two, the one that looks last sees both. The claim of a killed process counts for ten minutes.
+        """
+        for _ in backoff(60.0):
+            claim = f"{name}.claim-{int(time.time())}-{uuid.uuid4().hex}"
+            self.put(claim, b"")
+            try:
+                if self._is_contested(name, claim):
+                    continue
+                if self._content_version(name) != if_version:
+                    raise PreconditionError(name)
+                yield
+                return
+            finally:
+                self.delete(claim)
+        raise UnavailableError(f"{self.url}/{name}: other processes write it all the time. Let one process write it.")
+
+    def _is_contested(self, name: str, claim: str) -> bool:
+        oldest = time.time() - _CLAIM_LIFETIME_S
+        others = [entry.name for entry in self.list(f"{name}.claim-") if entry.name != claim]
+        return any(int(other.rsplit("-", 2)[1]) > oldest for other in others)
+
+    def _content_version(self, name: str) -> str | None:
+        try:
+            return content_version(self.read(name))
+        except NotFoundError:
+            return None
 
 
-def write_all(file: BinaryIO, chunk: bytes) -> None:
-    """Write every byte of the chunk, also to an unbuffered file."""
-    written = file.write(chunk)
-    while written is not None and written < len(chunk):
-        chunk = chunk[written:]
-        written = file.write(chunk)
+def status_error(status: int, where: str, reason: str, missing: str, access_remedy: str) -> StoreError | None:
+    """The error that stands for an HTTP status; None for one that is no failure."""
+    if status in (404, 410):
+        return NotFoundError(f"{where}: {missing}")
+    if status in (401, 403, 407):
+        return AccessError(f"{where}: refused ({reason}). {access_remedy}")
+    if status in (408, 425, 429) or status >= 500:
+        return UnavailableError(f"{where}: {reason}. The store is overloaded or in trouble; ask for less at once.")
+    if status == 412:
+        return PreconditionError(f"{where}: the condition does not hold")
+    if status == 416:
+        return PastTheEndError(f"{where}: past its end")
+    if status >= 300:
+        return StoreError(f"{where}: {reason}. Check the URL and the options.")
+    return None
 
 
-def cut(chunks: Iterator[bytes], begin: int, end: int | None) -> Iterator[bytes]:
-    """The bytes ``[begin, end)`` of a stream whose server ignored the range that it was asked for."""
-    position = 0
-    for chunk in chunks:
-        wanted = chunk[max(0, begin - position) : None if end is None else max(0, end - position)]
-        position += len(chunk)
-        if wanted:
-            yield wanted
-        if end is not None and position >= end:
-            return
+def refuse_larger(found: int | None, promised: int | None, where: str) -> None:
+    """Raise DigestError for an object that is larger than its index promises, before more of it is downloaded."""
+    if promised is not None and found is not None and found > promised:
+        raise DigestError(
+            f"{where}: the index promises {promised:,} bytes; there are {found:,} or more. Compare it with the "
+            "dataset's source; upload that shard and its index again if it is damaged there."
+        )
 
 
-def read_options(kind: type[T], options: Mapping[str, Any], scheme: str) -> T:
-    """The options as a frozen value of the given dataclass; all unknown names are reported together."""
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ValueError(f"unknown options for {scheme}: {', '.join(unknown)}. Known are {', '.join(known)}.")
-    return kind(**options)
-
-
-@contextlib.contextmanager
-def source_file(source: Path | bytes) -> Iterator[BinaryIO]:
-    """What is to be put, as a file."""
-    import io
-
-    if isinstance(source, bytes):
-        yield io.BytesIO(source)
-    else:
-        with source.open("rb") as file:
-            yield file
+__all__ = ["CHUNK_BYTES", "BaseStore", "ObjectEntry", "ObjectStream", "Store", "StoreTraits"]

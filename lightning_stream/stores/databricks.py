@@ -6,33 +6,36 @@ import base64
 import os
 import urllib.parse
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError, missing_extra, summarize
+from lightning_stream.errors import AccessError, NotFoundError, missing_extra, summarize
 
-from .base import (
+from .base import BaseStore, ObjectEntry, PastTheEndError, StoreTraits
+from .transfer import (
     CHUNK_BYTES,
-    Body,
-    BodyStore,
-    ObjectEntry,
+    ObjectStream,
     PerProcess,
-    attempt,
-    check_name,
-    cut,
-    explained_chunks,
+    header_stream,
     range_header,
-    source_file,
+    read_options,
+    slice_stream,
 )
 
-_REMEDY = (
-    "Set both DATABRICKS_HOST (https://....cloud.databricks.com) and DATABRICKS_TOKEN, on the worker nodes too: what "
-    "TorchDistributor or spark starts there does not inherit the driver's environment or notebook login."
-)
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _DRAFT = ".draft-"
 _DBFS_READ_BYTES = 1 << 20  # the API's own limit
+_STATUS = {
+    **dict.fromkeys(("TooManyRequests", "InternalError", "TemporarilyUnavailable", "DeadlineExceeded"), 503),
+    "NotFound": 404,
+    "AlreadyExists": 412,
+    "Unauthenticated": 401,
+    "PermissionDenied": 403,
+    "DatabricksError": 400,
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class DatabricksOptions:
     timeout_s: float = 60.0
 
 
-class DatabricksStore(BodyStore):
+class DatabricksStore(BaseStore):
     """Files of a workspace below a path.
 
     Args:
@@ -60,124 +63,121 @@ class DatabricksStore(BodyStore):
         options: See :class:`DatabricksOptions`.
     """
 
+    access_remedy = (
+        "Set both DATABRICKS_HOST (https://....cloud.databricks.com) and DATABRICKS_TOKEN, on the worker nodes too: "
+        "what TorchDistributor or spark starts there does not inherit the driver's environment or notebook login. The "
+        "user needs READ VOLUME there."
+    )
+    missing = "no such file or volume. Check the path."
+    client_errors = frozenset({"DatabricksError"})
+
     def __init__(self, path: str, options: DatabricksOptions | None = None) -> None:
         self._root = "/" + path.strip("/")
         self._volume = self._root.startswith("/Volumes/")
+        # Both refuse to create, or to move to, a file that exists.
+        self.traits = StoreTraits(exclusive_put=True)
         self._options = options or DatabricksOptions()
+        self.url = f"dbfs:{self._root}"
         self._workspace = PerProcess(self._connect)
 
-    @property
-    def url(self) -> str:
-        """The ``dbfs:/`` form."""
-        return f"dbfs:{self._root}"
+    @classmethod
+    def from_url(cls, url: str, options: Mapping[str, Any]) -> Self:
+        """Make the store of ``dbfs:/Volumes/...`` or ``dbfs:/...``."""
+        return cls(url[len("dbfs:") :], read_options(DatabricksOptions, options, "dbfs:/"))
 
     @property
     def identity(self) -> str:
         """The URL in its workspace."""
         return f"{self.url}@{self._options.host or os.environ.get('DATABRICKS_HOST', '')}"
 
-    def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
-        """The bytes ``[begin, end)`` of a file, streamed."""
+    def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
         path = self._path(name)
-
-        def explain(error: Exception) -> Exception | None:
-            return self._explain(name, error)
-
+        if not self._volume:
+            size = self._size(path)
+            stop = size if end is None else min(end, size)
+            return ObjectStream(self._dbfs_chunks(path, begin, stop), max(0, stop - begin))
+        header = range_header(begin, end)
         try:
-            return attempt(lambda: self._open(path, begin, end, name), explain)
-        except _RefusedError:
+            found = self._workspace().api_client.do(
+                "GET",
+                f"/api/2.0/fs/files{urllib.parse.quote(path)}",
+                headers={"Accept": "application/octet-stream", **header},
+                response_headers=["content-length", "content-range", "last-modified"],
+                raw=True,
+            )
+        except Exception as error:
             # A range past the end is refused like any wrong request.
-            if (begin or end is not None) and begin >= attempt(lambda: self._size(path), explain):
-                return Body(iter(()), 0, where=f"{self.url}/{name}")
+            if header and self._status(error) == 400 and begin >= self._size(path):
+                raise PastTheEndError(name) from None
             raise
+        contents, span = found["contents"], found.get("content-range")
+        length = None if header and not span else found.get("content-length")
+        headers = {"Content-Length": length, "Content-Range": span}
+        stream = header_stream(contents, headers, None, contents.close, tag=found.get("last-modified"))
+        stream.chunks = iter(lambda: contents.read(CHUNK_BYTES), b"")
+        if header and not span:
+            stream.chunks = slice_stream(stream.chunks, begin, end)
+        return stream
 
-    def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
-        """One upload; folders above are made."""
-        path = self._path(name)
-
-        def upload() -> None:
-            workspace = self._workspace()
-            with source_file(source) as file:
-                if self._volume:
-                    workspace.files.create_directory(path.rpartition("/")[0])
-                    workspace.files.upload(path, file, overwrite=True)
-                    return
-                # Block by block, and seen while it grows: so under another name first.
-                draft = f"{path.rpartition('/')[0]}/{_DRAFT}{uuid.uuid4().hex}"
-                workspace.dbfs.upload(draft, file, overwrite=True)
-                workspace.dbfs.delete(path)
-                workspace.dbfs.move(draft, path)
-
-        with self._claimed(name, if_absent, if_version):
-            attempt(upload, lambda error: self._explain(name, error))
-
-    def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
-        """All files whose names begin with `prefix`, sorted by name."""
-        below = prefix.rpartition("/")[0]
-        start = f"{self._root}/{below}".rstrip("/")
-        try:
-            found = attempt(lambda: list(self._walk(start)), lambda error: self._explain(prefix, error))
-        except NotFoundError:
+    def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:  # noqa: ARG002
+        path, workspace = self._path(name), self._workspace()
+        folder = path.rpartition("/")[0]
+        if self._volume:
+            workspace.files.create_directory(folder)
+            workspace.files.upload(path, file, overwrite=not if_absent)
             return
-        entries = (ObjectEntry(path[len(self._root) + 1 :], size) for path, size in found if _DRAFT not in path)
-        yield from sorted((entry for entry in entries if entry.name.startswith(prefix)), key=lambda entry: entry.name)
-
-    def delete(self, name: str) -> None:
-        """Remove a file."""
-        path = self._path(name)
-
-        def remove() -> None:
-            api = self._workspace().files if self._volume else self._workspace().dbfs
-            api.delete(path)
-
+        # DBFS writes block by block, and shows a file while it grows: so under another name first. Its move replaces
+        # nothing, so what is there steps aside, and comes back if the move fails.
+        draft, old = (f"{folder}/{_DRAFT}{uuid.uuid4().hex}" for _ in range(2))
+        workspace.dbfs.upload(draft, file, overwrite=True)
+        replaces = not if_absent and self._dbfs_moved(path, old)
         try:
-            attempt(remove, lambda error: self._explain(name, error))
-        except NotFoundError:
-            return
+            workspace.dbfs.move(draft, path)
+        except Exception:
+            if replaces:
+                workspace.dbfs.move(old, path)
+            workspace.dbfs.delete(draft)
+            raise
+        if replaces:
+            workspace.dbfs.delete(old)
 
-    def exists(self, name: str) -> bool:
-        """Whether there is such a file."""
-        path = self._path(name)
+    def _dbfs_moved(self, path: str, to: str) -> bool:
         try:
-            attempt(lambda: self._size(path), lambda error: self._explain(name, error))
-        except NotFoundError:
+            self._workspace().dbfs.move(path, to)
+        except Exception as error:
+            if self._status(error) != 404:
+                raise
             return False
         return True
 
+    def _list(self, prefix: str) -> Iterator[ObjectEntry]:
+        below = prefix.rpartition("/")[0]
+        try:
+            found = list(self._walk(f"{self._root}/{below}".rstrip("/")))
+        except Exception as error:
+            if self._status(error) != 404:
+                raise
+            return
+        for path, size in found:
+            name = path[len(self._root) + 1 :]
+            if name.startswith(prefix) and _DRAFT not in name:
+                yield ObjectEntry(name, size)
+
+    def _delete(self, name: str) -> None:
+        api = self._workspace().files if self._volume else self._workspace().dbfs
+        api.delete(self._path(name))
+
+    def _exists(self, name: str) -> bool:
+        self._size(self._path(name))
+        return True
+
     def _path(self, name: str) -> str:
-        return f"{self._root}/{check_name(name)}"
+        return f"{self._root}/{name}"
 
     def _size(self, path: str) -> int:
         if self._volume:
             return int(self._workspace().files.get_metadata(path).content_length)
         return int(self._workspace().dbfs.get_status(path).file_size)
-
-    def _open(self, path: str, begin: int, end: int | None, name: str) -> Body:
-        def explain(error: Exception) -> Exception | None:
-            return self._explain(name, error)
-
-        where = f"{self.url}/{name}"
-        if not self._volume:
-            size = self._size(path)
-            stop = size if end is None else min(end, size)
-            return Body(
-                explained_chunks(self._dbfs_chunks(path, begin, stop), explain), max(0, stop - begin), where=where
-            )
-        header = range_header(begin, end)
-        found = self._workspace().api_client.do(
-            "GET",
-            f"/api/2.0/fs/files{urllib.parse.quote(path)}",
-            headers={"Accept": "application/octet-stream"} | ({"Range": header} if header else {}),
-            response_headers=["content-length", "content-range", "last-modified"],
-            raw=True,
-        )
-        contents = found["contents"]
-        length = found.get("content-length")
-        num_bytes = int(length) if length else None
-        chunks = explained_chunks(iter(lambda: contents.read(CHUNK_BYTES), b""), explain)
-        if header and not found.get("content-range"):
-            chunks, num_bytes = cut(chunks, begin, end), None
-        return Body(chunks, num_bytes, None, contents.close, where)
 
     def _dbfs_chunks(self, path: str, begin: int, end: int) -> Iterator[bytes]:
         while begin < end:
@@ -209,27 +209,17 @@ class DatabricksStore(BodyStore):
         options = self._options
         given = {"host": options.host, "token": options.token, "profile": options.profile}
         settings: dict[str, Any] = {key: value for key, value in given.items() if value}
-        # No patience of its own: ours retry, and resume.
+        # The client does not try again: RetryingStore does, and resumes.
         settings |= {"http_timeout_seconds": options.timeout_s, "retry_timeout_seconds": 1}
         return WorkspaceClient(config=Config(**settings))
 
-    def _explain(self, name: str, error: Exception) -> Exception | None:
-        where = f"{self.url}/{name}"
-        kinds = {kind.__name__ for kind in type(error).__mro__}
+    def _status(self, error: Exception) -> int:
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        return next((_STATUS[kind] for kind in kinds if kind in _STATUS), 0)
+
+    def _special_error(self, error: Exception, where: str) -> Exception | None:
         if isinstance(error, ValueError) and ("auth" in str(error) or "host" in str(error)):
-            return AccessError(f"{where}: no usable Databricks credentials ({summarize(error)}). {_REMEDY}")
-        if kinds & {"Unauthenticated", "PermissionDenied"}:
-            return AccessError(f"{where}: refused ({summarize(error)}). {_REMEDY} The user needs READ VOLUME there.")
-        if "NotFound" in kinds:
+            return AccessError(f"{where}: no usable Databricks credentials ({summarize(error)}). {self.access_remedy}")
+        if self._status(error) == 404:
             return NotFoundError(f"{where}: no such file or volume ({summarize(error)}). Check the path.")
-        passing = {"TooManyRequests", "InternalError", "TemporarilyUnavailable", "DeadlineExceeded", "TimeoutError"}
-        # The client's own errors are OSErrors, whatever they are about.
-        if kinds & passing or (isinstance(error, OSError) and "DatabricksError" not in kinds):
-            return UnavailableError(f"{where}: {summarize(error)}. The service or the network is in trouble.")
-        if "DatabricksError" in kinds:
-            return _RefusedError(f"{where}: {summarize(error)}. Check the path and the options.")
         return None
-
-
-class _RefusedError(StoreError):
-    """A request that the service calls wrong."""

@@ -1,4 +1,4 @@
-"""A store that tries again: jittered backoff, bodies resumed by range, a deadline."""
+"""A store that tries again: jittered backoff, streams resumed by range, a deadline."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from lightning_stream.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError, UnavailableError
+from lightning_stream.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    NotFoundError,
+    StoreError,
+    UnavailableError,
+)
 from lightning_stream.threads import DaemonPool
 
-from .base import Body, BodyStore, ObjectEntry, Store, source_file
+from .base import ListingPage, ObjectStream, Store, StoreMethods, refuse_larger
+from .transfer import source_file
 
 # Not the global generator: fetching threads must not disturb what a sample's transform draws.
 _jitter = random.SystemRandom()
@@ -22,16 +29,17 @@ _jitter = random.SystemRandom()
 T = TypeVar("T")
 _log = logging.getLogger("lightning_stream.stores")
 _LEAST_PART_BYTES = 4 << 20  # below that a request's own time and work weigh too much
+_READS = 3  # of an object that is replaced while it is read
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How patiently.
+    """How patiently a store's operations are tried again.
 
     Attributes:
-        retries: Failures in a row that are tried again; whenever bytes have come through, the count begins anew.
+        retries: Failures in a row that are tried again; each progress sets the count back to zero.
         timeout_s: Longest silence on a connection, given to the client.
-        deadline_s: For one operation in all, retries and pauses included.
+        deadline_s: For one operation in all, retries and pauses included. A listing has as much for each page.
         first_pause_s: Mean pause after the first failure; doubles with each.
         longest_pause_s: Where the doubling ends.
         parallel_from_bytes: Objects known to be at least this large are fetched as several ranges at once.
@@ -56,124 +64,170 @@ class RetryPolicy:
             raise ValueError("; ".join(problems))
 
 
-class RetryingStore(BodyStore):
+class _ReplacedError(StoreError):
+    """The object changed between two requests of one read. Raised and caught in this file."""
+
+
+class RetryingStore(StoreMethods):
     """The same store; what may pass (:class:`UnavailableError`) is tried again, all else is raised as it is."""
 
     def __init__(self, store: Store, policy: RetryPolicy | None = None) -> None:
         self.store = store
         self.policy = policy or RetryPolicy()
-
-    @property
-    def url(self) -> str:
-        """The wrapped store's URL."""
-        return self.store.url
+        self.url, self.traits = store.url, store.traits
 
     @property
     def identity(self) -> str:
         """The wrapped store's identity."""
         return self.store.identity
 
-    def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
-        """A body that resumes by range where its connection breaks."""
-        patience = _Patience(self.policy, f"{self.url}/{name}")
-        body = patience.call(lambda: self.store.open(name, begin, end))
-        resuming = _Resuming(self.store, (name, begin, end), body, patience)
-        return Body(iter(resuming), body.num_bytes, body.version, resuming.close, f"{self.url}/{name}")
-
-    @property
-    def cuts_ranges(self) -> bool:
-        """Whether the wrapped store's server does."""
-        return self.store.cuts_ranges
+    def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
+        """Stream a range, which is resumed where its connection breaks."""
+        return self._open(name, begin, end, self._budget(name), restarts=False)
 
     def get(self, name: str, to: Path | BinaryIO, num_bytes: int | None = None, connections: int = 1) -> int:
-        """Write a whole object into `to`; one known to be large comes as several ranges at once, and a smaller one
-        where there are connections to spare."""
-        if not isinstance(to, Path) or num_bytes is None:
-            return super().get(name, to)
-        if num_bytes >= self.policy.parallel_from_bytes:
-            return self._get_parts(name, to, num_bytes, self.policy.part_bytes)
-        num_parts = min(connections, num_bytes // _LEAST_PART_BYTES)
-        if num_parts > 1 and self.cuts_ranges:
-            return self._get_parts(name, to, num_bytes, -(-num_bytes // num_parts))
-        return super().get(name, to)
+        """Write a whole object into `to`; a large one comes as several ranges at once, and a smaller one where there
+        are connections to spare."""
+        if not isinstance(to, Path):
+            return super().get(name, to, num_bytes)
+        return self._whole(name, lambda budget: self._get(name, to, num_bytes, connections, budget))
+
+    def read(self, name: str) -> bytes:
+        """Return a whole object, for small ones."""
+        return self._whole(name, lambda budget: self._join(name, 0, None, budget))
+
+    def get_range(self, name: str, begin: int, end: int) -> bytes:
+        """Return the bytes ``[begin, end)`` of an object; fewer only where the object ends before."""
+        if not 0 <= begin <= end:
+            raise ValueError(f"a range is 0 <= begin <= end; got [{begin}, {end})")
+        return self._whole(name, lambda budget: self._join(name, begin, end, budget)) if begin < end else b""
 
     def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
-        """Store an object."""
-        tries = 0
+        """Store an object. A conditional put whose answer was lost is no conflict with itself."""
+        budget = self._budget(name)
 
         def put() -> None:
-            nonlocal tries
-            tries += 1
             try:
                 self.store.put(name, source, if_absent=if_absent, if_version=if_version)
             except (AlreadyExistsError, ConflictError):
-                # An earlier try may have succeeded, and its answer been lost.
-                if tries == 1 or not self._holds(name, source):
+                if not budget.failures or not self._holds(name, source):
                     raise
 
-        self._patiently(name, put)
+        budget.call(put)
+
+    def list_page(self, prefix: str = "", token: str | None = None) -> ListingPage:
+        """Return one page of a listing: after a failure, the listing goes on with this page."""
+        return self._budget(prefix).call(lambda: self.store.list_page(prefix, token))
+
+    def delete(self, name: str) -> None:
+        """Remove an object."""
+        self._budget(name).call(lambda: self.store.delete(name))
+
+    def exists(self, name: str) -> bool:
+        """Tell whether there is an object of that name."""
+        return self._budget(name).call(lambda: self.store.exists(name))
+
+    def _budget(self, name: str) -> RetryBudget:
+        return RetryBudget(self.policy, f"{self.url}/{name}")
+
+    def _open(self, name: str, begin: int, end: int | None, budget: RetryBudget, restarts: bool = True) -> ObjectStream:
+        stream = budget.call(lambda: self.store.open(name, begin, end))
+        resuming = ResumingStream(self.store, (name, begin, end), stream, budget, restarts)
+        return ObjectStream(
+            iter(resuming),
+            stream.num_bytes,
+            stream.version,
+            resuming.close,
+            stream.where,
+            tag=stream.tag,
+            total=stream.total,
+            digest=stream.version is None and begin == 0 and end is None,
+        )
+
+    def _whole(self, name: str, read: Callable[[RetryBudget], T]) -> T:
+        """Read an object; where it is replaced meanwhile, from the beginning, since nothing was handed out yet."""
+        budget = self._budget(name)
+        for _ in range(_READS):
+            try:
+                return read(budget)
+            except _ReplacedError as error:  # noqa: PERF203 (the loop is over retries)
+                reason = str(error)
+        raise StoreError(reason)
+
+    def _join(self, name: str, begin: int, end: int | None, budget: RetryBudget) -> bytes:
+        with self._open(name, begin, end, budget) as stream:
+            return b"".join(stream)
+
+    def _get(self, name: str, to: Path, num_bytes: int | None, connections: int, budget: RetryBudget) -> int:
+        part_bytes = None if num_bytes is None else self._part_bytes(num_bytes, connections)
+        draft = _Draft(to)
+        if num_bytes is not None and part_bytes is not None:
+            ranges = [(begin, min(begin + part_bytes, num_bytes)) for begin in range(0, num_bytes, part_bytes)]
+            written = self._get_parts(name, draft, num_bytes, ranges, budget)
+            if written is not None:
+                return written
+        return self._get_range(name, draft, (0, None), num_bytes, budget)[0]
+
+    def _part_bytes(self, num_bytes: int, connections: int) -> int | None:
+        """The size of the ranges that an object is fetched as; None: as a whole."""
+        if num_bytes >= self.policy.parallel_from_bytes:
+            return self.policy.part_bytes
+        num_parts = min(connections, num_bytes // _LEAST_PART_BYTES)
+        return -(-num_bytes // num_parts) if num_parts > 1 and self.traits.ranges else None
+
+    def _get_parts(
+        self, name: str, draft: _Draft, num_bytes: int, ranges: list[tuple[int, int]], budget: RetryBudget
+    ) -> int | None:
+        """Fetch ranges at once, each with a budget of its own; None where the server sends the whole for each."""
+        parts = []
+        if not self.traits.ranges:
+            with self._open(name, *ranges[0], budget) as stream:
+                if stream.total is None:
+                    return None
+                parts = [_write(stream, draft, 0, num_bytes)]
+            ranges = ranges[1:]
+        if ranges:
+            with DaemonPool(min(self.policy.parts_at_once, len(ranges)), "parts") as pool:
+                futures = [
+                    pool.submit(self._get_range, name, draft, span, num_bytes, self._budget(name)) for span in ranges
+                ]
+                parts += [future.result() for future in futures]
+        if len({tag for _, tag in parts}) > 1:
+            raise _ReplacedError(_replaced(f"{self.url}/{name}"))
+        return sum(written for written, _ in parts)
+
+    def _get_range(
+        self, name: str, draft: _Draft, span: tuple[int, int | None], num_bytes: int | None, budget: RetryBudget
+    ) -> tuple[int, str | None]:
+        with self._open(name, *span, budget) as stream:
+            return _write(stream, draft, span[0], num_bytes)
 
     def _holds(self, name: str, source: Path | bytes) -> bool:
-        """Whether the object has just these bytes."""
-        num_bytes = len(source) if isinstance(source, bytes) else source.stat().st_size
+        """Tell whether the object has just these bytes."""
         try:
-            with self.store.open(name) as body, source_file(source) as file:
-                same = body.num_bytes in (None, num_bytes) and all(chunk == file.read(len(chunk)) for chunk in body)
+            with self.store.open(name) as stream, source_file(source) as (file, num_bytes):
+                same = stream.num_bytes in (None, num_bytes) and all(chunk == file.read(len(chunk)) for chunk in stream)
                 return same and not file.read(1)
         except NotFoundError:
             return False
 
-    def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
-        """List; after a failure, from the name last given."""
-        patience = _Patience(self.policy, f"{self.url}/{prefix}")
-        listing, last = self.store.list(prefix), ""
-        while True:
-            try:
-                entry = next(listing, None)
-            except UnavailableError as error:
-                patience.after(error)
-                listing = self.store.list(prefix)
-                continue
-            if entry is None:
-                return
-            if entry.name > last:
-                last = entry.name
-                yield entry
 
-    def delete(self, name: str) -> None:
-        """Remove an object."""
-        self._patiently(name, lambda: self.store.delete(name))
-
-    def exists(self, name: str) -> bool:
-        """Whether there is an object of that name."""
-        return self._patiently(name, lambda: self.store.exists(name))
-
-    def _patiently(self, name: str, call: Callable[[], T]) -> T:
-        return _Patience(self.policy, f"{self.url}/{name}").call(call)
-
-    def _get_parts(self, name: str, to: Path, num_bytes: int, part_bytes: int) -> int:
-        begins = range(0, num_bytes, part_bytes)
-        draft = _Draft(to)
-
-        def part(begin: int) -> tuple[int, str | None]:
-            return self._get_part(name, draft, begin, min(begin + part_bytes, num_bytes))
-
-        with DaemonPool(min(self.policy.parts_at_once, len(begins)), "parts") as pool:
-            parts = [future.result() for future in [pool.submit(part, begin) for begin in begins]]
-        _same_version({version for _, version in parts}, f"{self.url}/{name}")
-        return sum(written for written, _ in parts)
-
-    def _get_part(self, name: str, draft: _Draft, begin: int, end: int) -> tuple[int, str | None]:
-        position = begin
-        with self.open(name, begin, end) as body:
-            for chunk in body:
-                draft.write(chunk, position)
-                position += len(chunk)
-        return position - begin, body.version
+def _write(stream: ObjectStream, draft: _Draft, position: int, num_bytes: int | None) -> tuple[int, str | None]:
+    """Write a range of an object into its place; return its size and the object's tag."""
+    begin = position
+    whole = stream.total
+    if whole is None and stream.num_bytes is not None:
+        whole = begin + stream.num_bytes
+    refuse_larger(whole, num_bytes, stream.where)
+    for chunk in stream:
+        refuse_larger(position + len(chunk), num_bytes, stream.where)
+        draft.write(chunk, position)
+        position += len(chunk)
+    return position - begin, stream.tag
 
 
 class _Draft:
-    """A file that parts are written to, open as long as any of them may still write: also one left behind."""
+    """A file that ranges are written to, open as long as any of them may still write: also one left behind."""
 
     _fd = -1  # until it is open
 
@@ -192,90 +246,130 @@ class _Draft:
             _close(self._fd)
 
 
-class _Patience:
+class RetryBudget:
     """The failures of one operation, and when they are too many."""
 
     def __init__(self, policy: RetryPolicy, where: str) -> None:
         self._policy = policy
         self._where = where
         self._begun = time.monotonic()
-        self._failures = 0
         self._in_a_row = 0
+        self.failures = 0
 
     def call(self, call: Callable[[], T]) -> T:
-        """Call until it succeeds or the patience ends."""
+        """Call until it succeeds or the budget is spent."""
         while True:
             try:
                 return call()
             except UnavailableError as error:  # noqa: PERF203 (the loop is over retries)
-                self.after(error)
+                self.failed(error)
 
-    def progress(self) -> None:
-        """Bytes have come through.
+    def progressed(self) -> None:
+        """Note that bytes have come through.
 
         Raises:
             UnavailableError: The deadline has passed all the same.
         """
         self._in_a_row = 0
         if time.monotonic() - self._begun > self._policy.deadline_s:
-            raise self._over("it was still arriving, too slowly")
+            raise self._too_late("it was still arriving, too slowly")
 
-    def after(self, error: UnavailableError) -> None:
+    def failed(self, error: UnavailableError) -> None:
         """Pause after a failure, or raise it where there were too many."""
-        self._failures += 1
+        self.failures += 1
         self._in_a_row += 1
         pause_s = min(self._policy.longest_pause_s, self._policy.first_pause_s * 2 ** (self._in_a_row - 1))
         pause_s *= _jitter.uniform(0.0, 2.0)
         if self._in_a_row > self._policy.retries:
             raise UnavailableError(f"{error} (gave up after {self._in_a_row} failures in a row)") from None
         if time.monotonic() + pause_s - self._begun > self._policy.deadline_s:
-            raise self._over(str(error)) from None
+            raise self._too_late(str(error)) from None
         level = logging.WARNING if 2 * self._in_a_row > self._policy.retries else logging.INFO
-        _log.log(level, "%s; trying again in %.2f s (failure %d)", error, pause_s, self._failures)
+        _log.log(level, "%s; trying again in %.2f s (failure %d)", error, pause_s, self.failures)
         time.sleep(pause_s)
 
-    def _over(self, reason: str) -> UnavailableError:
+    def _too_late(self, reason: str) -> UnavailableError:
         return UnavailableError(
-            f"{self._where}: not done within the deadline of {self._policy.deadline_s:g} s, after {self._failures} "
+            f"{self._where}: not done within the deadline of {self._policy.deadline_s:g} s, after {self.failures} "
             f"failures. Last: {reason}. Look at the network, or allow more with deadline_s."
         )
 
 
-class _Resuming:
-    """The chunks of one object or range over as many connections as it takes."""
+class ResumingStream:
+    """The chunks of one object or range over as many connections as it takes.
 
-    def __init__(self, store: Store, wanted: tuple[str, int, int | None], body: Body, patience: _Patience) -> None:
+    An odd answer to a resumed request (a login page, a part too short, an object that ends too early) is a failure like
+    a broken connection, and tried again. Only an answer with another tag says that the object was replaced.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        span: tuple[str, int, int | None],
+        stream: ObjectStream,
+        budget: RetryBudget,
+        restarts: bool,
+    ) -> None:
         self._store = store
-        self._name, self._position, self._end = wanted
-        self._body = body
-        self._version = body.version
-        self._patience = patience
+        self._name, self._position, self._end = span
+        self._stop = None if stream.num_bytes is None else self._position + stream.num_bytes
+        self._stream = stream
+        self._chunks: Iterator[bytes] | None = iter(stream)
+        self._tag = stream.tag
+        self._budget = budget
+        # Raised where only a read from the beginning helps: the caller's, or else the user's.
+        self._replaced: type[StoreError] = _ReplacedError if restarts else StoreError
+        self._too_short: type[StoreError] = _ReplacedError if restarts else UnavailableError
 
     def __iter__(self) -> Iterator[bytes]:
         while True:
             try:
-                yield from self._rest()
-            except UnavailableError as error:  # noqa: PERF203 (the loop is over retries)
-                self._body.close()
-                self._patience.after(error)
-            else:
+                chunk = self._next_chunk()
+            except UnavailableError as error:
+                self._stream.close()
+                self._chunks = None
+                if self._position == self._stop:
+                    return  # it broke after the last byte
+                self._budget.failed(error)
+                continue
+            if not chunk:
                 return
-
-    def close(self) -> None:
-        self._body.close()
-
-    def _rest(self) -> Iterator[bytes]:
-        if self._body.started:
-            self._body = self._store.open(self._name, self._position, self._end)
-            _same_version({self._version, self._body.version}, f"{self._store.url}/{self._name}")
-        for chunk in self._body:
             self._position += len(chunk)
             yield chunk
-            self._patience.progress()
+            self._budget.progressed()
+
+    def close(self) -> None:
+        """Give the connection back."""
+        self._stream.close()
+
+    def _next_chunk(self) -> bytes:
+        if self._chunks is None:
+            self._stream = self._store.open(self._name, self._position, self._end)
+            self._check(self._stream)
+            self._chunks = iter(self._stream)
+        chunk = next(self._chunks, b"")
+        if self._stop is not None and (self._position + len(chunk) > self._stop or (not chunk and self._left)):
+            raise UnavailableError(f"{self._stream.where}: the server sent {'more' if chunk else 'less'} than it said.")
+        return chunk
+
+    @property
+    def _left(self) -> int | None:
+        return None if self._stop is None else self._stop - self._position
+
+    def _check(self, stream: ObjectStream) -> None:
+        """See that an answer to a resumed request is about the same object."""
+        if stream.past_end:
+            if self._left:
+                raise self._too_short(
+                    f"{stream.where}: the server says that it ends before byte {self._position + 1:,}."
+                )
+        elif stream.tag != self._tag:
+            if stream.tag is not None and self._tag is not None:
+                raise self._replaced(_replaced(stream.where))
+            raise UnavailableError(
+                f"{stream.where}: an answer without the object's version, perhaps a proxy's page, not the object."
+            )
 
 
-def _same_version(versions: set[str | None], where: str) -> None:
-    if len(versions) > 1:
-        raise StoreError(
-            f"{where}: it was replaced while it was being read. Read it again; write datasets to new names."
-        )
+def _replaced(where: str) -> str:
+    return f"{where}: it was replaced while it was being read. Read it again; write datasets to new names."

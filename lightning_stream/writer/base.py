@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_stream.errors import ConflictError, suggesting
-from lightning_stream.formats.mds.pack import MAX_FILE_BYTES, schema_object
+from lightning_stream.formats.index.schema import MAX_FILE_BYTES, schema_object
+from lightning_stream.formats.shard_encoder import EncodedBatch, ShardEncoder
 from lightning_stream.writer.batch import batch_columns
-from lightning_stream.writer.batch_encode import EncodedBatch
 from lightning_stream.writer.config import WriterConfig
 from lightning_stream.writer.gathered import Gathered, Pool
 from lightning_stream.writer.infer import infer_batch_columns, infer_columns
 from lightning_stream.writer.land import land_shard
-from lightning_stream.writer.packers import Packer
 from lightning_stream.writer.pipeline import Pipeline
 from lightning_stream.writer.place import DatasetPlace, Mode, Out
 
@@ -81,7 +80,7 @@ class ShardWriter(ABC):
         self._max_file_bytes = config.max_file_bytes
         workers = config.num_workers(place.is_local) if max_workers is None else max_workers
         self._pipeline: Pipeline[dict[str, Any]] = Pipeline(workers)
-        self._packer: Packer | None = None
+        self._packer: ShardEncoder | None = None
         self._opened = self._finished = False
         self._num_sent = 0
         self._pool = Pool()
@@ -119,7 +118,7 @@ class ShardWriter(ABC):
             self._send(self._packer)
 
     @abstractmethod
-    def _make_packer(self, columns: Mapping[str, str]) -> Packer:
+    def _make_packer(self, columns: Mapping[str, str]) -> ShardEncoder:
         """The packer for these columns."""
 
     def _inferred(self, columns: dict[str, str]) -> dict[str, str]:
@@ -152,15 +151,15 @@ class ShardWriter(ABC):
         if len(sample) != self._num_columns:
             self._report_extra_columns(packer, sample)
         try:
-            fits = self._gathered.add_sample(parts, packer.extra_bytes, self._max_file_bytes)
+            fits = self._gathered.add_sample(parts, packer.per_sample_overhead, self._max_file_bytes)
         except BaseException as error:  # part of the sample may be in the shard
             self._pipeline.fail(error)
             raise
         if not fits:
             num_bytes = sum(map(len, parts))
-            self._check_fits(packer, num_bytes, num_bytes + packer.extra_bytes)
+            self._check_fits(packer, num_bytes, num_bytes + packer.per_sample_overhead)
             self._send(packer)
-            self._gathered.add_sample(parts, packer.extra_bytes, MAX_FILE_BYTES)
+            self._gathered.add_sample(parts, packer.per_sample_overhead, MAX_FILE_BYTES)
         self.num_samples += 1
 
     def write_batch(self, batch: Any) -> None:
@@ -179,9 +178,9 @@ class ShardWriter(ABC):
                 self._report_extra_columns(packer, columns)
             self._add_encoded(packer, packer.encode_batch(columns, num_rows))
 
-    def _add_encoded(self, packer: Packer, batch: EncodedBatch) -> None:
+    def _add_encoded(self, packer: ShardEncoder, batch: EncodedBatch) -> None:
         """Add all rows, or none where one does not fit. What fails between them, fails the writer."""
-        ends = np.cumsum(batch.sizes + packer.extra_bytes)
+        ends = np.cumsum(batch.sizes + packer.per_sample_overhead)
         self._check_fits(packer, int(batch.sizes.max()), int(ends[-1]))
         try:
             self._copy_rows(packer, batch, ends)
@@ -190,7 +189,7 @@ class ShardWriter(ABC):
             raise
         self.num_samples += len(batch.sizes)
 
-    def _copy_rows(self, packer: Packer, batch: EncodedBatch, ends: Any) -> None:
+    def _copy_rows(self, packer: ShardEncoder, batch: EncodedBatch, ends: Any) -> None:
         begin = taken = 0
         while begin < len(ends):
             room = self._max_file_bytes - self._gathered.file_bytes
@@ -230,7 +229,7 @@ class ShardWriter(ABC):
         if self._progress_bar:
             sys.stderr.write(f"\n{self._place}: {self.num_samples:,} samples in {len(entries):,} shards\n")
 
-    def _open(self, sample: Mapping[str, Any] | None, batch: dict[str, Any] | None) -> Packer:
+    def _open(self, sample: Mapping[str, Any] | None, batch: dict[str, Any] | None) -> ShardEncoder:
         if self._finished:
             raise ValueError("the writer is finished: its index is put. Make a new writer for more samples.")
         if not self._opened:
@@ -238,12 +237,12 @@ class ShardWriter(ABC):
             self._opened = True
         packer = self._make_packer(self._chosen(sample, batch))
         self._check_base(packer)
-        self._gathered = Gathered(self._pool, packer.empty_bytes)
+        self._gathered = Gathered(self._pool, packer.header_bytes)
         self._packer, self._num_columns = packer, len(packer.schema.names)
         self._show_columns(packer.schema.columns)
         return packer
 
-    def _check_base(self, packer: Packer) -> None:
+    def _check_base(self, packer: ShardEncoder) -> None:
         """Raise ValueError unless shards of this packer fit the dataset appended to."""
         base, new = self._place.base, packer.schema
         if base is None or not base.schemas:
@@ -255,7 +254,7 @@ class ShardWriter(ABC):
                 f"{old.columns}, got {new.format} {new.columns}. Write another dataset, and mix or merge them."
             )
 
-    def _report_extra_columns(self, packer: Packer, given: Iterable[str]) -> None:
+    def _report_extra_columns(self, packer: ShardEncoder, given: Iterable[str]) -> None:
         """Values beyond the columns are not written. Where the caller chose the columns, that may be meant: a warning
         says it once. Where the columns were inferred, a value would be lost.
 
@@ -279,9 +278,9 @@ class ShardWriter(ABC):
                 stacklevel=3,
             )
 
-    def _check_fits(self, packer: Packer, num_bytes: int, total_bytes: int) -> None:
+    def _check_fits(self, packer: ShardEncoder, num_bytes: int, total_bytes: int) -> None:
         """Raise ValueError unless samples can be written: the largest has `num_bytes`, all need `total_bytes`."""
-        if packer.empty_bytes + num_bytes + packer.extra_bytes > MAX_FILE_BYTES:
+        if packer.header_bytes + num_bytes + packer.per_sample_overhead > MAX_FILE_BYTES:
             raise ValueError(
                 f"a shard must stay under 4 GiB, since its offsets have 32 bits; one sample has {num_bytes:,} bytes. "
                 "Split the sample."
@@ -292,7 +291,7 @@ class ShardWriter(ABC):
                 f"32 bits; after {self.num_samples} samples it is full. Set size_limit."
             )
 
-    def _send(self, packer: Packer) -> None:
+    def _send(self, packer: ShardEncoder) -> None:
         """Hand over the samples gathered so far."""
         gathered, place = self._gathered, self._place
         if not gathered.sizes:
@@ -300,7 +299,7 @@ class ShardWriter(ABC):
         name = f"shard.{place.next_shard + self._num_sent:05}.{packer.schema.format}"
         first = self._pipeline.first
         self._pipeline.submit(lambda: land_shard(name, packer, gathered, place, first))
-        self._gathered = Gathered(self._pool, packer.empty_bytes)
+        self._gathered = Gathered(self._pool, packer.header_bytes)
         self._num_sent += 1
         if self._progress_bar:
             sys.stderr.write(f"\r{self._num_sent:,} shards, {self.num_samples:,} samples")

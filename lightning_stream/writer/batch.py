@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.formats.encodings.base import type_name
+from lightning_stream.formats.encodings.base import BinaryColumn, type_name
 
 
 def batch_columns(batch: Any) -> tuple[dict[str, Any], int]:
@@ -113,21 +113,15 @@ _NUMBERS = {
 }  # fmt: skip
 
 
-class Pieces(list[Any]):
-    """Values that are already bytes, as views of one buffer; ``encoding`` is what they are: ``str`` or ``bytes``."""
-
-    encoding = "bytes"
-
-
-def _arrow_bytes(column: Any, large: bool) -> Pieces:
+def _arrow_bytes(column: Any, large: bool) -> BinaryColumn:
     """Text or binary values as views of Arrow's own memory: no object is copied."""
     _, offsets, data = column.buffers()
     if not len(column):
-        return Pieces()
+        return BinaryColumn()
     table = np.frombuffer(offsets, np.int64 if large else np.int32)[column.offset : column.offset + len(column) + 1]
     view = memoryview(data).cast("B") if data is not None else memoryview(b"")
     ends = table.tolist()
-    return Pieces(view[begin:end] for begin, end in pairwise(ends))
+    return BinaryColumn(view[begin:end] for begin, end in pairwise(ends))
 
 
 def _arrow_lists(column: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning_stream.formats.codecs import check_compression
 from lightning_stream.formats.hashing import hashes_to_write
-from lightning_stream.formats.mds.pack import MAX_FILE_BYTES
+from lightning_stream.formats.index.schema import MAX_FILE_BYTES
 from lightning_stream.formats.sizes import parse_bytes
 
 _DEFAULT_WORKERS = 4

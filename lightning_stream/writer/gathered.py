@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Bytes2d: TypeAlias = NDArray[np.uint8]
+from lightning_stream.formats.encodings.numeric import Bytes2d
 
 PIECE_BYTES = 1 << 23  # numpy asks for huge pages from 4 MiB on, and then making them is cheap
 _HUGE_PAGE_BYTES = 1 << 21
@@ -24,7 +23,7 @@ _LARGE_BYTES = 1 << 20  # kept as they are from here on
 
 
 class Pool:
-    """Pieces of memory that wait to be used again. Thread-safe."""
+    """BinaryColumn of memory that wait to be used again. Thread-safe."""
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
@@ -61,22 +60,22 @@ class Gathered:
         file_bytes: Bytes of the shard's sized file so far.
     """
 
-    def __init__(self, pool: Pool, empty_bytes: int) -> None:
+    def __init__(self, pool: Pool, header_bytes: int) -> None:
         self.sizes: list[int] = []
-        self.file_bytes = empty_bytes
+        self.file_bytes = header_bytes
         self._pool = pool
         self._pieces: list[memoryview] = []
         self._done: list[Any] = []
         self._view = memoryview(bytearray())
         self._begin = self._at = self._room = 0
 
-    def add_sample(self, parts: Sequence[bytes], extra_bytes: int, max_bytes: int) -> bool:
+    def add_sample(self, parts: Sequence[bytes], per_sample_overhead: int, max_bytes: int) -> bool:
         """Add one sample, given in parts; False, and nothing is added, if the file would have more than ``max_bytes``.
 
-        ``extra_bytes`` is what a sample adds to the file beyond its own bytes.
+        ``per_sample_overhead`` is what a sample adds to the file beyond its own bytes.
         """
         num_bytes = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
-        file_bytes = self.file_bytes + num_bytes + extra_bytes
+        file_bytes = self.file_bytes + num_bytes + per_sample_overhead
         if file_bytes > max_bytes:
             return False
         end = self._at + num_bytes

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.writer.batch import Pieces
+from lightning_stream.formats.encodings.base import BinaryColumn
 
 
 def infer_columns(sample: Mapping[str, Any]) -> dict[str, str]:
@@ -34,7 +34,7 @@ def infer_batch_columns(columns: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _infer_column(name: str, values: Any) -> str:
-    if isinstance(values, Pieces):
+    if isinstance(values, BinaryColumn):
         return values.encoding
     if isinstance(values, np.ndarray) and values.dtype.kind in "iufb" and values.ndim:
         if values.ndim > 1:

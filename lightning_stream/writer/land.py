@@ -7,15 +7,14 @@ from typing import Any
 
 from lightning_stream.formats.codecs import compress, extension
 from lightning_stream.formats.hashing import digest_parts
-from lightning_stream.formats.index.schema import FileEntry, Schema
-from lightning_stream.formats.mds.pack import file_object, schema_object
+from lightning_stream.formats.index.schema import FileEntry, Schema, file_object, schema_object
+from lightning_stream.formats.shard_encoder import ShardEncoder
 from lightning_stream.writer.gathered import Gathered
-from lightning_stream.writer.packers import Packer
 from lightning_stream.writer.place import DatasetPlace
 
 
 def land_shard(
-    name: str, packer: Packer, gathered: Gathered, place: DatasetPlace, after: Future[Any] | None = None
+    name: str, packer: ShardEncoder, gathered: Gathered, place: DatasetPlace, after: Future[Any] | None = None
 ) -> dict[str, Any]:
     """Put one shard, and give its memory back; give its index entry.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lightning_stream.formats.mds.encode import MdsEncoder
+from lightning_stream.formats.shard_encoder import ShardEncoder
 from lightning_stream.writer.base import ShardWriter
-from lightning_stream.writer.packers import MdsPacker, Packer
 
 
 class MDSWriter(ShardWriter):
@@ -39,6 +40,6 @@ class MDSWriter(ShardWriter):
         ValueError: A wrong setting, or an unknown encoding.
     """
 
-    def _make_packer(self, columns: Mapping[str, str]) -> Packer:
+    def _make_packer(self, columns: Mapping[str, str]) -> ShardEncoder:
         config = self._config
-        return MdsPacker(columns, config.compression, config.hashes, config.size_limit)
+        return MdsEncoder(columns, config.compression, config.hashes, config.size_limit)

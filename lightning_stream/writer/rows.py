@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lightning_stream.formats.index.schema import SEPARATORS, Schema
-from lightning_stream.formats.mds.pack import require_names
+from lightning_stream.formats.rows.encode import RowEncoder
+from lightning_stream.formats.shard_encoder import ShardEncoder, require_columns
 from lightning_stream.writer.base import ShardWriter
-from lightning_stream.writer.packers import Packer, RowPacker
 
 
 class _RowWriter(ShardWriter):
@@ -31,15 +31,13 @@ class _RowWriter(ShardWriter):
     def _between(self) -> str | None:
         return SEPARATORS.get(self._format)
 
-    def _make_packer(self, columns: Mapping[str, str]) -> Packer:
-        if not columns:
-            raise ValueError("columns must name at least one column and its type, e.g. {'text': 'str'}.")
-        require_names(columns)
+    def _make_packer(self, columns: Mapping[str, str]) -> ShardEncoder:
+        require_columns(columns)
         config, names = self._config, tuple(sorted(columns))
         kinds = tuple(columns[name] for name in names)
         sizes: tuple[None, ...] = (None,) * len(names)
         about = (config.compression, config.hashes, config.size_limit, self._newline, self._between)
-        return RowPacker(Schema(self._format, names, kinds, sizes, *about))
+        return RowEncoder(Schema(self._format, names, kinds, sizes, *about))
 
     def _inferred(self, columns: dict[str, str]) -> dict[str, str]:
         return {name: _row_type(encoding) for name, encoding in columns.items()}

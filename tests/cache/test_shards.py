@@ -16,8 +16,7 @@ from servers.shards import make_dataset, shard_content
 from lightning_stream import shared_files as files_module
 from lightning_stream.cache import CacheConfig, ShardCache
 from lightning_stream.errors import CacheError, CacheFullError, DigestError, FormatError, NotFoundError
-from lightning_stream.stores import LocalStore
-from lightning_stream.stores.base import Body
+from lightning_stream.stores import LocalStore, ObjectStream
 
 
 class Counting(LocalStore):
@@ -27,7 +26,7 @@ class Counting(LocalStore):
         super().__init__(folder)
         self.opened: list[str] = []
 
-    def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
+    def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
         self.opened.append(name)
         return super().open(name, begin, end)
 
@@ -147,11 +146,11 @@ def test_damage_that_passes_in_transit_is_healed_by_one_refetch(remote: Path, lo
     index = make_dataset(remote)
 
     class Flaky(Counting):
-        def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
+        def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
             body = super().open(name, begin, end)
             if len(self.opened) > 1:
                 return body
-            return Body((bytes([chunk[0] ^ 1]) + chunk[1:] for chunk in body), body.num_bytes, close=body.close)
+            return ObjectStream((bytes([chunk[0] ^ 1]) + chunk[1:] for chunk in body), body.num_bytes, close=body.close)
 
     ShardCache(Flaky(remote), local).ensure(index.entry(3))
     assert (local / "shard.00003.mds").read_bytes() == shard_content(3, 10_000)

@@ -28,7 +28,7 @@ def written(folder: Path, columns: dict[str, str]) -> list[Shard]:
 def table_of(shards: list[Shard]) -> SpanTable:
     table = SpanTable(len(shards))
     for number, shard in enumerate(shards):
-        table.take_in(number, shard.mapped)
+        table.add(number, shard.mapped)
     return table
 
 
@@ -58,8 +58,8 @@ def test_samples_that_are_not_there_are_never_read(tmp_path: Path) -> None:
     for wrong in (-1, count, 2**40, -(2**63)):
         assert table.gather(first, np.array([0, wrong]), None) is None
     assert table.gather(first, np.array([0, count - 1]), None) is not None
-    table.take_out(0)
-    table.take_out(0)
+    table.remove(0)
+    table.remove(0)
     assert table.gather(first, np.array([0, 0]), None) is None
     assert table.gather(np.array([1, 1]), np.array([0, 1]), None) is not None
 
@@ -73,6 +73,6 @@ def test_shards_of_other_columns_or_formats_are_left_to_others(tmp_path: Path) -
     assert table.gather(np.array([0]), np.array([0]), None) is not None
     for number in (1, 2):
         assert table.gather(np.array([0, number]), np.array([0, 0]), None) is None
-    table.take_out(0)  # now that none is here, any plan may come
-    table.take_in(1, other.mapped)
+    table.remove(0)  # now that none is here, any plan may come
+    table.add(1, other.mapped)
     assert table.gather(np.array([1]), np.array([0]), None) is not None

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lightning_stream.order
 from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World
+from lightning_stream.order.batching import METHODS
 from lightning_stream.order.batching.interleave import Interleave
+from lightning_stream.order.batching.random import RandomOrder
 
 prop = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -137,3 +143,26 @@ def test_a_thousand_streams_are_mixed_in_little_time():
     order = run.epoch(0)
     ids = np.concatenate([order.ids(at, min(at + 256, 65_000)) for at in range(0, 65_000, 256)])
     assert np.array_equal(np.sort(ids), np.arange(65_000))
+
+
+def test_the_name_of_a_method_is_compared_nowhere():
+    package = Path(lightning_stream.order.__file__).parent.parent
+    files = [file for folder in ("order", "loading", "reading") for file in (package / folder).rglob("*.py")]
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Compare):
+                words = {one.value for one in ast.walk(node) if isinstance(one, ast.Constant)}
+                assert not words & {*METHODS}, f"{file.name}, line {node.lineno}"
+                assert "batching_method" not in ast.unparse(node), f"{file.name}, line {node.lineno}"
+
+
+def test_a_new_method_is_one_class_and_one_line(monkeypatch):
+    class Backwards(RandomOrder):
+        def ids(self, begin, end):
+            return super().ids(self.num_samples - end, self.num_samples - begin)[::-1]
+
+    monkeypatch.setitem(METHODS, "stratified", Backwards)
+    run = run_of([[40] * 3, [30] * 2], "stratified", shuffle=False)
+    plan = BatchPlan(run.epoch(0), batch_size=12)
+    assert np.array_equal(np.concatenate([plan.ids(k) for k in range(plan.num_batches)]), np.arange(180)[::-1])
+    assert run.active_shards() == 1

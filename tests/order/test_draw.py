@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights, choose_per_stream, weights_digest
-from lightning_stream.order.draw import _spread
+from lightning_stream.order import draw as draws
+from lightning_stream.order.draw import Draw, _spread
+from lightning_stream.order.permutation import permutation
 
 TWO = Snapshot.of([[60, 40], [30, 20]], names=["web", "code"])
 
@@ -109,6 +113,52 @@ def test_a_spread_stays_exact_at_a_trillion_samples():
 def test_index_order_is_the_identity():
     run = RunOrder(TWO, [StreamWeights()] * 2, OrderConfig.resolve(batch_size=8))
     assert np.array_equal(run.epoch(3).ids(0, 150), np.arange(150))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_draw_takes_memory_by_shards_not_by_repeats(shuffle):
+    snapshot = Snapshot.of([np.full(100_000, 10)])
+    tracemalloc.start()
+    drawn = Draw(snapshot, (1_000_000_003,), 9176, balanced=True, granularity=1).shards(0, [0])
+    config = OrderConfig.resolve(batch_size=256, shuffle=shuffle)
+    repeat = 1000 if not shuffle else 1
+    order = RunOrder(snapshot, [StreamWeights(repeat=repeat)], config).epoch(0)
+    order.ids(order.num_samples - 256, order.num_samples)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert drawn.count.sum() == 1_000_000_003
+    assert peak < 30e6
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("repeat", [2, 2.5, 7.3])
+def test_every_pass_over_a_shard_comes_whole_in_an_epoch_read_in_pieces(shuffle, repeat):
+    run = RunOrder(
+        TWO, [StreamWeights(repeat=repeat)] * 2, OrderConfig.resolve(batch_size=8, shuffle=shuffle, canonical_nodes=3)
+    )
+    order, total = run.epoch(1), run.num_samples
+    pieces = np.concatenate([order.ids(at, min(at + 13, total)) for at in range(0, total, 13)])
+    assert np.array_equal(pieces, order.ids(0, total))
+    counts = np.bincount(pieces, minlength=150)
+    assert (counts.min(), counts.max()) == (int(repeat), int(np.ceil(repeat)))
+
+
+def test_an_epoch_of_more_passes_than_memory_holds_is_refused():
+    run = RunOrder(TWO, [StreamWeights(repeat=1e9)] * 2, OrderConfig.resolve(batch_size=8, shuffle=True))
+    with pytest.raises(ValueError, match=r"16 bytes for each pass.*4000000000 are drawn.*Lower repeat"):
+        run.epoch(0)
+    run = RunOrder(TWO, [StreamWeights(repeat=1e9)] * 2, OrderConfig.resolve(batch_size=8))
+    assert run.epoch(0).ids(60 * 10**9 - 60, 60 * 10**9).tolist() == list(range(60))
+
+
+def test_index_order_draws_a_partly_drawn_shard_once_for_all_its_batches(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(draws, "permutation", lambda *key, size: drawn.append(size) or permutation(*key, size=size))
+    order = RunOrder(Snapshot.of([[1000, 1000]]), [StreamWeights(repeat=0.5)], OrderConfig.resolve(batch_size=8))
+    order = order.epoch(0)
+    ids = np.concatenate([order.ids(at, at + 8) for at in range(0, 1000, 8)])
+    assert np.array_equal(ids, np.sort(ids))
+    assert [size for size in drawn if size == 1000] == [1000, 1000]
 
 
 def test_weights_have_a_digest_of_their_own():

@@ -69,13 +69,14 @@ def unsealed(state):
     return {name: value for name, value in copy.deepcopy(state).items() if name != "checksum"}
 
 
+@pytest.mark.parametrize("mutations", [120, pytest.param(2_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RUNS)
-def test_a_state_comes_back_and_any_damage_is_a_state_error_in_little_memory(name):
+def test_a_state_comes_back_and_any_damage_is_a_state_error_in_little_memory(name, mutations):
     run, rng = RUNS[name], np.random.default_rng(5)
     state = run.state()
     assert run.load(state).to_state() == state == run.load(unsealed(state)).to_state()
     tracemalloc.start()
-    for _ in range(120):
+    for _ in range(mutations):
         broken = unsealed(state)
         for _ in range(int(rng.integers(1, 3))):
             at = [broken, broken["order"], (broken["order"] or {}).get("mosaic"), broken["snapshot"]][rng.integers(4)]

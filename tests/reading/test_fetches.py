@@ -20,8 +20,7 @@ from lightning_stream.reading.fetches import ReaderProcess
 from lightning_stream.reading.look_ahead import read_ahead
 from lightning_stream.reading.range_reads import SampleRanges
 from lightning_stream.reading.reader import SampleReader
-from lightning_stream.stores import LocalStore, RetryingStore, retry
-from lightning_stream.stores.base import Body
+from lightning_stream.stores import LocalStore, ObjectStream, RetryingStore, StoreTraits, retry
 
 SHARD_BYTES = 100_000
 
@@ -31,14 +30,10 @@ class Bucket(LocalStore):
 
     def __init__(self, folder: Path, cuts: bool) -> None:
         super().__init__(folder)
-        self.cuts = cuts
+        self.traits = StoreTraits(ranges=cuts)
         self.asked: list[tuple[int, int | None]] = []
 
-    @property
-    def cuts_ranges(self) -> bool:
-        return self.cuts
-
-    def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
+    def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
         self.asked.append((begin, end))
         return super().open(name, begin, end)
 

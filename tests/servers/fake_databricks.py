@@ -37,13 +37,16 @@ class _WorkspaceHandler(Handler):
         return self.refuse(404, "ENDPOINT_NOT_FOUND")
 
     def refuse(self, status: int, message: str) -> None:
-        codes = {401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND"}
+        codes = {401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND", 409: "ALREADY_EXISTS"}
         self.reply(status, {"error_code": codes.get(status, "BAD_REQUEST"), "message": message})
 
     def _files(self, path: str) -> None:
         objects = self.owner.objects
         if self.command == "PUT":
-            objects[path] = self.content
+            with self.owner.lock:
+                if self.query.get("overwrite") == "false" and path in objects:
+                    return self.refuse(409, "The file being created already exists.")
+                objects[path] = self.content
             return self.reply(204)
         if path not in objects:
             return self.refuse(404, "The file being accessed is not found.")
@@ -91,7 +94,12 @@ class _WorkspaceHandler(Handler):
             objects.pop(given["path"], None)
             return self.reply(200, {})
         if verb == "move":
-            objects[given["destination_path"]] = objects.pop(given["source_path"])
+            with self.owner.lock:
+                if given["source_path"] not in objects:
+                    return self.refuse(404, "No such file.")
+                if given["destination_path"] in objects:
+                    return self.refuse(409, "A file or directory already exists at the destination path.")
+                objects[given["destination_path"]] = objects.pop(given["source_path"])
             return self.reply(200, {})
         return self._dbfs_read(verb, given)
 

@@ -13,7 +13,6 @@ import pytest
 from lightning_stream.errors import AccessError, StoreError
 from lightning_stream.stores import open_store
 from lightning_stream.stores.generic import FsspecStore
-from lightning_stream.stores.http import _Redirects
 
 QUICK = {"retries": 0, "timeout_s": 5.0}
 KEYS = {"access_key_id": "key", "secret_access_key": "S3CRET", "region": "us-east-1"}
@@ -59,34 +58,20 @@ def odd() -> Iterator[Odd]:
 
 def test_an_s3_server_that_only_redirects_is_no_endless_recursion(odd: Odd) -> None:
     odd.status, odd.content = 301, MOVED
-    with pytest.raises(StoreError, match=r"s3://bucket/d/x: the server answers with redirects only. Set the region"):
+    with pytest.raises(StoreError, match=r"s3://bucket/d/x: the server answers with redirects only. Set its region"):
         open_store("s3://bucket/d", {**QUICK, **KEYS, "endpoint_url": odd.url}).read("x")
 
 
 def test_a_redirect_leaves_http_for_nothing_else(odd: Odd) -> None:
     odd.status, odd.headers = 302, {"Location": "ftp://127.0.0.1/x"}
-    with pytest.raises(StoreError, match=r"/d/x: 302 redirects to ftp://, which is not followed"):
+    with pytest.raises(StoreError, match=r"/d: redirects to ftp://, which is not followed"):
         open_store(f"{odd.url}/d", QUICK).read("x")
 
 
 def test_an_endless_redirect_is_said_in_one_line(odd: Odd) -> None:
     odd.status, odd.headers = 302, {"Location": f"{odd.url}/d/x"}
-    with pytest.raises(StoreError, match=r"^http://\S+/d/x: 302 [^\n]*infinite loop[^\n]*$"):
+    with pytest.raises(StoreError, match=r"^http://\S+/d: 10 redirects in a row[^\n]*$"):
         open_store(f"{odd.url}/d", QUICK).read("x")
-
-
-@pytest.mark.parametrize(
-    ("target", "kept"),
-    [("https://host/y", True), ("https://other/y", False), ("http://host/y", False), ("https://host:444/y", False)],
-)
-def test_what_authorises_goes_to_the_same_host_over_tls_alone(target: str, kept: bool) -> None:
-    import urllib.request
-    from email.message import Message
-
-    first = urllib.request.Request("https://host/x", headers={"Authorization": "Bearer S3CRET", "Range": "bytes=0-1"})
-    followed = _Redirects().redirect_request(first, None, 302, "Found", Message(), target)
-    assert followed.has_header("Authorization") is kept
-    assert followed.has_header("Range")
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
@@ -107,10 +92,10 @@ def test_an_endpoint_without_a_scheme_is_refused_with_the_url_to_write(monkeypat
         open_store("s3://bucket/d", QUICK).read("x")
 
 
-def test_a_connection_string_that_is_none_is_said_without_showing_it() -> None:
+def test_an_incomplete_connection_string_is_refused_without_showing_it() -> None:
     pytest.importorskip("azure.storage.blob", reason="azure-storage-blob is not installed: pip install it")
     store = open_store("azure://container/d", {"connection_string": "AccountKey=S3CRET;nothing", **QUICK})
-    with pytest.raises(AccessError, match=r"azure://container/d: the connection string .* is none") as caught:
+    with pytest.raises(AccessError, match=r"azure://container/d: the connection string .* is incomplete") as caught:
         store.read("x")
     assert "S3CRET" not in "".join(traceback.format_exception(caught.value))
 
@@ -122,5 +107,5 @@ def test_a_login_of_another_kind_than_the_server_takes_is_refused_access() -> No
     class BadAuthenticationType(AuthenticationException):
         """A password, where only keys are taken."""
 
-    found = FsspecStore("sftp://host/d", {}, 5.0)._explain("x", BadAuthenticationType("allowed: publickey"))
+    found = FsspecStore("sftp://host/d", {}, 5.0)._special_error(BadAuthenticationType("allowed: publickey"), "x")
     assert isinstance(found, AccessError)

@@ -18,8 +18,7 @@ from servers.processes import free_port
 from servers.web import WebServer
 
 from lightning_stream.errors import AlreadyExistsError, NotFoundError, StoreError, UnavailableError
-from lightning_stream.stores import LocalStore, ObjectEntry, RetryingStore, RetryPolicy, open_store
-from lightning_stream.stores.base import Body
+from lightning_stream.stores import LocalStore, ObjectEntry, ObjectStream, RetryingStore, RetryPolicy, open_store
 from lightning_stream.stores.retry import _Draft
 
 QUICK = {"first_pause_s": 0.001, "longest_pause_s": 0.01, "timeout_s": 0.3, "retries": 3}
@@ -102,7 +101,7 @@ class Scripted(LocalStore):
         if self.troubles:
             raise self.troubles.pop(0)
 
-    def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
+    def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
         self._trouble()
         return super().open(name, begin, end)
 
@@ -110,8 +109,8 @@ class Scripted(LocalStore):
         self._trouble()
         super().put(name, source, **condition)
 
-    def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
-        for number, entry in enumerate(super().list(prefix)):
+    def _list(self, prefix: str) -> Iterator[ObjectEntry]:
+        for number, entry in enumerate(super()._list(prefix)):
             if number == 2:
                 self._trouble()
             yield entry
@@ -171,9 +170,9 @@ def test_an_object_replaced_while_it_is_read_is_an_error_not_a_mixture(tmp_path:
     class Changing(LocalStore):
         version = 0
 
-        def open(self, name: str, begin: int = 0, end: int | None = None) -> Body:
+        def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
             self.version += 1
-            return Body(iter([b"half"]), 8 - begin, f"v{self.version}")
+            return ObjectStream(iter([b"half"]), 8 - begin, f"v{self.version}")
 
     with pytest.raises(StoreError, match="replaced while it was being read"):
         RetryingStore(Changing(tmp_path), POLICY).read("x")

@@ -14,7 +14,6 @@ import pytest
 
 from lightning_stream.errors import ConflictError
 from lightning_stream.formats.index import Index, version_name
-from lightning_stream.formats.mds import pack
 from lightning_stream.formats.shard import open_shard
 from lightning_stream.stores import local
 from lightning_stream.stores.drafts import publish_new
@@ -216,9 +215,8 @@ def test_a_shard_may_equal_its_limit(tmp_path: Path) -> None:
 def test_a_shard_over_4_gib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="size_limit must stay under 4 GiB"):
         MDSWriter(out=tmp_path / "out", columns={"x": "int"}, size_limit="4gb")
-    for module in (pack, base):
-        monkeypatch.setattr(module, "MAX_FILE_BYTES", 1000)
-    monkeypatch.setattr("lightning_stream.writer.config.MAX_FILE_BYTES", 1000)
+    for module in ("base", "config"):
+        monkeypatch.setattr(f"lightning_stream.writer.{module}.MAX_FILE_BYTES", 1000)
     writer = MDSWriter(out=tmp_path / "out", columns={"b": "bytes"}, size_limit=None)
     writer.write({"b": b"x" * 500})
     with pytest.raises(ValueError, match="without size_limit all samples go to one shard"):

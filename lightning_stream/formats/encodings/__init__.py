@@ -9,21 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.metadata import entry_points
-from typing import Any, NamedTuple
+from typing import Any
 
-from lightning_stream.formats.encodings.base import Encoding, Layout
+from lightning_stream.errors import FormatError
+from lightning_stream.formats.encodings.base import Encoding, FamilyMember
+from lightning_stream.formats.encodings.numeric import NumericLayout
 
-__all__ = ["Encoding", "Layout", "encoding_names", "get_encoding", "register_encoding"]
+__all__ = ["Encoding", "NumericLayout", "encoding_names", "get_encoding", "register_encoding"]
 
 ENTRY_POINT_GROUP = "lightning_stream.encodings"
 
 
-class _Registered(NamedTuple):
-    make: Callable[[str], Encoding]  # full name -> encoding
-    prefix: bool  # also makes "name:anything"
-
-
-_REGISTER: dict[str, _Registered] = {}
+_REGISTER: dict[str, FamilyMember] = {}
 
 
 class _FunctionsEncoding(Encoding):
@@ -79,13 +76,38 @@ def register_encoding(
         raise ValueError(f"encoding names must be non-empty and hold no ':'; got {name!r}.")
     if not replace and name in encoding_names():
         raise ValueError(f"encoding {name!r} exists. Choose another name, or pass replace=True.")
-    _REGISTER[name] = _always(encoding)
+    _REGISTER[name] = _always(name, encoding)
     get_encoding.cache_clear()
 
 
 @lru_cache(maxsize=1024)
 def get_encoding(name: str) -> Encoding:
     """The encoding of that name.
+
+    Raises:
+        ValueError: No such encoding; the message lists those there are.
+    """
+    return family_of(name).make(name)
+
+
+def encoding_of_column(column: str, name: str, size: int | None) -> Encoding:
+    """The encoding of a column of an index, which says its size too.
+
+    Raises:
+        ValueError: No such encoding.
+        FormatError: Another size.
+    """
+    encoding = get_encoding(name)
+    if encoding.size != size:
+        raise FormatError(
+            f"column {column!r}: the index says {size} bytes, but {name!r} takes {encoding.size} (None: it varies). "
+            "Fetch the index again."
+        )
+    return encoding
+
+
+def family_of(name: str) -> FamilyMember:
+    """What makes the encoding of that name; another object once the name is registered again.
 
     Raises:
         ValueError: No such encoding; the message lists those there are.
@@ -98,12 +120,12 @@ def get_encoding(name: str) -> Encoding:
         )
     base, colon, _ = name.partition(":")
     found = _REGISTER.get(base) or _from_entry_point(base)
-    if found is None or (colon and not found.prefix):
+    if found is None or (colon and not found.takes_parameters):
         raise ValueError(
             f"no encoding {name!r}. There are: {', '.join(encoding_names())}. "
             f"Register your own with register_encoding(), before the data is opened."
         )
-    return found.make(name)
+    return found
 
 
 def encoding_names() -> list[str]:
@@ -112,11 +134,11 @@ def encoding_names() -> list[str]:
     return sorted({*_REGISTER, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
-def _always(encoding: Encoding) -> _Registered:
-    return _Registered(lambda _: encoding, prefix=False)
+def _always(name: str, encoding: Encoding) -> FamilyMember:
+    return FamilyMember((name,), lambda _: encoding)
 
 
-def _from_entry_point(name: str) -> _Registered | None:
+def _from_entry_point(name: str) -> FamilyMember | None:
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == name:
             try:
@@ -126,7 +148,7 @@ def _from_entry_point(name: str) -> _Registered | None:
                     f"encoding {name!r} is offered by the entry point {point.value!r}, which cannot be loaded "
                     f"({type(error).__name__}: {error}). Install or mend the package that offers it."
                 ) from error
-            return _REGISTER.setdefault(name, _always(loaded() if isinstance(loaded, type) else loaded))
+            return _REGISTER.setdefault(name, _always(name, loaded() if isinstance(loaded, type) else loaded))
     return None
 
 
@@ -135,6 +157,6 @@ def _load_own() -> None:
     from lightning_stream.formats.encodings import arrays, images, media, scalars, tensors, text
 
     for module in (scalars, text, arrays, images, tensors, media):
-        for names, make, prefix in module.FAMILIES:
-            for name in names:
-                _REGISTER.setdefault(name, _Registered(make, prefix))
+        for member in module.ENCODINGS:
+            for name in member.names:
+                _REGISTER.setdefault(name, member)

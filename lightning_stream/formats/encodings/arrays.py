@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.formats.encodings.base import Encoding, Layout, ViewEncoding, told, type_name
+from lightning_stream.formats.encodings.base import Encoding, FamilyMember, ViewEncoding, describe, type_name
+from lightning_stream.formats.encodings.numeric import Bytes2d, NumericLayout, as_bytes
+from lightning_stream.formats.memory import AddressWindow, Int64s
 
 _CODES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32",
@@ -20,7 +21,7 @@ _CODE_OF = {name: code for code, name in _CODES.items()}
 _MAX_DIMS = 32
 
 
-class AnyArray(ViewEncoding):
+class _AnyArray(ViewEncoding):
     """An array whose shape, and unless given its dtype, are stored with every value."""
 
     ragged = True
@@ -44,10 +45,30 @@ class AnyArray(ViewEncoding):
 
     def decode(self, data: bytes | memoryview) -> NDArray[Any]:
         """A new array."""
-        dtype, shape, at = self.read_head(data)
+        dtype, shape, at = self._read_head(data)
         return np.frombuffer(data, dtype, offset=at).reshape(shape).copy() if at < len(data) else np.empty(shape, dtype)
 
-    def read_head(self, data: bytes | memoryview) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+    def encode_many(self, values: Any) -> tuple[Bytes2d, ...] | None:
+        """Arrays of one shape, given as one array: the same head before every row."""
+        if not isinstance(values, np.ndarray) or values.ndim < 2 or not len(values) or values.dtype == object:
+            return None
+        first = np.frombuffer(self.encode(values[0]), np.uint8)
+        body = as_bytes(little_endian(values))
+        head = first[: len(first) - body.shape[1]]
+        return np.broadcast_to(head, (len(values), len(head))), body
+
+    def decode_many(self, window: AddressWindow, offsets: Int64s, sizes: int | Int64s) -> list[Any] | None:
+        """Arrays that all have one shape, taken in one go; None if they differ."""
+        if isinstance(sizes, int) or len(offsets) < 2 or not (sizes == sizes[0]).all():
+            return None
+        width, begin = int(sizes[0]), int(offsets[0])
+        dtype, shape, head = self._read_head(window.view[begin : begin + width])
+        heads = window.take(offsets, head)
+        if head == width or not (heads == heads[0]).all():
+            return None
+        return list(window.take_as(dtype, offsets + head, width - head).reshape(len(offsets), *shape))
+
+    def _read_head(self, data: bytes | memoryview) -> tuple[np.dtype[Any], tuple[int, ...], int]:
         """Dtype, shape, and where the values begin.
 
         Raises:
@@ -69,7 +90,7 @@ class _FixedArray(ViewEncoding):
 
     def __init__(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self.name = name
-        self.layout: Layout = Layout(dtype, shape)
+        self.layout: NumericLayout = NumericLayout(dtype, shape)
         self.size = math.prod(shape) * dtype.itemsize
         self._native = np.dtype(dtype.name)
 
@@ -98,7 +119,7 @@ def as_array(value: Any, name: str) -> NDArray[Any]:
     if isinstance(value, np.ndarray):
         return value
     if not hasattr(value, "__array__"):
-        raise TypeError(f"{name} takes a numpy array, or what offers __array__; got {told(value)}.")
+        raise TypeError(f"{name} takes a numpy array, or what offers __array__; got {describe(value)}.")
     if hasattr(value, "detach"):  # a torch tensor: only one without gradients in main memory is an array
         value = value.detach().cpu()
     try:
@@ -156,14 +177,14 @@ def make_ndarray(name: str) -> Encoding:
     """
     _, *rest = name.split(":")
     if not rest:
-        return AnyArray(name)
+        return _AnyArray(name)
     if rest[0] not in _CODE_OF or len(rest) > 2:
         raise ValueError(
             f"ndarray takes ndarray:<dtype>:<d0>,<d1>,... with a dtype of {', '.join(_CODE_OF)}; got {name!r}."
         )
     dtype = np.dtype(rest[0]).newbyteorder("<")
     if len(rest) == 1:
-        return AnyArray(name, dtype)
+        return _AnyArray(name, dtype)
     dims = rest[1].split(",")
     if not all(dim.isdecimal() and int(dim) >= 1 for dim in dims) or len(dims) > _MAX_DIMS:
         raise ValueError(f"a fixed shape must be numbers of at least 1, with commas between; got {name!r}.")
@@ -173,4 +194,4 @@ def make_ndarray(name: str) -> Encoding:
     return _FixedArray(name, dtype, shape)
 
 
-FAMILIES: tuple[tuple[tuple[str, ...], Callable[[str], Encoding], bool], ...] = ((("ndarray",), make_ndarray, True),)
+ENCODINGS = (FamilyMember(("ndarray",), make_ndarray, takes_parameters=True),)

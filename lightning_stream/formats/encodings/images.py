@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from lightning_stream.errors import FormatError, missing_extra
-from lightning_stream.formats.encodings.base import Encoding, ViewEncoding, told
+from lightning_stream.formats.encodings.base import Encoding, FamilyMember, ViewEncoding, describe
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -23,7 +25,7 @@ class _Pil(ViewEncoding):
     """Width, height, mode and raw pixels."""
 
     def encode(self, value: Any) -> bytes:
-        image = require_image(value, "pil")
+        image = _require_image(value, "pil")
         mode = image.mode.encode()
         return struct.pack("<III", *image.size, len(mode)) + mode + image.tobytes()
 
@@ -40,7 +42,12 @@ class _Pil(ViewEncoding):
 
 
 class _ImageFile(ViewEncoding):
-    """An image file's bytes. Given an image that was opened from a JPEG file, that file's own bytes."""
+    """An image file's bytes. An image that was opened from a JPEG file and never changed keeps that file's bytes.
+
+    `decode` opens the image without loading its pixels, as mosaicml-streaming does: ``draft()`` then still works, and
+    an image that is written again keeps its bytes. With ``on_bad_sample="substitute"`` the reader loads every image,
+    so that a truncated one is found where it can be replaced.
+    """
 
     checks_bytes = True
 
@@ -49,9 +56,9 @@ class _ImageFile(ViewEncoding):
         self._begin = _BEGINNINGS[name]
 
     def encode(self, value: Any) -> bytes:
-        if isinstance(value, bytes):
-            return self._checked(value)
-        image = require_image(value, self.name)
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            return self._checked(bytes(value))
+        image = _as_image(value, self.name)
         if self.name == "jpeg" and image.format == "JPEG" and (original := _original_bytes(image)) is not None:
             return original
         out = BytesIO()
@@ -76,7 +83,11 @@ class _ImageFile(ViewEncoding):
 
 
 class _ImageList(ViewEncoding):
-    """Several images in one value. ``jpeg_array`` has no reserved word in front, and takes JPEG bytes."""
+    """Several images in one value; ``jpeg_array`` has no reserved word in front.
+
+    It takes a sequence of images, of their files' bytes, or of uint8 arrays of pixels, or one array of uint8[n, height,
+    width, channels].
+    """
 
     def __init__(self, name: str, element: Encoding, reserved: bytes) -> None:
         self.name = name
@@ -84,8 +95,10 @@ class _ImageList(ViewEncoding):
         self._reserved = reserved
 
     def encode(self, value: Any) -> bytes:
-        if isinstance(value, (str, bytearray)) or not isinstance(value, Sequence):
-            raise TypeError(f"{self.name} takes a sequence of images; got {told(value)}.")
+        if isinstance(value, np.ndarray) and (value.ndim == 4 or value.dtype == object):
+            value = list(value)
+        if isinstance(value, (str, bytes, bytearray, memoryview)) or not isinstance(value, Sequence):
+            raise TypeError(f"{self.name} takes a sequence of images; got {describe(value)}.")
         stored = not self._element.checks_bytes
         parts = [one if stored and isinstance(one, bytes) else self._element.encode(one) for one in value]
         sizes = struct.pack(f"<{len(parts) + 1}I", len(parts), *map(len, parts))
@@ -122,10 +135,24 @@ def pillow() -> Any:
     return Image
 
 
-def require_image(value: Any, name: str) -> Image.Image:
-    """The value, if it is a PIL image; TypeError otherwise."""
+def _as_image(value: Any, name: str) -> Image.Image:
+    """The value, if it is a PIL image; one made of it, if it is an array of pixels.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    pixels = isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim in (2, 3)
+    return _require_image(pillow().fromarray(value) if pixels else value, name)
+
+
+def _require_image(value: Any, name: str) -> Image.Image:
     if not isinstance(value, pillow().Image):
-        raise TypeError(f"{name} takes a PIL image, or the encoded bytes; got {told(value)}.")
+        raise TypeError(f"{name} takes a PIL image, or the encoded bytes; got {describe(value)}.")
+    if getattr(value, "tile", None) and getattr(value, "fp", None) is None:
+        raise ValueError(
+            f"{name}: the image's file was closed before its pixels were loaded. Write the image while it is open, or "
+            "call its load() first, or give the bytes of the file."
+        )
     image: Image.Image = value
     return image
 
@@ -147,26 +174,40 @@ def load_images(column: str, value: Any) -> None:
 
 
 def _original_bytes(image: Image.Image) -> bytes | None:
-    """The bytes of the file an unchanged image was opened from, or None if they are gone or no longer fit it."""
-    file, name = getattr(image, "fp", None), getattr(image, "filename", "")
+    """The bytes of the JPEG file that an image was opened from, if they still are what the image shows; else None.
+
+    What is drawn, pasted, rotated or removed from an image must not come back. So the file is opened once more. Pixels
+    that were never loaded cannot have been changed, and loading them would read this file, at these places (`tile`).
+    Pixels that were loaded are compared. So are the size, the mode and all that is kept beside the pixels.
+    """
+    unloaded = bool(getattr(image, "tile", None))
+    file: Any = getattr(image, "fp", None)
+    name = getattr(image, "filename", "")
     try:
-        if file is not None:
-            at = file.tell()
-            file.seek(0)
-            data: bytes = file.read()
-            file.seek(at)
-        elif name:
-            data = Path(name).read_bytes()
+        if not unloaded:
+            data = Path(name).read_bytes() if name else b""
         else:
+            position = file.tell()
+            file.seek(0)
+            data = file.read()
+            file.seek(position)
+        if not data.startswith(_BEGINNINGS["jpeg"]):
             return None
-        if getattr(image, "tile", None) and not getattr(image, "decoderconfig", None) and data[:2] == b"\xff\xd8":
-            return data  # its pixels were never loaded, so nobody changed them
-        original = pillow().open(BytesIO(data))
-    except (OSError, ValueError):
+        now = pillow().open(BytesIO(data), formats=("JPEG",))
+        same = (now.format, now.size, now.mode, now.info) == ("JPEG", image.size, image.mode, image.info)
+        same = same and _exif(now, image) == _exif(image, image)
+        same = same and (now.tile == getattr(image, "tile", None) if unloaded else now.tobytes() == image.tobytes())
+    except Exception:  # noqa: BLE001 - a file that was replaced may be anything, and Pillow raises anything then
         return None
-    # thumbnail() and draft() change an opened image in place
-    same = original.format == "JPEG" and original.size == image.size and original.mode == image.mode
     return data if same else None
+
+
+def _exif(image: Image.Image, opened: Image.Image) -> Any:
+    """The EXIF data, with what was changed in it; None where nobody has looked at those of ``opened``."""
+    if getattr(opened, "_exif", opened) is None:
+        return None
+    exif = image.getexif()
+    return dict(exif), exif.tobytes()
 
 
 def _make_list(name: str) -> Encoding:
@@ -174,9 +215,9 @@ def _make_list(name: str) -> Encoding:
     return _ImageList(name, _Pil() if inner == "pil" else _ImageFile(inner), bytes(4))
 
 
-FAMILIES: tuple[tuple[tuple[str, ...], Callable[[str], Encoding], bool], ...] = (
-    (("pil",), lambda _: _Pil(), False),
-    (("jpeg", "png"), _ImageFile, False),
-    (("jpeg_array", "jpegarray"), lambda name: _ImageList(name, _ImageFile("jpeg"), b""), False),
-    (("list[pil]", "list[jpeg]", "list[png]"), _make_list, False),
+ENCODINGS = (
+    FamilyMember(("pil",), lambda _: _Pil()),
+    FamilyMember(("jpeg", "png"), _ImageFile),
+    FamilyMember(("jpeg_array", "jpegarray"), lambda name: _ImageList(name, _ImageFile("jpeg"), b"")),
+    FamilyMember(("list[pil]", "list[jpeg]", "list[png]"), _make_list),
 )

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings.images import pillow
 
+_MAX_PIXELS = 178_956_970  # from here on Pillow takes an image for a decompression bomb
+
 
 def decode_jpeg(data: bytes, min_height: int = 0, min_width: int = 0) -> NDArray[np.uint8]:
     """The pixels of a JPEG: uint8[height, width, 3], RGB.
@@ -30,6 +32,9 @@ def decode_jpeg(data: bytes, min_height: int = 0, min_width: int = 0) -> NDArray
     fast = _simplejpeg()
     if fast is not None and bytes(data[:2]) == b"\xff\xd8":
         try:
+            height, width, *_ = fast.decode_jpeg_header(data)
+            if height * width > _MAX_PIXELS:
+                raise ValueError("a decompression bomb")  # simplejpeg would take the memory; Pillow refuses it
             pixels: NDArray[np.uint8] = fast.decode_jpeg(
                 data, colorspace="RGB", fastdct=False, fastupsample=False, min_height=min_height, min_width=min_width
             )
@@ -42,11 +47,12 @@ def decode_jpeg(data: bytes, min_height: int = 0, min_width: int = 0) -> NDArray
 
 def _by_pillow(data: bytes, min_height: int, min_width: int) -> NDArray[np.uint8]:
     try:
-        with pillow().open(BytesIO(data)) as image:
+        # Collections of photos have a PNG here and there; no other format is opened, since some run programs.
+        with pillow().open(BytesIO(data), formats=("JPEG", "PNG")) as image:
             if min_height or min_width:
                 image.draft("RGB", (min_width or min_height, min_height or min_width))
             pixels: NDArray[np.uint8] = np.array(image.convert("RGB"))
-    except OSError as error:
+    except (OSError, pillow().DecompressionBombError) as error:
         raise ValueError(f"not a readable JPEG: {error}") from error
     return pixels
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from io import BytesIO
 from typing import Any
 
 from lightning_stream.errors import missing_extra
-from lightning_stream.formats.encodings.base import Encoding, ViewEncoding, told
+from lightning_stream.formats.encodings.base import FamilyMember, ViewEncoding, describe
 
 
 class Media:
@@ -58,12 +57,10 @@ class _MediaFile(ViewEncoding):
     def encode(self, value: Any) -> bytes:
         if isinstance(value, (bytes, bytearray, memoryview, Media)):
             return bytes(value)
-        raise TypeError(f"{self.name} takes the bytes of a media file, or Media; got {told(value)}.")
+        raise TypeError(f"{self.name} takes the bytes of a media file, or Media; got {describe(value)}.")
 
     def decode(self, data: bytes | memoryview) -> Media:
         return Media(bytes(data))
 
 
-FAMILIES: tuple[tuple[tuple[str, ...], Callable[[str], Encoding], bool], ...] = (
-    (("video", "audio"), _MediaFile, False),
-)
+ENCODINGS = (FamilyMember(("video", "audio"), _MediaFile),)

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.formats.encodings.base import Encoding, Layout, ViewEncoding, told
+from lightning_stream.formats.encodings.base import FamilyMember, ViewEncoding, describe
+from lightning_stream.formats.encodings.numeric import NumericLayout
 
 _CODES = {
     "uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q",
@@ -24,7 +25,7 @@ class _Number(ViewEncoding):
     def __init__(self, name: str, dtype: str | None = None) -> None:
         dtype = dtype or name
         self.name = name
-        self.layout = Layout(np.dtype(dtype).newbyteorder("<"), ())
+        self.layout = NumericLayout(np.dtype(dtype).newbyteorder("<"), ())
         self.size = self.layout.dtype.itemsize
         packer = struct.Struct("<" + _CODES[dtype])
         self._pack, self._unpack = packer.pack, packer.unpack
@@ -35,7 +36,7 @@ class _Number(ViewEncoding):
         try:
             return self._pack(value)
         except OverflowError as error:
-            raise ValueError(f"{told(value)} is out of range for {self.name}.") from error
+            raise ValueError(f"{describe(value)} is out of range for {self.name}.") from error
         except (struct.error, TypeError):
             return self._encode_other(value)
 
@@ -46,11 +47,11 @@ class _Number(ViewEncoding):
             raise ValueError(f"a number of {value.bit_length()} bits is out of range for {self.name}.") from error
         if number is None:
             kind = "a number" if self._is_float else "a whole number"
-            raise TypeError(f"{self.name} takes {kind}; got {told(value)}.")
+            raise TypeError(f"{self.name} takes {kind}; got {describe(value)}.")
         try:
             return self._pack(number)
         except (struct.error, OverflowError) as error:
-            raise ValueError(f"{told(number)} is out of range for {self.name}.") from error
+            raise ValueError(f"{describe(number)} is out of range for {self.name}.") from error
 
     def decode(self, data: bytes | memoryview) -> Any:
         if self._is_float:
@@ -60,7 +61,7 @@ class _Number(ViewEncoding):
 
 
 class _Int(_Number):
-    """``int``: int64 on the wire, a Python int in the hand."""
+    """``int``: stored as int64, given back as a Python int."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "int64")
@@ -71,7 +72,7 @@ class _Int(_Number):
 
 
 def _as_number(value: Any, is_float: bool) -> int | float | None:
-    """A plain number out of numpy and tensor-like scalars, and whole floats for integer types; None if it is none."""
+    """A plain number from a scalar of numpy or a tensor, and from a whole float for integer types; else None."""
     if isinstance(value, (str, bytes, bytearray, complex)):
         return None
     try:
@@ -85,7 +86,4 @@ def _as_number(value: Any, is_float: bool) -> int | float | None:
     return number if is_float else int(number) if number == number // 1 else None
 
 
-FAMILIES: tuple[tuple[tuple[str, ...], Callable[[str], Encoding], bool], ...] = (
-    (("int",), _Int, False),
-    (tuple(_CODES), _Number, False),
-)
+ENCODINGS = (FamilyMember(("int",), _Int), FamilyMember(tuple(_CODES), _Number))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import operator
 import pickle
-from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from functools import partial
 from json.scanner import make_scanner
@@ -13,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.formats.encodings.base import Encoding, ViewEncoding, told, type_name
+from lightning_stream.formats.encodings.base import FamilyMember, ViewEncoding, describe, type_name
 
 
 class _Bytes(ViewEncoding):
     """Bytes as they are."""
 
-    quick_decode = bytes
+    fast_decode = bytes
 
     def encode(self, value: Any) -> bytes:
         if isinstance(value, (bytes, bytearray, memoryview)):
             return bytes(value)
-        raise TypeError(f"bytes takes bytes; got {told(value)}.")
+        raise TypeError(f"bytes takes bytes; got {describe(value)}.")
 
     def decode(self, data: bytes | memoryview) -> bytes:
         return bytes(data)
@@ -33,15 +32,24 @@ class _Bytes(ViewEncoding):
 class _Str(ViewEncoding):
     """UTF-8."""
 
-    quick_decode = staticmethod(partial(str, encoding="utf-8"))
+    fast_decode = staticmethod(partial(str, encoding="utf-8"))
 
     def encode(self, value: Any) -> bytes:
         if isinstance(value, str):
             try:
                 return value.encode()
             except UnicodeEncodeError as error:
-                raise ValueError(f"str takes text that UTF-8 can store; got {told(value)}: {error}") from error
-        raise TypeError(f"str takes str; got {told(value)}.")
+                raise ValueError(f"str takes text that UTF-8 can store; got {describe(value)}: {error}") from error
+        raise TypeError(f"str takes str; got {describe(value)}.")
+
+    def encode_many(self, values: Any) -> list[bytes] | None:
+        """All texts with one built-in call each; None where a value is no text, or none that UTF-8 can store."""
+        if set(map(type, values)) != {str}:
+            return None
+        try:
+            return list(map(str.encode, values))
+        except UnicodeEncodeError:
+            return None  # `encode` says which
 
     def decode(self, data: bytes | memoryview) -> str:
         return str(data, "utf-8")
@@ -55,9 +63,9 @@ class _StrInt(ViewEncoding):
             # not str(value), by which mosaicml-streaming makes a True that nobody can read as a number
             return b"%d" % operator.index(value)
         except ValueError as error:
-            raise ValueError(f"str_int takes a number of fewer digits; got {told(value)}: {error}") from error
+            raise ValueError(f"str_int takes a number of fewer digits; got {describe(value)}: {error}") from error
         except TypeError as error:
-            raise TypeError(f"str_int takes a whole number; got {told(value)}.") from error
+            raise TypeError(f"str_int takes a whole number; got {describe(value)}.") from error
 
     def decode(self, data: bytes | memoryview) -> int:
         return int(bytes(data))
@@ -71,11 +79,11 @@ class _StrFloat(ViewEncoding):
             return str(value).encode()
         dims: int = getattr(value, "ndim", 0)
         if dims or isinstance(value, (str, bytes, bytearray)) or not hasattr(value, "__float__"):
-            raise TypeError(f"str_float takes a number; got {told(value)}.")
+            raise TypeError(f"str_float takes a number; got {describe(value)}.")
         try:
             number = float(value)
         except (OverflowError, TypeError, ValueError) as error:
-            raise ValueError(f"str_float takes a number that is a float; got {told(value)}: {error}") from error
+            raise ValueError(f"str_float takes a number that is a float; got {describe(value)}: {error}") from error
         # whole numbers and numpy's keep their own text
         own = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
         return str(value if own else number).encode()
@@ -89,7 +97,7 @@ class _StrDecimal(ViewEncoding):
 
     def encode(self, value: Any) -> bytes:
         if not isinstance(value, Decimal):
-            raise TypeError(f"str_decimal takes decimal.Decimal; got {told(value)}.")
+            raise TypeError(f"str_decimal takes decimal.Decimal; got {describe(value)}.")
         return str(value).encode()
 
     def decode(self, data: bytes | memoryview) -> Decimal:
@@ -147,12 +155,15 @@ class _Pickle(ViewEncoding):
         return pickle.loads(data)  # noqa: S301 - only reached after allow_unsafe_types=True
 
 
-FAMILIES: tuple[tuple[tuple[str, ...], Callable[[str], Encoding], bool], ...] = (
-    (("bytes",), lambda _: _Bytes(), False),
-    (("str",), lambda _: _Str(), False),
-    (("str_int",), lambda _: _StrInt(), False),
-    (("str_float",), lambda _: _StrFloat(), False),
-    (("str_decimal",), lambda _: _StrDecimal(), False),
-    (("json",), lambda _: _Json(), False),
-    (("pkl",), lambda _: _Pickle(), False),
+ENCODINGS = tuple(
+    FamilyMember((name,), lambda _, kind=kind: kind())  # type: ignore[misc]
+    for name, kind in {
+        "bytes": _Bytes,
+        "str": _Str,
+        "str_int": _StrInt,
+        "str_float": _StrFloat,
+        "str_decimal": _StrDecimal,
+        "json": _Json,
+        "pkl": _Pickle,
+    }.items()
 )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.formats.index.scan import IndexScan, parse_entry
+from lightning_stream.formats.index.scan import parse_entry, scan_index
 from lightning_stream.formats.index.schema import FileEntry, Schema, ShardEntry
 
 __all__ = ["INDEX_NAME", "FileEntry", "Index", "Schema", "ShardEntry"]
 
 INDEX_NAME = "index.json"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def version_name(digest: str) -> str:
@@ -25,7 +25,7 @@ class Index:
     """All shards of a dataset, in order.
 
     Attributes:
-        data: The text of index.json, ASCII.
+        data: The text of index.json, UTF-8.
         where: What to call this index in messages: its path or URL.
         schemas: The distinct schemas of the shards.
         shard_sizes: int64[num_shards], number of samples.
@@ -36,17 +36,18 @@ class Index:
             stored under another compression have the same digest.
     """
 
-    def __init__(self, scan: IndexScan, where: str) -> None:
-        self.data: bytes = scan.data
+    def __init__(self, data: bytes, where: str) -> None:
+        scan = scan_index(data, where)
+        self.data = data
         self.where = where
-        self.schemas: tuple[Schema, ...] = tuple(scan.schemas)
-        self._spans: NDArray[np.int64] = scan.array(0, 2)
-        self.shard_sizes: NDArray[np.int64] = scan.array(2, 3)[:, 0].copy()
-        self.raw_bytes: NDArray[np.int64] = scan.array(3, 4)[:, 0].copy()
-        self.stored_bytes: NDArray[np.int64] = scan.array(4, 5)[:, 0].copy()
-        self._schema_ids = scan.array(5, 6)[:, 0].astype(np.int32)
+        self.schemas = scan.schemas
+        self._spans = scan.numbers[:, :2].copy()
+        self.shard_sizes: NDArray[np.int64] = scan.numbers[:, 2].copy()
+        self.raw_bytes: NDArray[np.int64] = scan.numbers[:, 3].copy()
+        self.stored_bytes: NDArray[np.int64] = scan.numbers[:, 4].copy()
+        self._schema_ids = scan.numbers[:, 5].astype(np.int32)
         self.num_samples = int(self.shard_sizes.sum())
-        self.digest: str = scan.digest
+        self.digest = scan.digest
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Index:
@@ -55,7 +56,7 @@ class Index:
         Raises:
             FormatError: Not version 2, a field missing or of the wrong kind, or a file name that leaves the folder.
         """
-        return cls(IndexScan(data, where), where)
+        return cls(data.removeprefix(_BYTE_ORDER_MARK), where)
 
     @classmethod
     def from_file(cls, path: Path) -> Index:
@@ -82,9 +83,7 @@ class Index:
         Raises:
             IndexError: Not 0 <= shard < num_shards.
         """
-        begin, end = self._spans[self._checked(shard)]
-        raw = json.loads(self.data[begin:end])
-        return parse_entry(raw, f"{self.where}, shard {shard}", self.schema(shard))
+        return parse_entry(self.text(shard), f"{self.where}, shard {shard}", self.schema(shard))
 
     def text(self, shard: int) -> bytes:
         """The JSON text of one shard's entry, as it stands in the index."""
@@ -92,7 +91,7 @@ class Index:
         return self.data[begin:end]
 
     def to_bytes(self) -> bytes:
-        """The text of the index.json it was parsed from (escaped to ASCII)."""
+        """The text of the index.json that it was parsed from."""
         return self.data
 
     def _checked(self, shard: int) -> int:

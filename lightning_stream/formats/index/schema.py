@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_stream.errors import FormatError
 
 FORMATS = ("mds", "json", "csv", "tsv", "xsv")
+ROW_TYPES = ("str", "int", "float")
+"""The column types of row formats."""
 SEPARATORS = {"csv": ",", "tsv": "\t"}
+MAX_FILE_BYTES = (1 << 32) - 1
+"""Offsets are uint32: a larger file cannot be described."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +27,7 @@ class Schema:
         sizes: Fixed size in bytes per column, or None. All None for row formats.
         compression: Name such as ``"zstd:7"``, or None.
         hashes: Names of the hashes in the index.
-        size_limit: What the writer was told; None for one shard.
+        size_limit: The writer's; None for one shard.
         newline: End of a row, for row formats.
         separator: Between values, for ``csv``, ``tsv`` and ``xsv``.
     """
@@ -96,3 +101,33 @@ def check_basename(name: object, where: str) -> str:
         f"{where}: names of files must be relative and stay below the dataset's folder; found {name!r:.100}. "
         "Do not use an index from a source you do not trust."
     )
+
+
+def schema_object(schema: Schema) -> dict[str, Any]:
+    """What every shard entry of the schema says in the index."""
+    about: dict[str, Any] = {
+        "compression": schema.compression,
+        "format": schema.format,
+        "hashes": list(schema.hashes),
+        "size_limit": schema.size_limit,
+        "version": 2,
+    }
+    if schema.format == "json":
+        about["columns"] = schema.columns
+    else:
+        about["column_names"] = list(schema.names)
+        about["column_encodings"] = list(schema.encodings)
+    if schema.format == "mds":
+        about["column_sizes"] = list(schema.sizes)
+    else:
+        about["newline"] = schema.newline
+    if schema.format == "xsv":
+        about["separator"] = schema.separator
+    return about
+
+
+def file_object(file: FileEntry | None) -> dict[str, Any] | None:
+    """A file as the index describes it."""
+    if file is None:
+        return None
+    return {"basename": file.basename, "bytes": file.num_bytes, "hashes": dict(file.hashes)}

@@ -9,15 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.encodings.arrays import AnyArray
-from lightning_stream.formats.mds.layout import Column, RowPlan
-from lightning_stream.formats.memory import Stretch
-from lightning_stream.formats.shard_base import DECODE_ERRORS, Batch, Buffers, Mapped, Ragged, Shard, damaged
-
-_Ints = NDArray[np.int64]
+from lightning_stream.formats.mds.layout import Column, RecordLayout
+from lightning_stream.formats.memory import AddressWindow, Int64s
+from lightning_stream.formats.shard_base import DECODE_ERRORS, Batch, Buffers, Mapped, Ragged, Shard, corrupt_error
 
 
-def gather(shards: Sequence[Shard], which: _Ints, indices: _Ints, out: Buffers | None = None) -> Batch:
+def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers | None = None) -> Batch:
     """One batch over many shards: row k is sample ``indices[k]`` of ``shards[which[k]]``.
 
     Args:
@@ -40,14 +37,14 @@ def gather(shards: Sequence[Shard], which: _Ints, indices: _Ints, out: Buffers |
     first = mapped[0]
     if first is None:
         return _gather_apart(shards, which, indices, out)
-    found = [one for one in mapped if one is not None and one.plan is first.plan]
+    found = [one for one in mapped if one is not None and one.layout is first.layout]
     if len(found) != len(shards):
         raise ValueError("gather needs shards of the same columns; group the samples by their shard's schema first.")
     return gather_mapped(found, which, indices, out)
 
 
 def gather_mixed(
-    shards: Sequence[Shard], which: _Ints, indices: _Ints, common: Mapping[str, bool], out: Buffers | None = None
+    shards: Sequence[Shard], which: Int64s, indices: Int64s, common: Mapping[str, bool], out: Buffers | None = None
 ) -> Batch:
     """As `gather`, over shards of different columns.
 
@@ -59,7 +56,7 @@ def gather_mixed(
     groups: dict[tuple[Any, ...], list[int]] = {}
     for k, shard in enumerate(shards):
         groups.setdefault((shard.schema.format, shard.schema.names, shard.schema.encodings), []).append(k)
-    parts: list[tuple[_Ints, Batch]] = []
+    parts: list[tuple[Int64s, Batch]] = []
     for members in groups.values():
         rows = np.flatnonzero(np.isin(which, members))
         place = np.searchsorted(members, which[rows])
@@ -76,52 +73,52 @@ def gather_mixed(
     return batch
 
 
-def gather_mapped(files: Sequence[Mapped], which: _Ints | None, indices: _Ints, out: Buffers | None) -> Batch:
-    """As `gather`, over mapped files of one plan; ``which`` None means that there is one."""
+def gather_mapped(files: Sequence[Mapped], which: Int64s | None, indices: Int64s, out: Buffers | None) -> Batch:
+    """As `gather`, over mapped files of one layout; ``which`` None means that there is one."""
     spans = np.array([one.span for one in files], np.int64).T
-    stretch = Stretch(int(spans[0].min()), int(spans[1].max()))
+    window = AddressWindow(int(spans[0].min()), int(spans[1].max()))
     rows = np.zeros(len(indices), np.int64) if which is None else which
     _check_range(rows, len(files), "shard")
     _check_range(indices, spans[3].take(rows).view(np.uint64), "sample")
     return gather_rows(
-        files[0].plan, stretch, spans.take(rows, 1), rows, indices, lambda shard: files[shard].file.where, out
+        files[0].layout, window, spans.take(rows, 1), rows, indices, lambda shard: files[shard].file.where, out
     )
 
 
 def gather_rows(
-    plan: RowPlan,
-    stretch: Stretch,
-    spans: _Ints,
-    which: _Ints,
-    indices: _Ints,
+    layout: RecordLayout,
+    window: AddressWindow,
+    spans: Int64s,
+    which: Int64s,
+    indices: Int64s,
     where: Callable[[int], str],
     out: Buffers | None,
 ) -> Batch:
     """As `gather`, over mapped shards whose places are known, for samples that are known to be there.
 
     Args:
-        plan: That of all the shards.
-        stretch: Memory that holds them all.
+        layout: That of all the shards.
+        window: Memory that holds them all.
         spans: int64[4, n]: the `Mapped.span` of each sample's shard.
         which: int64[n], the shards, for messages.
         indices: int64[n], 0 <= index < samples of that shard.
         out: As for `gather`.
         where: The path of a shard, for messages.
     """
-    batch = _Located(plan, stretch, len(indices))
-    if plan.stride is None:
-        batch.locate_variable(spans[0] - stretch.begin, spans[1] - stretch.begin, indices)
+    batch = _Located(layout, window, len(indices))
+    if layout.stride is None:
+        batch.locate_variable(spans[0] - window.begin, spans[1] - window.begin, indices)
     else:
-        batch.locate_fixed(spans[2] + (indices * plan.stride - stretch.begin))
-    if batch.broken is not None:
-        k = batch.broken
+        batch.locate_fixed(spans[2] + (indices * layout.stride - window.begin))
+    if batch.bad_row is not None:
+        k = batch.bad_row
         raise FormatError(
             f"{where(int(which[k]))}, sample {indices[k]}: its columns do not fill it. Fetch the shard again."
         )
     return _build(batch, where, which, indices, out or {})
 
 
-def _check_range(values: _Ints, limit: int | _Ints, what: str) -> None:
+def _check_range(values: Int64s, limit: int | Int64s, what: str) -> None:
     wrong = values.view(np.uint64) >= limit  # negative numbers, too, are beyond then
     if wrong.any():
         k = int(np.flatnonzero(wrong)[0])
@@ -130,75 +127,75 @@ def _check_range(values: _Ints, limit: int | _Ints, what: str) -> None:
 
 
 class _Located:
-    """Where each value of a batch lies: per column, its positions in the stretch and its size or sizes."""
+    """Where each value of a batch lies: per column, its positions in the window and its size or sizes."""
 
-    def __init__(self, plan: RowPlan, stretch: Stretch, num_rows: int) -> None:
-        self.plan = plan
-        self.stretch = stretch
+    def __init__(self, layout: RecordLayout, window: AddressWindow, num_rows: int) -> None:
+        self.layout = layout
+        self.window = window
         self.num_rows = num_rows
-        self.spans: list[tuple[_Ints, int | _Ints]] = []
-        self.broken: int | None = None  # a row whose columns do not fill it
+        self.spans: list[tuple[Int64s, int | Int64s]] = []
+        self.bad_row: int | None = None  # a row whose columns do not fill it
 
-    def locate_fixed(self, at: _Ints) -> None:
-        for column in self.plan.columns:
+    def locate_fixed(self, at: Int64s) -> None:
+        for column in self.layout.columns:
             self.spans.append((at, column.size or 0))
             at = at + (column.size or 0)
 
-    def locate_variable(self, begins: _Ints, ends: _Ints, indices: _Ints) -> None:
+    def locate_variable(self, begins: Int64s, ends: Int64s, indices: Int64s) -> None:
         """From the table of offsets to each sample, and from its head to each column.
 
         The table was checked when the file was opened; what is read now is checked again, since a file that somebody
         changes meanwhile must not lead out of its memory.
         """
         if not self.num_rows:
-            self.spans = [(indices, indices) for _ in self.plan.columns]
+            self.spans = [(indices, indices) for _ in self.layout.columns]
             return
         offsets = self._numbers(begins + 4 + 4 * indices, 2)
         at, stop = begins + offsets[:, 0], begins + offsets[:, 1]
-        astray = (stop - at < self.plan.min_bytes) | (stop > ends)
-        if astray.any():
-            self.broken = int(np.flatnonzero(astray)[0])
+        out_of_bounds = (stop - at < self.layout.min_bytes) | (stop > ends)
+        if out_of_bounds.any():
+            self.bad_row = int(np.flatnonzero(out_of_bounds)[0])
             return
-        sizes = iter(self._numbers(at, self.plan.num_variable).T)
-        at = at + self.plan.head.size
-        for column in self.plan.columns:
+        sizes = iter(self._numbers(at, self.layout.num_variable).T)
+        at = at + self.layout.head.size
+        for column in self.layout.columns:
             size = next(sizes) if column.size is None else column.size
             self.spans.append((at, size))
             at = at + size
         if not np.array_equal(at, stop):
-            self.broken = int(np.flatnonzero(at != stop)[0])
+            self.bad_row = int(np.flatnonzero(at != stop)[0])
 
-    def _numbers(self, at: _Ints, count: int) -> _Ints:
-        return self.stretch.take(at, 4 * count).view("<u4").astype(np.int64)
+    def _numbers(self, at: Int64s, count: int) -> Int64s:
+        return self.window.take(at, 4 * count).view("<u4").astype(np.int64)
 
 
-def _build(batch: _Located, where: Callable[[int], str], which: _Ints, indices: _Ints, out: Buffers) -> Batch:
+def _build(batch: _Located, where: Callable[[int], str], which: Int64s, indices: Int64s, out: Buffers) -> Batch:
     values: Batch = {}
-    for column, (at, size) in zip(batch.plan.columns, batch.spans, strict=True):
+    for column, (at, size) in zip(batch.layout.columns, batch.spans, strict=True):
         if column.gathered and isinstance(size, int):
-            values[column.name] = _numbers(batch.stretch, column, at, size, out.get(column.name))
+            values[column.name] = _numbers(batch.window, column, at, size, out.get(column.name))
             continue
         if column.name in out:
             raise ValueError(f"out: column {column.name!r} has no fixed size, so its values cannot go to given memory.")
-        decoded = _equal_arrays(batch.stretch, column, at, size) or _decoded(batch.stretch, column, at, size)
+        decoded = _decoded(batch.window, column, at, size)
         if isinstance(decoded, _Failure):
             k = decoded.row
-            raise damaged(where(int(which[k])), int(indices[k]), column.name, decoded.error) from decoded.error
+            raise corrupt_error(where(int(which[k])), int(indices[k]), column.name, decoded.error) from decoded.error
         values[column.name] = Ragged(decoded) if column.ragged else decoded
     if unknown := set(out) - set(values):
         raise ValueError(f"out: no column {min(unknown)!r}; there are {', '.join(values)}.")
     return values
 
 
-def _numbers(stretch: Stretch, column: Column, at: _Ints, size: int, out: Any) -> NDArray[Any]:
+def _numbers(window: AddressWindow, column: Column, at: Int64s, size: int, out: Any) -> NDArray[Any]:
     layout = column.encoding.layout
     assert layout is not None
     shape = (len(at), *layout.shape)
     if out is None:
-        return stretch.take_as(layout.dtype, at, size).reshape(shape) if len(at) else np.empty(shape, layout.dtype)
+        return window.take_as(layout.dtype, at, size).reshape(shape) if len(at) else np.empty(shape, layout.dtype)
     target = buffer_array(out, layout.dtype, shape, column.name)
     if len(at):
-        stretch.take(at, size, target.reshape(-1).view(np.uint8).reshape(len(at), size))
+        window.take(at, size, target.reshape(-1).view(np.uint8).reshape(len(at), size))
     return target
 
 
@@ -227,39 +224,30 @@ class _Failure:
         self.row, self.error = row, error
 
 
-def _decoded(stretch: Stretch, column: Column, at: _Ints, size: int | _Ints) -> list[Any] | _Failure:
-    view, decode = stretch.view, column.decode
+def _decoded(
+    window: AddressWindow, column: Column, at: Int64s, size: int | Int64s
+) -> list[Any] | NDArray[Any] | _Failure:
+    error: Exception | None = None
+    if column.decode_many is not None:
+        try:
+            many = column.decode_many(window, at, size)
+        except DECODE_ERRORS as raised:
+            many, error = None, raised  # which of the values it was, decoding them one by one shows
+        if many is not None:
+            return many if len(many) == len(at) else _Failure(0, ValueError(f"decode_many gave {len(many)} values"))
+    view, decode = window.view, column.decode
     values: list[Any] = []
     try:
         for begin, end in zip(at.tolist(), (at + size).tolist(), strict=True):
             values.append(decode(view[begin:end]))
-    except DECODE_ERRORS as error:
-        return _Failure(len(values), error)
-    return values
+    except DECODE_ERRORS as raised:
+        return _Failure(len(values), raised)
+    return values if error is None else _Failure(0, error)
 
 
-def _equal_arrays(stretch: Stretch, column: Column, at: _Ints, size: int | _Ints) -> list[Any] | None:
-    """Arrays that all have one shape, gathered in one go; None if they do not, or if it is no column of arrays."""
-    encoding = column.encoding
-    if not isinstance(encoding, AnyArray) or isinstance(size, int) or column.decode != encoding.decode or len(at) < 2:
-        return None
-    width = int(size[0])
-    if not (size == width).all():
-        return None
-    begin = int(at[0])
-    try:
-        dtype, shape, head = encoding.read_head(stretch.view[begin : begin + width])
-    except DECODE_ERRORS:
-        return None
-    heads = stretch.take(at, head)
-    if head == width or not (heads == heads[0]).all():
-        return None
-    return list(stretch.take_as(dtype, at + head, width - head).reshape(len(at), *shape))
-
-
-def _gather_apart(shards: Sequence[Shard], which: _Ints, indices: _Ints, out: Buffers | None) -> Batch:
+def _gather_apart(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers | None) -> Batch:
     """For formats that are not mapped as samples: each shard its part, then put in the batch's order."""
-    parts: list[tuple[_Ints, Batch]] = []
+    parts: list[tuple[Int64s, Batch]] = []
     for number in sorted(set(which.tolist())):
         rows = np.flatnonzero(which == number)
         parts.append((rows, shards[number].columns(indices[rows])))
@@ -271,7 +259,7 @@ def _gather_apart(shards: Sequence[Shard], which: _Ints, indices: _Ints, out: Bu
     }
 
 
-def _in_order(name: str, parts: list[tuple[_Ints, Any]], num_rows: int, out: Buffers) -> NDArray[Any] | list[Any]:
+def _in_order(name: str, parts: list[tuple[Int64s, Any]], num_rows: int, out: Buffers) -> NDArray[Any] | list[Any]:
     first = parts[0][1]
     if isinstance(first, np.ndarray):
         shape = (num_rows, *first.shape[1:])
@@ -283,7 +271,7 @@ def _in_order(name: str, parts: list[tuple[_Ints, Any]], num_rows: int, out: Buf
     return merged if isinstance(first, Ragged) else list(merged)
 
 
-def _listed(parts: list[tuple[_Ints, Any]], num_rows: int) -> Ragged:
+def _listed(parts: list[tuple[Int64s, Any]], num_rows: int) -> Ragged:
     merged = Ragged([None] * num_rows)
     for rows, values in parts:
         for row, value in zip(rows.tolist(), values, strict=True):

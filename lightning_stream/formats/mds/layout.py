@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
-from lightning_stream.errors import FormatError
-from lightning_stream.formats.encodings import get_encoding
-from lightning_stream.formats.encodings.base import Encoding
+from lightning_stream.formats.encodings import Encoding, encoding_of_column, family_of
 from lightning_stream.formats.index.schema import Schema
 
 Decoder = Callable[[Any], Any]
 
 
 class Column(NamedTuple):
-    """One column of a plan. ``decode`` may be handed a view of mapped memory, and copies what it keeps."""
+    """One column. ``decode`` may get a view of mapped memory, and copies what it keeps."""
 
     name: str
     encoding: Encoding
     size: int | None
     decode: Decoder
+    decode_many: Callable[..., Any] | None
     gathered: bool  # plain numbers, not decoded by the caller's own function
     ragged: bool  # arrays that need not have one shape, decoded as stored
 
 
-class RowPlan:
+class RecordLayout:
     """The columns of MDS samples, ready to be read.
 
     Attributes:
@@ -47,51 +46,54 @@ class RowPlan:
         self.steps = tuple((column.name, column.decode, column.size) for column in columns)
 
 
-def plan_rows(
+# Shards of one layout can be gathered together. It lives as long as a shard that has it, and so do the users' decoders.
+_LAYOUTS: WeakValueDictionary[Any, RecordLayout] = WeakValueDictionary()
+
+
+def record_layout(
     schema: Schema, allow_unsafe_types: bool = False, decoders: Mapping[str, Callable[[bytes], Any]] | None = None
-) -> RowPlan:
-    """The plan of a schema; the same object for the same arguments.
+) -> RecordLayout:
+    """The layout of a schema; the same object for the same arguments, while it is in use.
 
     Raises:
         ValueError: An encoding that is unknown, or unsafe and not allowed; a decoder for a column that is not there.
         FormatError: A fixed size that is not that of the encoding.
     """
-    chosen = tuple(sorted((decoders or {}).items(), key=lambda pair: pair[0]))
-    return _plan_rows(schema.names, schema.encodings, schema.sizes, allow_unsafe_types, chosen)
+    chosen = dict(decoders or {})
+    families = tuple(map(family_of, schema.encodings))  # a name that is registered again is another encoding
+    key = (schema.names, schema.encodings, schema.sizes, families, allow_unsafe_types, frozenset(chosen.items()))
+    found = _LAYOUTS.get(key)
+    if found is None:
+        found = _LAYOUTS.setdefault(key, _make_layout(schema, allow_unsafe_types, chosen))
+    return found
 
 
-@lru_cache(maxsize=256)
-def _plan_rows(
-    names: tuple[str, ...],
-    encodings: tuple[str, ...],
-    sizes: tuple[int | None, ...],
-    allow_unsafe_types: bool,
-    chosen: tuple[tuple[str, Decoder], ...],
-) -> RowPlan:
-    decoders = dict(chosen)
-    if absent := set(decoders) - set(names):
-        raise ValueError(f"decoders: no column {min(absent)!r}; there are {', '.join(names)}.")
+def _make_layout(schema: Schema, allow_unsafe_types: bool, decoders: Mapping[str, Decoder]) -> RecordLayout:
+    if absent := set(decoders) - set(schema.names):
+        raise ValueError(f"decoders: no column {min(absent)!r}; there are {', '.join(schema.names)}.")
     columns = []
-    for name, encoding_name, size in zip(names, encodings, sizes, strict=True):
-        encoding = get_encoding(encoding_name)
-        if encoding.size != size:
-            raise FormatError(
-                f"column {name!r}: the index says {size} bytes, but {encoding_name!r} takes {encoding.size} "
-                "(None: it varies). Fetch the index again."
-            )
+    for name, encoding_name, size in zip(schema.names, schema.encodings, schema.sizes, strict=True):
+        encoding = encoding_of_column(name, encoding_name, size)
         if not encoding.safe and not allow_unsafe_types and name not in decoders:
             raise ValueError(
                 f"column {name!r} is stored as {encoding_name!r}: reading it can run code that the data brings along. "
                 "If you trust where the data comes from, pass allow_unsafe_types=True."
             )
-        gathered = getattr(encoding, "layout", None) is not None and name not in decoders
-        ragged = getattr(encoding, "ragged", False) and name not in decoders
-        columns.append(Column(name, encoding, size, _decoder(encoding, decoders.get(name)), gathered, ragged))
-    return RowPlan(tuple(columns))
+        columns.append(_column(name, encoding, size, decoders.get(name)))
+    return RecordLayout(tuple(columns))
 
 
-def _decoder(encoding: Encoding, chosen: Decoder | None) -> Decoder:
+def _column(name: str, encoding: Encoding, size: int | None, chosen: Decoder | None) -> Column:
     decode = encoding.decode if chosen is None else chosen
-    if chosen is None and getattr(encoding, "takes_view", False):
-        return getattr(encoding, "quick_decode", None) or decode
+    if chosen is not None or not getattr(encoding, "accepts_memoryview", False):
+        decode = _of_bytes(decode)
+    elif getattr(encoding, "fast_decode", None) is not None:
+        decode = encoding.fast_decode or decode
+    if chosen is not None:
+        return Column(name, encoding, size, decode, None, gathered=False, ragged=False)
+    many, ragged = getattr(encoding, "decode_many", None), getattr(encoding, "ragged", False)
+    return Column(name, encoding, size, decode, many, getattr(encoding, "layout", None) is not None, ragged)
+
+
+def _of_bytes(decode: Decoder) -> Decoder:
     return lambda data: decode(bytes(data))

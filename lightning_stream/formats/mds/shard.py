@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.index.schema import ShardEntry
 from lightning_stream.formats.mds.gather import gather_mapped
-from lightning_stream.formats.mds.layout import RowPlan, plan_rows
+from lightning_stream.formats.mds.layout import RecordLayout, record_layout
 from lightning_stream.formats.memory import MappedFile
-from lightning_stream.formats.shard_base import DECODE_ERRORS, Batch, Buffers, Mapped, closed, damaged
+from lightning_stream.formats.shard_base import DECODE_ERRORS, Batch, Buffers, Mapped, closed_error, corrupt_error
 
 _OFFSETS = struct.Struct("<II")
 
@@ -45,18 +45,18 @@ class MdsShard:
         self.schema = entry.schema
         self.num_samples = entry.num_samples
         self.nbytes = entry.raw.num_bytes
-        self._plan = plan_rows(entry.schema, allow_unsafe_types, decoders)
+        self._layout = record_layout(entry.schema, allow_unsafe_types, decoders)
         self._path = folder / entry.raw.basename
         file = MappedFile(self._path, self.nbytes)
-        first = _check_offsets(file, self.num_samples, self._plan)
+        first = _check_offsets(file, self.num_samples, self._layout)
         span = (file.address, file.address + file.num_bytes, file.address + first, self.num_samples)
-        self._mapped: Mapped | None = Mapped(self._plan, file, span)
+        self._mapped: Mapped | None = Mapped(self._layout, file, span)
 
     @property
     def mapped(self) -> Mapped:
         """Where the samples are."""
         if self._mapped is None:
-            raise closed(str(self._path))
+            raise closed_error(str(self._path))
         return self._mapped
 
     def sample(self, index: int) -> dict[str, Any]:
@@ -64,19 +64,19 @@ class MdsShard:
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} is out of range: {self._path} has {self.num_samples}.")
         view = self.mapped.file.view
-        begin, end = _OFFSETS.unpack_from(view, 4 + 4 * index)
-        sizes = iter(self._plan.head.unpack_from(view, begin))
-        at = begin + self._plan.head.size
         values: dict[str, Any] = {}
-        name = ""
+        name = "(its head)"
         try:
-            for name, decode, size in self._plan.steps:
+            begin, end = _OFFSETS.unpack_from(view, 4 + 4 * index)
+            sizes = iter(self._layout.head.unpack_from(view, begin))
+            at = begin + self._layout.head.size
+            for name, decode, size in self._layout.steps:
                 stop = at + (next(sizes) if size is None else size)
                 values[name] = decode(view[at:stop])
                 at = stop
         except DECODE_ERRORS as error:
-            raise damaged(str(self._path), index, name, error) from error
-        if at != end:
+            raise corrupt_error(str(self._path), index, name, error) from error
+        if at != end or end > len(view):
             raise FormatError(f"{self._path}, sample {index}: its columns do not fill it. Fetch the shard again.")
         return values
 
@@ -98,7 +98,7 @@ class MdsShard:
         return f"MdsShard({str(self._path)!r}: {self.num_samples} samples, {self.nbytes} bytes)"
 
 
-def _check_offsets(file: MappedFile, num_samples: int, plan: RowPlan) -> int:
+def _check_offsets(file: MappedFile, num_samples: int, layout: RecordLayout) -> int:
     """Where the first sample begins.
 
     Raises:
@@ -111,10 +111,10 @@ def _check_offsets(file: MappedFile, num_samples: int, plan: RowPlan) -> int:
     offsets = file.array[4:table_end].view("<u4")
     first = int(offsets[0])
     steps = offsets[1:] - offsets[:-1]
-    if plan.stride is not None:
-        in_order = bool((steps == plan.stride).all())
+    if layout.stride is not None:
+        in_order = bool((steps == layout.stride).all())
     else:
-        in_order = bool((offsets[1:] >= offsets[:-1]).all() and (steps >= plan.min_bytes).all())
+        in_order = bool((offsets[1:] >= offsets[:-1]).all() and (steps >= layout.min_bytes).all())
     if not in_order or first < table_end or int(offsets[-1]) != file.num_bytes:
         raise FormatError(f"{file.where}: its offsets are not those of {num_samples} samples in order. Fetch it again.")
     return first

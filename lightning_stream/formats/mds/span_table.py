@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.formats.mds.gather import gather_rows
-from lightning_stream.formats.mds.layout import RowPlan
-from lightning_stream.formats.memory import Stretch
+from lightning_stream.formats.mds.layout import RecordLayout
+from lightning_stream.formats.memory import AddressWindow
 from lightning_stream.formats.shard_base import Batch, Buffers, Mapped
 
 
 class SpanTable:
-    """The mapped shards of one plan among all shards of the data. Gathering is thread-safe, changing it is not.
+    """The mapped shards of one layout among all shards of the data. Gathering is thread-safe, changing it is not.
 
     A gather first refers to `_outlived`, then looks the samples up. A shard is first marked as not here and then put
     into that list, so it stays mapped for every gather that has found it.
@@ -28,22 +28,22 @@ class SpanTable:
         self._held: dict[int, Mapped] = {}
         # Shards taken out since a gather began; the last element is the list of those taken out later.
         self._outlived: list[Any] = []
-        self._plan: RowPlan | None = None
-        self._stretch: Stretch | None = None
+        self._layout: RecordLayout | None = None
+        self._window: AddressWindow | None = None
 
-    def take_in(self, number: int, mapped: Mapped | None) -> None:
-        """A shard was mapped; one of another plan, or none that can be gathered in one go, is left alone."""
-        if mapped is None or (self._held and mapped.plan is not self._plan):
+    def add(self, number: int, mapped: Mapped | None) -> None:
+        """A shard was mapped; one of another layout, or none that can be gathered in one go, is left alone."""
+        if mapped is None or (self._held and mapped.layout is not self._layout):
             return
-        self._plan = mapped.plan
+        self._layout = mapped.layout
         self._held[number] = mapped
         begin, end, _, _ = mapped.span
-        if self._stretch is None or begin < self._stretch.begin or end > self._stretch.end:
+        if self._window is None or begin < self._window.begin or end > self._window.end:
             # It only grows: nothing is read but the samples of shards that are here.
-            self._stretch = Stretch(*((begin, end) if self._stretch is None else self._stretch.reaching(begin, end)))
-        self._spans[number] = mapped.span  # last: what is found lies in the stretch
+            self._window = AddressWindow(*((begin, end) if self._window is None else self._window.union(begin, end)))
+        self._spans[number] = mapped.span  # last: what is found lies in the window
 
-    def take_out(self, number: int) -> None:
+    def remove(self, number: int) -> None:
         """Forget a shard; it is unmapped once nobody reads what was located before."""
         if (mapped := self._held.pop(number, None)) is not None:
             self._spans[number] = 0
@@ -57,12 +57,12 @@ class SpanTable:
         Returns:
             None where not all of these samples are here.
         """
-        keeps_mapped, plan = self._outlived, self._plan
+        keeps_mapped, layout = self._outlived, self._layout
         spans = self._spans.take(numbers, 0).T
         here = np.count_nonzero(indices.view(np.uint64) < spans[3].view(np.uint64))  # negative indices are huge then
-        if plan is None or plan is not self._plan or self._stretch is None or here < len(indices):
+        if layout is None or layout is not self._layout or self._window is None or here < len(indices):
             return None
-        batch = gather_rows(plan, self._stretch, spans, numbers, indices, self._where, out)
+        batch = gather_rows(layout, self._window, spans, numbers, indices, self._where, out)
         del keeps_mapped
         return batch
 

@@ -14,14 +14,14 @@ from lightning_stream.errors import FormatError
 from lightning_stream.formats.index.schema import Schema, ShardEntry
 from lightning_stream.formats.mds.gather import buffer_array
 from lightning_stream.formats.memory import MappedFile
-from lightning_stream.formats.shard_base import DECODE_ERRORS, Batch, Buffers, closed, damaged
+from lightning_stream.formats.shard_base import DECODE_ERRORS, Batch, Buffers, closed_error, corrupt_error
 
-TYPES: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
+_TYPES: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
 _DTYPES = {"int": np.dtype("<i8"), "float": np.dtype("<f8")}
 
 
 class RowShard:
-    """One open shard of a row format: its data mapped, its offsets in memory."""
+    """One open shard of a row format, both its files mapped."""
 
     mapped = None
 
@@ -35,30 +35,41 @@ class RowShard:
         self._parse = _json_parser(self.schema) if entry.format == "json" else _values_parser(self.schema)
         self._newline = (self.schema.newline or "\n").encode()
         file = MappedFile(self._path, entry.raw.num_bytes)
-        self._offsets = _read_meta(folder / entry.raw_meta.basename, entry.raw_meta.num_bytes, self.num_samples, file)
-        self._file: MappedFile | None = file
+        offsets = _read_meta(folder / entry.raw_meta.basename, entry.raw_meta.num_bytes, self.num_samples, file)
+        self._open: tuple[MappedFile, NDArray[np.uint32]] | None = (file, offsets)
 
     def sample(self, index: int) -> dict[str, Any]:
         """The sample at ``index`` as values by column name."""
+        file, offsets = self._files()
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} is out of range: {self._path} has {self.num_samples}.")
-        if self._file is None:
-            raise closed(str(self._path))
-        begin, end = self._offsets[index], self._offsets[index + 1]
-        row = bytes(self._file.view[begin:end])
-        try:
-            return self._parse(str(row.removesuffix(self._newline), "utf-8"))
-        except DECODE_ERRORS as error:
-            raise damaged(str(self._path), index, "(the row)", error) from error
+        return self._row(index, file.view[offsets.item(index) : offsets.item(index + 1)])
 
     def columns(self, indices: NDArray[np.int64], out: Buffers | None = None) -> Batch:
         """Samples as columns: int64 and float64 arrays, and lists of str; see `Shard.columns`."""
-        samples = [self.sample(index) for index in np.asarray(indices, np.int64).tolist()]
+        file, offsets = self._files()
+        indices = np.asarray(indices, np.int64)
+        wrong = indices[(indices < 0) | (indices >= self.num_samples)]
+        if len(wrong):
+            raise IndexError(f"sample {wrong[0]} is out of range: {self._path} has {self.num_samples}.")
+        places = zip(indices.tolist(), offsets[indices].tolist(), offsets[indices + 1].tolist(), strict=True)
+        samples = [self._row(index, file.view[begin:end]) for index, begin, end in places]
         return rows_to_columns(samples, self.schema, out or {}, str(self._path))
+
+    def _files(self) -> tuple[MappedFile, NDArray[np.uint32]]:
+        if self._open is None:
+            raise closed_error(str(self._path))
+        return self._open
+
+    def _row(self, index: int, stored: memoryview) -> dict[str, Any]:
+        try:
+            return self._parse(str(bytes(stored).removesuffix(self._newline), "utf-8"))
+        except DECODE_ERRORS as error:
+            raise corrupt_error(str(self._path), index, "(the row)", error) from error
 
     def close(self) -> None:
         """Let go of the files."""
-        self._file = None
+        self._open = None
 
 
 def rows_to_columns(samples: list[dict[str, Any]], schema: Schema, out: Buffers, where: str) -> Batch:
@@ -99,7 +110,7 @@ def _json_parser(schema: Schema) -> Callable[[str], dict[str, Any]]:
         if not isinstance(value, dict):
             raise TypeError("a row must be a JSON object")
         for name in names:
-            value[name]
+            value[name]  # KeyError if the column is missing
         return value
 
     return parse
@@ -108,10 +119,7 @@ def _json_parser(schema: Schema) -> Callable[[str], dict[str, Any]]:
 def _values_parser(schema: Schema) -> Callable[[str], dict[str, Any]]:
     separator = schema.separator or ","
     names = schema.names
-    try:
-        casts = [TYPES[kind] for kind in schema.encodings]
-    except KeyError as error:
-        raise FormatError(f"columns of row formats must be {', '.join(TYPES)}; found {error}.") from error
+    casts = [_TYPES[kind] for kind in schema.encodings]  # the index was refused if there are others
 
     def parse(text: str) -> dict[str, Any]:
         parts = text.split(separator)
@@ -122,8 +130,8 @@ def _values_parser(schema: Schema) -> Callable[[str], dict[str, Any]]:
     return parse
 
 
-def _read_meta(path: Path, num_bytes: int, num_samples: int, file: MappedFile) -> list[int]:
-    """The offsets of the samples in the data file, and its end.
+def _read_meta(path: Path, num_bytes: int, num_samples: int, file: MappedFile) -> NDArray[np.uint32]:
+    """The offsets of the samples in the data file, and its end, as they lie in the mapped file: 4 bytes a row, not 36.
 
     Raises:
         FormatError: Not the number of samples the index says, or offsets that are not in order within the data file.
@@ -136,5 +144,4 @@ def _read_meta(path: Path, num_bytes: int, num_samples: int, file: MappedFile) -
     offsets = meta.array[4:table_end].view("<u4")
     if not (offsets[1:] >= offsets[:-1]).all() or int(offsets[-1]) != file.num_bytes:
         raise FormatError(f"{path}: its offsets are not those of {num_samples} rows in order. Fetch it again.")
-    numbers: list[int] = offsets.tolist()
-    return numbers
+    return offsets

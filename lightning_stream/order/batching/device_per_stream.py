@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.batching.base import GlobalBatches
+from lightning_stream.order.batching.base import BatchPlan
 from lightning_stream.order.batching.interleave import InterleavedOrder
-from lightning_stream.order.rank_split import ReplicaBatch, Tail, ceil_div
-from lightning_stream.order.world import World
+from lightning_stream.order.rank_split import ReplicaBatch, ceil_div
 
 if TYPE_CHECKING:
     from lightning_stream.order.config import OrderConfig
@@ -42,40 +41,40 @@ class DevicePerStreamOrder(InterleavedOrder):
             return []
         return ["device_per_stream needs the batch size per device from the start."]
 
-    def cut(self, batch_size: int, world: World, tail: Tail, start: int) -> GlobalBatches:
-        """Cut the epoch into global batches, see `BatchPlan`; blocks of one sample are dealt like single samples."""
-        kind = _BlockBatches if self.stretch_length > 1 else GlobalBatches
-        return kind(self, batch_size, world, tail, start)
+    @property
+    def plan_type(self) -> type[BatchPlan]:
+        """How the epoch is cut into global batches."""
+        return BatchPlan if self.stretch_length == 1 else _BlockBatches
 
 
-class _BlockBatches(GlobalBatches):
+class _BlockBatches(BatchPlan):
     """Whole blocks are dealt to the replicas; only behind the full batches ``"exact"`` deals single samples."""
 
-    _order: DevicePerStreamOrder
+    order: DevicePerStreamOrder
 
     def _remainder_ends(self, at: int) -> tuple[int, ...]:
-        order, block = self._order, self._order.stretch_length
-        if self._tail == "exact":
-            ends = (*range(at + self._batch_size, order.num_samples, self._batch_size), order.num_samples)
+        order, block = self.order, self.order.stretch_length
+        if self.tail == "exact":
+            ends = (*range(at + self.batch_size, order.num_samples, self.batch_size), order.num_samples)
             return self._level(at, ends, least=order.full_end)
         edges = [*range(at + block, order.full_end + 1, block), *order.remainder_ends.tolist()]
         edges = [end for end in edges if end > at]
-        per_batch = self._batch_size // block
+        per_batch = self.batch_size // block
         return (*edges[per_batch - 1 :: per_batch], *edges[len(edges) // per_batch * per_batch :][-1:])
 
     def _deals_blocks(self, k: int) -> bool:
-        return self._tail != "exact" or k < self.num_full
+        return self.tail != "exact" or k < self.num_whole_batches
 
     def share(self, k: int) -> ReplicaBatch:
         """This replica's part of global batch ``k``."""
         if not self._deals_blocks(k):
             return super().share(k)
         begin, end = self.bounds(k)
-        world, block = self._world, self._order.stretch_length
-        streams, _ = self._order.locate(begin, end)
-        canonical = self._order.canonical(begin, end)
+        world, block = self.world, self.order.stretch_length
+        streams, _ = self.order.locate(begin, end)
+        canonical = self.order.canonical(begin, end)
         offsets, filler = split_blocks(canonical, streams, block, world.num_replicas, world.replica)
-        return ReplicaBatch(self._order.ids(begin, end)[offsets], begin + offsets, filler, block)
+        return ReplicaBatch(self.order.ids(begin, end)[offsets], begin + offsets, filler, block)
 
     def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:
         """This replica's part of each of these batches."""
@@ -83,7 +82,7 @@ class _BlockBatches(GlobalBatches):
 
     def num_micro_batches(self, k: int, device_batch_size: int) -> int:
         """See `BatchPlan.num_micro_batches`; counted from the share itself, whose blocks are filled up."""
-        block = self._order.stretch_length
+        block = self.order.stretch_length
         if not self._deals_blocks(k):
             return super().num_micro_batches(k, device_batch_size)
         if device_batch_size % block and block % device_batch_size:
@@ -91,17 +90,17 @@ class _BlockBatches(GlobalBatches):
                 f"device_per_stream deals blocks of {block} samples, the batch per device that the run began with; a "
                 f"batch per device must hold whole blocks or divide one, but it is {device_batch_size}. Choose another."
             )
-        length = self._batch_size // self._world.num_replicas if k < self.num_full else len(self.share(k))
+        length = self.batch_size // self.world.num_replicas if k < self.num_whole_batches else len(self.share(k))
         return ceil_div(length, device_batch_size)
 
     def _problems(self) -> list[str]:
-        problems = [*super()._problems(), *self._order.start_problems(self._start)]
-        block = self._order.stretch_length
-        per_replica, left = divmod(self._batch_size, self._world.num_replicas)
+        problems = [*super()._problems(), *self.order.start_problems(self.start)]
+        block = self.order.stretch_length
+        per_replica, left = divmod(self.batch_size, self.world.num_replicas)
         if not left and per_replica % block:
             problems.append(
                 f"device_per_stream deals blocks of {block} samples, so a replica's part of a global batch must be a "
-                f"multiple of that, but {self._batch_size} samples over {self._world.num_replicas} replicas are "
+                f"multiple of that, but {self.batch_size} samples over {self.world.num_replicas} replicas are "
                 f"{per_replica} each."
             )
         return problems

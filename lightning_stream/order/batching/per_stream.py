@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_stream.order.batching.base import GlobalBatches
+from lightning_stream.order.batching.base import BatchPlan
 from lightning_stream.order.batching.interleave import InterleavedOrder
-from lightning_stream.order.rank_split import Tail
-from lightning_stream.order.world import World
 
 if TYPE_CHECKING:
     from lightning_stream.order.config import OrderConfig
@@ -35,24 +33,25 @@ class PerStreamOrder(InterleavedOrder):
             return []
         return ["per_stream makes every global batch from one stream: it needs a batch size from the start."]
 
-    def cut(self, batch_size: int, world: World, tail: Tail, start: int) -> GlobalBatches:
-        """Cut the epoch into global batches, see `BatchPlan`."""
-        return _PerStreamBatches(self, batch_size, world, tail, start)
+    @property
+    def plan_type(self) -> type[BatchPlan]:
+        """How the epoch is cut into global batches."""
+        return _PerStreamBatches
 
 
-class _PerStreamBatches(GlobalBatches):
-    _order: PerStreamOrder
+class _PerStreamBatches(BatchPlan):
+    order: PerStreamOrder
 
     def _remainder_ends(self, at: int) -> tuple[int, ...]:
         """Each stream's remainder is a batch; ``"exact"`` moves no border, for the batch before is another stream's."""
-        return tuple(end for end in self._order.remainder_ends.tolist() if end > at)
+        return tuple(end for end in self.order.remainder_ends.tolist() if end > at)
 
     def _problems(self) -> list[str]:
-        problems = [*super()._problems(), *self._order.start_problems(self._start)]
-        length = self._order.stretch_length
-        if length != self._batch_size:
+        problems = [*super()._problems(), *self.order.start_problems(self.start)]
+        length = self.order.stretch_length
+        if length != self.batch_size:
             problems.append(
-                f"per_stream fixes the global batch at the run's start: {length} samples then, {self._batch_size} now. "
+                f"per_stream fixes the global batch at the run's start: {length} samples then, {self.batch_size} now. "
                 "Keep it, or choose another batching_method."
             )
         return problems

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.batching.base import EpochOrder, GlobalBatches
+from lightning_stream.order.batching.base import BatchPlan, EpochOrder
 from lightning_stream.order.draw import StreamWeights
 from lightning_stream.order.mosaic.partitions import PADDING
 from lightning_stream.order.mosaic.work import Work
-from lightning_stream.order.rank_split import ReplicaBatch, Tail, ceil_div
+from lightning_stream.order.rank_split import ReplicaBatch, ceil_div
 from lightning_stream.order.snapshot import Snapshot, max_active
-from lightning_stream.order.world import World
 
 if TYPE_CHECKING:
     from lightning_stream.order.config import OrderConfig
@@ -84,9 +83,10 @@ class MosaicEpoch(EpochOrder):
         at = min(int(np.searchsorted(edges, delivered, side="right")) - 1, len(edges) - 2)
         return min(int(table.edges[at]) + delivered - int(edges[at]), int(table.edges[at + 1]))
 
-    def cut(self, batch_size: int, world: World, tail: Tail, start: int) -> GlobalBatches:
-        """Cut the epoch into global batches, see `BatchPlan`."""
-        return _MosaicBatches(self, batch_size, world, tail, start)
+    @property
+    def plan_type(self) -> type[BatchPlan]:
+        """How the epoch is cut into global batches."""
+        return _MosaicBatches
 
     def table(self, nodes: int, ranks: int, batch_size: int, start: int = 0) -> EpochTable:
         """The epoch in a world, from a position on; the last few are kept."""
@@ -156,27 +156,27 @@ class EpochTable:
         return found
 
 
-class _MosaicBatches(GlobalBatches):
+class _MosaicBatches(BatchPlan):
     """That library's global batches from a position on, as many of them in one of ours as accumulation asks.
 
     ``tail="drop"`` ends before the first batch that is not full; ``"exact"`` delivers no repeats.
     """
 
-    _order: MosaicEpoch
+    order: MosaicEpoch
 
     def _cut(self) -> None:
         self._table, self._first = self._find_table()
         shape = self._table.rows.shape
-        self._accumulate = self._batch_size // (shape[1] * shape[2])
-        self._shift = self._start - int(self._table.edges[self._first])
+        self._accumulate = self.batch_size // (shape[1] * shape[2])
+        self._shift = self.start - int(self._table.edges[self._first])
         edges = np.append(self._table.edges[self._first : -1 : self._accumulate], self._table.edges[-1])
-        short = np.diff(edges) != self._batch_size
-        self.num_full = int(short.argmax()) if short.any() else len(short)
-        self._edges = self._shift + (edges[: self.num_full + 1] if self._tail == "drop" else edges)
+        short = np.diff(edges) != self.batch_size
+        self.num_whole_batches = int(short.argmax()) if short.any() else len(short)
+        self._edges = self._shift + (edges[: self.num_whole_batches + 1] if self.tail == "drop" else edges)
 
     def _find_table(self) -> tuple[EpochTable, int]:
         """The epoch in this world, and which of its batches comes first."""
-        world, order, batch_size = self._world, self._order, self._batch_size
+        world, order, batch_size = self.world, self.order, self.batch_size
         micro = order.global_batch or batch_size
         if batch_size % micro or micro % world.num_replicas or world.num_replicas % world.num_nodes:
             raise ValueError(
@@ -187,10 +187,10 @@ class _MosaicBatches(GlobalBatches):
             )
         shape = (world.num_nodes, world.num_replicas // world.num_nodes, micro // world.num_replicas)
         table = order.table(*shape)
-        first = min(int(np.searchsorted(table.edges, self._start)), len(table.rows))
-        if table.edges[first] <= self._start:
+        first = min(int(np.searchsorted(table.edges, self.start)), len(table.rows))
+        if table.edges[first] <= self.start:
             return table, first
-        return order.table(*shape, self._start), 0  # the start lies within a batch: that library deals the rest
+        return order.table(*shape, self.start), 0  # the start lies within a batch: that library deals the rest
 
     @property
     def num_batches(self) -> int:
@@ -206,16 +206,15 @@ class _MosaicBatches(GlobalBatches):
     def follows_order(self) -> bool:
         """Whether the batches hold the samples of the order in its places. O(samples)."""
         here = self._table.flat[int(self._table.edges[self._first]) :]
-        return np.array_equal(here, self._order.ids(self._start, self._order.num_samples))
+        return np.array_equal(here, self.order.ids(self.start, self.order.num_samples))
 
-    def bounds(self, k: int) -> tuple[int, int]:
-        """First position of global batch ``k``, and the one behind its last."""
+    def _bounds(self, k: int) -> tuple[int, int]:
         return int(self._edges[k]), int(self._edges[k + 1])
 
     def ids(self, k: int) -> NDArray[np.int64]:
         """Sample ids of global batch ``k`` in position order."""
-        begin, end = (self._edges[k : k + 2] - self._shift).tolist()
-        return self._table.flat[begin:end]
+        begin, end = self.bounds(k)
+        return self._table.flat[begin - self._shift : end - self._shift]
 
     def share(self, k: int) -> ReplicaBatch:
         """This replica's part of global batch ``k``; where it has none in a batch, another's fills it, flagged.
@@ -230,7 +229,7 @@ class _MosaicBatches(GlobalBatches):
         place = np.empty(len(order), dtype=np.int64)
         place[order] = np.arange(len(order)) + begins[0]
         positions[counted] = place
-        pieces, own = [], self._world.replica
+        pieces, own = [], self.world.replica
         for row, takes, counts, position in zip(rows, self._takes(part), counted, positions, strict=True):
             giver = own if takes[own].any() else int(takes.any(axis=1).argmax())
             kept = takes[giver]
@@ -255,9 +254,10 @@ class _MosaicBatches(GlobalBatches):
 
     def _part(self, k: int) -> slice:
         """The batches of global batch ``k`` in the table."""
+        self.bounds(k)
         begin = self._first + k * self._accumulate
         return slice(begin, min(begin + self._accumulate, len(self._table.rows)))
 
     def _takes(self, part: slice) -> NDArray[np.bool_]:
         """bool[batches, ranks, batch size]: what is delivered."""
-        return self._table.counted[part] if self._tail == "exact" else self._table.rows[part] != PADDING
+        return self._table.counted[part] if self.tail == "exact" else self._table.rows[part] != PADDING

@@ -1,0 +1,190 @@
+"""Samples and batches to MDS shards."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.formats.encodings import Encoding, get_encoding
+from lightning_stream.formats.encodings.base import BinaryColumn
+from lightning_stream.formats.encodings.numeric import Bytes2d
+from lightning_stream.formats.index.schema import Schema
+from lightning_stream.formats.shard_encoder import (
+    EncodedBatch,
+    column_error,
+    config_bytes,
+    named_error,
+    offset_table,
+    require_columns,
+)
+
+_Column: TypeAlias = "tuple[Bytes2d, ...] | Sequence[Any]"  # blocks side by side, or a value for each row
+
+
+class _NoValue:
+    """The type of no value."""
+
+
+class MdsEncoder:
+    """Samples to the one file of an MDS shard; see `ShardEncoder`.
+
+    Args:
+        columns: Encoding by column name; they are stored sorted by name.
+        compression, hashes, size_limit: What the index says of the shards.
+
+    Raises:
+        ValueError: No columns, or an unknown encoding.
+    """
+
+    per_sample_overhead = 4
+
+    def __init__(
+        self, columns: Mapping[str, str], compression: str | None, hashes: tuple[str, ...], size_limit: int | None
+    ) -> None:
+        require_columns(columns)
+        names = tuple(sorted(columns))
+        encodings = tuple(columns[name] for name in names)
+        self._encodings = [get_encoding(encoding) for encoding in encodings]
+        sizes = tuple(encoding.size for encoding in self._encodings)
+        self.schema = Schema("mds", names, encodings, sizes, compression, hashes, size_limit)
+        self._config = config_bytes(self.schema)
+        self.header_bytes = 8 + len(self._config)
+        # For each column: values of the third, a type, are stored as they are.
+        self._steps: list[tuple[str, str, Any, Callable[[Any], bytes], int | None]] = [
+            (name, encoding, bytes if _stores_bytes(one) else _NoValue, one.encode, one.size)
+            for name, encoding, one in zip(names, encodings, self._encodings, strict=True)
+        ]
+        num_variable = sizes.count(None)
+        self._pack_head = struct.Struct(f"<{num_variable}I").pack if num_variable else None
+
+    def encode(self, sample: Mapping[str, Any]) -> list[bytes]:
+        """The sample's parts: its head, if it has one, and a value per column; see `ShardEncoder.encode`."""
+        parts: list[bytes] = []
+        sizes: list[int] = []
+        name = encoding = ""
+        try:
+            for name, encoding, kept, encode, size in self._steps:
+                value = sample[name]
+                data = value if type(value) is kept else encode(value)
+                if size is None:
+                    sizes.append(len(data))
+                elif len(data) != size:
+                    raise ValueError(f"{encoding} takes {size} bytes; got {len(data)} bytes.")
+                parts.append(data)
+        except Exception as error:
+            raise column_error(name, encoding, sample, error) from error
+        if self._pack_head is None:
+            return parts
+        try:
+            parts.insert(0, self._pack_head(*sizes))
+        except struct.error as error:
+            raise ValueError(f"a value must stay under 4 GiB; the sample's sizes are {sizes}.") from error
+        return parts
+
+    def encode_batch(self, columns: dict[str, Any], num_rows: int) -> EncodedBatch:
+        """The bytes of a batch's rows, encoded column by column; see `ShardEncoder.encode_batch`."""
+        encoded: list[_Column] = []
+        for name, kind, encoding in zip(self.schema.names, self.schema.encodings, self._encodings, strict=True):
+            if name not in columns:
+                raise ValueError(f"column {name!r} ({kind}) is missing in a batch that has {', '.join(columns)}.")
+            try:
+                encoded.append(_encode_column(encoding, kind, columns[name], num_rows))
+            except (TypeError, ValueError) as error:
+                raise named_error(name, error) from error
+        return _assemble(encoded, [size is None for size in self.schema.sizes], num_rows)
+
+    def files(self, sizes: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[str, list[Any]], ...]:
+        """The shard's file; see `ShardEncoder.files`."""
+        return (("data", [offset_table(sizes, self.header_bytes + 4 * len(sizes)), self._config, *parts]),)
+
+
+def _stores_bytes(encoding: Encoding) -> bool:
+    return not getattr(encoding, "checks_bytes", False)
+
+
+def _encode_column(encoding: Encoding, name: str, values: Any, num_rows: int) -> _Column:
+    """A batch's values of one column; those of a fixed size as blocks."""
+    if isinstance(values, BinaryColumn):
+        if values.encoding == name or (values.encoding == "bytes" and _stores_bytes(encoding)):
+            return values if encoding.size is None else (_same_size(values, encoding.size, name),)
+        values = [bytes(value) if values.encoding == "bytes" else str(value, "utf-8") for value in values]
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "USO":
+        values = values.tolist()
+    many = getattr(encoding, "encode_many", None)  # an object with the four names alone has none
+    column = None if many is None else many(values)
+    if column is None:
+        stored, encode = _stores_bytes(encoding), encoding.encode
+        column = [value if stored and type(value) is bytes else encode(value) for value in values]
+    if isinstance(column, list):
+        column = column if encoding.size is None else _same_size(column, encoding.size, name)
+    if isinstance(column, np.ndarray):
+        column = (column,)
+    if not isinstance(column, tuple):
+        right = len(column) == num_rows
+    else:
+        right = all(block.ndim == 2 and block.dtype == np.uint8 and len(block) == num_rows for block in column)
+        right = right and encoding.size in (None, _width(column))
+    if not right:
+        raise ValueError(
+            f"{name}: encode_many must give {num_rows} values: uint8[rows, width] arrays, of the encoding's size if it "
+            "has one, or a list."
+        )
+    return column
+
+
+def _same_size(values: Sequence[Any], size: int, name: str) -> Bytes2d:
+    wrong = next((value for value in values if len(value) != size), None)
+    if wrong is not None:
+        raise ValueError(f"{name} takes {size} bytes; got {len(wrong)} bytes.")
+    return np.frombuffer(b"".join(values), np.uint8).reshape(len(values), size)
+
+
+def _assemble(columns: list[_Column], varies: list[bool], num_rows: int) -> EncodedBatch:
+    """Columns of one width that follow one another become one block; values that vary in size stand between."""
+    sizes = np.full(num_rows, 4 * sum(varies), np.int64)
+    heads: list[NDArray[np.int64]] = []
+    for column, in_head in zip(columns, varies, strict=True):
+        if isinstance(column, tuple):
+            lengths = np.full(num_rows, _width(column), np.int64)
+        else:
+            lengths = np.fromiter(map(len, column), np.int64, num_rows)
+        sizes += lengths
+        if in_head:
+            heads.append(lengths)
+    if any((lengths >= 1 << 32).any() for lengths in heads):
+        raise ValueError("a value must stay under 4 GiB.")
+    blocks: list[Bytes2d] = []
+    if heads:
+        blocks.append(np.ascontiguousarray(np.array(heads).T.astype("<u4")).view(np.uint8).reshape(num_rows, -1))
+    pieces: list[Sequence[Any]] = []
+    for column in columns:
+        if isinstance(column, tuple):
+            blocks += column
+            continue
+        if blocks:
+            pieces.append(_rows(blocks))
+        pieces.append(column)
+        blocks = []
+    if not pieces:
+        return EncodedBatch(sizes, blocks)
+    if blocks:
+        pieces.append(_rows(blocks))
+    parts: list[Any] = [b""] * (num_rows * len(pieces))
+    for k, piece in enumerate(pieces):
+        parts[k :: len(pieces)] = piece
+    return EncodedBatch(sizes, (), parts, len(pieces))
+
+
+def _width(blocks: Sequence[Bytes2d]) -> int:
+    return sum(block.shape[1] for block in blocks)
+
+
+def _rows(blocks: list[Bytes2d]) -> list[memoryview]:
+    block = np.ascontiguousarray(blocks[0]) if len(blocks) == 1 else np.concatenate(blocks, axis=1)
+    flat: memoryview = block.reshape(-1).data
+    width = block.shape[1]
+    return [flat[at : at + width] for at in range(0, len(flat), width)]

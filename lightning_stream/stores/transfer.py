@@ -1,0 +1,264 @@
+"""What the stores share to move bytes: streams, ranges, names, and clients made once per process."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import io
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
+
+from lightning_stream.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T")
+CHUNK_BYTES = 1 << 20
+_SLOW_S = 1.0
+
+
+class ObjectStream:
+    """The bytes of an object, or of a range of it, as they arrive: iterate once, then close.
+
+    Iterating raises :class:`UnavailableError` where the connection breaks, and where it ends before `num_bytes`.
+
+    Attributes:
+        num_bytes: How many bytes there will be; None where the server does not say.
+        total: The size of the whole object, from an answer that proves that the server cuts ranges; else None.
+        version: What separates this content from a later one under the same name, to be given to
+            ``put(if_version=...)``. Where the server has no such thing, it is the digest of the content, known once the
+            whole object was read.
+        tag: What must be the same when the stream is resumed: the version, or something weaker (a date); or None.
+        past_end: The range begins at or after the object's end.
+        where: The object, for messages.
+    """
+
+    def __init__(
+        self,
+        chunks: Iterator[bytes],
+        num_bytes: int | None,
+        version: str | None = None,
+        close: Callable[[], object] | None = None,
+        where: str = "the object",
+        *,
+        tag: str | None = None,
+        total: int | None = None,
+        past_end: bool = False,
+        digest: bool = False,
+    ) -> None:
+        self.chunks = chunks
+        self.num_bytes = num_bytes
+        self.version = version
+        self.tag = tag or version
+        self.total = total
+        self.past_end = past_end
+        self.where = where
+        self._close = close
+        self._digest = hashlib.sha1(usedforsecurity=False) if digest else None
+
+    def __iter__(self) -> Iterator[bytes]:
+        seen = 0
+        for chunk in self.chunks:
+            seen += len(chunk)
+            if self._digest is not None:
+                self._digest.update(chunk)
+            yield chunk
+        if self.num_bytes is not None and seen != self.num_bytes:
+            raise UnavailableError(
+                f"{self.where}: the connection ended after {seen:,} of {self.num_bytes:,} bytes. "
+                "Try again; if it persists, look at the proxy or load balancer in between."
+            )
+        if self._digest is not None:
+            self.version = f"sha1-{self._digest.hexdigest()}"
+
+    def close(self) -> None:
+        """Give the connection back; bytes not yet read are lost."""
+        if self._close is not None:
+            self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def content_version(content: bytes) -> str:
+    """The version of an object whose server has none."""
+    return "sha1-" + hashlib.sha1(content, usedforsecurity=False).hexdigest()
+
+
+def response_chunks(raw: Any) -> Iterator[bytes]:
+    """Read a urllib3 response, undecoded, in chunks of 1 MiB; of a slow server, what has come within a second.
+
+    `raw.read` would wait for a whole chunk, so that a server that sends a byte now and then passes every timeout.
+    """
+    while True:
+        parts, num_bytes, since, broken = [], 0, time.monotonic(), None
+        while num_bytes < CHUNK_BYTES and time.monotonic() - since < _SLOW_S:
+            try:
+                part = raw.read1(CHUNK_BYTES - num_bytes, decode_content=False)
+            except Exception as error:  # noqa: BLE001 - raised below, after what came before it
+                broken = error
+                break
+            if not part:
+                break
+            parts.append(part)
+            num_bytes += len(part)
+        if parts:
+            yield parts[0] if len(parts) == 1 else b"".join(parts)
+        if broken is not None:
+            raise broken
+        if not parts:
+            return
+
+
+def file_chunks(file: Any, num_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """The next bytes of a file, and how many."""
+    while num_bytes > 0 and (chunk := file.read(min(chunk_bytes, num_bytes))):
+        num_bytes -= len(chunk)
+        yield chunk
+
+
+def slice_stream(chunks: Iterator[bytes], begin: int, end: int | None) -> Iterator[bytes]:
+    """The bytes ``[begin, end)`` of a stream whose server ignored the range that it was asked for."""
+    position = 0
+    for chunk in chunks:
+        wanted = chunk[max(0, begin - position) : None if end is None else max(0, end - position)]
+        position += len(chunk)
+        if wanted:
+            yield wanted
+        if end is not None and position >= end:
+            return
+
+
+def range_header(begin: int, end: int | None) -> dict[str, str]:
+    """The HTTP header for ``[begin, end)``; none for the whole object."""
+    if begin == 0 and end is None:
+        return {}
+    return {"Range": f"bytes={begin}-" if end is None else f"bytes={begin}-{end - 1}"}
+
+
+def header_stream(
+    raw: Any, headers: Mapping[str, str], version: str | None, close: Callable[[], object], **more: Any
+) -> ObjectStream:
+    """The stream of an HTTP answer: its length, and the object's size from ``Content-Range``."""
+    length = headers.get("Content-Length")
+    span = re.fullmatch(r"bytes \d+-\d+/(\d+)", headers.get("Content-Range") or "")
+    total = int(span[1]) if span else None
+    return ObjectStream(response_chunks(raw), int(length) if length else None, version, close, total=total, **more)
+
+
+def check_name(name: str) -> str:
+    """Return the name itself, or raise ValueError for one that could leave the store's folder."""
+    parts = name.split("/")
+    if not name or name.startswith("/") or "\\" in name or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"an object's name is a relative path without '..' or empty parts; got {name!r}")
+    return name
+
+
+def join(prefix: str, name: str) -> str:
+    """The key of a name under a prefix."""
+    return f"{prefix}/{name}" if prefix else name
+
+
+def relative(key: str, prefix: str) -> str:
+    """The name of a key under a prefix."""
+    return key[len(prefix) + 1 :] if prefix else key
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """The bucket (container, host) of a URL and the prefix in it; ValueError where there is no bucket."""
+    bucket, _, prefix = url.partition("://")[2].partition("/")
+    if not bucket:
+        raise ValueError(f"a URL names a bucket or container after '://'; got {url!r}")
+    return bucket, prefix.strip("/")
+
+
+def write_all(file: BinaryIO, chunk: bytes) -> None:
+    """Write every byte of the chunk, also to an unbuffered file."""
+    written = file.write(chunk)
+    while written is not None and written < len(chunk):
+        chunk = chunk[written:]
+        written = file.write(chunk)
+
+
+def read_options(kind: type[T], options: Mapping[str, Any], scheme: str) -> T:
+    """The options as a frozen value of the given dataclass; all unknown names are reported together."""
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ValueError(f"unknown options for {scheme}: {', '.join(unknown)}. Known are {', '.join(known)}.")
+    return kind(**options)
+
+
+def first_set(*names: str) -> str | None:
+    """The first of these environment variables that is set and not empty."""
+    return next((os.environ[name] for name in names if os.environ.get(name)), None)
+
+
+@contextlib.contextmanager
+def source_file(source: Path | bytes) -> Iterator[tuple[BinaryIO, int]]:
+    """What is to be put, as a file and its size."""
+    if isinstance(source, bytes):
+        yield io.BytesIO(source), len(source)
+    else:
+        with source.open("rb") as file:
+            yield file, os.fstat(file.fileno()).st_size
+
+
+class PerProcess(Generic[T]):
+    """A client made on first use, once per process: a fork or a pickle carries the recipe, never the client.
+
+    The parent's client is kept (not closed) in a child, since closing it there could end the parent's sessions.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: dict[int, T] = {}
+
+    def __call__(self) -> T:
+        """The client of this process."""
+        pid = os.getpid()
+        if pid not in self._made:
+            with _making:
+                if pid not in self._made:
+                    with _without_collection():
+                        self._made[pid] = self._make()
+        return self._made[pid]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_make": self._make, "_made": {}}
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Making a client allocates 100,000 objects that stay. Collections meanwhile look through all that torch has loaded
+    and find nothing: with them, boto3's first client takes 170 ms instead of 65, in every worker."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+_making = threading.RLock()
+
+
+def _renew_lock() -> None:
+    # Another thread of the parent may have held it at the fork; that thread does not exist here.
+    global _making
+    _making = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
