@@ -57,9 +57,7 @@ def _run(kind: str, number: int, place: tuple[str, Any], meet: Any, told: Any, c
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["folder", "s3"])
 @pytest.mark.parametrize("kind", races.KINDS)
-def test_100_races_of_two_processes_damage_nothing(
-    bucket: Any, tmp_path: Path, kind: str, where: str, record_property: Any
-) -> None:
+def test_100_races_of_two_processes_damage_nothing(bucket: Any, tmp_path: Path, kind: str, where: str) -> None:
     place = (str(tmp_path), None) if where == "folder" else (f"{bucket[0]}/many-{kind.replace(' ', '-')}", bucket[1])
     count, context = 100, multiprocessing.get_context("spawn")
     bases = [races.prepare(kind, f"{place[0]}/{k}", place[1]) for k in range(count)]
@@ -79,5 +77,4 @@ def test_100_races_of_two_processes_damage_nothing(
             kind, f"{place[0]}/{k}", place[1], bases[k], [both[0], both[1]], same=k % 3 == 0, together=k % 2 == 0
         )
         seen[" / ".join(sorted(one.split(":")[0] for one in both.values()))] += 1
-    record_property("results", dict(seen))
     sys.stderr.write(f"\n{kind}, {where}: {dict(seen)}\n")
