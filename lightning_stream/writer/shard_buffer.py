@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.formats.encodings.numeric import Bytes2d
+from lightning_stream.formats.encodings.base import Bytes2d
 
 PIECE_BYTES = 1 << 23  # numpy asks for huge pages from 4 MiB on, and then making them is cheap
 _HUGE_PAGE_BYTES = 1 << 21
