@@ -14,7 +14,7 @@ from lightning_stream.errors import AlreadyExistsError
 from lightning_stream.shared_files import FileLock, Modes, publish, same_file, sync
 
 DRAFT, LOCK = ".draft-", ".lock-"
-_OPEN_TO_ALL = Modes(0o666, 0o777)  # a lock's file: whoever may write into the folder may lock
+_OPEN_TO_ALL = Modes(0o666, 0o777)  # a lock's file: all who may write into the folder may lock
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 

@@ -175,7 +175,7 @@ class DatasetPlace:
 
         The digits come from the file's bytes and from the index that the writer began with. So all writers that could
         have put a file of this name began with the same index, and at most one of them will win: the others may delete
-        it, and so may whoever replaces that index.
+        it, and so may the writer that replaces that index.
         """
         if self.mode == "new":
             return name
