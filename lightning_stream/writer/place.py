@@ -16,6 +16,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import xxhash
@@ -308,12 +309,12 @@ def _listing(store: Store, index: Seen) -> dict[str, int]:
         return dict.fromkeys(listed_files(index.data), 0)
 
 
-def _sweep_folders(store: LocalStore, names: Iterable[str]) -> None:
-    """Remove dead drafts beside files of these names, and folders that are empty without them."""
-    sweep_drafts(store.folder)
-    folders = {folder for name in names for folder in (store.folder / name).parents}
-    for folder in sorted((one for one in folders if store.folder in one.parents), reverse=True):
-        sweep_drafts(folder)
+def _sweep_folders(store: LocalStore, gone: Iterable[str]) -> None:
+    """Remove dead drafts in the folder and those directly below, and folders that are empty now without `gone`."""
+    below = [Path(entry.path) for entry in os.scandir(store.folder) if entry.is_dir()]
+    drafts = {folder for folder in (store.folder, *below) if sweep_drafts(folder)}
+    emptied = {folder for name in gone for folder in (store.folder / name).parents} | drafts
+    for folder in sorted((one for one in emptied if store.folder in one.parents), reverse=True):
         with contextlib.suppress(OSError):  # not empty
             folder.rmdir()
 

@@ -213,8 +213,8 @@ def test_a_batch_that_is_refused_leaves_no_row(
 
 
 def test_drafts_of_the_dead_are_swept_and_those_of_the_living_stay(tmp_path: Path) -> None:
-    def write_draft() -> None:
-        with locked_draft(tmp_path / "shard.00000.mds") as draft:
+    def write_draft(name: str = "shard.00000.mds") -> None:
+        with locked_draft(tmp_path / name) as draft:
             draft.write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -227,6 +227,9 @@ def test_drafts_of_the_dead_are_swept_and_those_of_the_living_stay(tmp_path: Pat
     killed_at(0, write_draft)
     write(tmp_path, [1])
     assert names(tmp_path) == listed(tmp_path)
+    killed_at(0, lambda: write_draft("part-00000/shard.00000.mds"))
+    write(tmp_path, [1], overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == listed(tmp_path)
 
 
 def test_the_versions_of_a_dataset_are_kept_by_appending_and_go_by_overwriting(tmp_path: Path) -> None:
