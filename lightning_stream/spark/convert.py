@@ -46,6 +46,10 @@ def dataframe_to_mds(
     comes last: without it there is no dataset, and then the same call again redoes only what is missing. The same
     partitions give the same files. ``manifest.json`` beside it tells schema, row counts, source and statistics.
 
+    Example::
+
+        dataframe_to_mds(spark.table("photos"), mds_kwargs={"out": "s3://bucket/train", "size_limit": "64mb"})
+
     Args:
         dataframe: The rows. Types are written as `lightning_stream.spark.schema` lists them.
         merge_index: One index over all partitions; else one in the folder of each.

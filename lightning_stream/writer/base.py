@@ -180,6 +180,8 @@ class ShardWriter(ABC):
 
     def _add_encoded(self, encoder: ShardEncoder, batch: EncodedBatch) -> None:
         """Add all rows, or none where one does not fit. What fails between them, fails the writer."""
+        if not len(batch.sizes):
+            return
         ends = np.cumsum(batch.sizes + encoder.per_sample_overhead)
         self._check_fits(encoder, int(batch.sizes.max()), int(ends[-1]))
         try:

@@ -1,0 +1,75 @@
+"""Two conversions into one place: one is published, the other gets an error and changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_stream.convert.job import Job
+from lightning_stream.convert.part import PartWriter
+from lightning_stream.convert.publish import MANIFEST, Publication
+from lightning_stream.convert.receipt import Receipt
+from lightning_stream.errors import StoreError
+from lightning_stream.formats.index import Index
+from lightning_stream.formats.shard import open_shard
+from lightning_stream.writer import MDSWriter
+from lightning_stream.writer.place import listed_files
+
+
+def begun(out: Path, values: list[int], overwrite: bool = True) -> tuple[Publication, list[Receipt]]:
+    job = Job(str(out), False, None, {"x": "int"}, {"size_limit": 260, "max_workers": 1}, "0123456789abcdef")
+    publication = Publication.begin(job, overwrite, "pass overwrite=True")
+    with PartWriter(job, 0) as writer:
+        writer.write_batch({"x": values})
+    return publication, [Receipt(0, "", writer.num_samples, tuple(writer.shards))]
+
+
+def read(folder: Path) -> list[int]:
+    index = Index.from_file(folder / "index.json")
+    shards = [open_shard(index.entry(k), folder) for k in range(len(index))]
+    return [shard.sample(i)["x"] for shard in shards for i in range(shard.num_samples)]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("merge_index", [True, False])
+@pytest.mark.parametrize("old", [True, False])
+def test_of_two_conversions_that_have_begun_the_first_to_publish_wins(
+    tmp_path: Path, old: bool, merge_index: bool
+) -> None:
+    if old:
+        publication, receipts = begun(tmp_path, [0] * 50)
+        publication.publish(receipts, True, {})
+    one, first = begun(tmp_path, [1] * 50)
+    two, second = begun(tmp_path, [2] * 60)
+    one.publish(first, merge_index, {})
+    place = tmp_path if merge_index else tmp_path / "part-00000"
+    assert read(place) == [1] * 50
+    before = contents(tmp_path)
+    with pytest.raises(StoreError, match=r"another writer is or was at work|are not seen"):
+        two.publish(second, merge_index, {})
+    assert contents(tmp_path) == before
+    assert (tmp_path / "index.json").exists() == merge_index
+
+
+def test_a_writer_that_wins_against_a_conversion_keeps_its_dataset(tmp_path: Path) -> None:
+    one, receipts = begun(tmp_path, [1] * 50)
+    with MDSWriter(out=tmp_path, columns={"x": "int"}, overwrite=True) as writer:
+        writer.write({"x": 7})
+    with pytest.raises(FileExistsError, match="another writer is or was at work"):
+        one.publish(receipts, True, {})
+    assert read(tmp_path) == [7]
+
+
+def test_a_conversion_that_overwrites_leaves_nothing_of_the_writers_dataset(tmp_path: Path) -> None:
+    for k in range(2):
+        with MDSWriter(out=tmp_path, columns={"x": "int"}, append=k > 0) as writer:
+            writer.write({"x": k})
+    publication, receipts = begun(tmp_path, [1] * 50)
+    publication.publish(receipts, True, {})
+    assert read(tmp_path) == [1] * 50
+    listed = listed_files((tmp_path / "index.json").read_bytes())
+    assert contents(tmp_path).keys() == listed | {"index.json", MANIFEST}
