@@ -10,7 +10,7 @@ from lightning_stream.formats.compression import decompress_file
 from lightning_stream.formats.hashing import FASTEST_FIRST, digest_file
 from lightning_stream.formats.index import FileEntry
 from lightning_stream.shared_files import FULL
-from lightning_stream.stores.base import Store
+from lightning_stream.stores import Store
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from lightning_stream.cache.usage_log import Holding
 from lightning_stream.errors import CacheError, DigestError, FormatError, NotFoundError, UnavailableError
 from lightning_stream.formats.index import FileEntry, Index, ShardEntry
 from lightning_stream.shared_files import FULL, HELD, before_boot, publish, publish_once, same_file, try_flock
-from lightning_stream.stores.base import Store
+from lightning_stream.stores import Store
 from lightning_stream.stores.local import LocalStore
 from lightning_stream.threads import DaemonPool
 

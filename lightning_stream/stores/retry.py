@@ -369,6 +369,8 @@ class ResumingStream:
             raise UnavailableError(
                 f"{stream.where}: an answer without the object's version, perhaps a proxy's page, not the object."
             )
+        elif self._tag is None and self._left is not None and stream.num_bytes not in (None, self._left):
+            raise UnavailableError(f"{stream.where}: an answer of another size than what was left of the object.")
 
 
 def _replaced(where: str) -> str:
