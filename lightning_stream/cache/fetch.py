@@ -10,7 +10,7 @@ from lightning_stream.formats.codecs import decompress_file
 from lightning_stream.formats.hashing import FASTEST_FIRST, digest_file
 from lightning_stream.formats.index import FileEntry
 from lightning_stream.shared_files import FULL
-from lightning_stream.stores.base import Store
+from lightning_stream.stores import Store
 
 _REMEDY = "Compare it with the dataset's source; upload that shard and its index again if it is damaged there."
 

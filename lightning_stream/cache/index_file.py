@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_stream.cache.folder import CacheFolder
 from lightning_stream.errors import CacheError, FormatError
 from lightning_stream.formats.index import Index, ShardEntry
-from lightning_stream.stores.base import Store
+from lightning_stream.stores import Store
 
 
 class IndexFile:

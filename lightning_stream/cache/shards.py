@@ -16,7 +16,7 @@ from lightning_stream.cache.usage_log import CacheEntry
 from lightning_stream.errors import CacheError, DigestError, NotFoundError, UnavailableError
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
 from lightning_stream.shared_files import FULL, LOCK_FDS, before_boot, run_once_across_processes, same_file, try_flock
-from lightning_stream.stores.base import Store
+from lightning_stream.stores import Store
 from lightning_stream.stores.local import LocalStore
 
 from .config import CacheConfig

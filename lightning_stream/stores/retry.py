@@ -68,6 +68,10 @@ class _ReplacedError(StoreError):
     """The object changed between two requests of one read. Raised and caught in this file."""
 
 
+class _EndedEarlyError(StoreError):
+    """A server denies bytes that it has promised before. Raised and caught in this file."""
+
+
 class RetryingStore(StoreMethods):
     """The same store; what may pass (:class:`UnavailableError`) is tried again, all else is raised as it is."""
 
@@ -147,12 +151,18 @@ class RetryingStore(StoreMethods):
     def _whole(self, name: str, read: Callable[[RetryBudget], T]) -> T:
         """Read an object; where it is replaced meanwhile, from the beginning, since nothing was handed out yet."""
         budget = self._budget(name)
-        for _ in range(_READS):
+        num_replaced = num_early = 0
+        while True:
             try:
                 return read(budget)
             except _ReplacedError as error:  # noqa: PERF203 (the loop is over retries)
-                reason = str(error)
-        raise StoreError(reason)
+                num_replaced += 1
+                if num_replaced == _READS:
+                    raise StoreError(str(error)) from None
+            except _EndedEarlyError as error:
+                num_early += 1
+                if num_early > self.policy.retries:
+                    raise UnavailableError(f"{error} (gave up after {num_early} reads)") from None
 
     def _join(self, name: str, begin: int, end: int | None, budget: RetryBudget) -> bytes:
         with self._open(name, begin, end, budget) as stream:
@@ -319,7 +329,7 @@ class ResumingStream:
         self._budget = budget
         # Raised where only a read from the beginning helps: the caller's, or else the user's.
         self._replaced: type[StoreError] = _ReplacedError if restarts else StoreError
-        self._too_short: type[StoreError] = _ReplacedError if restarts else UnavailableError
+        self._too_short: type[StoreError] = _EndedEarlyError if restarts else UnavailableError
 
     def __iter__(self) -> Iterator[bytes]:
         while True:
@@ -369,6 +379,8 @@ class ResumingStream:
             raise UnavailableError(
                 f"{stream.where}: an answer without the object's version, perhaps a proxy's page, not the object."
             )
+        elif self._tag is None and self._left is not None and stream.num_bytes not in (None, self._left):
+            raise UnavailableError(f"{stream.where}: an answer of another size than what was left of the object.")
 
 
 def _replaced(where: str) -> str:

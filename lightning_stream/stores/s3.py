@@ -321,7 +321,8 @@ class S3Store(BaseStore):
                 f"{where}: no usable AWS credentials ({reason}). Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
                 "AWS_PROFILE, or log in; for a public bucket pass anonymous=True."
             )
-        if isinstance(error, RecursionError):  # botocore asks a redirecting server for the bucket's region, and so on
+        # botocore asks a redirecting server for the bucket's region, which redirects too, and so on.
+        if isinstance(error, RecursionError) or "maximum recursion depth" in str(error):
             return StoreError(f"{where}: the server answers with redirects only. Set its region and endpoint_url.")
         if code == "NoSuchBucket":
             return NotFoundError(f"{where}: there is no bucket {self._bucket!r}. Check the URL, endpoint and region.")

@@ -28,6 +28,7 @@ class WebServer:
         self.asked: list[tuple[str, str]] = []
         self.headers: list[dict[str, str]] = []
         self.statuses: Counter[int] = Counter()
+        self.clients: set[Any] = set()  # addresses that requests came from: one for each connection
         self.ranges = True
         self.authorization: str | None = None
         self.redirect: str | None = None
@@ -85,6 +86,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.content = self._content()
         with self.owner.lock:
             self.owner.asked.append((self.command, self.where))
+            self.owner.clients.add(self.client_address)
             self.owner.headers.append(dict(self.headers.items()))
         needed = self.owner.authorization
         if needed is not None and self.headers.get("Authorization") != needed:

@@ -6,13 +6,16 @@ import threading
 import traceback
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+from servers.web import WebServer
 
-from lightning_stream.errors import AccessError, StoreError
-from lightning_stream.stores import open_store
+from lightning_stream.errors import AccessError, AlreadyExistsError, NotFoundError, StoreError, UnavailableError
+from lightning_stream.stores import LocalStore, open_store
 from lightning_stream.stores.generic import FsspecStore
+from lightning_stream.stores.http import HttpStore
 
 QUICK = {"retries": 0, "timeout_s": 5.0}
 KEYS = {"access_key_id": "key", "secret_access_key": "S3CRET", "region": "us-east-1"}
@@ -109,3 +112,153 @@ def test_a_login_of_another_kind_than_the_server_takes_is_refused_access() -> No
 
     found = FsspecStore("sftp://host/d", {}, 5.0)._special_error(BadAuthenticationType("allowed: publickey"), "x")
     assert isinstance(found, AccessError)
+
+
+def served(store_url: str, odd: Odd, location: str) -> None:
+    odd.status, odd.headers = 302, {"Location": location}
+    open_store(store_url, QUICK).read("x")
+
+
+@pytest.mark.parametrize("location", ["http://[::1", "http://host:port/x", "file:///etc/passwd"])
+def test_a_malformed_or_foreign_redirect_is_a_store_error(odd: Odd, location: str) -> None:
+    with pytest.raises(StoreError, match=r"redirects to"):
+        served(f"{odd.url}/d", odd, location)
+
+
+@pytest.mark.parametrize(
+    "host", ["169.254.169.254", "[fe80::1]", "[::ffff:169.254.169.254]", "2852039166", "100.100.100.200"]
+)
+def test_a_redirect_to_a_link_local_or_metadata_address_is_refused(odd: Odd, host: str) -> None:
+    with pytest.raises(StoreError, match="link-local or metadata address, which is not followed"):
+        served(f"{odd.url}/d", odd, f"http://{host}/latest/meta-data")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "10.0.0.1", "[::1]", "192.168.1.1"])
+def test_a_redirect_from_a_public_host_into_a_private_network_is_refused(host: str) -> None:
+    store = HttpStore("https://8.8.8.8/d")
+    with pytest.raises(StoreError, match="private network, which is not followed"):
+        store._redirected("https://8.8.8.8/d/x", f"http://{host}/x")
+    assert store._redirected("https://8.8.8.8/d/x", "/e/x") == "https://8.8.8.8/e/x"
+
+
+def test_what_authorises_goes_to_no_other_host_on_a_redirect() -> None:
+    with WebServer() as elsewhere, WebServer() as server:
+        elsewhere.objects["/f/x"] = server.objects["/f/y"] = b"content"
+        server.redirect = elsewhere.url
+        store = open_store(f"http://user:S3CRET@127.0.0.1:{server.port}/f", {**QUICK, "headers": {"X-Key": "S3CRET"}})
+        assert store.read("x") == b"content"
+        assert server.headers[0]["X-Key"] == "S3CRET"
+        assert "Authorization" in server.headers[0]
+        assert not {"X-Key", "Authorization"} & set(elsewhere.headers[0])
+
+
+@pytest.mark.parametrize("scheme", ["http", "file"])
+def test_the_hubs_next_page_is_followed_to_no_other_host(
+    odd: Odd, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = b'[{"type": "file", "path": "a", "size": 1}]'
+    (tmp_path / "page.json").write_bytes(listed)
+    with WebServer() as elsewhere:
+        target = f"{elsewhere.url}/page" if scheme == "http" else f"file://{tmp_path}/page.json"
+        odd.content, odd.headers = listed, {"Link": f'<{target}>; rel="next"'}
+        monkeypatch.setenv("HF_ENDPOINT", odd.url)
+        monkeypatch.setenv("HF_TOKEN", "hf_S3CRET")
+        with pytest.raises(StoreError, match="next page is at another host"):
+            list(open_store("hf://datasets/o/n", QUICK).list())
+        assert elsewhere.headers == []
+
+
+def test_a_connection_is_used_again_for_the_next_request() -> None:
+    with WebServer() as server:
+        server.objects["/x"] = b"content"
+        store = open_store(server.url, QUICK)
+        for _ in range(5):
+            assert store.read("x") == b"content"
+        assert len(server.clients) == 1
+
+
+def test_of_two_places_none_has_the_others_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    def azure(account: str) -> str:
+        return f"DefaultEndpointsProtocol=https;AccountName={account};AccountKey=S3CRET=="
+
+    one, two = (open_store("azure://c/x", {"connection_string": azure(name)}).identity for name in ("a", "b"))
+    assert one != two
+    assert "S3CRET" not in one
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azure("c"))
+    assert open_store("azure://c/x").identity not in (one, two)
+    endpoints = ("https://a", "https://b", None)
+    assert len({open_store("gs://b/x", {"endpoint_url": endpoint}).identity for endpoint in endpoints}) == 3
+
+
+def test_a_google_endpoint_is_logged_in_to_where_anonymous_is_false(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("google.cloud.storage", reason="google-cloud-storage is not installed: pip install it")
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+    monkeypatch.setenv("CLOUDSDK_CONFIG", "/nowhere")
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+    with pytest.raises(AccessError, match="no usable credentials"):
+        open_store("gs://b/x", {"endpoint_url": "http://127.0.0.1:1", "anonymous": False, **QUICK}).read("x")
+
+
+def test_a_file_url_is_decoded_and_names_no_other_host(tmp_path: Path) -> None:
+    LocalStore(tmp_path / "a b").put("x", b"content")
+    assert open_store(f"file://{tmp_path}/a%20b").read("x") == b"content"
+    assert open_store(f"file://localhost{tmp_path}/a b").read("x") == b"content"
+    for url in ("file://data/set", "file://data"):
+        with pytest.raises(ValueError, match="names the host 'data'"):
+            open_store(url)
+
+
+def test_a_package_may_bring_a_store_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(OWN_STORE)
+    about = tmp_path / "mine-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[lightning_stream.stores]\nmine = mine:MyStore\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    store = open_store("mine://shelf", QUICK)
+    store.put("b", b"content", if_absent=True)
+    store.put("a", b"other")
+    assert [entry.name for entry in store.list()] == ["a", "b"]
+    assert store.get_range("b", 2, 100) == b"ntent"
+    with pytest.raises(AlreadyExistsError):
+        store.put("b", b"again", if_absent=True)
+    with pytest.raises(NotFoundError, match="mine://shelf/c: no such object"):
+        store.read("c")
+    with pytest.raises(UnavailableError, match="the shelf fell down"):
+        store.read("broken")
+
+
+OWN_STORE = """
+from lightning_stream.stores import BaseStore, ObjectEntry, ObjectStream
+
+class ShelfError(Exception): pass
+
+class MyStore(BaseStore):
+    network_errors = frozenset({"ShelfError"})
+
+    def __init__(self, url):
+        self.url, self.objects = url, {}
+
+    @classmethod
+    def from_url(cls, url, options):
+        return cls(url)
+
+    def _open(self, name, begin, end):
+        if name == "broken":
+            raise ShelfError("the shelf fell down")
+        if name not in self.objects:
+            raise NotFoundError(f"{self.url}/{name}: no such object")
+        content = self.objects[name][begin:end]
+        return ObjectStream(iter([content]), len(content))
+
+    def _put(self, name, file, num_bytes, if_absent, if_version):
+        self.objects[name] = file.read()
+
+    def _list(self, prefix):
+        return (ObjectEntry(name, len(content)) for name, content in self.objects.items() if name.startswith(prefix))
+
+    def _delete(self, name):
+        self.objects.pop(name, None)
+
+from lightning_stream.errors import NotFoundError
+"""

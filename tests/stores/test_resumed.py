@@ -1,0 +1,200 @@
+"""Reads over several connections: an odd answer is a failure like any other, a replaced object is read again, and no
+more is downloaded than was promised."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+from servers.web import WebServer
+
+from lightning_stream.errors import DigestError, StoreError, UnavailableError
+from lightning_stream.stores import BaseStore, LocalStore, ObjectStream, RetryingStore, RetryPolicy, open_store
+from lightning_stream.stores.base import AnswerError
+
+POLICY = RetryPolicy(retries=3, first_pause_s=0.001, longest_pause_s=0.002)
+CONTENT = bytes(range(256)) * 40
+Answer = Callable[[int, int | None], ObjectStream]
+
+
+class Script(BaseStore):
+    """Answers each request for the object as the script says, and by its content when the script is over."""
+
+    url = "script://x"
+
+    def __init__(self, *answers: Answer) -> None:
+        self.answers = list(answers)
+        self.begins: list[int] = []
+
+    def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
+        self.begins.append(begin)
+        return (self.answers.pop(0) if self.answers else whole())(begin, end)
+
+    def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
+        raise AssertionError("reads do not write")
+
+    def _delete(self, name: str) -> None:
+        raise AssertionError("reads do not delete")
+
+
+def whole(
+    content: bytes = CONTENT,
+    tag: str | None = "v1",
+    sent: int | None = None,
+    said: int | None = None,
+    known: bool = True,
+) -> Answer:
+    """An answer of `sent` bytes at most that says it has `said`, or what there is; `known`: it says so at all."""
+
+    def answer(begin: int, end: int | None) -> ObjectStream:
+        if begin >= len(content):
+            raise AnswerError(416, "past its end")
+        there = content[begin:end]
+        length = (len(there) if said is None else said) if known else None
+        return ObjectStream(cut(there, sent), length, tag)
+
+    return answer
+
+
+def cut(there: bytes, sent: int | None) -> Iterator[bytes]:
+    yield there[:sent]
+    if sent is not None:
+        raise ConnectionResetError("reset by peer")
+
+
+def page(begin: int, end: int | None) -> ObjectStream:
+    """A proxy's login page."""
+    return ObjectStream(iter([b"login"]), 5)
+
+
+def empty(begin: int, end: int | None) -> ObjectStream:
+    return ObjectStream(iter([]), 0)
+
+
+def half(begin: int, end: int | None) -> ObjectStream:
+    """Half of what was asked for."""
+    there = CONTENT[begin:end][: max(1, len(CONTENT[begin:end]) // 2)]
+    return ObjectStream(iter([there]), len(there), "v1")
+
+
+BROKEN = whole(sent=1000)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [BROKEN, page],
+        [BROKEN, page, empty, half],
+        [BROKEN, half, half, half, half, half, half],
+        [whole(sent=len(CONTENT))],
+        [whole(sent=len(CONTENT), known=False)],
+        [whole(sent=1000, known=False), whole(known=False)],
+        [whole(said=len(CONTENT) + 7, sent=len(CONTENT))],
+        [whole(tag=None, sent=1000), page, whole(tag=None)],
+        [whole(CONTENT[::-1], "v0", sent=1000)],
+        [whole(CONTENT[::-1], "v0", sent=1000), whole(sent=1000)],
+    ],
+    ids=[
+        *("login page", "page, empty, short", "always short", "reset after the last byte", "the same, unknown length"),
+        *("unknown length", "said too long", "no versions", "replaced once", "replaced once and broken"),
+    ],
+)
+def test_an_odd_answer_to_a_resumed_request_ends_no_read(answers: list[Answer], tmp_path: Path) -> None:
+    assert RetryingStore(Script(*answers), POLICY).read("x") == CONTENT
+    assert RetryingStore(Script(*answers), POLICY).get("x", tmp_path / "x") == len(CONTENT)
+    assert (tmp_path / "x").read_bytes() == CONTENT
+
+
+def test_a_reset_after_the_last_byte_is_the_end_without_a_further_request() -> None:
+    store = Script(whole(sent=len(CONTENT)))
+    assert RetryingStore(store, POLICY).read("x") == CONTENT
+    assert store.begins == [0]
+
+
+def test_odd_answers_without_end_are_unavailable() -> None:
+    with pytest.raises(UnavailableError, match=r"without the object's version.*gave up after 4 failures in a row"):
+        RetryingStore(Script(BROKEN, *[page] * 9), POLICY).read("x")
+
+
+def test_an_object_replaced_each_time_is_an_error_of_a_known_kind() -> None:
+    changing = [whole(tag=f"v{number}", sent=1000) for number in range(20)]
+    with pytest.raises(StoreError, match="replaced while it was being read") as caught:
+        RetryingStore(Script(*changing), POLICY).read("x")
+    assert type(caught.value) is StoreError
+    stream = RetryingStore(Script(BROKEN, whole(tag="v2")), POLICY).open("x")
+    with pytest.raises(StoreError, match="replaced while it was being read") as caught:
+        b"".join(stream)
+    assert type(caught.value) is StoreError
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("parts", [{}, {"parallel_from_bytes": 1, "part_bytes": 50}])
+def test_nothing_larger_than_promised_is_downloaded(known: bool, parts: dict[str, int], tmp_path: Path) -> None:
+    taken = [0]
+
+    def endless(begin: int, end: int | None) -> ObjectStream:
+        def chunks() -> Iterator[bytes]:
+            while True:
+                taken[0] += 100
+                yield bytes(100)
+
+        return ObjectStream(chunks(), 10**9 if known else None, "v1", total=None)
+
+    store = RetryingStore(Script(endless, endless), RetryPolicy(**parts))
+    with pytest.raises(DigestError, match="the index promises 150 bytes; there are"):
+        store.get("x", tmp_path / "x", 150)
+    assert (tmp_path / "x").stat().st_size <= 150
+    assert taken[0] <= 300
+    with pytest.raises(DigestError, match="the index promises 150 bytes"):
+        RetryingStore(Script(endless)).get("x", io.BytesIO(), 150)
+
+
+def test_a_local_file_larger_than_promised_is_not_copied(tmp_path: Path) -> None:
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(DigestError, match="the index promises 100 bytes; there are 1,099,511,627,776"):
+        LocalStore(tmp_path).get("large", tmp_path / "copy", 100)
+    assert (tmp_path / "copy").stat().st_size == 0
+
+
+@pytest.mark.parametrize(("ranges", "requests"), [(False, 2), (True, 8)])
+def test_a_web_server_without_ranges_sends_a_large_file_once(ranges: bool, requests: int, tmp_path: Path) -> None:
+    with WebServer() as server:
+        server.ranges = ranges
+        server.objects["/x"] = CONTENT * 100
+        store = open_store(server.url, {"parallel_from_bytes": 1, "part_bytes": 128_000})
+        assert store.get("x", tmp_path / "x", len(CONTENT) * 100) == len(CONTENT) * 100
+        assert (tmp_path / "x").read_bytes() == CONTENT * 100
+        assert server.count("GET") == requests
+
+
+def test_a_deadline_ends_a_server_that_sends_a_byte_now_and_then() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            connection = listener.accept()[0]
+            with connection:
+                connection.recv(10_000)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+                ended.wait(0.05)
+                with contextlib.suppress(OSError):  # the client hangs up
+                    while not ended.wait(0.05):
+                        connection.sendall(b"x")
+
+        ended = threading.Event()
+        thread = threading.Thread(target=drip)
+        thread.start()
+        begun = time.monotonic()
+        store: Any = open_store(f"http://127.0.0.1:{listener.getsockname()[1]}", {"deadline_s": 0.5, "timeout_s": 5.0})
+        with pytest.raises(UnavailableError, match=r"not done within the deadline of 0\.5 s"):
+            store.read("x")
+        assert time.monotonic() - begun < 5
+        ended.set()
+        thread.join()
