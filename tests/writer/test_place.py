@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -148,12 +149,11 @@ def test_a_merge_does_not_replace_an_index_that_was_put_meanwhile(
 def test_a_shard_that_was_not_put_is_never_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, workers: int, fails: int
 ) -> None:
-    calls = []
+    calls = itertools.count()
     put = place.write_file
 
     def flaky(*given: Any, **how: Any) -> None:
-        calls.append(1)
-        if len(calls) == fails + 1:
+        if next(calls) == fails:
             raise StoreError("the store is away for a moment")
         put(*given, **how)
 
