@@ -55,6 +55,10 @@ def convert(
 ) -> Converted:
     """Write files of rows as an MDS dataset, in parallel processes.
 
+    Example::
+
+        convert("s3://bucket/raw/*.parquet", "s3://bucket/train", columns={"text": "str", "label": "int64"})
+
     Every row is in the dataset exactly once, whatever becomes of the processes. index.json comes last: without it there
     is no dataset, and then the same call again writes only the parts that are missing. The same source and settings
     give the same files, however many processes write them. ``manifest.json`` beside the index tells schema, row counts,

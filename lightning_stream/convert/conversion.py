@@ -263,7 +263,7 @@ class Conversion:
         done = frozenset.intersection(*(publication.done for publication in begun.values()))
         jobs = {split: publication.job for split, publication in begun.items()}
         if done:
-            _LOG.info("going on with an earlier run: %d parts are written already", len(done))
+            _LOG.info("continuing an earlier run: %d parts are written already", len(done))
         work = Work(self._reader, found.columns, jobs, settings.transform, settings.nulls, settings.held_out)
 
         def run(task: Any, pieces: Sequence[Any], phase: str) -> dict[int, dict[str, Receipt]]:

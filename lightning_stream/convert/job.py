@@ -1,4 +1,4 @@
-"""What every process of a conversion is told: where to, and how the shards are written."""
+"""What every process of a conversion gets: where the dataset goes, and how its shards are written."""
 
 from __future__ import annotations
 

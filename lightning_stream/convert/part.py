@@ -42,7 +42,7 @@ class PartWriter(MDSWriter):
 
     def write_encoded(self, batch: EncodedBatch) -> None:
         """Add rows that are bytes of these columns already."""
-        self._add_encoded(self._packer or self._open(None, None), batch)
+        self._add_encoded(self._encoder or self._open(None, None), batch)
 
 
 class _PartPlace(DatasetPlace):

@@ -91,7 +91,7 @@ class Publication:
                     f"{len(missing)} of them are not seen, the first {missing[0]}. Write to a place that all machines "
                     "share: a URL, or a mounted folder such as a volume."
                 )
-        place.swap(MANIFEST, _manifest(self.job, receipts, about, index))  # of several conversions, one goes on
+        place.swap(MANIFEST, _manifest(self.job, receipts, about, index))  # of several conversions, one succeeds
         if merge_index:
             place.swap(INDEX_NAME, index)
         else:

@@ -78,7 +78,7 @@ class SpillWriter:
 
     def __init__(self, buckets: Buckets, split: str, part: int, columns: Mapping[str, str]) -> None:
         self._buckets, self._split, self._part = buckets, split, part
-        self._packer = MdsEncoder(columns, None, (), None)
+        self._encoder = MdsEncoder(columns, None, (), None)
         self._blobs: list[bytes | memoryview] = []
         self._sizes: list[NDArray[np.int64]] = []
         self._held_bytes = self._held_rows = 0
@@ -90,13 +90,13 @@ class SpillWriter:
 
     def write(self, sample: Mapping[str, Any]) -> None:
         """Add one sample."""
-        self._take(b"".join(self._packer.encode(sample)), None)
+        self._take(b"".join(self._encoder.encode(sample)), None)
 
     def write_batch(self, batch: Any) -> None:
         """Add the rows of a batch."""
         columns, num_rows = batch_columns(batch)
         if num_rows:
-            encoded = self._packer.encode_batch(columns, num_rows)
+            encoded = self._encoder.encode_batch(columns, num_rows)
             self._take(encoded.joined(), encoded.sizes)
 
     def _take(self, blob: bytes | memoryview, sizes: NDArray[np.int64] | None) -> None:

@@ -2,6 +2,10 @@
 
 Reading is bounded: a caller says how many bytes must come out (the index does), and a stream that holds more or fewer
 is refused without first being expanded in memory.
+
+Each family uses the library that is fastest at it. Measured on one core, 16 MiB of text, MB/s, beside cramjam:
+zstd:3 compresses at 195 (cramjam 181), in a file 0.5 % smaller; br:5 at 43 (29), 9 % smaller, and is read at 530 (398);
+gz is written and read alike. So cramjam is used for snappy and lz4 only.
 """
 
 from __future__ import annotations
@@ -24,10 +28,10 @@ _T = TypeVar("_T")
 
 
 class _Reader(Protocol):
-    def read(self, size: int, /) -> bytes: ...
+    def read(self, size: int, /) -> bytes | memoryview: ...
 
 
-class _Family(NamedTuple):
+class _Codec(NamedTuple):
     default: int | None  # level; None where the family has none
     levels: range
     compress: Callable[[bytes, int], bytes]
@@ -35,14 +39,14 @@ class _Family(NamedTuple):
 
 
 def _zstd_compress(data: bytes, level: int) -> bytes:
-    zstandard = importlib.import_module("zstandard")
-    packed: bytes = zstandard.ZstdCompressor(level=level).compress(data)
+    packed: bytes = importlib.import_module("zstandard").ZstdCompressor(level=level).compress(data)
     return packed
 
 
-def _zstd_reader(file: BinaryIO, _: int) -> _Reader:
-    zstandard = importlib.import_module("zstandard")
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+def _zstd_reader(file: BinaryIO, num_bytes: int) -> _Reader:
+    # zstd:22 has windows of 128 MiB; a larger one serves only a larger file, and is memory that is taken at once
+    window = max(1 << 27, min(1 << 31, 1 << num_bytes.bit_length()))
+    decompressor = importlib.import_module("zstandard").ZstdDecompressor(max_window_size=window)
     reader: _Reader = decompressor.stream_reader(file, read_across_frames=True, read_size=_CHUNK_BYTES)
     return reader
 
@@ -56,21 +60,10 @@ class _BrotliReader:
     """Reads a brotli stream in bounded pieces."""
 
     def __init__(self, file: BinaryIO, _: int) -> None:
-        brotli = importlib.import_module("brotli")
         self._file = file
-        self._state: Any = brotli.Decompressor()
-        # Before brotli 1.2 a call cannot bound its output: then the input goes in small sips.
-        self._bounded = hasattr(self._state, "can_accept_more_data")
+        self._state: Any = importlib.import_module("brotli").Decompressor()
 
     def read(self, size: int) -> bytes:
-        if self._bounded:
-            return self._read_bounded(size)
-        while sip := self._file.read(1 << 10):
-            if out := bytes(self._state.process(sip)):
-                return out
-        return self._end()
-
-    def _read_bounded(self, size: int) -> bytes:
         while not self._state.is_finished():
             ready = self._state.can_accept_more_data()
             chunk = self._file.read(_CHUNK_BYTES) if ready else b""
@@ -78,12 +71,7 @@ class _BrotliReader:
             if out:
                 return out
             if ready and not chunk:
-                break
-        return self._end()
-
-    def _end(self) -> bytes:
-        if not self._state.is_finished():
-            raise EOFError("the brotli stream ends early")
+                raise EOFError("the brotli stream ends early")
         if self._file.read(1):
             raise ValueError("bytes after the end of the brotli stream")
         return b""
@@ -97,22 +85,26 @@ def _cramjam(codec: str) -> Any:
 
 
 class _WholeReader:
-    """For codecs without a bounded stream: one call into a buffer of exactly the promised size."""
+    """For codecs without a bounded stream: one call into a buffer of exactly the promised size.
 
-    def __init__(self, file: BinaryIO, num_bytes: int, decompress_into: Callable[[bytes, bytearray], int]) -> None:
-        if num_bytes >= _MAX_FILE_BYTES:
-            raise ValueError("a shard's file has less than 4 GiB")
-        self._file: BinaryIO | None = file
-        self._num_bytes = num_bytes
+    The size comes from the index, which may lie. So the memory is taken only once it is known that the compressed
+    bytes can hold so many: at most ``max_ratio`` times their own number.
+    """
+
+    def __init__(
+        self, file: BinaryIO, num_bytes: int, max_ratio: int, decompress_into: Callable[[bytes, bytearray], int]
+    ) -> None:
+        self._file, self._num_bytes, self._max_ratio = file, num_bytes, max_ratio
         self._decompress_into = decompress_into
 
-    def read(self, _: int) -> bytes:
-        if self._file is None:
-            return b""
-        data, self._file = self._file.read(_MAX_FILE_BYTES), None
+    def read(self, _: int) -> memoryview:
+        data = self._file.read(_MAX_FILE_BYTES)
+        if not data:
+            return memoryview(b"")
+        if self._num_bytes > min(self._max_ratio * len(data), _MAX_FILE_BYTES):
+            raise ValueError(f"{len(data)} compressed bytes cannot hold {self._num_bytes}")
         out = bytearray(self._num_bytes)
-        count = self._decompress_into(data, out)
-        return bytes(memoryview(out)[:count])
+        return memoryview(out)[: self._decompress_into(data, out)]
 
 
 def _snappy_reader(file: BinaryIO, num_bytes: int) -> _Reader:
@@ -124,32 +116,32 @@ def _snappy_reader(file: BinaryIO, num_bytes: int) -> _Reader:
             raise ValueError(f"the snappy block holds {promised} bytes")
         return int(snappy.decompress_raw_into(data, out))
 
-    return _WholeReader(file, num_bytes, into)
+    return _WholeReader(file, num_bytes, 22, into)  # three bytes stand for 64 at most
 
 
 def _lz4_reader(file: BinaryIO, num_bytes: int) -> _Reader:
     lz4 = _cramjam("lz4")
-    return _WholeReader(file, num_bytes, lambda data, out: int(lz4.decompress_into(data, out)))
+    return _WholeReader(file, num_bytes, 255, lambda data, out: int(lz4.decompress_into(data, out)))
 
 
-_FAMILIES: Mapping[str, _Family] = {
-    "br": _Family(11, range(12), _brotli_compress, _BrotliReader),
-    "bz2": _Family(9, range(1, 10), bz2.compress, lambda file, _: bz2.BZ2File(file)),
-    "gz": _Family(
+_CODECS: Mapping[str, _Codec] = {
+    "br": _Codec(11, range(12), _brotli_compress, _BrotliReader),
+    "bz2": _Codec(9, range(1, 10), bz2.compress, lambda file, _: bz2.BZ2File(file)),
+    "gz": _Codec(
         9,
         range(10),
         lambda data, level: gzip.compress(data, level, mtime=0),
         lambda file, _: gzip.GzipFile(fileobj=file, mode="rb"),
     ),
-    "snappy": _Family(None, range(0), lambda data, _: bytes(_cramjam("snappy").compress_raw(data)), _snappy_reader),
-    "zstd": _Family(3, range(1, 23), _zstd_compress, _zstd_reader),
-    "lz4": _Family(None, range(0), lambda data, _: bytes(_cramjam("lz4").compress(data)), _lz4_reader),
+    "snappy": _Codec(None, range(0), lambda data, _: bytes(_cramjam("snappy").compress_raw(data)), _snappy_reader),
+    "zstd": _Codec(3, range(1, 23), _zstd_compress, _zstd_reader),
+    "lz4": _Codec(None, range(0), lambda data, _: bytes(_cramjam("lz4").compress(data)), _lz4_reader),
 }
 
 COMPRESSIONS: tuple[str, ...] = tuple(
     sorted(
         name
-        for family, about in _FAMILIES.items()
+        for family, about in _CODECS.items()
         if family != "lz4"
         for name in (family, *(f"{family}:{level}" for level in about.levels))
     )
@@ -176,14 +168,14 @@ def extension(name: str) -> str:
 def compress(name: str, data: bytes | bytearray | memoryview) -> bytes:
     """``data`` as one compressed file. Releases the GIL while it works."""
     family, level = _split(name)
-    return _FAMILIES[family].compress(bytes(data) if family in ("snappy", "lz4") else data, level)  # type: ignore[arg-type]
+    return _CODECS[family].compress(bytes(data) if family in ("snappy", "lz4") else data, level)  # type: ignore[arg-type]
 
 
 def decompress(name: str, data: bytes, num_bytes: int) -> bytes:
     """The ``num_bytes`` bytes that the compressed file ``data`` holds.
 
     Raises:
-        FormatError: Damaged, or it holds another number of bytes; at most ``num_bytes`` plus a chunk are ever expanded.
+        FormatError: Damaged, or it holds another number of bytes; at most ``num_bytes`` plus a chunk are expanded.
     """
     out = io.BytesIO()
     _copy(name, io.BytesIO(data), out, num_bytes, "compressed bytes")
@@ -206,9 +198,9 @@ def decompress_file(name: str, source: Path, target: Path, num_bytes: int) -> No
 
 def _split(name: str) -> tuple[str, int]:
     family, colon, text = str(name).partition(":")
-    about = _FAMILIES.get(family)
+    about = _CODECS.get(family)
     if about is None:
-        raise ValueError(f"compression must be one of {', '.join(_FAMILIES)}, or with a level: got {name!r}.")
+        raise ValueError(f"compression must be one of {', '.join(_CODECS)}, or with a level: got {name!r}.")
     if not colon:
         return family, about.default or 0
     if not text.isdecimal() or int(text) not in about.levels or str(int(text)) != text:
@@ -219,7 +211,7 @@ def _split(name: str) -> tuple[str, int]:
 
 def _copy(name: str, source: BinaryIO, target: BinaryIO, num_bytes: int, where: str) -> None:
     family, _ = _split(name)
-    reader = _read_errors(lambda: _FAMILIES[family].reader(source, num_bytes), family, where)
+    reader = _read_errors(lambda: _CODECS[family].reader(source, num_bytes), family, where)
     written = 0
     while chunk := _read_errors(partial(reader.read, min(_CHUNK_BYTES, num_bytes - written + 1)), family, where):
         written += len(chunk)
@@ -245,5 +237,5 @@ def _read_errors(action: Callable[[], _T], family: str, where: str) -> _T:
         if not of_codec and (not isinstance(error, OSError) or error.errno is not None):
             raise
         raise FormatError(
-            f"{where}: not a readable {family} file ({error}). Fetch it again, or write it anew."
+            f"{where}: not a readable {family} file ({error}). Fetch it again; if it stays so, it was written wrong."
         ) from error

@@ -44,15 +44,15 @@ FASTEST_FIRST: tuple[str, ...] = (
     "xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32", "sha1", "sha256", "sha224", "blake2b", "md5",
     "sha512", "sha384", "blake2s", "sha3_224", "sha3_256", "sha3_384", "sha3_512",
 )  # fmt: skip
-"""All hashes by speed, for whoever checks a file by one of those its index offers."""
+"""All hashes by speed: a file is checked by the first of these that its index has."""
 
 
 DEFAULT_HASHES: tuple[str, ...] = ("xxh3_64",)
-"""What a writer puts into the index unless told otherwise: 0.03 s of CPU per GB, 0.05 where a file is read for it."""
+"""What a writer puts into the index by default: 0.03 s of CPU per GB, 0.05 where a file is read for it."""
 
 
 def hashes_to_write(names: Iterable[str] | None) -> tuple[str, ...]:
-    """What a writer's ``hashes`` mean: None the default, nothing none; sorted and unique.
+    """The hashes that a writer's ``hashes`` names, sorted and unique; None stands for the default.
 
     Raises:
         ValueError: A name that is not a hash; the message lists all.
@@ -75,10 +75,7 @@ def check_hashes(names: Iterable[str] | None) -> tuple[str, ...]:
 
 def digest(name: str, data: bytes | bytearray | memoryview) -> str:
     """Hex digest of ``data`` under the hash ``name``."""
-    (name,) = check_hashes([name])
-    state = _MAKERS[name]()
-    state.update(data)
-    return state.hexdigest()
+    return digest_parts([name], [data])[name]
 
 
 def digest_parts(names: Iterable[str], parts: Iterable[Any]) -> dict[str, str]:
@@ -92,11 +89,6 @@ def digest_parts(names: Iterable[str], parts: Iterable[Any]) -> dict[str, str]:
 
 def digest_file(names: Iterable[str], path: Path) -> dict[str, str]:
     """Hex digests of a file's bytes under each of ``names``, in one pass of bounded memory."""
-    states = {name: _MAKERS[name]() for name in check_hashes(names)}
-    buffer = bytearray(_CHUNK_BYTES)
-    view = memoryview(buffer)
+    view = memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
-        while num_bytes := file.readinto(buffer):
-            for state in states.values():
-                state.update(view[:num_bytes])
-    return {name: state.hexdigest() for name, state in states.items()}
+        return digest_parts(names, (view[:num_bytes] for num_bytes in iter(lambda: file.readinto(view), 0)))

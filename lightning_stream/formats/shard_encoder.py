@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.formats.encodings.numeric import Bytes2d
+from lightning_stream.formats.encodings.base import Bytes2d
 from lightning_stream.formats.index.schema import Schema, schema_object
 
 _JOIN_BYTES = 1 << 16  # small parts are joined to about so many before they are copied: a step for many

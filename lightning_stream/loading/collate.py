@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from lightning_stream.formats.shard_base import Ragged
+from lightning_stream.formats.shard import Ragged
 
 # Array kinds that torch.from_numpy takes: integers, unsigned integers, floats, booleans. Others stay numpy arrays.
 _TORCH_KINDS = frozenset("iufb")

@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.cache import Lease
-from lightning_stream.formats.mds.span_table import SpanTable
-from lightning_stream.formats.shard import Shard
-from lightning_stream.formats.shard_base import Batch, Buffers
+from lightning_stream.formats.mds.gather import SpanTable
+from lightning_stream.formats.shard import Batch, Buffers, Shard
 
 
 @dataclass

@@ -91,7 +91,7 @@ class Conversion:
 
     Attributes:
         dataframe: What is written, in its order and with its columns.
-        job: What tasks are told.
+        job: What tasks get.
         batch_rows: Rows at a time, where a row may be large.
     """
 
@@ -135,7 +135,7 @@ class Conversion:
         """
         done = publication.done
         if done:
-            _LOG.info("going on with an earlier run: %d partitions are written already", len(done))
+            _LOG.info("continuing an earlier run: %d partitions are written already", len(done))
         progress = Progress(self.job) if progress_bar else nullcontext()
         with progress, small_batches(self.dataframe.sparkSession, self.batch_rows):
             rows = _collected(self._receipts(replace(self.job, done=done)))

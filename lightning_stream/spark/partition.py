@@ -27,7 +27,7 @@ RESULT = "receipt binary"
 
 @dataclass(frozen=True)
 class SparkJob(Job):
-    """What every task is told.
+    """What every task gets.
 
     Attributes:
         done: Partitions that an earlier run of it has receipts for.

@@ -14,7 +14,7 @@ from lightning_stream.errors import AlreadyExistsError
 from lightning_stream.shared_files import FileLock, Modes, publish, same_file, sync
 
 DRAFT, LOCK = ".draft-", ".lock-"
-_OPEN_TO_ALL = Modes(0o666, 0o777)  # a lock's file: whoever may write into the folder may lock
+_OPEN_TO_ALL = Modes(0o666, 0o777)  # a lock's file: all who may write into the folder may lock
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -47,8 +47,12 @@ def _is_locked(fd: int) -> bool:
     return True
 
 
-def sweep_drafts(folder: Path) -> None:
-    """Remove the drafts in a folder whose writers are dead. Those of living writers and of other users stay."""
+def sweep_drafts(folder: Path) -> bool:
+    """Remove the drafts in a folder whose writers are dead; give whether there were any.
+
+    Those of living writers and of other users stay.
+    """
+    swept = False
     for draft in folder.glob(f"{DRAFT}*"):
         try:
             fd = os.open(draft, os.O_RDWR | os.O_CLOEXEC)
@@ -57,10 +61,12 @@ def sweep_drafts(folder: Path) -> None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             draft.unlink(missing_ok=True)
+            swept = True
         except OSError:  # its writer is alive, or the file system has no locks to say so
             continue
         finally:
             os.close(fd)
+    return swept
 
 
 def publish_new(draft: Path, final: Path) -> None:

@@ -18,11 +18,11 @@ from lightning_stream.formats.index.schema import MAX_FILE_BYTES, schema_object
 from lightning_stream.formats.shard_encoder import EncodedBatch, ShardEncoder
 from lightning_stream.writer.batch import batch_columns
 from lightning_stream.writer.config import WriterConfig
-from lightning_stream.writer.gathered import Gathered, Pool
+from lightning_stream.writer.finalize import finalize_shard
 from lightning_stream.writer.infer import infer_batch_columns, infer_columns
-from lightning_stream.writer.land import land_shard
 from lightning_stream.writer.pipeline import Pipeline
-from lightning_stream.writer.place import DatasetPlace, Mode, Out, with_retries
+from lightning_stream.writer.place import DatasetPlace, Mode, Out
+from lightning_stream.writer.shard_buffer import Pool, ShardBuffer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -68,7 +68,8 @@ class ShardWriter(ABC):
         if append and (overwrite or exist_ok):
             raise ValueError("append=True adds to the dataset, overwrite=True replaces it; found both. Pass one.")
         if not isinstance(out, DatasetPlace):
-            out = DatasetPlace(out, keep_local, with_retries(store_options, retry))
+            retries = {} if retry is None else {"retries": retry}
+            out = DatasetPlace(out, keep_local, {**retries, **(store_options or {})})
         self._place = place = out
         self._mode: Mode = "append" if append else "overwrite" if overwrite or exist_ok else "new"
         self._config = config
@@ -79,11 +80,11 @@ class ShardWriter(ABC):
         self._max_file_bytes = config.max_file_bytes
         workers = config.num_workers(place.is_local) if max_workers is None else max_workers
         self._pipeline: Pipeline[dict[str, Any]] = Pipeline(workers)
-        self._packer: ShardEncoder | None = None
+        self._encoder: ShardEncoder | None = None
         self._opened = self._finished = False
         self._num_sent = 0
         self._pool = Pool()
-        self._gathered = Gathered(self._pool, 0)
+        self._buffer = ShardBuffer(self._pool, 0)
         self.num_samples = 0
         # What users of MDS writers read. Nothing of ours reads it: a subclass may use the names for its own.
         self.size_limit, self.compression, self.hashes = config.size_limit, config.compression, list(config.hashes)
@@ -91,7 +92,7 @@ class ShardWriter(ABC):
         self._entries: list[dict[str, Any]] = []
         self._show_columns(self._columns)
         if self._columns is not None:
-            self._make_packer(self._columns)  # refuses unknown encodings now
+            self._make_encoder(self._columns)  # refuses unknown encodings now
 
     def _show_columns(self, columns: Mapping[str, str] | None) -> None:
         self.columns = None if columns is None else dict(columns)
@@ -104,7 +105,7 @@ class ShardWriter(ABC):
         Raises:
             ValueError: No columns were given, and no sample came to infer them from.
         """
-        return schema_object((self._packer or self._make_packer(self._chosen(None, None))).schema)
+        return schema_object((self._encoder or self._make_encoder(self._chosen(None, None))).schema)
 
     @property
     def shards(self) -> list[dict[str, Any]]:
@@ -113,12 +114,12 @@ class ShardWriter(ABC):
 
     def flush_shard(self) -> None:
         """End the current shard here; the next sample begins another."""
-        if self._packer is not None:
-            self._send(self._packer)
+        if self._encoder is not None:
+            self._send(self._encoder)
 
     @abstractmethod
-    def _make_packer(self, columns: Mapping[str, str]) -> ShardEncoder:
-        """The packer for these columns."""
+    def _make_encoder(self, columns: Mapping[str, str]) -> ShardEncoder:
+        """The encoder for these columns."""
 
     def _inferred(self, columns: dict[str, str]) -> dict[str, str]:
         """The format's own types for columns that were inferred as encodings of MDS."""
@@ -145,15 +146,20 @@ class ShardWriter(ABC):
                 inferred; or the writer is finished.
             StoreError: A shard could not be put. Then no index will be put either.
         """
-        packer = self._packer or self._open(sample, None)
-        parts = packer.encode(sample)
+        encoder = self._encoder or self._open(sample, None)
+        parts = encoder.encode(sample)
         if len(sample) != self._num_columns:
-            self._report_extra_columns(packer, sample)
-        if not self._gathered.add_sample(parts, packer.per_sample_overhead, self._max_file_bytes):
+            self._report_extra_columns(encoder, sample)
+        try:
+            fits = self._buffer.add_sample(parts, encoder.per_sample_overhead, self._max_file_bytes)
+        except BaseException as error:  # part of the sample may be in the shard
+            self._pipeline.fail(error)
+            raise
+        if not fits:
             num_bytes = sum(map(len, parts))
-            self._check_fits(packer, num_bytes, num_bytes + packer.per_sample_overhead)
-            self._send(packer)
-            self._gathered.add_sample(parts, packer.per_sample_overhead, MAX_FILE_BYTES)
+            self._check_fits(encoder, num_bytes, num_bytes + encoder.per_sample_overhead)
+            self._send(encoder)
+            self._buffer.add_sample(parts, encoder.per_sample_overhead, MAX_FILE_BYTES)
         self.num_samples += 1
 
     def write_batch(self, batch: Any) -> None:
@@ -167,35 +173,35 @@ class ShardWriter(ABC):
         """
         columns, num_rows = batch_columns(batch)
         if num_rows:
-            packer = self._packer or self._open(None, columns)
-            if set(columns) - set(packer.schema.names):
-                self._report_extra_columns(packer, columns)
-            self._add_encoded(packer, packer.encode_batch(columns, num_rows))
+            encoder = self._encoder or self._open(None, columns)
+            if set(columns) - set(encoder.schema.names):
+                self._report_extra_columns(encoder, columns)
+            self._add_encoded(encoder, encoder.encode_batch(columns, num_rows))
 
-    def _add_encoded(self, packer: ShardEncoder, batch: EncodedBatch) -> None:
+    def _add_encoded(self, encoder: ShardEncoder, batch: EncodedBatch) -> None:
         """Add all rows, or none where one does not fit. What fails between them, fails the writer."""
-        ends = np.cumsum(batch.sizes + packer.per_sample_overhead)
-        self._check_fits(packer, int(batch.sizes.max()), int(ends[-1]))
+        ends = np.cumsum(batch.sizes + encoder.per_sample_overhead)
+        self._check_fits(encoder, int(batch.sizes.max()), int(ends[-1]))
         try:
-            self._copy_rows(packer, batch, ends)
+            self._copy_rows(encoder, batch, ends)
         except BaseException as error:
             self._pipeline.fail(error)
             raise
         self.num_samples += len(batch.sizes)
 
-    def _copy_rows(self, packer: ShardEncoder, batch: EncodedBatch, ends: Any) -> None:
+    def _copy_rows(self, encoder: ShardEncoder, batch: EncodedBatch, ends: Any) -> None:
         begin = taken = 0
         while begin < len(ends):
-            room = self._max_file_bytes - self._gathered.file_bytes
+            room = self._max_file_bytes - self._buffer.file_bytes
             end = max(begin, int(np.searchsorted(ends, taken + room, side="right")))
-            if end == begin and self._gathered.sizes:
-                self._send(packer)
+            if end == begin and self._buffer.sizes:
+                self._send(encoder)
                 continue
             end = max(end, begin + 1)  # a row that fits no shard gets one of its own
-            gathered = self._gathered
-            batch.copy_to(gathered, begin, end)
-            gathered.sizes += batch.sizes[begin:end].tolist()
-            gathered.file_bytes += int(ends[end - 1]) - taken
+            buffer = self._buffer
+            batch.copy_to(buffer, begin, end)
+            buffer.sizes += batch.sizes[begin:end].tolist()
+            buffer.file_bytes += int(ends[end - 1]) - taken
             begin, taken = end, int(ends[end - 1])
 
     def finish(self) -> None:
@@ -208,8 +214,8 @@ class ShardWriter(ABC):
         """
         if self._finished:
             return
-        packer = self._packer or self._open(None, None)
-        self._send(packer)
+        encoder = self._encoder or self._open(None, None)
+        self._send(encoder)
         entries = self._pipeline.finish()
         self._entries = list(entries)
         self._pool.clear()
@@ -219,7 +225,7 @@ class ShardWriter(ABC):
             self._pipeline.fail(error)
             raise
         self._finished = True
-        self._packer = None
+        self._encoder = None
         if self._progress_bar:
             sys.stderr.write(f"\n{self._place}: {self.num_samples:,} samples in {len(entries):,} shards\n")
 
@@ -229,16 +235,16 @@ class ShardWriter(ABC):
         if not self._opened:
             self._place.begin(self._mode)
             self._opened = True
-        packer = self._make_packer(self._chosen(sample, batch))
-        self._check_base(packer)
-        self._gathered = Gathered(self._pool, packer.header_bytes)
-        self._packer, self._num_columns = packer, len(packer.schema.names)
-        self._show_columns(packer.schema.columns)
-        return packer
+        encoder = self._make_encoder(self._chosen(sample, batch))
+        self._check_base(encoder)
+        self._buffer = ShardBuffer(self._pool, encoder.header_bytes)
+        self._encoder, self._num_columns = encoder, len(encoder.schema.names)
+        self._show_columns(encoder.schema.columns)
+        return encoder
 
-    def _check_base(self, packer: ShardEncoder) -> None:
-        """Raise ValueError unless shards of this packer fit the dataset appended to."""
-        base, new = self._place.base, packer.schema
+    def _check_base(self, encoder: ShardEncoder) -> None:
+        """Raise ValueError unless shards of this encoder fit the dataset appended to."""
+        base, new = self._place.base, encoder.schema
         if base is None or not base.schemas:
             return
         old = base.schemas[0]
@@ -248,52 +254,52 @@ class ShardWriter(ABC):
                 f"{old.columns}, got {new.format} {new.columns}. Write another dataset, and mix or merge them."
             )
 
-    def _report_extra_columns(self, packer: ShardEncoder, given: Iterable[str]) -> None:
+    def _report_extra_columns(self, encoder: ShardEncoder, given: Iterable[str]) -> None:
         """Values beyond the columns are not written. Where the caller chose the columns, that may be meant: a warning
         says it once. Where the columns were inferred, a value would be lost.
 
         Raises:
             ValueError: The columns were inferred from the first sample, or taken from the dataset appended to.
         """
-        extra = ", ".join(sorted(repr(name) for name in set(given) - set(packer.schema.names)))
-        columns = ", ".join(packer.schema.names)
+        extra = ", ".join(sorted(repr(name) for name in set(given) - set(encoder.schema.names)))
+        columns = ", ".join(encoder.schema.names)
         if self._columns is None:
             append = self._mode == "append"
             known = "the dataset appended to has them" if append else "inferred from the first sample"
             raise ValueError(
-                f"what is no column cannot be written: {extra}; the columns are {columns}, as {known}. "
+                f"values beyond the columns cannot be written: {extra}; the columns are {columns}, as {known}. "
                 "Pass columns= to name those to write."
             )
         if not self._has_reported_extra:
             self._has_reported_extra = True
             warnings.warn(
-                f"what is no column is not written: {extra}; the columns are {columns}. Add to columns= what is to "
-                "be kept.",
+                f"values beyond the columns are not written: {extra}; the columns are {columns}. Add to columns= "
+                "those to keep.",
                 stacklevel=3,
             )
 
-    def _check_fits(self, packer: ShardEncoder, num_bytes: int, total_bytes: int) -> None:
+    def _check_fits(self, encoder: ShardEncoder, num_bytes: int, total_bytes: int) -> None:
         """Raise ValueError unless samples can be written: the largest has `num_bytes`, all need `total_bytes`."""
-        if packer.header_bytes + num_bytes + packer.per_sample_overhead > MAX_FILE_BYTES:
+        if encoder.header_bytes + num_bytes + encoder.per_sample_overhead > MAX_FILE_BYTES:
             raise ValueError(
                 f"a shard must stay under 4 GiB, since its offsets have 32 bits; one sample has {num_bytes:,} bytes. "
                 "Split the sample."
             )
-        if self._config.size_limit is None and self._gathered.file_bytes + total_bytes > self._max_file_bytes:
+        if self._config.size_limit is None and self._buffer.file_bytes + total_bytes > self._max_file_bytes:
             raise ValueError(
                 f"without size_limit all samples go to one shard, which must stay under 4 GiB, since its offsets have "
                 f"32 bits; after {self.num_samples} samples it is full. Set size_limit."
             )
 
-    def _send(self, packer: ShardEncoder) -> None:
+    def _send(self, encoder: ShardEncoder) -> None:
         """Hand over the samples gathered so far."""
-        gathered, place = self._gathered, self._place
-        if not gathered.sizes:
+        buffer, place = self._buffer, self._place
+        if not buffer.sizes:
             return
-        name = f"shard.{place.next_shard + self._num_sent:05}.{packer.schema.format}"
+        name = f"shard.{place.next_shard + self._num_sent:05}.{encoder.schema.format}"
         first = self._pipeline.first
-        self._pipeline.submit(lambda: land_shard(name, packer, gathered, place, first))
-        self._gathered = Gathered(self._pool, packer.header_bytes)
+        self._pipeline.submit(lambda: finalize_shard(name, encoder, buffer, place, first))
+        self._buffer = ShardBuffer(self._pool, encoder.header_bytes)
         self._num_sent += 1
         if self._progress_bar:
             sys.stderr.write(f"\r{self._num_sent:,} shards, {self.num_samples:,} samples")

@@ -40,6 +40,6 @@ class MDSWriter(ShardWriter):
         ValueError: A wrong setting, or an unknown encoding.
     """
 
-    def _make_packer(self, columns: Mapping[str, str]) -> ShardEncoder:
+    def _make_encoder(self, columns: Mapping[str, str]) -> ShardEncoder:
         config = self._config
         return MdsEncoder(columns, config.compression, config.hashes, config.size_limit)

@@ -10,11 +10,13 @@ later writer has put is never among them.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import xxhash
@@ -38,6 +40,7 @@ Mode: TypeAlias = Literal["new", "append", "overwrite", "merge"]
 
 _KEPT = r"index\.[0-9a-f]{16}\.json"
 _SHARD = r"shard\.[0-9]{5,}(\.[0-9a-f]{16})?\.(mds|json|csv|tsv|xsv)(\.meta)?(\.[a-z0-9]+)?"
+_LOG = logging.getLogger(__name__)
 OURS = re.compile(f"{_KEPT}|{_SHARD}")
 _NUMBERED = re.compile(r"shard\.([0-9]+)\.")
 
@@ -173,12 +176,16 @@ class DatasetPlace:
 
         The digits come from the file's bytes and from the index that the writer began with. So all writers that could
         have put a file of this name began with the same index, and at most one of them will win: the others may delete
-        it, and so may whoever replaces that index.
+        it, and so may the writer that replaces that index.
         """
         if self.mode == "new":
             return name
         stem, number, rest = name.split(".", 2)
-        return f"{stem}.{number}.{digest_of(self._begun_with[INDEX_NAME][0].data or b'', *parts)}.{rest}"
+        return f"{stem}.{number}.{digest_of(self._base_digest, *parts)}.{rest}"
+
+    @cached_property
+    def _base_digest(self) -> bytes:
+        return digest_of(self._begun_with[INDEX_NAME][0].data or b"").encode()
 
     def put_shard(self, name: str, parts: Sequence[Any]) -> None:
         """Put one file of a shard, given in parts, under a name by `name_of`.
@@ -254,6 +261,8 @@ class DatasetPlace:
         Folders that have an index of their own are other datasets, which the former index may have listed too: they
         stay.
 
+        What cannot be deleted is logged: the dataset is whole all the same.
+
         Args:
             before: Names that were there before the swap, by store.
             ours: Names that only writers put there.
@@ -262,17 +271,18 @@ class DatasetPlace:
         for store, names, seen in zip(self.stores, before, self._begun_with[INDEX_NAME], strict=True):
             listed = listed_files(seen.data)
             kept = keep if former else listed.union(keep)
-            others = tuple(
-                name.removesuffix(INDEX_NAME)
-                for name in names
-                if name.endswith(f"/{INDEX_NAME}") and not ours.fullmatch(name)
-            )
+            indexes = [name for name in names if name.endswith(f"/{INDEX_NAME}") and not ours.fullmatch(name)]
+            others = tuple(name.removesuffix(INDEX_NAME) for name in indexes)
             gone = [name for name in names if (name in listed or ours.fullmatch(name)) and name not in kept]
             gone = [name for name in gone if not name.startswith(others)]
-            for name in sorted(gone, key=lambda name: not name.endswith(".json")):  # no index outlives its shards
-                store.delete(name)
+            gone.sort(key=lambda name: not name.endswith(".json"))  # no index outlives its shards
+            try:
+                for name in gone:
+                    store.delete(name)
+            except StoreError as error:
+                _LOG.warning("%s is written; of what it replaced, up to %d files are left: %s", self, len(gone), error)
             if isinstance(store, LocalStore):
-                sweep_folders(store, gone)
+                _sweep_folders(store, gone)
 
     def __str__(self) -> str:
         return " and ".join(store.url for store in self.stores)
@@ -299,12 +309,12 @@ def _listing(store: Store, index: Seen) -> dict[str, int]:
         return dict.fromkeys(listed_files(index.data), 0)
 
 
-def sweep_folders(store: LocalStore, names: Iterable[str]) -> None:
-    """Remove dead drafts beside files of these names, and folders that are empty without them."""
-    sweep_drafts(store.folder)
-    folders = {folder for name in names for folder in (store.folder / name).parents}
-    for folder in sorted((one for one in folders if store.folder in one.parents), reverse=True):
-        sweep_drafts(folder)
+def _sweep_folders(store: LocalStore, gone: Iterable[str]) -> None:
+    """Remove dead drafts in the folder and those directly below, and folders that are empty now without `gone`."""
+    below = [Path(entry.path) for entry in os.scandir(store.folder) if entry.is_dir()]
+    drafts = {folder for folder in (store.folder, *below) if sweep_drafts(folder)}
+    emptied = {folder for name in gone for folder in (store.folder / name).parents} | drafts
+    for folder in sorted((one for one in emptied if store.folder in one.parents), reverse=True):
         with contextlib.suppress(OSError):  # not empty
             folder.rmdir()
 
@@ -330,11 +340,6 @@ def digest_of(*parts: Any) -> str:
 def is_remote(url: str) -> bool:
     """Whether it is a URL of a store, not a folder."""
     return url.startswith("dbfs:") or ("://" in url and not url.startswith("file://"))
-
-
-def with_retries(options: Mapping[str, Any] | None, retries: int | None) -> Mapping[str, Any] | None:
-    """A store's options, with the number of retries among them unless None."""
-    return options if retries is None else {"retries": retries, **(options or {})}
 
 
 def _another(found: str) -> str:

@@ -31,7 +31,7 @@ class _RowWriter(ShardWriter):
     def _between(self) -> str | None:
         return SEPARATORS.get(self._format)
 
-    def _make_packer(self, columns: Mapping[str, str]) -> ShardEncoder:
+    def _make_encoder(self, columns: Mapping[str, str]) -> ShardEncoder:
         require_columns(columns)
         config, names = self._config, tuple(sorted(columns))
         kinds = tuple(columns[name] for name in names)

@@ -99,6 +99,23 @@ def test_a_bomb_is_refused_in_bounded_memory(name: str) -> None:
     tracemalloc.stop()
 
 
+@pytest.mark.parametrize(
+    ("name", "data"), [("snappy", b"\x80\x80\x80\x80\x04" + bytes(20)), ("lz4", b"\x04\x22\x4d\x18" + bytes(21))]
+)
+def test_a_few_bytes_that_claim_a_gibibyte_take_no_memory(name: str, data: bytes) -> None:
+    tracemalloc.start()
+    with pytest.raises(FormatError, match=r"25 compressed bytes cannot hold 1073741824"):
+        decompress(name, data, 1 << 30)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["snappy", "lz4"])
+def test_the_best_that_a_block_codec_can_do_is_within_its_bound(name: str) -> None:
+    for num_bytes in (1, 100, 1 << 22):
+        assert decompress(name, compress(name, bytes(num_bytes)), num_bytes) == bytes(num_bytes)
+
+
 def test_a_full_disk_is_not_taken_for_a_damaged_file(tmp_path: Path) -> None:
     (tmp_path / "packed").write_bytes(compress("zstd", DATA))
     full = Path("/dev/full")

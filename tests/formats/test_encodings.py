@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 from PIL import Image
 
 from lightning_stream.formats.encodings import Encoding, encoding_names, get_encoding, register_encoding
-from lightning_stream.formats.shard_base import DECODE_ERRORS
+from lightning_stream.formats.shard import DECODE_ERRORS
 
 PLAIN = {"int", "bool", "NoneType", "dict", "float"}
 NAMES = {

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_stream.formats.index import Index
-from lightning_stream.formats.mds.gather import gather
-from lightning_stream.formats.mds.span_table import SpanTable
+from lightning_stream.formats.mds.gather import SpanTable, gather
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.writer import JSONWriter, MDSWriter
 

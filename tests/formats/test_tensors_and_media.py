@@ -20,8 +20,7 @@ from lightning_stream.errors import MissingExtraError
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.formats.encodings.media import Media
 from lightning_stream.formats.index import Index
-from lightning_stream.formats.shard import open_shard
-from lightning_stream.formats.shard_base import DECODE_ERRORS
+from lightning_stream.formats.shard import DECODE_ERRORS, open_shard
 from lightning_stream.writer import MDSWriter
 
 DTYPES = st.sampled_from(["?", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8", ">i4", ">f8"]).map(

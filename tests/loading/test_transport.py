@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
-from lightning_stream.formats.shard_base import Ragged  # noqa: E402
+from lightning_stream.formats.shard import Ragged  # noqa: E402
 from lightning_stream.loading import transport  # noqa: E402
 from lightning_stream.loading.transport import SharedSlots, shared_slots  # noqa: E402
 

@@ -31,7 +31,10 @@ class Conversion:
         assert self.go.wait(30)
         return []
 
-    def publish(self, _: Any) -> None:
+    def about(self) -> dict[str, Any]:
+        return {}
+
+    def publish(self, *_: Any) -> None:
         with MDSWriter(out=self.place, columns={"id": "int"}) as writer:
             writer.write_batch({"id": list(range(10))})
 
@@ -41,7 +44,7 @@ def test_a_child_forked_while_its_parent_converts_waits_for_the_rows(
 ) -> None:
     conversion = Conversion()
     monkeypatch.setattr(frame_cache, "conversion_of", lambda *_: conversion)
-    monkeypatch.setattr(frame_cache, "begin", lambda *_, **__: None)
+    monkeypatch.setattr(frame_cache.Publication, "begin", lambda *_, **__: conversion)
     cache = frame_cache.FrameCache(None, cache=tmp_path)
     cache.start()
     assert conversion.begun.wait(30)

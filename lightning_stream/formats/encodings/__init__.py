@@ -12,8 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.encodings.base import Encoding, FamilyMember
-from lightning_stream.formats.encodings.numeric import NumericLayout
+from lightning_stream.formats.encodings.base import Encoding, FamilyMember, NumericLayout
 
 __all__ = ["Encoding", "NumericLayout", "encoding_names", "get_encoding", "register_encoding"]
 

@@ -8,8 +8,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.formats.encodings.base import Encoding, FamilyMember, ViewEncoding, describe, type_name
-from lightning_stream.formats.encodings.numeric import Bytes2d, NumericLayout, as_bytes
+from lightning_stream.formats.encodings.base import (
+    Bytes2d,
+    Encoding,
+    FamilyMember,
+    NumericLayout,
+    ViewEncoding,
+    as_bytes,
+    describe,
+    type_name,
+)
 from lightning_stream.formats.memory import AddressWindow, Int64s
 
 _CODES = {

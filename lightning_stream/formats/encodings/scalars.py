@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.formats.encodings.base import FamilyMember, ViewEncoding, describe
-from lightning_stream.formats.encodings.numeric import NumericLayout
+from lightning_stream.formats.encodings.base import FamilyMember, NumericLayout, ViewEncoding, describe
 
 _CODES = {
     "uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q",

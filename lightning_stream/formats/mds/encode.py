@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings import Encoding, get_encoding
-from lightning_stream.formats.encodings.base import BinaryColumn
-from lightning_stream.formats.encodings.numeric import Bytes2d
+from lightning_stream.formats.encodings.base import BinaryColumn, Bytes2d
 from lightning_stream.formats.index.schema import Schema
 from lightning_stream.formats.shard_encoder import (
     EncodedBatch,

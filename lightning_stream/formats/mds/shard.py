@@ -15,7 +15,7 @@ from lightning_stream.formats.index.schema import ShardEntry
 from lightning_stream.formats.mds.gather import gather_mapped
 from lightning_stream.formats.mds.layout import RecordLayout, record_layout
 from lightning_stream.formats.memory import MappedFile
-from lightning_stream.formats.shard_base import DECODE_ERRORS, Batch, Buffers, Mapped, closed_error, corrupt_error
+from lightning_stream.formats.shard import DECODE_ERRORS, Batch, Buffers, Mapped, closed_error, corrupt_error
 
 _OFFSETS = struct.Struct("<II")
 

@@ -14,7 +14,7 @@ from lightning_stream.errors import FormatError
 from lightning_stream.formats.index.schema import Schema, ShardEntry
 from lightning_stream.formats.mds.gather import buffer_array
 from lightning_stream.formats.memory import MappedFile
-from lightning_stream.formats.shard_base import DECODE_ERRORS, Batch, Buffers, closed_error, corrupt_error
+from lightning_stream.formats.shard import DECODE_ERRORS, Batch, Buffers, closed_error, corrupt_error
 
 _TYPES: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
 _DTYPES = {"int": np.dtype("<i8"), "float": np.dtype("<f8")}

@@ -1,7 +1,7 @@
-"""The bytes of the samples of one shard, gathered in memory that is used again.
+"""The bytes of the samples of one shard, held in memory that is used again.
 
 Fresh memory costs more than copying: its pages are made one by one. So samples are copied into pieces of a pool, which
-come back when their shard has landed, and the caller's own memory is free again at once for the next sample. Only very
+come back when their shard was put, and the caller's own memory is free again at once for the next sample. Only very
 large bytes objects are kept as they are.
 """
 
@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.formats.encodings.numeric import Bytes2d
+from lightning_stream.formats.encodings.base import Bytes2d
 
 PIECE_BYTES = 1 << 23  # numpy asks for huge pages from 4 MiB on, and then making them is cheap
 _HUGE_PAGE_BYTES = 1 << 21
 _JOINED_BYTES = 1 << 14  # the parts of smaller samples are joined first: one copy more, but a step each less
-_STRETCH_BYTES = 1 << 18  # of rows put together from blocks at once: it stays in a core's cache meanwhile
+_BLOCK_BYTES = 1 << 18  # of rows put together from blocks at once: it stays in a core's cache meanwhile
 _LARGE_BYTES = 1 << 20  # kept as they are from here on
 
 
@@ -52,7 +52,7 @@ def _fresh() -> memoryview:
     return memory[begin : begin + PIECE_BYTES].data
 
 
-class Gathered:
+class ShardBuffer:
     """The samples of one shard, in order.
 
     Attributes:
@@ -108,10 +108,10 @@ class Gathered:
             self.add(blocks[0].reshape(-1).data)
             return
         width, num_rows = sum(block.shape[1] for block in blocks), len(blocks[0])
-        stretch = max(1, _STRETCH_BYTES // max(1, width))
+        rows_at_once = max(1, _BLOCK_BYTES // max(1, width))
         at = 0
         while at < num_rows:
-            end = min(num_rows, at + min(stretch, (self._room - self._at) // max(1, width)))
+            end = min(num_rows, at + min(rows_at_once, (self._room - self._at) // max(1, width)))
             if end == at:
                 self._add_across(np.concatenate([block[at] for block in blocks]).data)
                 at += 1

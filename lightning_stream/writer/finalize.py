@@ -9,19 +9,19 @@ from lightning_stream.formats.codecs import compress, extension
 from lightning_stream.formats.hashing import digest_parts
 from lightning_stream.formats.index.schema import FileEntry, Schema, file_object, schema_object
 from lightning_stream.formats.shard_encoder import ShardEncoder
-from lightning_stream.writer.gathered import Gathered
 from lightning_stream.writer.place import DatasetPlace
+from lightning_stream.writer.shard_buffer import ShardBuffer
 
 
-def land_shard(
-    name: str, packer: ShardEncoder, gathered: Gathered, place: DatasetPlace, after: Future[Any] | None = None
+def finalize_shard(
+    name: str, encoder: ShardEncoder, buffer: ShardBuffer, place: DatasetPlace, after: Future[Any] | None = None
 ) -> dict[str, Any]:
     """Put one shard, and give its memory back; give its index entry.
 
     Args:
         name: The data file's, as ``shard.00007.mds``; the place may put digits of its digest in.
-        packer: Makes the files.
-        gathered: The samples.
+        encoder: Makes the files.
+        buffer: The samples.
         place: Where to.
         after: The dataset's first shard. Another writer at the same place has put its own first, and with that this
             writer is refused: so nothing else is put before.
@@ -29,13 +29,13 @@ def land_shard(
     Raises:
         StoreError: It could not be put.
     """
-    entry = schema_object(packer.schema) | {"samples": len(gathered.sizes)}
+    entry = schema_object(encoder.schema) | {"samples": len(buffer.sizes)}
     try:
-        for part, data in packer.files(gathered.sizes, gathered.parts()):
-            raw, packed = _put_file(f"{name}.meta" if part == "meta" else name, data, packer.schema, place, after)
+        for part, data in encoder.files(buffer.sizes, buffer.parts()):
+            raw, packed = _put_file(f"{name}.meta" if part == "meta" else name, data, encoder.schema, place, after)
             entry[f"raw_{part}"], entry[f"zip_{part}"] = file_object(raw), file_object(packed)
     finally:
-        gathered.release()
+        buffer.release()
     return entry
 
 
