@@ -62,7 +62,7 @@ def plan_downloads(
         epoch: Which epoch.
         batch_size: B.
         world: All processes; its rank does not matter.
-        tail: What happens to the epoch's rest.
+        tail: What happens to the epoch's remainder.
         start: The position to start from.
         shard_bytes: int64[shards]; None counts every sample as one byte.
     """

@@ -42,7 +42,7 @@ class Explanation:
     """What comes next after a state.
 
     Args:
-        epoch: The epoch that goes on or begins.
+        epoch: The epoch that continues or begins.
         position: Samples of it already trained on.
         num_samples: Samples drawn in it.
         steps_left: Global batches still to come in it.

@@ -39,7 +39,7 @@ def partition(
 
     Args:
         algo: `orig`, or `relaxed`: as `orig` wherever canonical and physical nodes divide, else the epoch of the
-            world that began it, dealt anew.
+            world that began it, dealt again.
         num_samples: Positions in the epoch.
         num_canonical_nodes: Rows of the epoch: each is a run of consecutive positions.
         num_physical_nodes: Nodes of this world.

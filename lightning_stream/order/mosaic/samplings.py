@@ -110,7 +110,7 @@ def sampling(
         granularity: Samples of one pick (the last pick of a shard may be smaller).
         seed: The run's seed.
         epoch: The epoch, counted from 0.
-        use_epoch: Whether the picks are drawn anew each epoch.
+        use_epoch: Whether each epoch draws other picks.
 
     Raises:
         ValueError: A number out of range, or no shards.
