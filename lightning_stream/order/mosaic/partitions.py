@@ -41,11 +41,8 @@ def partition(
         algo: `orig`, or `relaxed`: as `orig` wherever canonical and physical nodes divide, else the epoch of the
             world that began it, dealt again.
         num_samples: Positions in the epoch.
-        num_canonical_nodes: Rows of the epoch: each is a run of consecutive positions.
-        num_physical_nodes: Nodes of this world.
-        ranks_per_node: Ranks of each.
-        workers_per_rank: Workers of each rank.
-        batch_size: Samples of a rank's batch.
+        num_canonical_nodes: Rows of the epoch: each holds consecutive positions.
+        num_physical_nodes, ranks_per_node, workers_per_rank, batch_size: This world, and samples of a rank's batch.
         drop_first: Samples of the epoch that are already used up; rounded down to a multiple of the nodes.
         initial_physical_nodes: Nodes of the world that began this epoch; only `relaxed` looks at it.
 

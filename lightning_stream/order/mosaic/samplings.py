@@ -108,8 +108,7 @@ def sampling(
         samples_per_shard: Samples of each shard.
         choose: Samples to draw in all.
         granularity: Samples of one pick (the last pick of a shard may be smaller).
-        seed: The run's seed.
-        epoch: The epoch, counted from 0.
+        seed, epoch: The run's seed, and the epoch counted from 0.
         use_epoch: Whether each epoch draws other picks.
 
     Raises:

@@ -34,10 +34,9 @@ def shuffle(
     Args:
         algo: One of `SHUFFLES`.
         shard_sizes: Samples of each shard, in the order of their ids.
-        num_canonical_nodes: Parts into which the epoch is cut; every sample stays inside its part (but for `naive`).
-        seed: The run's seed.
-        epoch: The epoch, counted from 0.
-        block_size: Samples among which `py1e` and `py1br` shuffle; the others do not look at it.
+        num_canonical_nodes: The epoch is cut into so many; every sample stays inside its node (but for `naive`).
+        seed, epoch: The run's seed, and the epoch counted from 0.
+        block_size: Samples of a shuffle block of `py1e` and `py1br`; the others do not look at it.
 
     Raises:
         ValueError: An unknown algorithm or a number out of range.
@@ -48,7 +47,7 @@ def shuffle(
     if sizes.ndim != 1 or (sizes < 0).any():
         raise ValueError("shard_sizes must be a flat sequence of counts, none negative; check the index of each stream")
     given = {"num_canonical_nodes": num_canonical_nodes, "seed": seed, "epoch": epoch, "shuffle_block_size": block_size}
-    least = {"num_canonical_nodes": 1, "shuffle_block_size": _LEAST_BLOCK.get(algo, -(2**63))}
+    least = {"num_canonical_nodes": 1, "shuffle_block_size": _LEAST_BLOCK.get(algo, 0)}
     if problems := broken(given, {name: count(least.get(name, 0)) for name in given}):
         raise ValueError(" ".join(problems))
     if algo == "py1e" and sizes.sum() < num_canonical_nodes:

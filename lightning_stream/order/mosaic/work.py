@@ -35,9 +35,7 @@ class Work:
         epoch: The epoch, counted from 0.
         choose: Samples that each stream gives.
         proportions: Each stream's proportion of the epoch.
-        nodes: Nodes of this world.
-        ranks: Ranks of each node.
-        batch_size: Samples of a rank's batch.
+        nodes, ranks, batch_size: Nodes of this world, ranks of each, samples of a rank's batch.
     """
 
     snapshot: Snapshot
@@ -68,9 +66,8 @@ class Work:
     @property
     def block_size(self) -> int:
         """Samples of a shuffle block."""
-        return self.mosaic.shuffle_block_size or max(
-            _SAMPLES_IN_BLOCKS // self.config.canonical_nodes, DEFAULT_BLOCK_SIZE
-        )
+        default = max(_SAMPLES_IN_BLOCKS // self.config.canonical_nodes, DEFAULT_BLOCK_SIZE)
+        return self.mosaic.shuffle_block_size or default
 
     def block_share(self, stream: int) -> int:
         """Samples of a shuffle block of one stream alone: its proportion of the whole."""
