@@ -1,4 +1,4 @@
-"""How well orders shuffle at equal active shards: source blocks (of 100) that a batch of 256 touches.
+"""How well orders shuffle at equal active shards: disk segments (of 100) that a batch of 256 touches.
 
     python benchmarks/order_quality.py [--shards 400] [--samples-per-shard 600] [--batch-size 256] [--active 128]
 
@@ -18,7 +18,7 @@ import numpy as np
 from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights
 from lightning_stream.order.mosaic.partitions import partition
 from lightning_stream.order.mosaic.shuffles import shuffle
-from lightning_stream.order.quality import NUM_BLOCKS, random_score
+from lightning_stream.order.quality import NUM_SEGMENTS, random_score
 from lightning_stream.order.snapshot import max_active
 
 SEED = 9176
@@ -65,7 +65,7 @@ def shards_of(ids, sizes):
 
 
 def row(name, ids, sizes, batch_size):
-    blocks = (ids * NUM_BLOCKS // sizes.sum())[: len(ids) // batch_size * batch_size].reshape(-1, batch_size)
+    blocks = (ids * NUM_SEGMENTS // sizes.sum())[: len(ids) // batch_size * batch_size].reshape(-1, batch_size)
     scores = np.array([len(np.unique(one)) for one in blocks])
     edge = max(1, len(scores) // 16)
     shards = shards_of(ids, sizes)

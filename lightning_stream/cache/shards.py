@@ -155,10 +155,10 @@ class ShardCache:
         Raises:
             As `lease`.
         """
-        name = entry.raw.basename
-        if self._find(entry) is None or not lease.is_current():  # deleted, or fetched again by another meanwhile
+        name, home = entry.raw.basename, self._find(entry)
+        if home is None or not lease.is_current():  # deleted, or fetched again by another meanwhile
             return self.lease(entry)
-        if self.in_place or name in self._refetched:
+        if home != self.folder or name in self._refetched:
             return None
         self._refetched.add(name)
         try:

@@ -24,6 +24,7 @@ from lightning_stream.errors import FormatError, MissingExtraError, missing_extr
 
 _CHUNK_BYTES = 1 << 20
 _MAX_FILE_BYTES = 1 << 32
+_module: Callable[[str], Any] = importlib.import_module  # each is imported on its first use
 _T = TypeVar("_T")
 
 
@@ -38,22 +39,12 @@ class _Codec(NamedTuple):
     reader: Callable[[BinaryIO, int], _Reader]
 
 
-def _zstd_compress(data: bytes, level: int) -> bytes:
-    packed: bytes = importlib.import_module("zstandard").ZstdCompressor(level=level).compress(data)
-    return packed
-
-
 def _zstd_reader(file: BinaryIO, num_bytes: int) -> _Reader:
     # zstd:22 has windows of 128 MiB; a larger one serves only a larger file, and is memory that is taken at once
     window = max(1 << 27, min(1 << 31, 1 << num_bytes.bit_length()))
-    decompressor = importlib.import_module("zstandard").ZstdDecompressor(max_window_size=window)
+    decompressor = _module("zstandard").ZstdDecompressor(max_window_size=window)
     reader: _Reader = decompressor.stream_reader(file, read_across_frames=True, read_size=_CHUNK_BYTES)
     return reader
-
-
-def _brotli_compress(data: bytes, level: int) -> bytes:
-    packed: bytes = importlib.import_module("brotli").compress(data, quality=level)
-    return packed
 
 
 class _BrotliReader:
@@ -61,7 +52,7 @@ class _BrotliReader:
 
     def __init__(self, file: BinaryIO, _: int) -> None:
         self._file = file
-        self._state: Any = importlib.import_module("brotli").Decompressor()
+        self._state: Any = _module("brotli").Decompressor()
 
     def read(self, size: int) -> bytes:
         while not self._state.is_finished():
@@ -125,7 +116,7 @@ def _lz4_reader(file: BinaryIO, num_bytes: int) -> _Reader:
 
 
 _CODECS: Mapping[str, _Codec] = {
-    "br": _Codec(11, range(12), _brotli_compress, _BrotliReader),
+    "br": _Codec(11, range(12), lambda data, level: _module("brotli").compress(data, quality=level), _BrotliReader),
     "bz2": _Codec(9, range(1, 10), bz2.compress, lambda file, _: bz2.BZ2File(file)),
     "gz": _Codec(
         9,
@@ -134,7 +125,12 @@ _CODECS: Mapping[str, _Codec] = {
         lambda file, _: gzip.GzipFile(fileobj=file, mode="rb"),
     ),
     "snappy": _Codec(None, range(0), lambda data, _: bytes(_cramjam("snappy").compress_raw(data)), _snappy_reader),
-    "zstd": _Codec(3, range(1, 23), _zstd_compress, _zstd_reader),
+    "zstd": _Codec(
+        3,
+        range(1, 23),
+        lambda data, level: _module("zstandard").ZstdCompressor(level=level).compress(data),
+        _zstd_reader,
+    ),
     "lz4": _Codec(None, range(0), lambda data, _: bytes(_cramjam("lz4").compress(data)), _lz4_reader),
 }
 

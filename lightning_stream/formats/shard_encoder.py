@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -110,11 +110,6 @@ def require_columns(columns: Mapping[str, str]) -> None:
     """Raise ValueError unless there are columns, TypeError unless their names are text."""
     if not columns:
         raise ValueError("columns must name at least one column and its encoding, e.g. {'text': 'str'}.")
-    require_names(columns)
-
-
-def require_names(columns: Iterable[object]) -> None:
-    """Raise TypeError unless all names of columns are text."""
     wrong = next((name for name in columns if not isinstance(name, str)), None)
     if wrong is not None:
         raise TypeError(f"names of columns must be text; got {wrong!r}.")

@@ -1,4 +1,4 @@
-"""All settings of a run's order, resolved once at its first start, kept in its state and never recomputed."""
+"""The settings of a training run's order: resolved at its first start, kept in its state, never recomputed."""
 
 from __future__ import annotations
 
@@ -63,12 +63,17 @@ class OrderConfig:
         device_block: m of ``device_per_stream``: consecutive samples from one stream, as many as a device's batch when
             the run begins: so this order depends on the devices (and accumulation) of that start; else None.
         batch_size: B where the order depends on it (``per_stream``); else None.
-        sampling_method: ``"balanced"`` draws anew each epoch, ``"fixed"`` the same samples always.
+        sampling_method: ``"balanced"`` draws other samples each epoch, ``"fixed"`` the same samples always.
         sampling_granularity: Samples taken from a shard at a time where a stream is only partly drawn.
         epoch_size: Samples of an epoch over all streams, or None for what the weights say.
         mosaic: Settings of the orders compatible with mosaicml-streaming; None for the native order.
 
     Make one with :meth:`resolve`, which chooses what the user left open.
+
+    Example::
+
+        config = OrderConfig.resolve(batch_size=256, shuffle=True)
+        config.canonical_nodes, config.window  # (16, 8)
     """
 
     shuffle: bool
@@ -111,7 +116,7 @@ class OrderConfig:
         """Choose what was left open, from the first run's B (``batch_size``) alone, never from hardware.
 
         Args:
-            batch_size: B, the samples of one optimizer step over all replicas; None only where there is none to know.
+            batch_size: B, the samples of one optimizer step over all replicas; None where it is unknown.
             algorithm: None means ``"window"``.
             canonical_nodes: None means the largest divisor of B that is at most 16.
             window: None means ``ceil(128 / canonical_nodes)``.

@@ -62,7 +62,7 @@ def plan_downloads(
         epoch: Which epoch.
         batch_size: B.
         world: All processes; its rank does not matter.
-        tail: What happens to the epoch's rest.
+        tail: What happens to the epoch's remainder.
         start: The position to start from.
         shard_bytes: int64[shards]; None counts every sample as one byte.
     """
@@ -101,7 +101,23 @@ def estimate_factor(run: RunOrder, *, epoch: int, batch_size: int, world: World)
 
 def warning_about(run: RunOrder, *, batch_size: int, world: World, factor: float) -> str | None:
     """If much would be fetched more than once (a factor above 1.05): how much, and what to change; else None."""
-    return _warning(run, batch_size, world, factor) if factor > FACTOR_WORTH_A_WARNING else None
+    if factor <= FACTOR_WORTH_A_WARNING:
+        return None
+    config, nodes = run.config, world.num_nodes
+    found = (
+        "Each shard should be fetched about once over all nodes, but with num_canonical_nodes="
+        f"{config.canonical_nodes} on {nodes} nodes and global batches of {batch_size} samples, {factor:.2f} times the "
+        "data will be fetched."
+    )
+    if not config.shuffle:
+        return f"{found} Index order needs nearly every shard on every node: set shuffle=True if order does not matter."
+    mixed = config.batching.mixes_streams and run.snapshot.num_streams > 1
+    better = better_canonical_nodes(batch_size, nodes, mixed=mixed)
+    if better is None:
+        return f"{found} Choose a global batch size that is a multiple of {nodes}, and num_canonical_nodes={nodes}."
+    if better != config.canonical_nodes:
+        return f"{found} num_canonical_nodes={better} fits best; set it when a run starts."
+    return f"{found} No other num_canonical_nodes fits better: it comes from the mixture of streams or from few shards."
 
 
 def better_canonical_nodes(batch_size: int, num_nodes: int, *, mixed: bool = False) -> int | None:
@@ -147,21 +163,3 @@ def _replica_reads(
     for k in range(whole, plans[0].num_batches):
         for replica, plan in enumerate(plans):
             yield replica, plan.share(k).ids
-
-
-def _warning(run: RunOrder, batch_size: int, world: World, factor: float) -> str:
-    config, nodes = run.config, world.num_nodes
-    found = (
-        "Each shard should be fetched about once over all nodes, but with num_canonical_nodes="
-        f"{config.canonical_nodes} on {nodes} nodes and global batches of {batch_size} samples, {factor:.2f} times the "
-        "data will be fetched."
-    )
-    if not config.shuffle:
-        return f"{found} Index order needs nearly every shard on every node: set shuffle=True if order does not matter."
-    mixed = config.batching.mixes_streams and run.snapshot.num_streams > 1
-    better = better_canonical_nodes(batch_size, nodes, mixed=mixed)
-    if better is None:
-        return f"{found} Choose a global batch size that is a multiple of {nodes}, and num_canonical_nodes={nodes}."
-    if better != config.canonical_nodes:
-        return f"{found} num_canonical_nodes={better} fits best; set it when a run starts."
-    return f"{found} No other num_canonical_nodes fits better: it comes of the streams' mixture or of few shards."

@@ -24,6 +24,10 @@ class StreamWeights:
         proportion: Relative: this stream's part of the epoch, over the sum of all streams' proportions.
         repeat: Absolute: how often each of its samples comes (0.5: half of them, 2: each twice).
         choose: Absolute: how many samples.
+
+    Example::
+
+        RunOrder(snapshot, [StreamWeights(proportion=0.8), StreamWeights(proportion=0.2)], config)
     """
 
     proportion: float | None = None
@@ -52,7 +56,7 @@ class Draw:
         snapshot: The data.
         chosen: Samples of each stream in an epoch, see :func:`choose_per_stream`.
         seed: The run's seed.
-        balanced: Draw anew each epoch; else the same samples in every epoch.
+        balanced: Draw other samples each epoch; else the same in every epoch.
         granularity: Samples taken from a shard at a time where only some are drawn: large values touch fewer shards.
     """
 
@@ -137,7 +141,7 @@ def choose_per_stream(
 
 
 def weights_digest(weights: Sequence[StreamWeights]) -> str:
-    """Tells these weights from any others."""
+    """A digest that differs for any other weights."""
     words = ";".join(f"{one.proportion!r},{one.repeat!r},{one.choose!r}" for one in weights)
     return hashlib.sha256(words.encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""Proof of what a run saw: a sum over (epoch, position, sample id) of every sample trained on, filler excluded.
+"""Proof of what a training run saw: a sum over (epoch, position, sample id) of all samples trained on, without padding.
 
 Sums are modulo 2**64, so ranks and steps may be added in any order: the shares of all replicas add up to the global
 batch, and the batches to the epoch. One sample swapped, left out or repeated changes the sum of its step.

@@ -20,7 +20,7 @@ class RngStream(IntEnum):
     SHARDS = 1
     PARTS = 2
     SAMPLES = 3
-    BLOCK = 4
+    MIXING_BLOCK = 4
     DRAW_SHARDS = 5
     DRAW_SAMPLES = 6
     JITTER = 7

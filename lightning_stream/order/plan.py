@@ -28,6 +28,11 @@ class RunOrder:
 
     Raises:
         ValueError: The weights cannot be met.
+
+    Example::
+
+        run = RunOrder(Snapshot.of([[1000, 1000]]), [StreamWeights()], OrderConfig.resolve(batch_size=8, shuffle=True))
+        run.epoch(0).ids(0, 8)  # the sample ids of the first global batch
     """
 
     def __init__(self, snapshot: Snapshot, weights: Sequence[StreamWeights], config: OrderConfig) -> None:
@@ -64,7 +69,7 @@ class RunOrder:
         return self.config.batching.active_shards(self)
 
     def sample_order(self, epoch: int, streams: tuple[int, ...], key: int) -> SampleOrder:
-        """The order of the drawn samples of some streams; ``key`` tells it from those of other streams."""
+        """The order of the drawn samples of some streams; ``key`` is part of its random keys."""
         parts, config = Parts(self._draw, epoch, self._drawn_shards(epoch, streams)), self.config
         if not config.shuffle:
             return IndexOrder(parts)

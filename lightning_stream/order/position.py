@@ -50,14 +50,19 @@ class Position:
 
     Args:
         epoch: Counts from 0.
-        position: Samples of this epoch consumed by the optimizer over all replicas, filler excluded.
+        position: Samples of this epoch consumed by the optimizer over all replicas, padding excluded.
         batch_size: B in force.
-        tail: What the run does with an epoch's rest.
+        tail: What the run does with an epoch's remainder.
         order: The run's order settings.
         weights: Digest of the streams' weights.
         snapshot: The data.
         ledger: Sum of the ledger hashes of positions [0, position) of this epoch, modulo 2**64.
         batch_changes: ``(position, B from there on)``, beginning with position 0, if B changed in this epoch; else ().
+
+    Example::
+
+        position = Position.start(run, batch_size=256, tail="pad").advanced(run, 512)  # two steps of epoch 0
+        Position.from_state(position.to_state()) == position
     """
 
     epoch: int
@@ -117,7 +122,7 @@ class Position:
         Args:
             run: The loading run; resolve its config with ``resumed=position.order``, so that what the user left open
                 is taken from the state.
-            tail: What that run does with an epoch's rest; None to leave it out.
+            tail: What that run does with an epoch's remainder; None to leave it out.
             on_mismatch: ``"error"`` refuses any difference; ``"warn"`` returns the sentences instead.
 
         Raises:

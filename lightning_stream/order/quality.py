@@ -1,6 +1,6 @@
 """How well an order shuffles, and what it needs for that: known before training, for any settings.
 
-The score is the number of 100 source blocks (equal stretches of the sample ids: rows as they lie on disk) that one
+The score is the number of 100 disk segments (equal stretches of the sample ids: rows as they lie on disk) that one
 global batch touches. A truly random batch of 256 touches 92.
 """
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lightning_stream.order.batching.base import BatchPlan
 from lightning_stream.order.plan import RunOrder
 
-NUM_BLOCKS = 100
+NUM_SEGMENTS = 100
 _EVENLY = 32
 _AT_ENDS = 8
 _END = 16  # the first and the last window are a sixteenth of the epoch each
@@ -47,7 +47,7 @@ class Quality:
     def __str__(self) -> str:
         """One line for a log."""
         return (
-            f"a batch touches {self.mean:.0f} of {NUM_BLOCKS} source blocks (random: {self.random:.0f}; least "
+            f"a batch touches {self.mean:.0f} of {NUM_SEGMENTS} disk segments (random: {self.random:.0f}; least "
             f"{self.minimum}, first sixteenth {self.first:.0f}, last {self.last:.0f}) from {self.active_shards} active "
             f"shards, {self.cache_bytes / 1e6:.0f} MB of cache over all nodes"
         )
@@ -84,12 +84,12 @@ def measure(run: RunOrder, *, batch_size: int, epoch: int = 0, shard_bytes: NDAr
 
 def score(ids: NDArray[np.int64], num_samples: int) -> int:
     """SampleOrder blocks touched by these samples of ``num_samples``."""
-    return len(np.unique(ids * NUM_BLOCKS // num_samples))
+    return len(np.unique(ids * NUM_SEGMENTS // num_samples))
 
 
 def random_score(batch_size: int) -> float:
     """SampleOrder blocks touched by a truly random batch, expected."""
-    return NUM_BLOCKS * (1 - (1 - 1 / NUM_BLOCKS) ** batch_size)
+    return NUM_SEGMENTS * (1 - (1 - 1 / NUM_SEGMENTS) ** batch_size)
 
 
 def _picks(begin: int, end: int, count: int) -> list[int]:

@@ -20,7 +20,7 @@ class ReplicaBatch:
     Args:
         ids: int64[n], sample ids.
         positions: int64[n], the position of each in the epoch.
-        filler: bool[n], True where the sample only fills the batch up: a repeat, part of no count, metric or ledger.
+        filler: bool[n], True where the sample is padding: a repeat, part of no count, metric or ledger.
         device_block: Samples that must stay together in a micro-batch (1 unless ``device_per_stream``).
         ends: Where the micro-batches end, if the order itself says so; else None.
     """
@@ -32,18 +32,18 @@ class ReplicaBatch:
     ends: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
-        """Samples, filler included."""
+        """Samples, padding included."""
         return len(self.ids)
 
     @property
     def num_samples(self) -> int:
-        """Samples, filler excluded."""
+        """Samples, padding excluded."""
         return len(self.ids) - int(self.filler.sum())
 
     def micro_batches(self, count: int) -> list[ReplicaBatch]:
         """Cut evenly into ``count`` pieces, see `BatchPlan.num_micro_batches`; sizes differ by at most one block.
 
-        Blocks are cut only where there are more pieces than blocks. A share of fewer samples than pieces gets filler.
+        Blocks are cut only where there are more pieces than blocks. A share of fewer samples than pieces gets padding.
         """
         if count == 1:
             return [self]
@@ -72,11 +72,11 @@ def ceil_div(number: int, divisor: int) -> int:
 def split(
     canonical: NDArray[np.int64], num_replicas: int, replica: int, *, equal: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """One replica's part of a global batch: offsets into the batch, and which of them are filler.
+    """One replica's part of a global batch: offsets into the batch, and which of them are padding.
 
     The batch is stably grouped by canonical node and cut evenly. With ``equal`` all replicas get the same number:
-    where the cut gave one sample less, filler repeats one of the same batch, near by where there is one. Without,
-    only a replica left empty gets one filler.
+    where the cut gave one sample less, padding repeats one of the same batch, near by where there is one. Without,
+    only a replica left empty gets one sample of padding.
 
     Args:
         canonical: int64[n], the canonical node of each sample of the batch, n >= 1.

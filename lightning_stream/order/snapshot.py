@@ -1,4 +1,4 @@
-"""What the data is: the shards of every stream, and a digest that tells one dataset from another."""
+"""What the data is: the shards of every stream, and a digest that differs for any other data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Snapshot:
     Args:
         stream_names: One name per stream, for messages only.
         shard_sizes: Samples of each shard, one int64 array per stream.
-        digest: Tells this data from any other: of shard names, counts, sizes and hashes.
+        digest: Differs for any other data: of shard names, counts, sizes and hashes.
         stream_digests: The digest of each stream's index; () where they are not known.
     """
 

@@ -1,6 +1,6 @@
 """Which shards are active together: dealt and ordered at random, but so that whatever is active spans all the data.
 
-On data sorted on disk a batch then touches nearly as many source blocks as a truly random one, from the same number of
+On data sorted on disk a batch then touches nearly as many disk segments as a truly random one, from the same number of
 active shards: 88 of 100 instead of 69 with 128 of 400 shards (random: 92).
 """
 
@@ -43,7 +43,7 @@ def spread_parts(
     """int64[K]: a node's parts in the order of this epoch: at random, but all nodes' windows together span the data.
 
     The groups are cut into strata, at most C * w. In each round a node takes up to w parts, one of each of w strata;
-    which strata is dealt anew each epoch, and in any round each stratum to one node. From round to round a node moves
+    which strata is dealt new in each epoch, and in any round each stratum to one node. From round to round a node moves
     on to its neighbour's strata; after C sweeps over all rounds each node has taken every part once. So whichever
     C * w parts are active, they come from different strata (as long as the nodes' parts are of like size).
 

@@ -16,14 +16,14 @@ from lightning_stream.order.world import World
 
 @dataclass(frozen=True, eq=False)
 class TracedBatch:
-    """One global batch, named.
+    """One global batch: which it is, and its samples.
 
     Args:
         epoch: Its epoch.
-        step: Which global batch of that epoch, from 0.
+        step: Its number in that epoch, from 0.
         begin: Its first position.
         end: The position behind its last.
-        ids: int64[n], sample ids in position order, filler excluded.
+        ids: int64[n], sample ids in position order, padding excluded.
         shards: int64[n], the shard of each.
         streams: int64[n], the stream of each.
     """
@@ -42,7 +42,7 @@ class Explanation:
     """What comes next after a state.
 
     Args:
-        epoch: The epoch that goes on or begins.
+        epoch: The epoch that continues or begins.
         position: Samples of it already trained on.
         num_samples: Samples drawn in it.
         steps_left: Global batches still to come in it.

@@ -1,9 +1,9 @@
 """The native order of one set of drawn samples: a rolling window over shards, read at any position without replay.
 
-The drawn samples are split evenly into canonical nodes; position p belongs to node p mod C. Within a node the parts
-(shards, or pieces of shards cut by a border) are permuted anew each epoch; each is permuted and cut into w pieces, and
-block t holds piece i of part t - i. So one part enters and one leaves per block. Both ends are softened: the window
-fills with half pieces, and the last block holds all that the last parts have left.
+The drawn samples are split evenly into canonical nodes; position p belongs to node p mod C. Within a node the parts are
+put in a new order each epoch; each is permuted and cut into w pieces, and mixing block t holds piece i of part t - i.
+So one part enters and one leaves with each block. Both ends are softened: the window fills with half pieces, and the
+last block holds all that the last parts have left. (README.md has a drawing.)
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class NodeWindow:
         self._parts, self._key, self._order, self._ends, self._window = parts, key, order, ends, window
         self._first, self._before, self._behind = cut
         self._permuted: dict[int, tuple[NDArray[np.int64], tuple[int, ...]]] = {}
-        self._blocks: dict[int, NDArray[np.int64]] = {}
+        self._mixing_blocks: dict[int, NDArray[np.int64]] = {}
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
         """Sample ids at this node's indices [begin, end)."""
@@ -222,20 +222,20 @@ class NodeWindow:
         pieces = []
         at = begin
         while at < end:
-            ids, stop = self._block(block), int(self._ends[block])
+            ids, stop = self._mixing_block(block), int(self._ends[block])
             start = stop - len(ids)
             pieces.append(ids[at - start : min(end, stop) - start])
             at, block = min(end, stop), block + 1
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def _block(self, block: int) -> NDArray[np.int64]:
-        found = self._blocks.get(block)
+    def _mixing_block(self, block: int) -> NDArray[np.int64]:
+        found = self._mixing_blocks.get(block)
         if found is None:
-            found = self._make_block(block)
-            _remember(self._blocks, block, found, keep=2)
+            found = self._make_mixing_block(block)
+            _remember(self._mixing_blocks, block, found, keep=2)
         return found
 
-    def _make_block(self, block: int) -> NDArray[np.int64]:
+    def _make_mixing_block(self, block: int) -> NDArray[np.int64]:
         is_last = block == len(self._order) - 1
         pieces = []
         for place in range(max(0, block - self._window + 1), block + 1):
@@ -243,14 +243,15 @@ class NodeWindow:
             piece = block - place
             pieces.append(ids[begins[piece] : len(ids) if is_last else begins[piece + 1]])
         ids = np.concatenate(pieces)
-        return ids[permutation(RngStream.BLOCK, *self._key, block, size=len(ids))]
+        return ids[permutation(RngStream.MIXING_BLOCK, *self._key, block, size=len(ids))]
 
     def _part(self, place: int) -> tuple[NDArray[np.int64], tuple[int, ...]]:
         """The ids of the part at a place, permuted, and where its pieces begin."""
         found = self._permuted.get(place)
         if found is None:
             part = int(self._order[place])
-            before, behind = part == 0 and self._before, part == len(self._order) - 1 and self._behind
+            before = self._before if part == 0 else 0
+            behind = self._behind if part == len(self._order) - 1 else 0
             ids = self._parts.ids(self._first + part, before, behind)
             ids = ids[permutation(RngStream.SAMPLES, *self._key, place, size=len(ids))]
             found = ids, piece_begins(len(ids), min(place, self._window), self._window)  # all later places are alike
@@ -259,7 +260,7 @@ class NodeWindow:
 
 
 def block_ends(sizes: NDArray[np.int64], window: int) -> NDArray[np.int64]:
-    """int64[K]: where each block of a node ends, in O(K + w**2); the last block holds all that is left."""
+    """int64[K]: where each mixing block of a node ends, in O(K + w**2); the last block holds all that is left."""
     num_parts = len(sizes)
     head = min(window - 1, num_parts)
     length = num_parts + window + 1

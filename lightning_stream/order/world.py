@@ -1,4 +1,4 @@
-"""The processes that train together, as one frozen value; the torch floor detects it."""
+"""The processes that train together, as one frozen value, which `loading` detects."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ class World:
 
     Raises:
         ValueError: Some number contradicts another; every contradiction is named.
+
+    Example::
+
+        world = World(rank=9, num_ranks=16, ranks_per_node=8)
+        world.node, world.replica  # (1, 9)
     """
 
     rank: int = 0

@@ -249,24 +249,9 @@ class BaseStore(StoreMethods):
         except PastTheEndError:
             return True
 
-    @contextlib.contextmanager
-    def translate_errors(self, name: str) -> Iterator[None]:
-        """Raise the client library's errors as ours, without a link to the client's.
-
-        A client's own exception may hold a signed URL or a token, which every traceback would print.
-        """
-        try:
-            yield
-        except (LightningStreamError, MissingExtraError):
-            raise
-        except Exception as error:
-            found = self._translated(error, f"{self.url}/{name}")
-            if found is None:
-                raise
-            try:
-                raise found from None
-            finally:
-                found.__context__ = None
+    def translate_errors(self, name: str) -> _Translation:
+        """Raise the client library's errors as ours, in a ``with`` statement."""
+        return _Translation(self, name)
 
     def _translated(self, error: Exception, where: str) -> Exception | None:
         if (found := self._special_error(error, where)) is not None:
@@ -317,6 +302,32 @@ class BaseStore(StoreMethods):
             return content_version(self.read(name))
         except NotFoundError:
             return None
+
+
+class _Translation:
+    """Raises a client's error as ours, without any link to the client's.
+
+    That may hold a signed URL or a token, which tracebacks would print, and connections, which it would keep open.
+    """
+
+    def __init__(self, store: BaseStore, name: str) -> None:
+        self._store = store
+        self._name = name
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception) or isinstance(error, (LightningStreamError, MissingExtraError)):
+            return
+        found = self._store._translated(error, f"{self._store.url}/{self._name}")  # noqa: SLF001 - one class in two
+        del error, trace  # or this frame, part of the new traceback, would keep them
+        if found is not None:
+            try:
+                raise found from None
+            finally:
+                found.__context__ = None
+                del found
 
 
 def status_error(status: int, where: str, reason: str, missing: str, access_remedy: str) -> StoreError | None:

@@ -168,6 +168,19 @@ def test_damage_in_the_only_copy_is_reported(tmp_path: Path) -> None:
         LocalDataset(str(tmp_path / "d"))[0]
 
 
+def test_what_was_unpacked_from_the_only_copy_is_unpacked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_STREAM_CACHE", str(tmp_path / "private"))
+    with MDSWriter(out=str(tmp_path / "d"), columns={"x": "str"}, compression="zstd") as writer:
+        for k in range(50):
+            writer.write({"x": f"text {k}"})
+    assert LocalDataset(str(tmp_path / "d"))[3]["x"] == "text 3"
+    (shard,) = (tmp_path / "private").rglob("*.mds")
+    shard.write_bytes(bytes(shard.stat().st_size))
+    assert LocalDataset(str(tmp_path / "d"))[3]["x"] == "text 3"
+
+
 @pytest.mark.parametrize("answer", [b"<html>please log in</html>", b'{"version": 2, "shards": [{"for', b""])
 def test_a_wrong_answer_for_the_index_is_not_kept(tmp_path: Path, answer: bytes) -> None:
     make_dataset(tmp_path / "d")

@@ -90,10 +90,6 @@ class Index:
         begin, end = self._spans[self._checked(shard)]
         return self.data[begin:end]
 
-    def to_bytes(self) -> bytes:
-        """The text of the index.json that it was parsed from."""
-        return self.data
-
     def _checked(self, shard: int) -> int:
         if not 0 <= shard < self.num_shards:
             raise IndexError(f"shard {shard} of an index with {self.num_shards} shards")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,7 +18,6 @@ from lightning_stream.errors import FormatError
 from lightning_stream.formats.codecs import check_compression
 from lightning_stream.formats.encodings import encoding_of_column
 from lightning_stream.formats.index.schema import (
-    FORMATS,
     ROW_TYPES,
     SEPARATORS,
     FileEntry,
@@ -28,13 +27,13 @@ from lightning_stream.formats.index.schema import (
 )
 
 _FIELDS = 6  # begin, end, samples, raw bytes, stored bytes, schema
-_MAX_FILE_BYTES = 1 << 62
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _MAX_SHARD_BYTES = 1 << 32  # offsets have 32 bits
 
 
 class _File(msgspec.Struct, gc=False):
     basename: str
-    bytes: int
+    bytes: _Count
     hashes: dict[str, str]
 
     def as_entry(self) -> FileEntry:
@@ -44,9 +43,9 @@ class _File(msgspec.Struct, gc=False):
 class _Entry(msgspec.Struct, gc=False):
     """One shard as the index writes it, with the fields of all formats."""
 
-    format: str
-    version: int
-    samples: int
+    format: Literal["mds", "json", "csv", "tsv", "xsv"]
+    version: Literal[2]
+    samples: _Count
     hashes: tuple[str, ...]
     compression: str | None
     raw_data: _File
@@ -55,11 +54,11 @@ class _Entry(msgspec.Struct, gc=False):
     zip_meta: _File | None = None
     column_names: tuple[str, ...] = ()
     column_encodings: tuple[str, ...] = ()
-    column_sizes: tuple[int | None, ...] = ()
+    column_sizes: tuple[_Count | None, ...] = ()
     columns: dict[str, str] = {}
-    newline: str | None = None
-    separator: str | None = None
-    size_limit: int | None = None
+    newline: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    separator: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    size_limit: _Count | None = None
 
     def schema_key(self) -> tuple[Any, ...]:
         """What tells the schemas of two entries apart; the first four tell the samples apart."""
@@ -67,13 +66,13 @@ class _Entry(msgspec.Struct, gc=False):
         if self.format == "json":
             names, encodings = tuple(self.columns), tuple(self.columns.values())
         sizes = self.column_sizes if self.format == "mds" else ()
-        about = (self.newline, self.separator, self.size_limit, self.hashes, self.version)
+        about = (self.newline, self.separator, self.size_limit, self.hashes)
         return (self.format, names, encodings, sizes, self.compression, about)
 
 
 class _Top(msgspec.Struct, gc=False):
     shards: list[msgspec.Raw]
-    version: int
+    version: Literal[2]
 
 
 _decode_top = msgspec.json.Decoder(_Top).decode
@@ -143,17 +142,14 @@ def parse_entry(text: bytes, where: str, schema: Schema) -> ShardEntry:
 
 def _shards(data: bytes, where: str) -> list[msgspec.Raw]:
     try:
-        top = _decode_top(data)
+        return _decode_top(data).shards
     except _DECODE_ERRORS as error:
         begin = data[:40].lstrip()
         page = " It looks like a web page: see whether the address asks to log in." if begin[:1] == b"<" else ""
         raise FormatError(
-            f"{where}: an index must be a JSON object with the keys 'shards' and 'version'; found {begin[:20]!r}... "
-            f"({len(data)} bytes; {error}).{page} Fetch it again."
+            f"{where}: an index must be a JSON object with the keys 'shards' and 'version', of version 2; found "
+            f"{begin[:20]!r}... of {len(data)} bytes ({error}).{page} Fetch it again."
         ) from error
-    if top.version != 2:
-        raise FormatError(f"{where}: an index must be of version 2; found version {top.version!r}.")
-    return top.shards
 
 
 def _place(data: bytes, text: msgspec.Raw) -> int:
@@ -177,12 +173,9 @@ def _schema(entry: _Entry) -> Schema:
         ValueError: A format, compression or encoding we do not know, or columns that do not fit together.
     """
     form, names, encodings, sizes, compression, _ = entry.schema_key()
-    if form not in FORMATS or entry.version != 2:
-        raise ValueError(f"shards must be of a format among {FORMATS}, version 2; found {form!r}, {entry.version}")
     if form != "mds":
         sizes = (None,) * len(names)
-    limits = [size for size in (*sizes, entry.size_limit) if size is not None]
-    if not len(names) == len(encodings) == len(sizes) or any(size < 0 for size in limits):
+    if not len(names) == len(encodings) == len(sizes):
         raise ValueError(f"columns must have a name, an encoding and a size (or null) each; found {sizes!r}")
     if not names or len(set(names)) != len(names):
         raise ValueError(f"there must be columns, and their names must differ; found {names!r}")
@@ -217,14 +210,12 @@ def _sizes(entry: _Entry, where: str) -> tuple[int, int, str]:
             raise ValueError("every file must have a 'raw' entry, and a 'zip' entry exactly if there is a compression")
         for file in (raw,) if packed is None else (raw, packed):
             check_basename(file.basename, where)
-            if not 0 <= file.bytes < _MAX_FILE_BYTES:
-                raise ValueError(f"'bytes' must be a size; found {file.bytes!r:.40}")
         raw_total += raw.bytes
         stored_total += (packed or raw).bytes
         described += f"{raw.basename} {raw.bytes} {sorted(raw.hashes.items())} "
     # A wrong count must not become memory for an order. The file with the offsets is the last, or the only one.
     count, table_bytes = entry.samples, min((entry.raw_meta or entry.raw_data).bytes, _MAX_SHARD_BYTES)
-    if count and not 8 <= 8 + 4 * count <= table_bytes:
+    if count and 8 + 4 * count > table_bytes:
         raise ValueError(
             f"'samples' must be a count that fits the offsets of 32 bits in its file; found {count!r:.40} samples in "
             f"{table_bytes:,} bytes"

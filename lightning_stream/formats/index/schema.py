@@ -8,7 +8,6 @@ from typing import Any
 
 from lightning_stream.errors import FormatError
 
-FORMATS = ("mds", "json", "csv", "tsv", "xsv")
 ROW_TYPES = ("str", "int", "float")
 """The column types of row formats."""
 SEPARATORS = {"csv": ",", "tsv": "\t"}

@@ -177,10 +177,9 @@ def _build(batch: _Located, where: Callable[[int], str], which: Int64s, indices:
             continue
         if column.name in out:
             raise ValueError(f"out: column {column.name!r} has no fixed size, so its values cannot go to given memory.")
-        decoded = _decoded(batch.window, column, at, size)
-        if isinstance(decoded, _Failure):
-            k = decoded.row
-            raise corrupt_error(where(int(which[k])), int(indices[k]), column.name, decoded.error) from decoded.error
+        decoded, row, error = _decoded(batch.window, column, at, size)
+        if error is not None:
+            raise corrupt_error(where(int(which[row])), int(indices[row]), column.name, error) from error
         values[column.name] = Ragged(decoded) if column.ragged else decoded
     if unknown := set(out) - set(values):
         raise ValueError(f"out: no column {min(unknown)!r}; there are {', '.join(values)}.")
@@ -219,30 +218,27 @@ def buffer_array(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: s
     return array
 
 
-class _Failure:
-    def __init__(self, row: int, error: Exception) -> None:
-        self.row, self.error = row, error
-
-
 def _decoded(
     window: AddressWindow, column: Column, at: Int64s, size: int | Int64s
-) -> list[Any] | NDArray[Any] | _Failure:
+) -> tuple[Any, int, Exception | None]:
+    """The values; or else the row that could not be decoded, and why."""
     error: Exception | None = None
-    if column.decode_many is not None:
+    if column.decode_many is not None and len(at):
         try:
             many = column.decode_many(window, at, size)
         except DECODE_ERRORS as raised:
             many, error = None, raised  # which of the values it was, decoding them one by one shows
         if many is not None:
-            return many if len(many) == len(at) else _Failure(0, ValueError(f"decode_many gave {len(many)} values"))
+            wrong = len(many) != len(at)
+            return many, 0, ValueError(f"decode_many gave {len(many)} values") if wrong else None
     view, decode = window.view, column.decode
     values: list[Any] = []
     try:
         for begin, end in zip(at.tolist(), (at + size).tolist(), strict=True):
             values.append(decode(view[begin:end]))
     except DECODE_ERRORS as raised:
-        return _Failure(len(values), raised)
-    return values if error is None else _Failure(0, error)
+        return None, len(values), raised
+    return values, 0, error
 
 
 def _gather_apart(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers | None) -> Batch:

@@ -126,10 +126,8 @@ def split_blocks(
     order = np.argsort(np.concatenate(rank), kind="stable")
     blocks, fillers = np.concatenate(table)[order], np.concatenate(filler)[order]
     begin, end = len(blocks) * replica // num_replicas, len(blocks) * (replica + 1) // num_replicas
-    length = ceil_div(len(blocks), num_replicas)
-    if length == end - begin:
-        return blocks[begin:end].reshape(-1), fillers[begin:end].reshape(-1)
-    spare = min(begin, len(blocks) - 1)
-    mine = np.concatenate([blocks[begin:end], blocks[spare : spare + 1]])
-    flags = np.concatenate([fillers[begin:end], np.ones((1, block), dtype=np.bool_)])
-    return mine.reshape(-1), flags.reshape(-1)
+    lacks = ceil_div(len(blocks), num_replicas) - (end - begin)  # then one block comes again, all of it padding
+    own = np.concatenate([np.arange(begin, end), np.full(lacks, min(begin, len(blocks) - 1))])
+    fillers = fillers[own]
+    fillers[end - begin :] = True
+    return blocks[own].reshape(-1), fillers.reshape(-1)

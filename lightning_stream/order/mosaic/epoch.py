@@ -38,15 +38,12 @@ class MosaicEpoch(EpochOrder):
     splits_samples: ClassVar[bool] = False
 
     def __init__(self, snapshot: Snapshot, weights: Sequence[StreamWeights], config: OrderConfig, epoch: int) -> None:
-        self._snapshot, self._weights, self._config, mosaic = snapshot, tuple(weights), config, config.mosaic
-        if mosaic is None:
-            raise ValueError("An order of mosaicml-streaming needs the settings `mosaic`; found None.")
-        self.global_batch = mosaic.batch_size
-        """Samples of that library's global batch, accumulation excluded; None: one of ours."""
-        self.epoch = epoch
+        self._snapshot, self._weights, self._config, self.epoch = snapshot, tuple(weights), config, epoch
         self._tables: dict[tuple[int, int, int, int], EpochTable] = {}
-        nodes, ranks = mosaic.initial_physical_nodes or 1, mosaic.ranks_per_node or 1
-        batch_size = mosaic.batch_size or nodes * ranks
+        mosaic = config.mosaic
+        nodes, ranks = (mosaic and mosaic.initial_physical_nodes) or 1, (mosaic and mosaic.ranks_per_node) or 1
+        self.global_batch = mosaic and mosaic.batch_size  # of that library; None: as large as ours
+        batch_size = self.global_batch or nodes * ranks
         if batch_size % (nodes * ranks):  # the state of another library does not record its ranks
             nodes, ranks = 1, 1
         self._first = self.table(nodes, ranks, batch_size // (nodes * ranks))

@@ -14,10 +14,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.order.rules import broken, count, one_of
+
 Ids = NDArray[np.int64]
 
 PARTITIONS = ("orig", "relaxed")
 PADDING = -1
+_COUNTS = ("num_samples", "num_canonical_nodes", "num_physical_nodes", "ranks_per_node", "workers_per_rank")
+_RULES = {"partition_algo": one_of(*PARTITIONS), **dict.fromkeys((*_COUNTS, "batch_size"), count(1))}
 
 
 def partition(
@@ -35,20 +39,19 @@ def partition(
 
     Args:
         algo: `orig`, or `relaxed`: as `orig` wherever canonical and physical nodes divide, else the epoch of the
-            world that began it, dealt anew.
+            world that began it, dealt again.
         num_samples: Positions in the epoch.
-        num_canonical_nodes: Rows of the epoch: each is a run of consecutive positions.
-        num_physical_nodes: Nodes of this world.
-        ranks_per_node: Ranks of each.
-        workers_per_rank: Workers of each rank.
-        batch_size: Samples of a rank's batch.
+        num_canonical_nodes: Rows of the epoch: each holds consecutive positions.
+        num_physical_nodes, ranks_per_node, workers_per_rank, batch_size: This world, and samples of a rank's batch.
         drop_first: Samples of the epoch that are already used up; rounded down to a multiple of the nodes.
         initial_physical_nodes: Nodes of the world that began this epoch; only `relaxed` looks at it.
 
     Raises:
         ValueError: A number out of range, nodes that divide neither way, or a `drop_first` beyond the epoch.
     """
-    _check(algo, num_samples, num_canonical_nodes, num_physical_nodes, ranks_per_node, workers_per_rank, batch_size)
+    counts = (num_samples, num_canonical_nodes, num_physical_nodes, ranks_per_node, workers_per_rank, batch_size)
+    if problems := broken(dict(zip(_RULES, (algo, *counts), strict=True)), _RULES):
+        raise ValueError(" ".join(problems))
     world, began = num_physical_nodes * ranks_per_node, (initial_physical_nodes or 0) * ranks_per_node
     if not 0 <= drop_first <= (num_samples // world + 1) * world:
         raise ValueError(
@@ -79,22 +82,8 @@ def global_batches(work: Ids) -> Ids:
 def deal_global_batches(batches: Ids, world: Sequence[int]) -> Ids:
     """Deal int64[n, ranks * batch size] to `world` = (nodes, ranks per node, workers, batch size); undo the above."""
     nodes, ranks, workers, batch_size = world
-    count = len(batches)
-    rows = (
-        batches.reshape(count, nodes * ranks, batch_size).transpose(1, 0, 2).reshape(nodes * ranks, count * batch_size)
-    )
+    rows = batches.reshape(-1, nodes * ranks, batch_size).transpose(1, 0, 2).reshape(nodes * ranks, -1)
     return _to_workers(rows, ranks, workers, batch_size)
-
-
-def _check(algo: str, num_samples: int, num_canonical_nodes: int, *world: int) -> None:
-    if algo not in PARTITIONS:
-        raise ValueError(f"partition_algo must be one of {', '.join(PARTITIONS)}; found {algo!r}")
-    names = ("num_canonical_nodes", "num_physical_nodes", "ranks_per_node", "workers_per_rank", "batch_size")
-    wrong = [f"{name}={n}" for name, n in zip(names, (num_canonical_nodes, *world), strict=True) if n < 1]
-    if num_samples < 1:
-        wrong.insert(0, f"num_samples={num_samples}")
-    if wrong:
-        raise ValueError(f"a partition needs at least one of everything; found {', '.join(wrong)}")
 
 
 def _divides(one: int, other: int) -> bool:
@@ -115,8 +104,8 @@ def _rank_rows(num_samples: int, canonical: int, nodes: int, ranks_per_node: int
     return ranks.reshape(nodes * ranks_per_node, per_rank)
 
 
-def _ceil(count: int, parts: int) -> int:
-    return -(-count // parts)
+def _ceil(number: int, parts: int) -> int:
+    return -(-number // parts)
 
 
 def _canonical_rows(num_samples: int, canonical: int, nodes: int) -> Ids:
@@ -139,11 +128,10 @@ def _canonical_rows(num_samples: int, canonical: int, nodes: int) -> Ids:
 
 def _level(rows: Ids, ranks: int) -> Ids:
     """Fill up the rows of nodes so that their ranks get equally many."""
-    count = rows.shape[1]
-    padding = -count % ranks
-    if 0 < count < ranks:
-        return np.concatenate([rows] * _ceil(ranks, count), axis=1)[:, :ranks]
-    return _repeat_late(rows, padding, ranks)
+    length = rows.shape[1]
+    if 0 < length < ranks:
+        return np.concatenate([rows] * _ceil(ranks, length), axis=1)[:, :ranks]
+    return _repeat_late(rows, -length % ranks, ranks)
 
 
 def _repeat_late(rows: Ids, padding: int, ratio: int) -> Ids:
@@ -154,9 +142,9 @@ def _repeat_late(rows: Ids, padding: int, ratio: int) -> Ids:
 
 def _to_workers(rows: Ids, ranks_per_node: int, workers: int, batch_size: int) -> Ids:
     """Deal the batches of each rank to its workers in turn; fill up with -1."""
-    ranks, count = rows.shape
-    batches = _ceil(count, workers * batch_size)
+    ranks, length = rows.shape
+    batches = _ceil(length, workers * batch_size)
     padded = np.full((ranks, batches * workers * batch_size), PADDING, dtype=np.int64)
-    padded[:, :count] = rows
+    padded[:, :length] = rows
     dealt = padded.reshape(ranks, batches, workers, batch_size).transpose(0, 2, 1, 3)
     return np.ascontiguousarray(dealt).reshape(ranks // ranks_per_node, ranks_per_node, workers, batches, batch_size)

@@ -10,6 +10,7 @@ from numpy.random import default_rng
 from numpy.typing import NDArray
 
 from lightning_stream.order.draw import StreamWeights
+from lightning_stream.order.rules import broken, count
 from lightning_stream.order.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -80,10 +81,10 @@ def draw(snapshot: Snapshot, streams: Sequence[int], choose: Sequence[int], conf
 
 def _drawn(sizes: Ids, per_shard: Ids, begin: int, rng: np.random.Generator) -> Drawn:
     repeats, rest = np.divmod(per_shard, np.maximum(sizes, 1))
-    count = repeats + (rest > 0)
-    shard = np.repeat(np.arange(len(sizes)), count)
+    times = repeats + (rest > 0)
+    shard = np.repeat(np.arange(len(sizes)), times)
     lengths = sizes[shard]
-    partial = np.cumsum(count)[rest > 0] - 1
+    partial = np.cumsum(times)[rest > 0] - 1
     lengths[partial] = rest[rest > 0]
     starts = np.cumsum(lengths) - lengths
     shard_begins = begin + np.cumsum(sizes) - sizes
@@ -96,12 +97,7 @@ def _drawn(sizes: Ids, per_shard: Ids, begin: int, rng: np.random.Generator) -> 
 
 
 def sampling(
-    samples_per_shard: Sequence[int] | Ids,
-    choose: int,
-    granularity: int,
-    seed: int,
-    epoch: int,
-    use_epoch: bool,
+    samples_per_shard: Sequence[int] | Ids, choose: int, granularity: int, seed: int, epoch: int, use_epoch: bool
 ) -> Ids:
     """Give how many samples to draw from each shard: int64[shards], with sum `choose`.
 
@@ -112,9 +108,8 @@ def sampling(
         samples_per_shard: Samples of each shard.
         choose: Samples to draw in all.
         granularity: Samples of one pick (the last pick of a shard may be smaller).
-        seed: The run's seed.
-        epoch: The epoch, counted from 0.
-        use_epoch: Whether the picks are drawn anew each epoch.
+        seed, epoch: The run's seed, and the epoch counted from 0.
+        use_epoch: Whether each epoch draws other picks.
 
     Raises:
         ValueError: A number out of range, or no shards.
@@ -122,14 +117,9 @@ def sampling(
     sizes = np.asarray(samples_per_shard, dtype=np.int64)
     if sizes.ndim != 1 or not len(sizes) or (sizes < 0).any():
         raise ValueError(f"a draw needs one or more shards, none of negative size; found sizes {sizes.tolist()[:8]}")
-    for name, value, least in (
-        ("granularity", granularity, 1),
-        ("choose", choose, 0),
-        ("seed", seed, 0),
-        ("epoch", epoch, 0),
-    ):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}; found {value}")
+    given = {"granularity": granularity, "choose": choose, "seed": seed, "epoch": epoch}
+    if problems := broken(given, {name: count(int(name == "granularity")) for name in given}):
+        raise ValueError(" ".join(problems))
     total = int(sizes.sum())
     if not total:
         return np.zeros(len(sizes), dtype=np.int64)
@@ -140,15 +130,15 @@ def sampling(
     return drawn
 
 
-def _pick(sizes: Ids, count: int, granularity: int, seed: int) -> Ids:
-    """Pick `count` samples, fewer than there are, in pieces of `granularity`: int64[shards]."""
+def _pick(sizes: Ids, wanted: int, granularity: int, seed: int) -> Ids:
+    """Pick `wanted` samples, fewer than there are, in pieces of `granularity`: int64[shards]."""
     pieces = -(-sizes // granularity)
     shards = np.repeat(np.arange(len(sizes)), pieces)
     amounts = np.full(len(shards), granularity, dtype=np.int64)
     # An empty shard has no last piece, so it resets that of its neighbour: kept, for it is what the original draws.
     amounts[np.cumsum(pieces) - 1] = sizes - (pieces - 1) * granularity
     order = default_rng(seed).permutation(len(shards))
-    taken = np.diff(np.minimum(np.cumsum(amounts[order]), count), prepend=0)
+    taken = np.diff(np.minimum(np.cumsum(amounts[order]), wanted), prepend=0)
     drawn = np.zeros(len(sizes), dtype=np.int64)
     np.add.at(drawn, shards[order], taken)
     return drawn

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
 
+from lightning_stream.order.rules import broken, count
+
 Ids = NDArray[np.int64]
 
 DEFAULT_BLOCK_SIZE = 1 << 18
@@ -32,10 +34,9 @@ def shuffle(
     Args:
         algo: One of `SHUFFLES`.
         shard_sizes: Samples of each shard, in the order of their ids.
-        num_canonical_nodes: Parts into which the epoch is cut; every sample stays inside its part (but for `naive`).
-        seed: The run's seed.
-        epoch: The epoch, counted from 0.
-        block_size: Samples among which `py1e` and `py1br` shuffle; the others do not look at it.
+        num_canonical_nodes: The epoch is cut into so many; every sample stays inside its node (but for `naive`).
+        seed, epoch: The run's seed, and the epoch counted from 0.
+        block_size: Samples of a shuffle block of `py1e` and `py1br`; the others do not look at it.
 
     Raises:
         ValueError: An unknown algorithm or a number out of range.
@@ -45,11 +46,10 @@ def shuffle(
     sizes = np.asarray(shard_sizes, dtype=np.int64)
     if sizes.ndim != 1 or (sizes < 0).any():
         raise ValueError("shard_sizes must be a flat sequence of counts, none negative; check the index of each stream")
-    for name, value, least in (("num_canonical_nodes", num_canonical_nodes, 1), ("seed + epoch", seed + epoch, 0)):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}; found {value}")
-    if block_size < _LEAST_BLOCK.get(algo, block_size):
-        raise ValueError(f"shuffle_block_size must be at least {_LEAST_BLOCK[algo]} for {algo}; found {block_size}")
+    given = {"num_canonical_nodes": num_canonical_nodes, "seed": seed, "epoch": epoch, "shuffle_block_size": block_size}
+    least = {"num_canonical_nodes": 1, "shuffle_block_size": _LEAST_BLOCK.get(algo, 0)}
+    if problems := broken(given, {name: count(least.get(name, 0)) for name in given}):
+        raise ValueError(" ".join(problems))
     if algo == "py1e" and sizes.sum() < num_canonical_nodes:
         raise ValueError(
             f"py1e needs a sample for each canonical node; found {sizes.sum()} and {num_canonical_nodes}; "

@@ -17,7 +17,7 @@ from lightning_stream.order.mosaic.shuffles import DEFAULT_BLOCK_SIZE, shuffle
 from lightning_stream.order.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from lightning_stream.order.config import OrderConfig
+    from lightning_stream.order.config import MosaicConfig, OrderConfig
 
 Ids = NDArray[np.int64]
 
@@ -30,17 +30,17 @@ class Work:
 
     Args:
         snapshot: The data.
-        config: The order settings, whose ``mosaic`` is not None.
+        config: The order settings.
+        mosaic: Those of that library alone.
         epoch: The epoch, counted from 0.
         choose: Samples that each stream gives.
         proportions: Each stream's proportion of the epoch.
-        nodes: Nodes of this world.
-        ranks: Ranks of each node.
-        batch_size: Samples of a rank's batch.
+        nodes, ranks, batch_size: Nodes of this world, ranks of each, samples of a rank's batch.
     """
 
     snapshot: Snapshot
     config: OrderConfig
+    mosaic: MosaicConfig
     epoch: int
     choose: Sequence[int]
     proportions: Sequence[float]
@@ -53,8 +53,10 @@ class Work:
         cls, snapshot: Snapshot, weights: Sequence[StreamWeights], config: OrderConfig, epoch: int, world: Sequence[int]
     ) -> Work:
         """The work of an epoch in a world = (nodes, ranks of each, samples of a rank's batch)."""
+        if config.mosaic is None:
+            raise ValueError("An order of mosaicml-streaming needs the settings `mosaic`; found None.")
         choose, proportions = chosen(snapshot, weights, config.epoch_size, config.seed)
-        return cls(snapshot, config, epoch, choose, proportions, *world)
+        return cls(snapshot, config, config.mosaic, epoch, choose, proportions, *world)
 
     @property
     def global_batch(self) -> int:
@@ -64,8 +66,8 @@ class Work:
     @property
     def block_size(self) -> int:
         """Samples of a shuffle block."""
-        asked = None if self.config.mosaic is None else self.config.mosaic.shuffle_block_size
-        return asked or max(_SAMPLES_IN_BLOCKS // self.config.canonical_nodes, DEFAULT_BLOCK_SIZE)
+        default = max(_SAMPLES_IN_BLOCKS // self.config.canonical_nodes, DEFAULT_BLOCK_SIZE)
+        return self.mosaic.shuffle_block_size or default
 
     def block_share(self, stream: int) -> int:
         """Samples of a shuffle block of one stream alone: its proportion of the whole."""
@@ -99,33 +101,27 @@ class Work:
         nodes = config.canonical_nodes
         return drawn.ids[shuffle(config.algorithm, drawn.sizes, nodes, config.seed, self.epoch, block_size)]
 
-    def stream_orders(self, draws: Sequence[Drawn]) -> list[Ids]:
-        """The same of each stream alone, with its share of the block."""
-        return [self.order(drawn, self.block_share(stream)) for stream, drawn in enumerate(draws)]
+    def deal(self, num_samples: int, used: int = 0) -> Ids:
+        """Positions of an epoch dealt to this world: int64[batches, ranks * batch size]."""
+        canonical, world = self.config.canonical_nodes, (self.nodes, self.ranks, 1, self.batch_size)
+        began = self.mosaic.initial_physical_nodes
+        return global_batches(partition(self.mosaic.partition, num_samples, canonical, *world, used, began))
 
-    def partition(
-        self, num_samples: int, nodes: int, ranks: int, batch_size: int, used: int = 0, began: int | None = None
-    ) -> Ids:
-        """Positions of an epoch dealt to a world: int64[batches, ranks * batch size]."""
-        mosaic, canonical = self.config.mosaic, self.config.canonical_nodes
-        algo = "relaxed" if mosaic is None else mosaic.partition
-        return global_batches(partition(algo, num_samples, canonical, nodes, ranks, 1, batch_size, used, began))
-
-    def partition_here(self, num_samples: int, used: int = 0) -> Ids:
-        """The same in this world."""
-        began = None if self.config.mosaic is None else self.config.mosaic.initial_physical_nodes
-        return self.partition(num_samples, self.nodes, self.ranks, self.batch_size, used, began)
+    def turns(self, num_samples: int, nodes: int) -> Ids:
+        """Positions in the order in which so many nodes take them, one sample at a time."""
+        canonical = self.config.canonical_nodes
+        return global_batches(partition(self.mosaic.partition, num_samples, canonical, nodes, self.ranks, 1, 1))
 
 
 def _random(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
     (drawn,) = draws
-    positions = work.partition_here(len(drawn.ids), used)
+    positions = work.deal(len(drawn.ids), used)
     return _take(work.order(drawn, work.block_size), positions)
 
 
 def _stratified(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
     portions = _portions(work.proportions, work.global_batch)
-    orders = [ids[work.partition(len(ids), 1, work.ranks, 1).reshape(-1)] for ids in work.stream_orders(draws)]
+    orders = [ids[work.turns(len(ids), 1).reshape(-1)] for ids in _stream_orders(work, draws)]
     steps = min(len(ids) // portion for ids, portion in zip(orders, portions, strict=True))
     columns = [ids[: steps * portion].reshape(steps, portion) for ids, portion in zip(orders, portions, strict=True)]
     return np.concatenate(columns, axis=1)[used // work.global_batch :]
@@ -133,8 +129,8 @@ def _stratified(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
 
 def _per_stream(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
     pools = []
-    for stream, ids in enumerate(work.stream_orders(draws)):
-        batches = work.partition_here(len(ids))
+    for stream, ids in enumerate(_stream_orders(work, draws)):
+        batches = work.deal(len(ids))
         whole = batches[(batches != PADDING).all(axis=1)]
         _require_batches(stream, len(ids), len(whole), work.global_batch)
         pools.append(_take(ids, whole))
@@ -150,8 +146,8 @@ def _device_per_stream(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
         )
     _require_blocks(work)
     pools = []
-    for stream, ids in enumerate(work.stream_orders(draws)):
-        turns = work.partition(len(ids), canonical, work.ranks, 1)
+    for stream, ids in enumerate(_stream_orders(work, draws)):
+        turns = work.turns(len(ids), canonical)
         own = turns.reshape(-1, nodes, canonical // nodes * work.ranks).transpose(1, 0, 2).reshape(nodes, -1)
         count = own.shape[1] // size
         _require_batches(stream, len(ids), count, size)
@@ -161,6 +157,10 @@ def _device_per_stream(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
     num_ranks = nodes * work.ranks
     padding = np.full((num_ranks - len(mixed) % num_ranks, nodes, size), PADDING, dtype=np.int64)
     return np.concatenate([mixed, padding]).reshape(-1, work.global_batch)[used // work.global_batch :]
+
+
+def _stream_orders(work: Work, draws: Sequence[Drawn]) -> list[Ids]:
+    return [work.order(drawn, work.block_share(stream)) for stream, drawn in enumerate(draws)]
 
 
 def _take(ids: Ids, positions: Ids) -> Ids:
