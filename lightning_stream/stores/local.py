@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError
 from lightning_stream.shared_files import FileLock, Modes, publish
 
-from .base import BaseStore, ObjectEntry, PreconditionError, StoreTraits
+from .base import BaseStore, ObjectEntry, StoreTraits
+from .claims import PreconditionError
 from .transfer import ObjectStream, file_chunks
 
 if TYPE_CHECKING:

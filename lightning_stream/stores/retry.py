@@ -20,8 +20,8 @@ from lightning_stream.errors import (
 )
 from lightning_stream.threads import DaemonPool
 
-from .base import ListingPage, ObjectStream, Store, StoreMethods, refuse_larger
-from .transfer import source_file
+from .base import ListingPage, Store, refuse_larger
+from .transfer import ObjectStream, source_file
 
 # Not the global generator: fetching threads must not disturb what a sample's transform draws.
 _jitter = random.SystemRandom()
@@ -68,7 +68,7 @@ class _ReplacedError(StoreError):
     """The object changed between two requests of one read. Raised and caught in this file."""
 
 
-class RetryingStore(StoreMethods):
+class RetryingStore(Store):
     """The same store; what may pass (:class:`UnavailableError`) is tried again, all else is raised as it is."""
 
     def __init__(self, store: Store, policy: RetryPolicy | None = None) -> None:

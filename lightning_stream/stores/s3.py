@@ -19,7 +19,8 @@ from lightning_stream.errors import (
     summarize,
 )
 
-from .base import BaseStore, ListingPage, ObjectEntry, PreconditionError, StoreTraits
+from .base import BaseStore, ListingPage, ObjectEntry, StoreTraits
+from .claims import PreconditionError
 from .transfer import (
     CHUNK_BYTES,
     ObjectStream,
