@@ -34,7 +34,7 @@ _READS = 3  # of an object that is replaced while it is read
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How patiently a store's operations are tried again.
+    """How a store's operations are tried again.
 
     Attributes:
         retries: Failures in a row that are tried again; each progress sets the count back to zero.
@@ -116,7 +116,7 @@ class RetryingStore(Store):
         budget.call(put)
 
     def list_page(self, prefix: str = "", token: str | None = None) -> ListingPage:
-        """Return one page of a listing: after a failure, the listing goes on with this page."""
+        """Return one page of a listing: after a failure, the listing continues with this page."""
         return self._budget(prefix).call(lambda: self.store.list_page(prefix, token))
 
     def delete(self, name: str) -> None:
@@ -349,7 +349,9 @@ class ResumingStream:
             self._chunks = iter(self._stream)
         chunk = next(self._chunks, b"")
         if self._stop is not None and (self._position + len(chunk) > self._stop or (not chunk and self._left)):
-            raise UnavailableError(f"{self._stream.where}: the server sent {'more' if chunk else 'less'} than it said.")
+            raise UnavailableError(
+                f"{self._stream.where}: the server sent {'more' if chunk else 'less'} than it promised."
+            )
         return chunk
 
     @property

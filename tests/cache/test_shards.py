@@ -16,8 +16,7 @@ from servers.shards import make_dataset, shard_content
 from lightning_stream import shared_files as files_module
 from lightning_stream.cache import CacheConfig, ShardCache
 from lightning_stream.errors import CacheError, CacheFullError, DigestError, FormatError, NotFoundError
-from lightning_stream.stores import LocalStore
-from lightning_stream.stores import ObjectStream
+from lightning_stream.stores import LocalStore, ObjectStream
 
 
 class Counting(LocalStore):

@@ -20,8 +20,7 @@ from lightning_stream.reading.fetches import ReaderProcess
 from lightning_stream.reading.look_ahead import read_ahead
 from lightning_stream.reading.range_reads import SampleRanges
 from lightning_stream.reading.reader import SampleReader
-from lightning_stream.stores import LocalStore, StoreTraits, RetryingStore, retry
-from lightning_stream.stores import ObjectStream
+from lightning_stream.stores import LocalStore, ObjectStream, RetryingStore, StoreTraits, retry
 
 SHARD_BYTES = 100_000
 
