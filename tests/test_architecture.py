@@ -31,6 +31,7 @@ OPTIONAL = {
     "azure",
     "databricks",
     "fsspec",
+    "urllib3",
     "cramjam",
     "pyspark",
     "composer",

@@ -117,9 +117,6 @@ class AzureStore(BaseStore):
     def _delete(self, name: str) -> None:
         self._blob(name).delete_blob()
 
-    def _exists(self, name: str) -> bool:
-        return bool(self._blob(name).exists())
-
     def _blob(self, name: str) -> Any:
         return self._container().get_blob_client(join(self._prefix, name))
 

@@ -1,12 +1,11 @@
-"""The base class that a store is made from: names checked and errors translated in one place."""
+"""What every store promises, and the base class it is made from: names checked, errors translated in one place."""
 
 from __future__ import annotations
 
 import contextlib
-import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
@@ -23,19 +22,12 @@ from lightning_stream.errors import (
     redact,
     summarize,
 )
-from lightning_stream.shared_files import backoff
 
-from .protocol import ListingPage, ObjectEntry, Store, StoreTraits
-from .transfer import ObjectStream, check_name, content_version, source_file, write_all
+from .claims import PreconditionError, claimed
+from .transfer import ObjectStream, check_name, source_file, write_all
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-_CLAIM_LIFETIME_S = 600
-
-
-class PreconditionError(StoreError):
-    """The condition of a put does not hold. Raised and caught within the stores."""
 
 
 class PastTheEndError(StoreError):
@@ -50,24 +42,82 @@ class AnswerError(Exception):
         self.code = code
 
 
-class StoreMethods(ABC):
-    """What follows from `open` and `list_page`, for a store and for one that wraps a store."""
+@dataclass(frozen=True)
+class ObjectEntry:
+    """One object of a listing; `name` is relative to the store's URL."""
+
+    name: str
+    num_bytes: int
+
+
+# The entries of one page of a listing, and the token of the next page: None for the last.
+ListingPage = tuple[Sequence[ObjectEntry], str | None]
+
+
+@dataclass(frozen=True)
+class StoreTraits:
+    """What a store's server can do.
+
+    Attributes:
+        ranges: A range costs only its own bytes and one request. A web server may send the whole file instead.
+        sorted_listing: The server lists in the order of the names' bytes. Else :meth:`BaseStore.list` sorts.
+        exclusive_put: The server can create an object only where there is none.
+        conditional_put: The server can do that, and replace an object only where it is a given version.
+    """
+
+    ranges: bool = False
+    sorted_listing: bool = False
+    exclusive_put: bool = False
+    conditional_put: bool = False
+
+
+class Store(ABC):
+    """A remote (or local) folder of named objects.
+
+    Names are relative to the store's URL and separated by ``/``. A store is picklable (by recipe, never with open
+    connections), may be used from many threads, and makes its client on first use, once per process.
+
+    Every method raises :class:`NotFoundError` for an absent object or bucket, :class:`AccessError` for credentials that
+    are missing, wrong or lack a right, :class:`UnavailableError` for trouble that may pass, and plain
+    :class:`StoreError` for anything else the store refuses. No message holds a secret.
+
+    Attributes:
+        url: The folder, for messages: no secrets in it.
+        traits: What its server can do.
+    """
 
     url: str
-    traits: StoreTraits
+    traits: StoreTraits = StoreTraits()
 
     @property
     def identity(self) -> str:
-        """What separates this store's content from any other's."""
+        """What separates this store's content from any other's: URL and, where it matters, endpoint or account."""
         return self.url
 
     @abstractmethod
     def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
-        """Stream the bytes ``[begin, end)`` of an object."""
+        """Stream the bytes ``[begin, end)`` of an object (to its end: None)."""
+
+    @abstractmethod
+    def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
+        """Store an object, whole or not at all; an older one of that name is replaced.
+
+        With `if_absent` only where there is no object of that name (else :class:`AlreadyExistsError`). With
+        `if_version` only where the object still is the one whose :attr:`ObjectStream.version` that was (else
+        :class:`ConflictError`). Of several that try at once, one succeeds.
+        """
 
     @abstractmethod
     def list_page(self, prefix: str = "", token: str | None = None) -> ListingPage:
-        """Return one page of a listing and the token of the next."""
+        """Return the entries of one page as the server orders them, and the token of the next page (None: the last)."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Remove an object; one that is absent already is no error."""
+
+    @abstractmethod
+    def exists(self, name: str) -> bool:
+        """Tell whether there is an object of that name."""
 
     def get(
         self,
@@ -76,10 +126,18 @@ class StoreMethods(ABC):
         num_bytes: int | None = None,
         connections: int = 1,  # noqa: ARG002
     ) -> int:
-        """Write a whole object into `to`, and return the number of bytes."""
+        """Write a whole object into `to`, streamed, and return the number of bytes. A path is overwritten in place.
+
+        Args:
+            name: The object.
+            to: A path, or a file open for writing.
+            num_bytes: The promised size, where the caller knows one. Nothing larger is downloaded (DigestError), and a
+                large object comes as several ranges at once.
+            connections: How many the caller has to spare, so that smaller objects may come as several ranges too.
+        """
         if isinstance(to, Path):
             with to.open("wb", buffering=0) as file:
-                return StoreMethods.get(self, name, file, num_bytes)
+                return Store.get(self, name, file, num_bytes)
         written = 0
         with self.open(name) as stream:
             refuse_larger(stream.num_bytes, num_bytes, f"{self.url}/{name}")
@@ -104,7 +162,7 @@ class StoreMethods(ABC):
             return b"".join(stream)
 
     def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
-        """List all objects whose names begin with `prefix`, sorted by name."""
+        """List all objects whose names begin with `prefix`, at any depth, sorted by name. No such objects: empty."""
         pages = self._pages(prefix)
         if not self.traits.sorted_listing:
             return iter(sorted((entry for page in pages for entry in page), key=lambda entry: entry.name))
@@ -121,7 +179,7 @@ class StoreMethods(ABC):
         return f"{type(self).__name__}({self.url!r})"
 
 
-class BaseStore(StoreMethods):
+class BaseStore(Store):
     """A store over one client library: five methods to write, and class attributes that explain the client's errors.
 
     Public methods check names and translate errors; `_open`, `_put`, `_list` (or `_list_page`), `_delete` and, where
@@ -129,14 +187,12 @@ class BaseStore(StoreMethods):
     docs/storage.md for a complete example.
 
     Attributes:
-        traits: What the server can do.
         access_remedy: What to do about refused credentials, as sentences.
         missing: What to say of an absent object.
         network_errors: Names of exception classes (or of their bases) that stand for a broken connection.
         client_errors: Names of those that stand for anything else that the client library reports.
     """
 
-    traits: StoreTraits = StoreTraits()
     access_remedy: ClassVar[str] = "Check the credentials and their rights."
     missing: ClassVar[str] = "no such object. Check the URL."
     network_errors: ClassVar[frozenset[str]] = frozenset({"OSError", "HTTPError"})
@@ -213,7 +269,7 @@ class BaseStore(StoreMethods):
             with self.translate_errors(name), contextlib.ExitStack() as stack:
                 file, num_bytes = stack.enter_context(source_file(source))
                 if conditional and not native:
-                    stack.enter_context(self._claimed(name, if_version))
+                    stack.enter_context(claimed(self, name, if_version))
                 self._put(name, file, num_bytes, if_absent and native, if_version if native else None)
         except (PreconditionError, NotFoundError) as error:
             if if_version is not None:
@@ -271,38 +327,6 @@ class BaseStore(StoreMethods):
         with self.translate_errors(name):
             yield from chunks
 
-    @contextlib.contextmanager
-    def _claimed(self, name: str, if_version: str | None) -> Iterator[None]:
-        """Exclude other conditional puts of a name, for a server that has none, and see that the condition holds.
-
-        Each process writes a claim of its own, then looks for others; one that sees another's withdraws and tries
-        again. Of two, the one that looks last sees both. The claim of a killed process counts for ten minutes.
-        """
-        for _ in backoff(60.0):
-            claim = f"{name}.claim-{int(time.time())}-{uuid.uuid4().hex}"
-            self.put(claim, b"")
-            try:
-                if self._is_contested(name, claim):
-                    continue
-                if self._content_version(name) != if_version:
-                    raise PreconditionError(name)
-                yield
-                return
-            finally:
-                self.delete(claim)
-        raise UnavailableError(f"{self.url}/{name}: other processes write it all the time. Let one process write it.")
-
-    def _is_contested(self, name: str, claim: str) -> bool:
-        oldest = time.time() - _CLAIM_LIFETIME_S
-        others = [entry.name for entry in self.list(f"{name}.claim-") if entry.name != claim]
-        return any(int(other.rsplit("-", 2)[1]) > oldest for other in others)
-
-    def _content_version(self, name: str) -> str | None:
-        try:
-            return content_version(self.read(name))
-        except NotFoundError:
-            return None
-
 
 class _Translation:
     """Raises a client's error as ours, without any link to the client's.
@@ -354,6 +378,3 @@ def refuse_larger(found: int | None, promised: int | None, where: str) -> None:
             f"{where}: the index promises {promised:,} bytes; there are {found:,} or more. Compare it with the "
             "dataset's source; upload that shard and its index again if it is damaged there."
         )
-
-
-__all__ = ["BaseStore", "ListingPage", "ObjectEntry", "ObjectStream", "Store", "StoreTraits"]

@@ -167,10 +167,6 @@ class DatabricksStore(BaseStore):
         api = self._workspace().files if self._volume else self._workspace().dbfs
         api.delete(self._path(name))
 
-    def _exists(self, name: str) -> bool:
-        self._size(self._path(name))
-        return True
-
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 

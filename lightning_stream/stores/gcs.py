@@ -134,9 +134,6 @@ class GcsStore(BaseStore):
     def _delete(self, name: str) -> None:
         self._blob(name).delete(retry=None)
 
-    def _exists(self, name: str) -> bool:
-        return bool(self._blob(name).exists(retry=None))
-
     def _blob(self, name: str) -> Any:
         bucket = self._client()[0].bucket(self._bucket, user_project=self._options.project)
         return bucket.blob(join(self._prefix, name))

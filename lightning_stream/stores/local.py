@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError
 from lightning_stream.shared_files import publish
 
-from .base import BaseStore, ObjectEntry, PreconditionError, StoreTraits
+from .base import BaseStore, ObjectEntry, StoreTraits
+from .claims import PreconditionError
 from .drafts import DRAFT, LOCK, locked_draft, name_lock, publish_new
 from .transfer import ObjectStream, file_chunks
 

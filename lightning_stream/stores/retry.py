@@ -20,8 +20,8 @@ from lightning_stream.errors import (
 )
 from lightning_stream.threads import DaemonPool
 
-from .base import ListingPage, ObjectStream, Store, StoreMethods, refuse_larger
-from .transfer import source_file
+from .base import ListingPage, Store, refuse_larger
+from .transfer import ObjectStream, source_file
 
 # Not the global generator: fetching threads must not disturb what a sample's transform draws.
 _jitter = random.SystemRandom()
@@ -34,7 +34,7 @@ _READS = 3  # of an object that is replaced while it is read
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How patiently a store's operations are tried again.
+    """How a store's operations are tried again.
 
     Attributes:
         retries: Failures in a row that are tried again; each progress sets the count back to zero.
@@ -72,7 +72,7 @@ class _EndedEarlyError(StoreError):
     """A server denies bytes that it has promised before. Raised and caught in this file."""
 
 
-class RetryingStore(StoreMethods):
+class RetryingStore(Store):
     """The same store; what may pass (:class:`UnavailableError`) is tried again, all else is raised as it is."""
 
     def __init__(self, store: Store, policy: RetryPolicy | None = None) -> None:
@@ -120,7 +120,7 @@ class RetryingStore(StoreMethods):
         budget.call(put)
 
     def list_page(self, prefix: str = "", token: str | None = None) -> ListingPage:
-        """Return one page of a listing: after a failure, the listing goes on with this page."""
+        """Return one page of a listing: after a failure, the listing continues with this page."""
         return self._budget(prefix).call(lambda: self.store.list_page(prefix, token))
 
     def delete(self, name: str) -> None:
@@ -359,7 +359,9 @@ class ResumingStream:
             self._chunks = iter(self._stream)
         chunk = next(self._chunks, b"")
         if self._stop is not None and (self._position + len(chunk) > self._stop or (not chunk and self._left)):
-            raise UnavailableError(f"{self._stream.where}: the server sent {'more' if chunk else 'less'} than it said.")
+            raise UnavailableError(
+                f"{self._stream.where}: the server sent {'more' if chunk else 'less'} than it promised."
+            )
         return chunk
 
     @property

@@ -19,7 +19,8 @@ from lightning_stream.errors import (
     summarize,
 )
 
-from .base import BaseStore, ListingPage, ObjectEntry, PreconditionError, StoreTraits
+from .base import BaseStore, ListingPage, ObjectEntry, StoreTraits
+from .claims import PreconditionError
 from .transfer import (
     CHUNK_BYTES,
     ObjectStream,
@@ -215,10 +216,6 @@ class S3Store(BaseStore):
 
     def _delete(self, name: str) -> None:
         self._signed().delete_object(**self._wanted(name))
-
-    def _exists(self, name: str) -> bool:
-        self._reading(name, lambda client: client.head_object(**self._wanted(name)))
-        return True
 
     def _checksum(self, file: BinaryIO) -> dict[str, Any]:
         """What lets the server refuse bytes that changed on the way; AWS's own endpoint gets a CRC from the client."""
