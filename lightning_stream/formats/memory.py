@@ -60,6 +60,27 @@ class MappedFile:
         self.address: int = self.array.__array_interface__["data"][0]
 
 
+def sample_offsets(table: MappedFile, num_samples: int, end: int) -> NDArray[np.uint32]:
+    """The offsets of all samples and their end, as they lie in the mapped file that begins with them.
+
+    Raises:
+        FormatError: Another number of samples than the index says, or offsets that are not in order up to ``end``.
+    """
+    table_end = 8 + 4 * num_samples
+    found = int.from_bytes(table.view[:4], "little")
+    if table.num_bytes < table_end or found != num_samples:
+        raise FormatError(f"{table.where}: must hold {num_samples} samples, as its index says; it says {found}.")
+    offsets: NDArray[np.uint32] = table.array[4:table_end].view("<u4")
+    if int(offsets[-1]) != end or not (offsets[1:] >= offsets[:-1]).all():
+        raise offsets_error(table.where, num_samples)
+    return offsets
+
+
+def offsets_error(where: str, num_samples: int) -> FormatError:
+    """The error for offsets that cannot be right."""
+    return FormatError(f"{where}: its offsets are not those of {num_samples} samples in order. Fetch it again.")
+
+
 class AddressWindow:
     """Memory from address ``begin`` to ``end``, of which only parts may be mapped. Positions count from ``begin``."""
 

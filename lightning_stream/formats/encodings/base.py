@@ -80,7 +80,7 @@ class Encoding:
         """The value of these bytes.
 
         Raises:
-            ValueError: Not bytes of this encoding.
+            Exception: Not bytes of this encoding. Readers make a `FormatError` of it that says where they are.
         """
         raise NotImplementedError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import pickle
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from functools import partial
 from json.scanner import make_scanner
 from typing import Any
@@ -101,10 +101,7 @@ class _StrDecimal(ViewEncoding):
         return str(value).encode()
 
     def decode(self, data: bytes | memoryview) -> Decimal:
-        try:
-            return Decimal(str(data, "utf-8"))
-        except InvalidOperation as error:
-            raise ValueError(f"not a decimal number: {bytes(data)[:40]!r}") from error
+        return Decimal(str(data, "utf-8"))
 
 
 _SCAN: Any = make_scanner(json.JSONDecoder())  # type: ignore[arg-type]  # as json itself calls it
@@ -125,14 +122,11 @@ class _Json(ViewEncoding):
     def decode(self, data: bytes | memoryview) -> Any:
         text = str(data, "utf-8")
         try:
-            try:
-                value, end = _SCAN(text, 0)
-            except StopIteration:
-                end = -1
-            # white space in front or behind, or no JSON: the slower way knows
-            return value if end == len(text) else json.loads(text)
-        except RecursionError as error:
-            raise ValueError("JSON nested too deep") from error
+            value, end = _SCAN(text, 0)
+        except StopIteration:
+            end = -1
+        # white space in front or behind, or no JSON: the slower way knows
+        return value if end == len(text) else json.loads(text)
 
 
 def _json_default(value: Any) -> Any:
