@@ -43,7 +43,7 @@ class _Str(ViewEncoding):
         raise TypeError(f"str takes str; got {describe(value)}.")
 
     def encode_many(self, values: Any) -> list[bytes] | None:
-        """All texts with one built-in call each; None where a value is no text, or none that UTF-8 can store."""
+        """All texts with one built-in call each; None if a value is not text, or holds what UTF-8 cannot store."""
         if set(map(type, values)) != {str}:
             return None
         try:
@@ -60,7 +60,7 @@ class _StrInt(ViewEncoding):
 
     def encode(self, value: Any) -> bytes:
         try:
-            # not str(value), by which mosaicml-streaming makes a True that nobody can read as a number
+            # not str(value): mosaicml-streaming so writes "True", which cannot be read as a number
             return b"%d" % operator.index(value)
         except ValueError as error:
             raise ValueError(f"str_int takes a number of fewer digits; got {describe(value)}: {error}") from error
@@ -125,7 +125,7 @@ class _Json(ViewEncoding):
             value, end = _SCAN(text, 0)
         except StopIteration:
             end = -1
-        # white space in front or behind, or no JSON: the slower way knows
+        # json.loads takes white space around the value, and says what is wrong; the scanner alone takes 0.75 us, not 1.44
         return value if end == len(text) else json.loads(text)
 
 

@@ -159,7 +159,7 @@ def _place(data: bytes, text: msgspec.Raw) -> int:
 
 
 def _bad_entry(where: str, error: Exception) -> FormatError:
-    if str(error).endswith("basename`"):  # a name that is no text
+    if str(error).endswith("basename`"):  # a name that is not text
         return FormatError(
             f"{where}: names of files must be relative and stay below the dataset's folder; {error}. Fetch it again."
         )

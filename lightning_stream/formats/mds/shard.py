@@ -91,7 +91,7 @@ class MdsShard:
         return gather_mapped([self.mapped], None, np.asarray(indices, np.int64), out)
 
     def close(self) -> None:
-        """Let go of the file; it is unmapped as soon as no read is under way."""
+        """Release the file; it is unmapped as soon as no read of it is running."""
         self._mapped = None
 
     def __repr__(self) -> str:

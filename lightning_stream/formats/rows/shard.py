@@ -70,7 +70,7 @@ class RowShard:
             raise corrupt_error(str(self._path), index, "(the row)", error) from error
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Release the files; see `Shard.close`."""
         self._open = None
 
 
