@@ -16,9 +16,9 @@ from lightning_stream.formats.memory import MappedFile
 
 
 class Ragged(list[Any]):
-    """A column's values where the column promises no common shape: what is equal in this batch may differ in the next.
+    """A column's values that need not have one shape, even if those of this batch do.
 
-    Arrays of any shape, named tensors, and columns that not all of the data have.
+    Arrays of any shape, named tensors, and columns that only a part of the data has.
     """
 
 
@@ -65,7 +65,7 @@ class Shard(Protocol):
         """
 
     def close(self) -> None:
-        """Let go of the file. Idempotent; later reads raise ValueError."""
+        """Release the file. It may be called twice; later reads raise ValueError."""
 
 
 def corrupt_error(where: str, index: int, column: str, error: BaseException) -> FormatError:

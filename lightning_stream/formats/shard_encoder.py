@@ -73,7 +73,7 @@ class ShardEncoder(Protocol):
     per_sample_overhead: int
 
     def encode(self, sample: Mapping[str, Any]) -> list[bytes]:
-        """A sample's bytes, in parts. Keys that are no columns are left out.
+        """A sample's bytes, in parts. Keys that are not columns are left out.
 
         Raises:
             TypeError: A value of a type that its column does not take; names the column.

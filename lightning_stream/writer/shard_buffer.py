@@ -40,7 +40,7 @@ class Pool:
             self._free += pieces
 
     def clear(self) -> None:
-        """Let go of the memory."""
+        """Free the pieces that are not in use."""
         with self._lock:
             self._free.clear()
 

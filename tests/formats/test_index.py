@@ -186,3 +186,25 @@ def test_one_file_is_not_two_shards_unless_they_are_the_same() -> None:
     for other in ({"samples": 7}, {"raw_data": {**entry()["raw_data"], "bytes": 57}}):
         with pytest.raises(FormatError, match=r"shard 1: .*shard\.00000\.mds is another shard's file too"):
             parse(entry(), entry(**other))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"samples": []}, {"samples": {}}, {"samples": 1 << 47}, {"samples": 13}, {"column_encodings": ["nope", "str"]},
+        {"column_encodings": ["ndarray:int32:-1", "str"]}, {"column_encodings": ["ndarray:nope:3", "str"]},
+        {"column_sizes": [4, None]}, {"column_sizes": [None, None]}, {"column_encodings": [[], {}]},
+        {"compression": "nope", "zip_data": {"basename": "b", "bytes": 9, "hashes": {}}},
+        {"compression": "zstd:23", "zip_data": {"basename": "b", "bytes": 9, "hashes": {}}},
+        {"format": "json", "columns": {"a": "int"}, "newline": "\n", "raw_meta": None},
+        {"format": "json", "columns": {"a": "nope"}, "newline": "\n", "raw_meta": entry()["raw_data"]},
+        {
+            "format": "json", "columns": {"a": "int"}, "newline": "\n", "samples": 3,
+            "raw_meta": {"basename": "m", "bytes": 19, "hashes": {}},
+        },
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_while_the_index_is_parsed(changes: dict[str, Any]) -> None:
+    good = entry(raw_data={"basename": "other.mds", "bytes": 99, "hashes": {}})
+    with pytest.raises(FormatError, match=r"here/index\.json, shard 1: "):
+        parse(good, entry(**changes))

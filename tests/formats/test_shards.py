@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,34 @@ def test_a_file_changed_after_opening_leads_nowhere(tmp_path: Path, value: int) 
     for action in (lambda: shard.sample(0), lambda: shard.columns(np.array([0, 3]))):
         with pytest.raises(FormatError, match="sample 0"):
             action()
+
+
+@pytest.mark.parametrize("columns", [{"n": "int"}, {"n": "int", "s": "str"}], ids=["fixed", "varied"])
+def test_a_file_that_was_emptied_after_opening_is_a_format_error(tmp_path: Path, columns: dict[str, str]) -> None:
+    (shard,) = write(
+        tmp_path / "out", columns, [{name: {"n": 1, "s": "abc"}[name] for name in columns} for _ in range(4)]
+    )
+    path = tmp_path / "out" / "shard.00000.mds"
+    for filling in (b"\0", b"\xff"):
+        with path.open("r+b") as file:
+            file.write(filling * path.stat().st_size)
+        with pytest.raises(FormatError, match="sample 2"):
+            shard.sample(2)
+    if "s" in columns:
+        with pytest.raises(FormatError, match="sample 2"):
+            shard.columns(np.array([2]))
+
+
+def test_the_offsets_of_rows_take_no_memory_of_their_own(tmp_path: Path) -> None:
+    with JSONWriter(out=tmp_path, columns={"n": "int"}) as writer:
+        writer.write_batch({"n": np.arange(50_000)})
+    entry = Index.from_file(tmp_path / "index.json").entry(0)
+    open_shard(entry, tmp_path).close()
+    tracemalloc.start()
+    shard = open_shard(entry, tmp_path)
+    assert tracemalloc.get_traced_memory()[0] < 50_000
+    tracemalloc.stop()
+    assert shard.columns(np.array([49_999, 0]))["n"].tolist() == [49_999, 0]  # type: ignore[union-attr]
 
 
 def test_files_of_another_size_are_refused(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ __all__ = ["Encoding", "NumericLayout", "encoding_names", "get_encoding", "regis
 
 ENTRY_POINT_GROUP = "lightning_stream.encodings"
 
-
 _REGISTER: dict[str, FamilyMember] = {}
 
 
@@ -48,8 +47,16 @@ def register_encoding(
 ) -> None:
     """Make ``name`` an encoding, for writing and reading: an `Encoding` object, or a pair of functions.
 
-    Register before datasets are opened, in every process that reads (worker processes import the module anew unless
-    they are forked); an entry point of the group ``lightning_stream.encodings`` does that by itself.
+    Register before datasets are opened, in every process that reads. Worker processes that are not forked import your
+    module themselves. An entry point of the group ``lightning_stream.encodings`` registers without any call.
+
+    Example::
+
+        register_encoding("hex", encode=bytes.fromhex, decode=bytes.hex)
+        with MDSWriter(out="data", columns={"key": "hex"}) as writer:
+            writer.write({"key": "00ff"})
+
+    `Encoding` shows how to make whole batches of an encoding fast.
 
     Args:
         name: What ``columns`` and the index will say. No ``:`` in it.
@@ -145,7 +152,7 @@ def _from_entry_point(name: str) -> FamilyMember | None:
             except (ImportError, AttributeError) as error:
                 raise ValueError(
                     f"encoding {name!r} is offered by the entry point {point.value!r}, which cannot be loaded "
-                    f"({type(error).__name__}: {error}). Install or mend the package that offers it."
+                    f"({type(error).__name__}: {error}). Install the package that offers it, or repair it."
                 ) from error
             return _REGISTER.setdefault(name, _always(name, loaded() if isinstance(loaded, type) else loaded))
     return None

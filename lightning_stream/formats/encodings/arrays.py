@@ -122,7 +122,7 @@ def as_array(value: Any, name: str) -> NDArray[Any]:
     """The value as a numpy array, if it is one or offers ``__array__`` (tensors do, of any device, with gradients).
 
     Raises:
-        TypeError: It is not, or does not, or its numbers are of a kind that numpy lacks.
+        TypeError: It is neither, or its numbers are of a kind that numpy lacks.
     """
     if isinstance(value, np.ndarray):
         return value

@@ -54,7 +54,7 @@ class Encoding:
         layout: Set if the bytes are plain numbers in memory: such columns are gathered without decoding, straight into
             a caller's memory where it gives some.
         accepts_memoryview: True if `decode` copies what it keeps; it then gets a view of mapped memory, else bytes.
-        fast_decode: A built-in function that does what `decode` does, without a Python frame; None if there is none.
+        fast_decode: A built-in function that does what `decode` does, without a Python frame; or None.
         ragged: True if the values are arrays, or hold some, that need not have one shape: never stacked into a batch.
         checks_bytes: Bytes given in place of a value are stored as they are; True if `encode` must check them first.
     """
@@ -80,7 +80,7 @@ class Encoding:
         """The value of these bytes.
 
         Raises:
-            ValueError: Not bytes of this encoding.
+            Exception: Not bytes of this encoding. Readers make a `FormatError` of it that says where they are.
         """
         raise NotImplementedError
 

@@ -203,7 +203,7 @@ def _original_bytes(image: Image.Image) -> bytes | None:
 
 
 def _exif(image: Image.Image, opened: Image.Image) -> Any:
-    """The EXIF data, with what was changed in it; None where nobody has looked at those of ``opened``."""
+    """The EXIF data, with all changes; None if those of ``opened`` were never read, hence never changed."""
     if getattr(opened, "_exif", opened) is None:
         return None
     exif = image.getexif()

@@ -1,6 +1,6 @@
 """JPEG bytes straight to an array of pixels: by simplejpeg where it is installed, else by Pillow; the same pixels.
 
-Use it in place of a column's own decoding, which gives PIL images: ``decoders={"image": decode_jpeg}``.
+Use it in place of a column's own decoding, which gives PIL images.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ def decode_jpeg(data: bytes, min_height: int = 0, min_width: int = 0) -> NDArray
     still at least that large: much faster, for training on small crops of large photos. simplejpeg has every eighth,
     Pillow a half, a quarter and an eighth, so scaled images differ between the two.
 
+    Example::
+
+        StreamingDataset(remote="s3://bucket/photos", decoders={"image": decode_jpeg})
+
     Raises:
-        ValueError: Not a JPEG, or a damaged one.
+        ValueError: Not a JPEG, a damaged one, or one of more pixels than Pillow's limit.
         MissingExtraError: Neither library is installed.
     """
     fast = _simplejpeg()

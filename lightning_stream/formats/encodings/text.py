@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import pickle
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from functools import partial
 from json.scanner import make_scanner
 from typing import Any
@@ -43,7 +43,7 @@ class _Str(ViewEncoding):
         raise TypeError(f"str takes str; got {describe(value)}.")
 
     def encode_many(self, values: Any) -> list[bytes] | None:
-        """All texts with one built-in call each; None where a value is no text, or none that UTF-8 can store."""
+        """All texts with one built-in call each; None if a value is not text, or holds what UTF-8 cannot store."""
         if set(map(type, values)) != {str}:
             return None
         try:
@@ -60,7 +60,7 @@ class _StrInt(ViewEncoding):
 
     def encode(self, value: Any) -> bytes:
         try:
-            # not str(value), by which mosaicml-streaming makes a True that nobody can read as a number
+            # not str(value): mosaicml-streaming so writes "True", which cannot be read as a number
             return b"%d" % operator.index(value)
         except ValueError as error:
             raise ValueError(f"str_int takes a number of fewer digits; got {describe(value)}: {error}") from error
@@ -101,10 +101,7 @@ class _StrDecimal(ViewEncoding):
         return str(value).encode()
 
     def decode(self, data: bytes | memoryview) -> Decimal:
-        try:
-            return Decimal(str(data, "utf-8"))
-        except InvalidOperation as error:
-            raise ValueError(f"not a decimal number: {bytes(data)[:40]!r}") from error
+        return Decimal(str(data, "utf-8"))
 
 
 _SCAN: Any = make_scanner(json.JSONDecoder())  # type: ignore[arg-type]  # as json itself calls it
@@ -125,14 +122,11 @@ class _Json(ViewEncoding):
     def decode(self, data: bytes | memoryview) -> Any:
         text = str(data, "utf-8")
         try:
-            try:
-                value, end = _SCAN(text, 0)
-            except StopIteration:
-                end = -1
-            # white space in front or behind, or no JSON: the slower way knows
-            return value if end == len(text) else json.loads(text)
-        except RecursionError as error:
-            raise ValueError("JSON nested too deep") from error
+            value, end = _SCAN(text, 0)
+        except StopIteration:
+            end = -1
+        # json.loads takes white space around the value, and says what is wrong; the scanner takes 0.75 us, not 1.44
+        return value if end == len(text) else json.loads(text)
 
 
 def _json_default(value: Any) -> Any:

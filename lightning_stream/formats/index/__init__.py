@@ -78,7 +78,7 @@ class Index:
         return self.schemas[int(self._schema_ids[self._checked(shard)])]
 
     def entry(self, shard: int) -> ShardEntry:
-        """One shard's entry, parsed anew at each call.
+        """One shard's entry, parsed at each call.
 
         Raises:
             IndexError: Not 0 <= shard < num_shards.

@@ -159,11 +159,13 @@ def _place(data: bytes, text: msgspec.Raw) -> int:
 
 
 def _bad_entry(where: str, error: Exception) -> FormatError:
-    if str(error).endswith("basename`"):  # a name that is no text
+    if str(error).endswith("basename`"):  # a name that is not text
         return FormatError(
             f"{where}: names of files must be relative and stay below the dataset's folder; {error}. Fetch it again."
         )
-    return FormatError(f"{where}: not a shard entry of an index of version 2: {error}. Fetch the index again.")
+    text = str(error)
+    text = text if text.endswith(".") else f"{text}. Fetch the index again."
+    return FormatError(f"{where}: not a shard entry of an index of version 2: {text}")
 
 
 def _schema(entry: _Entry) -> Schema:

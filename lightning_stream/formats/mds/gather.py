@@ -294,7 +294,7 @@ class SpanTable:
         self._window: AddressWindow | None = None
 
     def add(self, number: int, mapped: Mapped | None) -> None:
-        """A shard was mapped; one of another layout, or none that can be gathered in one go, is left alone."""
+        """Add a shard that was mapped; one of another layout, or of a format that is not gathered, is ignored."""
         if mapped is None or (self._held and mapped.layout is not self._layout):
             return
         self._layout = mapped.layout
@@ -306,7 +306,7 @@ class SpanTable:
         self._spans[number] = mapped.span  # last: what is found lies in the window
 
     def remove(self, number: int) -> None:
-        """Forget a shard; it is unmapped once nobody reads what was located before."""
+        """Remove a shard; it is unmapped once the gathers that have found it are done."""
         if (mapped := self._held.pop(number, None)) is not None:
             self._spans[number] = 0
             following: list[Any] = []

@@ -14,7 +14,7 @@ from lightning_stream.errors import FormatError
 from lightning_stream.formats.index.schema import ShardEntry
 from lightning_stream.formats.mds.gather import gather_mapped
 from lightning_stream.formats.mds.layout import RecordLayout, record_layout
-from lightning_stream.formats.memory import MappedFile
+from lightning_stream.formats.memory import MappedFile, offsets_error, sample_offsets
 from lightning_stream.formats.shard import DECODE_ERRORS, Batch, Buffers, Mapped, closed_error, corrupt_error
 
 _OFFSETS = struct.Struct("<II")
@@ -48,7 +48,7 @@ class MdsShard:
         self._layout = record_layout(entry.schema, allow_unsafe_types, decoders)
         self._path = folder / entry.raw.basename
         file = MappedFile(self._path, self.nbytes)
-        first = _check_offsets(file, self.num_samples, self._layout)
+        first = _first_sample(file, self.num_samples, self._layout)
         span = (file.address, file.address + file.num_bytes, file.address + first, self.num_samples)
         self._mapped: Mapped | None = Mapped(self._layout, file, span)
 
@@ -91,30 +91,22 @@ class MdsShard:
         return gather_mapped([self.mapped], None, np.asarray(indices, np.int64), out)
 
     def close(self) -> None:
-        """Let go of the file; it is unmapped as soon as no read is under way."""
+        """Release the file; it is unmapped as soon as no read of it is running."""
         self._mapped = None
 
     def __repr__(self) -> str:
         return f"MdsShard({str(self._path)!r}: {self.num_samples} samples, {self.nbytes} bytes)"
 
 
-def _check_offsets(file: MappedFile, num_samples: int, layout: RecordLayout) -> int:
+def _first_sample(file: MappedFile, num_samples: int, layout: RecordLayout) -> int:
     """Where the first sample begins.
 
     Raises:
-        FormatError: Another number of samples than the index says, or offsets that are not those of samples in order.
+        FormatError: Offsets that are not those of samples of this layout in order.
     """
-    table_end = 8 + 4 * num_samples
-    found = int.from_bytes(file.view[:4], "little")
-    if file.num_bytes < table_end or found != num_samples:
-        raise FormatError(f"{file.where}: must hold {num_samples} samples, as its index says; it says {found}.")
-    offsets = file.array[4:table_end].view("<u4")
-    first = int(offsets[0])
+    offsets = sample_offsets(file, num_samples, file.num_bytes)
     steps = offsets[1:] - offsets[:-1]
-    if layout.stride is not None:
-        in_order = bool((steps == layout.stride).all())
-    else:
-        in_order = bool((offsets[1:] >= offsets[:-1]).all() and (steps >= layout.min_bytes).all())
-    if not in_order or first < table_end or int(offsets[-1]) != file.num_bytes:
-        raise FormatError(f"{file.where}: its offsets are not those of {num_samples} samples in order. Fetch it again.")
-    return first
+    right = steps >= layout.min_bytes if layout.stride is None else steps == layout.stride
+    if not right.all() or int(offsets[0]) < 8 + 4 * num_samples:
+        raise offsets_error(file.where, num_samples)
+    return int(offsets[0])
