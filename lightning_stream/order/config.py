@@ -133,9 +133,12 @@ class OrderConfig:
             algorithm = MOSAIC_ALGORITHMS[0] if algorithm is None else algorithm
         if resumed is not None:
             device_batch_size = resumed.device_block or device_batch_size
-        nodes, window = _resolve_nodes(canonical_nodes, window, resumed, batch_size, _mosaic_nodes(algorithm, mosaic))
+            canonical_nodes = resumed.canonical_nodes if canonical_nodes is None else canonical_nodes
+            window = resumed.window if window is None else window
+        nodes = _default_nodes(batch_size, algorithm, mosaic) if canonical_nodes is None else canonical_nodes
+        window = -(-_ACTIVE_PARTS // max(nodes, 1)) if window is None else window
         method = METHODS.get(batching_method)
-        fixed = {} if method is None else method.fixed_settings(batch_size, device_batch_size)
+        sizes = {"batch_size": batch_size, "device_block": device_batch_size}
         return cls(
             shuffle=shuffle,
             seed=seed,
@@ -143,7 +146,7 @@ class OrderConfig:
             canonical_nodes=nodes,
             window=window,
             batching_method=batching_method,
-            **fixed,
+            **({name: sizes[name] for name in method.fixes} if method else {}),
             sampling_method=sampling_method,
             sampling_granularity=sampling_granularity,
             epoch_size=epoch_size,
@@ -178,26 +181,12 @@ class OrderConfig:
             ) from error
 
 
-def _resolve_nodes(
-    nodes: int | None, window: int | None, resumed: OrderConfig | None, batch_size: int | None, mosaic: int | None
-) -> tuple[int, int]:
-    """C and w: as asked, else from the state, else from mosaicml-streaming's rule or B."""
-    if resumed is not None:
-        nodes = resumed.canonical_nodes if nodes is None else nodes
-        window = resumed.window if window is None else window
-    if nodes is None:
-        nodes = mosaic or (_MOST_NODES if batch_size is None else _largest_divisor(batch_size))
-    return nodes, -(-_ACTIVE_PARTS // max(nodes, 1)) if window is None else window
-
-
-def _largest_divisor(batch_size: int) -> int:
-    return max((divisor for divisor in range(1, _MOST_NODES + 1) if batch_size % divisor == 0), default=1)
-
-
-def _mosaic_nodes(algorithm: str | None, mosaic: MosaicConfig | None) -> int | None:
-    if mosaic is None:
-        return None
-    return (mosaic.initial_physical_nodes or 1) * (64 if algorithm in ("py1s", "py2s") else 1)
+def _default_nodes(batch_size: int | None, algorithm: str | None, mosaic: MosaicConfig | None) -> int:
+    """C where neither the user nor the state says it: that library's rule, or the largest divisor of B up to 16."""
+    if mosaic is not None:
+        return (mosaic.initial_physical_nodes or 1) * (64 if algorithm in ("py1s", "py2s") else 1)
+    size = _MOST_NODES if batch_size is None else batch_size
+    return max((divisor for divisor in range(1, _MOST_NODES + 1) if size % divisor == 0), default=1)
 
 
 def _resolve_mosaic(
@@ -231,7 +220,8 @@ def _known(kind: type[OrderConfig | MosaicConfig], values: object) -> dict[str, 
 def _problems(config: OrderConfig) -> list[str]:
     problems = broken(vars(config), _RULES)
     method = METHODS.get(config.batching_method) if isinstance(config.batching_method, str) else None
-    problems += [] if method is None else method.setting_problems(config)
+    fixes = method.fixes if method else {}
+    problems += [sentence for name, sentence in fixes.items() if getattr(config, name) is None]
     return problems + ([] if config.mosaic is None else broken(vars(config.mosaic), _MOSAIC_RULES))
 
 

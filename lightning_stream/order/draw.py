@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.permutation import RngStream, permutation
-from lightning_stream.order.rules import AMOUNT, short
+from lightning_stream.order.rules import AMOUNT, MAX_NUMBER, short
 from lightning_stream.order.snapshot import Snapshot
 
 _FIXED = 2**63 - 1  # stands for the epoch where every epoch draws the same samples
@@ -130,13 +130,15 @@ def choose_per_stream(
         chosen = _shared([float(one) for one in samples], total, seed)
     else:
         chosen = [_absolute(one, have) for one, have in zip(weights, samples, strict=True)]
-    empty = [
+    unmet = [
         f"Stream {name!r} has no samples, but {take} were asked of it: leave it out or give it shards."
         for name, take, have in zip(snapshot.stream_names, chosen, samples, strict=True)
         if take and not have
     ]
-    if empty:
-        raise ValueError("The weights of the streams cannot be met. " + " ".join(empty))
+    if sum(chosen) >= MAX_NUMBER:
+        unmet.append(f"An epoch has fewer than 2**63 samples, but they ask for {sum(chosen)}.")
+    if unmet:
+        raise ValueError("The weights of the streams cannot be met. " + " ".join(unmet))
     return tuple(chosen)
 
 

@@ -62,6 +62,7 @@ def test_an_epoch_size_without_weights_is_shared_by_size():
         ([StreamWeights(proportion=float("nan"))] * 2, None, "proportion=nan"),
         ([StreamWeights()], None, "2 streams, 1 weights"),
         ([StreamWeights(), StreamWeights()], 0, "epoch_size must be at least 1"),
+        ([StreamWeights(repeat=1e18), StreamWeights()], None, r"fewer than 2\*\*63 samples"),
     ],
 )
 def test_weights_that_cannot_be_met_are_refused_with_the_reason(weights, epoch_size, message):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -19,75 +19,8 @@ from lightning_stream.order.rank_split import TAILS, ReplicaBatch, Tail, num_mic
 from lightning_stream.order.world import World
 
 if TYPE_CHECKING:
-    from lightning_stream.order.config import OrderConfig
     from lightning_stream.order.plan import RunOrder
     from lightning_stream.order.snapshot import Snapshot
-
-
-class EpochOrder(ABC):
-    """All sample ids of one epoch, in order, readable at any position.
-
-    Attributes:
-        epoch: Counts from 0.
-        num_samples: N, all positions.
-        full_end: Positions [0, full_end) are cut into global batches of B one after another; behind them lie the
-            remainders of the streams.
-    """
-
-    mixes_streams: ClassVar[bool] = False
-    """Whether every global batch holds samples of several streams, each in an order of its own."""
-
-    splits_samples: ClassVar[bool] = True
-    """Whether a whole global batch is grouped by canonical node and split over the replicas sample by sample."""
-
-    @property
-    def plan_type(self) -> type[BatchPlan]:
-        """How the epoch is cut into global batches."""
-        return BatchPlan
-
-    def __init__(self, epoch: int, num_samples: int, full_end: int) -> None:
-        self.epoch, self.num_samples, self.full_end = epoch, num_samples, full_end
-
-    @classmethod
-    def fixed_settings(cls, batch_size: int | None, device_batch_size: int | None) -> dict[str, int | None]:  # noqa: ARG003
-        """Order settings that this method fixes at the first start of a training run, from its batch sizes."""
-        return {}
-
-    @classmethod
-    def setting_problems(cls, config: OrderConfig) -> list[str]:  # noqa: ARG003
-        """Sentences on settings that this method lacks; empty if none is missing."""
-        return []
-
-    @classmethod
-    def shard_groups(cls, snapshot: Snapshot) -> Sequence[NDArray[np.int64]]:
-        """The shard sizes of each set of shards that has an order of its own: here each stream."""
-        return snapshot.shard_sizes
-
-    @classmethod
-    def active_shards(cls, run: RunOrder) -> int:
-        """Shards that must be at hand at once: w for each canonical node of each group."""
-        most = run.config.canonical_nodes * run.config.window if run.config.shuffle else 1
-        return sum(min(most, len(sizes)) for sizes in cls.shard_groups(run.snapshot))
-
-    @classmethod
-    @abstractmethod
-    def make(cls, run: RunOrder, epoch: int) -> EpochOrder:
-        """The order of one epoch of a run."""
-
-    @abstractmethod
-    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Sample ids at positions [begin, end): int64[end - begin]. O(range + window)."""
-
-    @abstractmethod
-    def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
-        """The canonical node of each position in [begin, end): what ranks are grouped by."""
-
-    def check_range(self, begin: int, end: int) -> None:
-        """Refuse positions outside the epoch."""
-        if not 0 <= begin <= end <= self.num_samples:
-            raise ValueError(
-                f"Positions must be within the epoch, [0, {self.num_samples}); [{begin}, {end}) was asked."
-            )
 
 
 class BatchPlan:
@@ -206,7 +139,7 @@ class BatchPlan:
         for k in (*ks[:1], *ks[-1:]):
             self.bounds(k)
         count = bisect_left(ks, self.num_whole_batches)
-        if count < 2:
+        if count < 2 or not self.order.splits_samples:
             return [self.share(k) for k in ks]
         size, replicas, replica = self.batch_size, self.world.num_replicas, self.world.replica
         first, end = self.start + ks[0] * size, self.start + (ks[count - 1] + 1) * size
@@ -249,3 +182,60 @@ class BatchPlan:
                 f"replicas that divides {batch_size}."
             )
         return problems
+
+
+class EpochOrder(ABC):
+    """All sample ids of one epoch, in order, readable at any position.
+
+    Attributes:
+        epoch: Counts from 0.
+        num_samples: N, all positions.
+        full_end: Positions [0, full_end) are cut into global batches of B one after another; behind them lie the
+            remainders of the streams.
+    """
+
+    fixes: ClassVar[Mapping[str, str]] = {}
+    """Batch sizes that the order keeps from its first start: the setting, and what to say where it is None."""
+
+    mixes_streams: ClassVar[bool] = False
+    """Whether every global batch holds samples of several streams, each in an order of its own."""
+
+    splits_samples: ClassVar[bool] = True
+    """Whether a whole global batch is grouped by canonical node and split over the replicas sample by sample."""
+
+    plan_type: ClassVar[type[BatchPlan]] = BatchPlan
+    """How the epoch is cut into global batches."""
+
+    def __init__(self, epoch: int, num_samples: int, full_end: int) -> None:
+        self.epoch, self.num_samples, self.full_end = epoch, num_samples, full_end
+
+    @classmethod
+    def shard_groups(cls, snapshot: Snapshot) -> Sequence[NDArray[np.int64]]:
+        """The shard sizes of each set of shards that has an order of its own: here each stream."""
+        return snapshot.shard_sizes
+
+    @classmethod
+    def active_shards(cls, run: RunOrder) -> int:
+        """Shards that must be at hand at once: w for each canonical node of each group."""
+        most = run.config.canonical_nodes * run.config.window if run.config.shuffle else 1
+        return sum(min(most, len(sizes)) for sizes in cls.shard_groups(run.snapshot))
+
+    @classmethod
+    @abstractmethod
+    def make(cls, run: RunOrder, epoch: int) -> EpochOrder:
+        """The order of one epoch of a run."""
+
+    @abstractmethod
+    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Sample ids at positions [begin, end): int64[end - begin]. O(range + window)."""
+
+    @abstractmethod
+    def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
+        """The canonical node of each position in [begin, end): what ranks are grouped by."""
+
+    def check_range(self, begin: int, end: int) -> None:
+        """Refuse positions outside the epoch."""
+        if not 0 <= begin <= end <= self.num_samples:
+            raise ValueError(
+                f"Positions must be within the epoch, [0, {self.num_samples}); [{begin}, {end}) was asked."
+            )

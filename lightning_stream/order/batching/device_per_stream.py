@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -13,47 +13,18 @@ from lightning_stream.order.batching.interleave import InterleavedOrder
 from lightning_stream.order.rank_split import ReplicaBatch, ceil_div
 
 if TYPE_CHECKING:
-    from lightning_stream.order.config import OrderConfig
     from lightning_stream.order.plan import RunOrder
 
 
-class DevicePerStreamOrder(InterleavedOrder):
-    """Device blocks of m samples of one stream, interleaved; then each stream's remainder as a short block."""
-
-    mixes_streams: ClassVar[bool] = True
-    splits_samples: ClassVar[bool] = False
-
-    @classmethod
-    def make(cls, run: RunOrder, epoch: int) -> DevicePerStreamOrder:
-        """The order of one epoch of a run."""
-        config = run.config
-        return cls(run, epoch, config.device_block or 1, config.seed if config.shuffle else None)
-
-    @classmethod
-    def fixed_settings(cls, batch_size: int | None, device_batch_size: int | None) -> dict[str, int | None]:  # noqa: ARG003
-        """The first run's batch per device is m."""
-        return {"device_block": device_batch_size}
-
-    @classmethod
-    def setting_problems(cls, config: OrderConfig) -> list[str]:
-        """The batch per device must be known."""
-        if config.device_block is not None:
-            return []
-        return ["device_per_stream needs the batch size per device from the start."]
-
-    @property
-    def plan_type(self) -> type[BatchPlan]:
-        """How the epoch is cut into global batches."""
-        return BatchPlan if self.stretch_length == 1 else _BlockBatches
-
-
 class _BlockBatches(BatchPlan):
-    """Whole blocks are dealt to the replicas; only behind the full batches ``"exact"`` deals single samples."""
+    """Whole blocks are dealt to the replicas; single samples only where m is 1, or by ``"exact"`` in the remainder."""
 
     order: DevicePerStreamOrder
 
     def _remainder_ends(self, at: int) -> tuple[int, ...]:
         order, block = self.order, self.order.stretch_length
+        if block == 1:
+            return super()._remainder_ends(at)
         if self.tail == "exact":
             ends = (*range(at + self.batch_size, order.num_samples, self.batch_size), order.num_samples)
             return self._level(at, ends, least=order.full_end)
@@ -63,7 +34,7 @@ class _BlockBatches(BatchPlan):
         return (*edges[per_batch - 1 :: per_batch], *edges[len(edges) // per_batch * per_batch :][-1:])
 
     def _deals_blocks(self, k: int) -> bool:
-        return self.tail != "exact" or k < self.num_whole_batches
+        return self.order.stretch_length > 1 and (self.tail != "exact" or k < self.num_whole_batches)
 
     def share(self, k: int) -> ReplicaBatch:
         """This replica's part of global batch ``k``."""
@@ -75,10 +46,6 @@ class _BlockBatches(BatchPlan):
         canonical = self.order.canonical(begin, end)
         offsets, filler = split_blocks(canonical, streams, block, world.num_replicas, world.replica)
         return ReplicaBatch(self.order.ids(begin, end)[offsets], begin + offsets, filler, block)
-
-    def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:
-        """This replica's part of each of these batches."""
-        return [self.share(k) for k in ks]
 
     def num_micro_batches(self, k: int, device_batch_size: int) -> int:
         """See `BatchPlan.num_micro_batches`; counted from the share itself, whose blocks are filled up."""
@@ -104,6 +71,23 @@ class _BlockBatches(BatchPlan):
                 f"{per_replica} each."
             )
         return problems
+
+
+class DevicePerStreamOrder(InterleavedOrder):
+    """Device blocks of m samples of one stream, interleaved; then each stream's remainder as a short block."""
+
+    plan_type: ClassVar[type[BatchPlan]] = _BlockBatches
+    fixes: ClassVar[Mapping[str, str]] = {
+        "device_block": "device_per_stream needs the batch size per device from the start."
+    }
+    mixes_streams: ClassVar[bool] = True
+    splits_samples: ClassVar[bool] = False
+
+    @classmethod
+    def make(cls, run: RunOrder, epoch: int) -> DevicePerStreamOrder:
+        """The order of one epoch of a run."""
+        config = run.config
+        return cls(run, epoch, config.device_block or 1, config.seed if config.shuffle else None)
 
 
 def split_blocks(

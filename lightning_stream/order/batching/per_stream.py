@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 from lightning_stream.order.batching.base import BatchPlan
 from lightning_stream.order.batching.interleave import InterleavedOrder
 
 if TYPE_CHECKING:
-    from lightning_stream.order.config import OrderConfig
     from lightning_stream.order.plan import RunOrder
-
-
-class PerStreamOrder(InterleavedOrder):
-    """Global batches of B samples of one stream, interleaved; then each stream's remainder as a batch of its own."""
-
-    @classmethod
-    def make(cls, run: RunOrder, epoch: int) -> PerStreamOrder:
-        """The order of one epoch of a run."""
-        config = run.config
-        return cls(run, epoch, config.batch_size or 1, config.seed if config.shuffle else None)
-
-    @classmethod
-    def fixed_settings(cls, batch_size: int | None, device_batch_size: int | None) -> dict[str, int | None]:  # noqa: ARG003
-        """B is part of the order."""
-        return {"batch_size": batch_size}
-
-    @classmethod
-    def setting_problems(cls, config: OrderConfig) -> list[str]:
-        """B must be known."""
-        if config.batch_size is not None:
-            return []
-        return ["per_stream makes every global batch from one stream: it needs a batch size from the start."]
-
-    @property
-    def plan_type(self) -> type[BatchPlan]:
-        """How the epoch is cut into global batches."""
-        return _PerStreamBatches
 
 
 class _PerStreamBatches(BatchPlan):
@@ -55,3 +28,18 @@ class _PerStreamBatches(BatchPlan):
                 "Keep it, or choose another batching_method."
             )
         return problems
+
+
+class PerStreamOrder(InterleavedOrder):
+    """Global batches of B samples of one stream, interleaved; then each stream's remainder as a batch of its own."""
+
+    plan_type: ClassVar[type[BatchPlan]] = _PerStreamBatches
+    fixes: ClassVar[Mapping[str, str]] = {
+        "batch_size": "per_stream makes every global batch from one stream: it needs a batch size from the start."
+    }
+
+    @classmethod
+    def make(cls, run: RunOrder, epoch: int) -> PerStreamOrder:
+        """The order of one epoch of a run."""
+        config = run.config
+        return cls(run, epoch, config.batch_size or 1, config.seed if config.shuffle else None)

@@ -32,82 +32,6 @@ if TYPE_CHECKING:
 _KEPT_TABLES = 4
 
 
-class MosaicEpoch(EpochOrder):
-    """One epoch in an order of mosaicml-streaming: as an order, that of the world the training run began in."""
-
-    splits_samples: ClassVar[bool] = False
-
-    def __init__(self, snapshot: Snapshot, weights: Sequence[StreamWeights], config: OrderConfig, epoch: int) -> None:
-        self._snapshot, self._weights, self._config, self.epoch = snapshot, tuple(weights), config, epoch
-        self._tables: dict[tuple[int, int, int, int], EpochTable] = {}
-        mosaic = config.mosaic
-        nodes, ranks = (mosaic and mosaic.initial_physical_nodes) or 1, (mosaic and mosaic.ranks_per_node) or 1
-        self.global_batch = mosaic and mosaic.batch_size  # of that library; None: as large as ours
-        batch_size = self.global_batch or nodes * ranks
-        if batch_size % (nodes * ranks):  # the state of another library does not record its ranks
-            nodes, ranks = 1, 1
-        self._first = self.table(nodes, ranks, batch_size // (nodes * ranks))
-        total = int(self._first.edges[-1])
-        super().__init__(epoch, total, total)
-
-    def __reduce__(self) -> tuple[type[MosaicEpoch], tuple[Snapshot, tuple[StreamWeights, ...], OrderConfig, int]]:
-        """Pickle the settings, not the arrays made from them."""
-        return MosaicEpoch, (self._snapshot, self._weights, self._config, self.epoch)
-
-    @classmethod
-    def make(cls, run: RunOrder, epoch: int) -> MosaicEpoch:
-        """The order of one epoch of a run."""
-        return cls(run.snapshot, run.weights, run.config, epoch)
-
-    @classmethod
-    def active_shards(cls, run: RunOrder) -> int:
-        """Shards that must be at hand at once: measured over epoch 0. O(samples)."""
-        order = run.epoch(0)
-        return max_active(run.snapshot.shards_of(order.ids(0, order.num_samples)))
-
-    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Sample ids at positions [begin, end); -1 beyond the end, which another world may reach by a few samples."""
-        known = self._first.flat[begin:end]
-        return np.concatenate([known, np.full(max(end - begin, 0) - len(known), PADDING, dtype=np.int64)])
-
-    def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
-        """The order itself deals to ranks, not canonical nodes: all are 0."""
-        return np.zeros(max(end - begin, 0), dtype=np.int64)
-
-    def position_after(self, delivered: int) -> int:
-        """The position after so many samples were delivered, repeats included: how that library counts."""
-        edges, table = self._first.delivered, self._first
-        at = min(int(np.searchsorted(edges, delivered, side="right")) - 1, len(edges) - 2)
-        return min(int(table.edges[at]) + delivered - int(edges[at]), int(table.edges[at + 1]))
-
-    @property
-    def plan_type(self) -> type[BatchPlan]:
-        """How the epoch is cut into global batches."""
-        return _MosaicBatches
-
-    def table(self, nodes: int, ranks: int, batch_size: int, start: int = 0) -> EpochTable:
-        """The epoch in a world, from a position on; the last few are kept."""
-        key = (nodes, ranks, batch_size, start)
-        found = self._tables.get(key)
-        if found is None:
-            found = self._tables[key] = self._make_table(*key)
-            for old in list(self._tables)[:-_KEPT_TABLES]:
-                self._tables.pop(old, None)
-        return found
-
-    def _make_table(self, nodes: int, ranks: int, batch_size: int, start: int) -> EpochTable:
-        work = Work.of(self._snapshot, self._weights, self._config, self.epoch, (nodes, ranks, batch_size))
-        used, rest = 0, None
-        if start:  # what this world delivers from there on, each sample as often as is left of it
-            whole = self.table(nodes, ranks, batch_size)
-            rest = whole.flat[start:]
-            batch = int(np.searchsorted(whole.edges, start)) - 1
-            used = int(whole.delivered[batch] + start - whole.edges[batch])
-        batches, drawn = work.batches(used)
-        rows = batches.reshape(-1, nodes * ranks, batch_size)
-        return EpochTable.of(rows, np.bincount(drawn if rest is None else rest, minlength=self._snapshot.num_samples))
-
-
 @dataclass(frozen=True, eq=False)
 class EpochTable:
     """An epoch, or the rest of one, in one world.
@@ -169,7 +93,7 @@ class _MosaicBatches(BatchPlan):
         edges = np.append(self._table.edges[self._first : -1 : self._accumulate], self._table.edges[-1])
         short = np.diff(edges) != self.batch_size
         self.num_whole_batches = int(short.argmax()) if short.any() else len(short)
-        self._edges = self._shift + (edges[: self.num_whole_batches + 1] if self.tail == "drop" else edges)
+        self._ends = () if self.tail == "drop" else tuple((self._shift + edges[self.num_whole_batches + 1 :]).tolist())
 
     def _find_table(self) -> tuple[EpochTable, int]:
         """The epoch in this world, and which of its batches comes first."""
@@ -190,23 +114,10 @@ class _MosaicBatches(BatchPlan):
         return order.table(*shape, self.start), 0  # the start lies within a batch: that library deals the rest
 
     @property
-    def num_batches(self) -> int:
-        """Global batches."""
-        return len(self._edges) - 1
-
-    @property
-    def end(self) -> int:
-        """The position behind the last batch."""
-        return int(self._edges[-1])
-
-    @property
     def follows_order(self) -> bool:
         """Whether the batches hold the samples of the order in its places. O(samples)."""
         here = self._table.flat[int(self._table.edges[self._first]) :]
         return np.array_equal(here, self.order.ids(self.start, self.order.num_samples))
-
-    def _bounds(self, k: int) -> tuple[int, int]:
-        return int(self._edges[k]), int(self._edges[k + 1])
 
     def ids(self, k: int) -> NDArray[np.int64]:
         """Sample ids of global batch ``k`` in position order."""
@@ -235,10 +146,6 @@ class _MosaicBatches(BatchPlan):
         ids, at, filler = (np.concatenate(column) for column in zip(*pieces, strict=True))
         return ReplicaBatch(ids, at, filler, ends=tuple(np.cumsum([len(piece[0]) for piece in pieces]).tolist()))
 
-    def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:
-        """This replica's part of each of these batches."""
-        return [self.share(k) for k in ks]
-
     def num_micro_batches(self, k: int, device_batch_size: int) -> int:
         """See `BatchPlan.num_micro_batches`; as that library cuts, where its batches per device have this size."""
         lengths = self._takes(self._part(k)).sum(axis=2)
@@ -258,3 +165,75 @@ class _MosaicBatches(BatchPlan):
     def _takes(self, part: slice) -> NDArray[np.bool_]:
         """bool[batches, ranks, batch size]: what is delivered."""
         return self._table.counted[part] if self.tail == "exact" else self._table.rows[part] != PADDING
+
+
+class MosaicEpoch(EpochOrder):
+    """One epoch in an order of mosaicml-streaming: as an order, that of the world the training run began in."""
+
+    plan_type: ClassVar[type[BatchPlan]] = _MosaicBatches
+    splits_samples: ClassVar[bool] = False
+
+    def __init__(self, snapshot: Snapshot, weights: Sequence[StreamWeights], config: OrderConfig, epoch: int) -> None:
+        self._snapshot, self._weights, self._config, self.epoch = snapshot, tuple(weights), config, epoch
+        self._tables: dict[tuple[int, int, int, int], EpochTable] = {}
+        mosaic = config.mosaic
+        nodes, ranks = (mosaic and mosaic.initial_physical_nodes) or 1, (mosaic and mosaic.ranks_per_node) or 1
+        self.global_batch = mosaic and mosaic.batch_size  # of that library; None: as large as ours
+        batch_size = self.global_batch or nodes * ranks
+        if batch_size % (nodes * ranks):  # the state of another library does not record its ranks
+            nodes, ranks = 1, 1
+        self._first = self.table(nodes, ranks, batch_size // (nodes * ranks))
+        total = int(self._first.edges[-1])
+        super().__init__(epoch, total, total)
+
+    def __reduce__(self) -> tuple[type[MosaicEpoch], tuple[Snapshot, tuple[StreamWeights, ...], OrderConfig, int]]:
+        """Pickle the settings, not the arrays made from them."""
+        return MosaicEpoch, (self._snapshot, self._weights, self._config, self.epoch)
+
+    @classmethod
+    def make(cls, run: RunOrder, epoch: int) -> MosaicEpoch:
+        """The order of one epoch of a run."""
+        return cls(run.snapshot, run.weights, run.config, epoch)
+
+    @classmethod
+    def active_shards(cls, run: RunOrder) -> int:
+        """Shards that must be at hand at once: measured over epoch 0. O(samples)."""
+        order = run.epoch(0)
+        return max_active(run.snapshot.shards_of(order.ids(0, order.num_samples)))
+
+    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Sample ids at positions [begin, end); -1 beyond the end, which another world may reach by a few samples."""
+        known = self._first.flat[begin:end]
+        return np.concatenate([known, np.full(max(end - begin, 0) - len(known), PADDING, dtype=np.int64)])
+
+    def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
+        """The order itself deals to ranks, not canonical nodes: all are 0."""
+        return np.zeros(max(end - begin, 0), dtype=np.int64)
+
+    def position_after(self, delivered: int) -> int:
+        """The position after so many samples were delivered, repeats included: how that library counts."""
+        edges, table = self._first.delivered, self._first
+        at = min(int(np.searchsorted(edges, delivered, side="right")) - 1, len(edges) - 2)
+        return min(int(table.edges[at]) + delivered - int(edges[at]), int(table.edges[at + 1]))
+
+    def table(self, nodes: int, ranks: int, batch_size: int, start: int = 0) -> EpochTable:
+        """The epoch in a world, from a position on; the last few are kept."""
+        key = (nodes, ranks, batch_size, start)
+        found = self._tables.get(key)
+        if found is None:
+            found = self._tables[key] = self._make_table(*key)
+            for old in list(self._tables)[:-_KEPT_TABLES]:
+                self._tables.pop(old, None)
+        return found
+
+    def _make_table(self, nodes: int, ranks: int, batch_size: int, start: int) -> EpochTable:
+        work = Work.of(self._snapshot, self._weights, self._config, self.epoch, (nodes, ranks, batch_size))
+        used, rest = 0, None
+        if start:  # what this world delivers from there on, each sample as often as is left of it
+            whole = self.table(nodes, ranks, batch_size)
+            rest = whole.flat[start:]
+            batch = int(np.searchsorted(whole.edges, start)) - 1
+            used = int(whole.delivered[batch] + start - whole.edges[batch])
+        batches, drawn = work.batches(used)
+        rows = batches.reshape(-1, nodes * ranks, batch_size)
+        return EpochTable.of(rows, np.bincount(drawn if rest is None else rest, minlength=self._snapshot.num_samples))
