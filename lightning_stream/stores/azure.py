@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from lightning_stream.errors import AccessError, NotFoundError, missing_extra, redact, summarize
 
 from .base import BaseStore, ListingPage, ObjectEntry, StoreTraits
 from .transfer import ObjectStream, PerProcess, first_set, join, read_options, relative, split_url
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # The client downloads a piece as a whole before it returns: with larger ones nothing would stream, and a connection
 # that breaks would lose all of a piece.
@@ -73,8 +70,7 @@ class AzureStore(BaseStore):
         self._container = PerProcess(self._connect)
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> Self:
-        """Make the store of ``azure://container/folder`` or ``abfss://container@account.dfs.core.windows.net/folder``."""
+    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
         scheme = url.partition("://")[0]
         place, prefix = split_url(url)
         container, at, host = place.partition("@")
@@ -87,7 +83,6 @@ class AzureStore(BaseStore):
 
     @property
     def identity(self) -> str:
-        """The URL with its account."""
         return f"{self.url}@{self._place()}"
 
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:

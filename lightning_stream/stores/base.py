@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 from lightning_stream.errors import (
     AccessError,
@@ -25,9 +25,6 @@ from lightning_stream.errors import (
 
 from .claims import PreconditionError, claimed
 from .transfer import ObjectStream, check_name, source_file, write_all
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class PastTheEndError(StoreError):
@@ -199,7 +196,7 @@ class BaseStore(Store):
     client_errors: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> Self:
+    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
         """Make the store of a URL. `options` are the user's, with ``timeout_s``, the longest silence on a connection.
 
         Raises:
@@ -244,7 +241,6 @@ class BaseStore(Store):
         return None
 
     def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
-        """Stream the bytes ``[begin, end)`` of an object."""
         where = f"{self.url}/{check_name(name)}"
         try:
             with self.translate_errors(name):
@@ -258,7 +254,6 @@ class BaseStore(Store):
         return stream
 
     def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
-        """Store an object, whole or not at all; with a condition, only where that holds."""
         check_name(name)
         if if_absent and if_version is not None:
             raise ValueError(f"put({name!r}) takes if_absent or if_version, not both")
@@ -284,18 +279,15 @@ class BaseStore(Store):
             ) from None
 
     def list_page(self, prefix: str = "", token: str | None = None) -> ListingPage:
-        """Return one page of a listing and the token of the next."""
         with self.translate_errors(prefix):
             return self._list_page(prefix, token)
 
     def delete(self, name: str) -> None:
-        """Remove an object; one that is absent already is no error."""
         check_name(name)
         with contextlib.suppress(NotFoundError), self.translate_errors(name):
             self._delete(name)
 
     def exists(self, name: str) -> bool:
-        """Tell whether there is an object of that name."""
         check_name(name)
         try:
             with self.translate_errors(name):

@@ -8,7 +8,7 @@ import urllib.parse
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from lightning_stream.errors import AccessError, NotFoundError, missing_extra, summarize
 
@@ -22,9 +22,6 @@ from .transfer import (
     read_options,
     slice_stream,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _DRAFT = ".draft-"
 _DBFS_READ_BYTES = 1 << 20  # the API's own limit
@@ -81,13 +78,11 @@ class DatabricksStore(BaseStore):
         self._workspace = PerProcess(self._connect)
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> Self:
-        """Make the store of ``dbfs:/Volumes/...`` or ``dbfs:/...``."""
+    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
         return cls(url[len("dbfs:") :], read_options(DatabricksOptions, options, "dbfs:/"))
 
     @property
     def identity(self) -> str:
-        """The URL in its workspace."""
         return f"{self.url}@{self._options.host or os.environ.get('DATABRICKS_HOST', '')}"
 
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from lightning_stream.errors import StoreError, missing_extra, summarize
 
@@ -29,9 +29,6 @@ from .transfer import (
     relative,
     slice_stream,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _MOST_REDIRECTS = 10
 _TO_ANY_HOST = ("User-Agent", "Accept-Encoding", "Range")
@@ -80,8 +77,7 @@ class HttpStore(BaseStore):
             self._headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> Self:
-        """Make the store of ``https://host/folder``."""
+    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
         return cls(url, read_options(HttpOptions, options, f"{url.partition('://')[0]}://"))
 
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:

@@ -82,53 +82,44 @@ class RetryingStore(Store):
 
     @property
     def identity(self) -> str:
-        """The wrapped store's identity."""
         return self.store.identity
 
     def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
-        """Stream a range, which is resumed where its connection breaks."""
         return self._open(name, begin, end, self._budget(name), restarts=False)
 
     def get(self, name: str, to: Path | BinaryIO, num_bytes: int | None = None, connections: int = 1) -> int:
-        """Write a whole object into `to`; a large one comes as several ranges at once, and a smaller one where there
-        are connections to spare."""
         if not isinstance(to, Path):
             return super().get(name, to, num_bytes)
         return self._whole(name, lambda budget: self._get(name, to, num_bytes, connections, budget))
 
     def read(self, name: str) -> bytes:
-        """Return a whole object, for small ones."""
         return self._whole(name, lambda budget: self._join(name, 0, None, budget))
 
     def get_range(self, name: str, begin: int, end: int) -> bytes:
-        """Return the bytes ``[begin, end)`` of an object; fewer only where the object ends before."""
         if not 0 <= begin <= end:
             raise ValueError(f"a range is 0 <= begin <= end; got [{begin}, {end})")
         return self._whole(name, lambda budget: self._join(name, begin, end, budget)) if begin < end else b""
 
     def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
-        """Store an object. A conditional put whose answer was lost is no conflict with itself."""
         budget = self._budget(name)
 
         def put() -> None:
             try:
                 self.store.put(name, source, if_absent=if_absent, if_version=if_version)
             except (AlreadyExistsError, ConflictError):
+                # A put whose answer was lost is no conflict with itself.
                 if not budget.failures or not self._holds(name, source):
                     raise
 
         budget.call(put)
 
     def list_page(self, prefix: str = "", token: str | None = None) -> ListingPage:
-        """Return one page of a listing: after a failure, the listing continues with this page."""
         return self._budget(prefix).call(lambda: self.store.list_page(prefix, token))
 
     def delete(self, name: str) -> None:
-        """Remove an object."""
         self._budget(name).call(lambda: self.store.delete(name))
 
     def exists(self, name: str) -> bool:
-        """Tell whether there is an object of that name."""
         return self._budget(name).call(lambda: self.store.exists(name))
 
     def _budget(self, name: str) -> RetryBudget:

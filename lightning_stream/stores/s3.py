@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from lightning_stream.errors import (
     AccessError,
@@ -33,9 +33,6 @@ from .transfer import (
     relative,
     split_url,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 T = TypeVar("T")
 _log = logging.getLogger("lightning_stream.stores")
@@ -151,13 +148,11 @@ class S3Store(BaseStore):
         self._without_credentials = False  # known once a client was made
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> Self:
-        """Make the store of ``s3://bucket/folder``."""
+    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
         return cls(*split_url(url), read_options(S3Options, options, "s3://"))
 
     @property
     def identity(self) -> str:
-        """The URL at its endpoint."""
         endpoint = self._options.resolved_endpoint()
         return f"{self.url}@{endpoint}" if endpoint else self.url
 
