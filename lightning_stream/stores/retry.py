@@ -7,17 +7,11 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from lightning_stream.errors import (
-    AlreadyExistsError,
-    ConflictError,
-    NotFoundError,
-    StoreError,
-    UnavailableError,
-)
+from lightning_stream.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError, UnavailableError
 from lightning_stream.threads import DaemonPool
 
 from .base import ListingPage, Store, refuse_larger
@@ -92,14 +86,6 @@ class RetryingStore(Store):
             return super().get(name, to, num_bytes)
         return self._whole(name, lambda budget: self._get(name, to, num_bytes, connections, budget))
 
-    def read(self, name: str) -> bytes:
-        return self._whole(name, lambda budget: self._join(name, 0, None, budget))
-
-    def get_range(self, name: str, begin: int, end: int) -> bytes:
-        if not 0 <= begin <= end:
-            raise ValueError(f"a range is 0 <= begin <= end; got [{begin}, {end})")
-        return self._whole(name, lambda budget: self._join(name, begin, end, budget)) if begin < end else b""
-
     def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
         budget = self._budget(name)
 
@@ -128,16 +114,8 @@ class RetryingStore(Store):
     def _open(self, name: str, begin: int, end: int | None, budget: RetryBudget, restarts: bool = True) -> ObjectStream:
         stream = budget.call(lambda: self.store.open(name, begin, end))
         resuming = ResumingStream(self.store, (name, begin, end), stream, budget, restarts)
-        return ObjectStream(
-            iter(resuming),
-            stream.num_bytes,
-            stream.version,
-            resuming.close,
-            stream.where,
-            tag=stream.tag,
-            total=stream.total,
-            digest=stream.version is None and begin == 0 and end is None,
-        )
+        digest = stream.version is None and begin == 0 and end is None
+        return replace(stream, chunks=iter(resuming), close=resuming.close, digest=digest)
 
     def _whole(self, name: str, read: Callable[[RetryBudget], T]) -> T:
         """Read an object; where it is replaced meanwhile, from the beginning, since nothing was handed out yet."""
@@ -155,14 +133,16 @@ class RetryingStore(Store):
                 if num_early > self.policy.retries:
                     raise UnavailableError(f"{error} (gave up after {num_early} reads)") from None
 
-    def _join(self, name: str, begin: int, end: int | None, budget: RetryBudget) -> bytes:
-        with self._open(name, begin, end, budget) as stream:
-            return b"".join(stream)
+    def _read(self, name: str, begin: int, end: int | None) -> bytes:
+        def read(budget: RetryBudget) -> bytes:
+            with self._open(name, begin, end, budget) as stream:
+                return b"".join(stream)
+
+        return self._whole(name, read)
 
     def _get(self, name: str, to: Path, num_bytes: int | None, connections: int, budget: RetryBudget) -> int:
-        part_bytes = None if num_bytes is None else self._part_bytes(num_bytes, connections)
         draft = _Draft(to)
-        if num_bytes is not None and part_bytes is not None:
+        if num_bytes is not None and (part_bytes := self._part_bytes(num_bytes, connections)):
             ranges = [(begin, min(begin + part_bytes, num_bytes)) for begin in range(0, num_bytes, part_bytes)]
             written = self._get_parts(name, draft, num_bytes, ranges, budget)
             if written is not None:
@@ -215,8 +195,7 @@ class RetryingStore(Store):
 
 def _write(stream: ObjectStream, draft: _Draft, position: int, num_bytes: int | None) -> tuple[int, str | None]:
     """Write a range of an object into its place; return its size and the object's tag."""
-    begin = position
-    whole = stream.total
+    begin, whole = position, stream.total
     if whole is None and stream.num_bytes is not None:
         whole = begin + stream.num_bytes
     refuse_larger(whole, num_bytes, stream.where)
@@ -304,20 +283,13 @@ class ResumingStream:
     """
 
     def __init__(
-        self,
-        store: Store,
-        span: tuple[str, int, int | None],
-        stream: ObjectStream,
-        budget: RetryBudget,
-        restarts: bool,
+        self, store: Store, span: tuple[str, int, int | None], stream: ObjectStream, budget: RetryBudget, restarts: bool
     ) -> None:
-        self._store = store
+        self._store, self._stream, self._budget = store, stream, budget
         self._name, self._position, self._end = span
         self._stop = None if stream.num_bytes is None else self._position + stream.num_bytes
-        self._stream = stream
         self._chunks: Iterator[bytes] | None = iter(stream)
         self._tag = stream.tag
-        self._budget = budget
         # Raised where only a read from the beginning helps: the caller's, or else the user's.
         self._replaced: type[StoreError] = _ReplacedError if restarts else StoreError
         self._too_short: type[StoreError] = _EndedEarlyError if restarts else UnavailableError
@@ -349,20 +321,18 @@ class ResumingStream:
             self._check(self._stream)
             self._chunks = iter(self._stream)
         chunk = next(self._chunks, b"")
-        if self._stop is not None and (self._position + len(chunk) > self._stop or (not chunk and self._left)):
+        position = self._position + len(chunk)
+        if self._stop is not None and (position > self._stop or (not chunk and position < self._stop)):
             raise UnavailableError(
                 f"{self._stream.where}: the server sent {'more' if chunk else 'less'} than it promised."
             )
         return chunk
 
-    @property
-    def _left(self) -> int | None:
-        return None if self._stop is None else self._stop - self._position
-
     def _check(self, stream: ObjectStream) -> None:
         """See that an answer to a resumed request is about the same object."""
+        left = None if self._stop is None else self._stop - self._position
         if stream.past_end:
-            if self._left:
+            if left:
                 raise self._too_short(
                     f"{stream.where}: the server says that it ends before byte {self._position + 1:,}."
                 )
@@ -372,7 +342,7 @@ class ResumingStream:
             raise UnavailableError(
                 f"{stream.where}: an answer without the object's version, perhaps a proxy's page, not the object."
             )
-        elif self._tag is None and self._left is not None and stream.num_bytes not in (None, self._left):
+        elif self._tag is None and left is not None and stream.num_bytes not in (None, left):
             raise UnavailableError(f"{stream.where}: an answer of another size than what was left of the object.")
 
 
