@@ -13,15 +13,7 @@ from typing import Any, BinaryIO
 from lightning_stream.errors import AccessError, NotFoundError, missing_extra, summarize
 
 from .base import BaseStore, ObjectEntry, PastTheEndError, StoreTraits
-from .transfer import (
-    CHUNK_BYTES,
-    ObjectStream,
-    PerProcess,
-    header_stream,
-    range_header,
-    read_options,
-    slice_stream,
-)
+from .transfer import CHUNK_BYTES, ObjectStream, PerProcess, header_stream, range_header, read_options, slice_stream
 
 _DRAFT = ".draft-"
 _DBFS_READ_BYTES = 1 << 20  # the API's own limit

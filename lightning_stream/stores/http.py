@@ -19,16 +19,7 @@ from typing import Any, BinaryIO
 from lightning_stream.errors import StoreError, missing_extra, summarize
 
 from .base import AnswerError, BaseStore, ListingPage, ObjectEntry, StoreTraits
-from .transfer import (
-    ObjectStream,
-    PerProcess,
-    header_stream,
-    join,
-    range_header,
-    read_options,
-    relative,
-    slice_stream,
-)
+from .transfer import ObjectStream, PerProcess, header_stream, join, range_header, read_options, relative, slice_stream
 
 _MOST_REDIRECTS = 10
 _TO_ANY_HOST = ("User-Agent", "Accept-Encoding", "Range")

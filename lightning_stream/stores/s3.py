@@ -10,14 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO, TypeVar
 
-from lightning_stream.errors import (
-    AccessError,
-    NotFoundError,
-    StoreError,
-    missing_extra,
-    redact,
-    summarize,
-)
+from lightning_stream.errors import AccessError, NotFoundError, StoreError, missing_extra, redact, summarize
 
 from .base import BaseStore, ListingPage, ObjectEntry, StoreTraits
 from .claims import PreconditionError
