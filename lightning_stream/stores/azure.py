@@ -83,7 +83,12 @@ class AzureStore(BaseStore):
 
     @property
     def identity(self) -> str:
-        return f"{self.url}@{self._place()}"
+        # The endpoint or account that is read, from wherever the client takes it; nothing secret.
+        fields = dict(part.partition("=")[::2] for part in (self._connection() or "").split(";"))
+        given = fields.get("BlobEndpoint") or fields.get("AccountName")
+        if given and fields.get("EndpointSuffix", "core.windows.net") != "core.windows.net":
+            given = f"{given}.{fields['EndpointSuffix']}"
+        return f"{self.url}@{redact(given or self._endpoint() or self._account() or '')}"
 
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
         length = None if end is None else end - begin
@@ -116,22 +121,15 @@ class AzureStore(BaseStore):
         return self._container().get_blob_client(join(self._prefix, name))
 
     def _account(self) -> str | None:
-        return self._options.account or first_set(
-            "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_ACCOUNT_NAME"
-        )
+        names = ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_ACCOUNT_NAME")
+        return self._options.account or first_set(*names)
 
     def _connection(self) -> str | None:
         options = self._options
         return None if options.anonymous else options.connection_string or first_set("AZURE_STORAGE_CONNECTION_STRING")
 
-    def _place(self) -> str:
-        """The endpoint or account that is read, from wherever the client takes it; nothing secret."""
-        fields = dict(part.partition("=")[::2] for part in (self._connection() or "").split(";"))
-        given = fields.get("BlobEndpoint") or fields.get("AccountName")
-        if given and fields.get("EndpointSuffix", "core.windows.net") != "core.windows.net":
-            given = f"{given}.{fields['EndpointSuffix']}"
-        endpoint = self._options.endpoint_url or first_set("AZURE_STORAGE_ENDPOINT")
-        return redact(given or endpoint or self._account() or "")
+    def _endpoint(self) -> str | None:
+        return self._options.endpoint_url or first_set("AZURE_STORAGE_ENDPOINT")
 
     def _connect(self) -> Any:
         try:
@@ -155,8 +153,7 @@ class AzureStore(BaseStore):
                     "Copy it whole from the account's access keys: "
                     "DefaultEndpointsProtocol=...;AccountName=...;AccountKey="
                 ) from None
-        account = self._account()
-        endpoint = options.endpoint_url or first_set("AZURE_STORAGE_ENDPOINT")
+        account, endpoint = self._account(), self._endpoint()
         if endpoint is None and account is None:
             raise AccessError(f"{self.url}: which account? {self.access_remedy}")
         address = endpoint or f"https://{account}.blob.core.windows.net"
