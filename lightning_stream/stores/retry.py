@@ -141,13 +141,12 @@ class RetryingStore(Store):
         return self._whole(name, read)
 
     def _get(self, name: str, to: Path, num_bytes: int | None, connections: int, budget: RetryBudget) -> int:
-        draft = _Draft(to)
+        draft = _Draft(to, num_bytes)
         if num_bytes is not None and (part_bytes := self._part_bytes(num_bytes, connections)):
             ranges = [(begin, min(begin + part_bytes, num_bytes)) for begin in range(0, num_bytes, part_bytes)]
-            written = self._get_parts(name, draft, num_bytes, ranges, budget)
-            if written is not None:
+            if (written := self._get_parts(name, draft, ranges, budget)) is not None:
                 return written
-        return self._get_range(name, draft, (0, None), num_bytes, budget)[0]
+        return self._get_range(name, draft, (0, None), budget)[0]
 
     def _part_bytes(self, num_bytes: int, connections: int) -> int | None:
         """The size of the ranges that an object is fetched as; None: as a whole."""
@@ -156,32 +155,28 @@ class RetryingStore(Store):
         num_parts = min(connections, num_bytes // _LEAST_PART_BYTES)
         return -(-num_bytes // num_parts) if num_parts > 1 and self.traits.ranges else None
 
-    def _get_parts(
-        self, name: str, draft: _Draft, num_bytes: int, ranges: list[tuple[int, int]], budget: RetryBudget
-    ) -> int | None:
+    def _get_parts(self, name: str, draft: _Draft, ranges: list[tuple[int, int]], budget: RetryBudget) -> int | None:
         """Fetch ranges at once, each with a budget of its own; None where the server sends the whole for each."""
         parts = []
         if not self.traits.ranges:
             with self._open(name, *ranges[0], budget) as stream:
                 if stream.total is None:
                     return None
-                parts = [_write(stream, draft, 0, num_bytes)]
+                parts = [draft.receive(stream, 0)]
             ranges = ranges[1:]
         if ranges:
             with DaemonPool(min(self.policy.parts_at_once, len(ranges)), "parts") as pool:
-                futures = [
-                    pool.submit(self._get_range, name, draft, span, num_bytes, self._budget(name)) for span in ranges
-                ]
+                futures = [pool.submit(self._get_range, name, draft, span, self._budget(name)) for span in ranges]
                 parts += [future.result() for future in futures]
         if len({tag for _, tag in parts}) > 1:
             raise _ReplacedError(_replaced(f"{self.url}/{name}"))
         return sum(written for written, _ in parts)
 
     def _get_range(
-        self, name: str, draft: _Draft, span: tuple[int, int | None], num_bytes: int | None, budget: RetryBudget
+        self, name: str, draft: _Draft, span: tuple[int, int | None], budget: RetryBudget
     ) -> tuple[int, str | None]:
         with self._open(name, *span, budget) as stream:
-            return _write(stream, draft, span[0], num_bytes)
+            return draft.receive(stream, span[0])
 
     def _holds(self, name: str, source: Path | bytes) -> bool:
         """Tell whether the object has just these bytes."""
@@ -193,33 +188,29 @@ class RetryingStore(Store):
             return False
 
 
-def _write(stream: ObjectStream, draft: _Draft, position: int, num_bytes: int | None) -> tuple[int, str | None]:
-    """Write a range of an object into its place; return its size and the object's tag."""
-    begin, whole = position, stream.total
-    if whole is None and stream.num_bytes is not None:
-        whole = begin + stream.num_bytes
-    refuse_larger(whole, num_bytes, stream.where)
-    for chunk in stream:
-        refuse_larger(position + len(chunk), num_bytes, stream.where)
-        draft.write(chunk, position)
-        position += len(chunk)
-    return position - begin, stream.tag
-
-
 class _Draft:
     """A file that ranges are written to, open as long as any of them may still write: also one left behind."""
 
     _fd = -1  # until it is open
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, promised_bytes: int | None = None) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._promised_bytes = promised_bytes
 
-    def write(self, chunk: bytes, position: int) -> None:
-        view = memoryview(chunk)
-        while view:
-            written = os.pwrite(self._fd, view, position)
-            position += written
-            view = view[written:]
+    def receive(self, stream: ObjectStream, position: int) -> tuple[int, str | None]:
+        """Write a range of an object into its place; return its size and the object's tag."""
+        begin, whole = position, stream.total
+        if whole is None and stream.num_bytes is not None:
+            whole = begin + stream.num_bytes
+        refuse_larger(whole, self._promised_bytes, stream.where)
+        for chunk in stream:
+            refuse_larger(position + len(chunk), self._promised_bytes, stream.where)
+            view = memoryview(chunk)
+            while view:
+                written = os.pwrite(self._fd, view, position)
+                position += written
+                view = view[written:]
+        return position - begin, stream.tag
 
     def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # at exit modules are gone
         if self._fd >= 0:
@@ -290,7 +281,7 @@ class ResumingStream:
         self._stop = None if stream.num_bytes is None else self._position + stream.num_bytes
         self._chunks: Iterator[bytes] | None = iter(stream)
         self._tag = stream.tag
-        # Raised where only a read from the beginning helps: the caller's, or else the user's.
+        # Raised where only a read from the beginning helps: to be caught in this file, or by the user.
         self._replaced: type[StoreError] = _ReplacedError if restarts else StoreError
         self._too_short: type[StoreError] = _EndedEarlyError if restarts else UnavailableError
 
