@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from lightning_stream.errors import AccessError, NotFoundError, missing_extra, redact, summarize
 
 from .base import BaseStore, ListingPage, ObjectEntry, StoreTraits
 from .transfer import ObjectStream, PerProcess, first_set, join, read_options, relative, split_url
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # The client downloads a piece as a whole before it returns: with larger ones nothing would stream, and a connection
 # that breaks would lose all of a piece.
@@ -73,8 +70,7 @@ class AzureStore(BaseStore):
         self._container = PerProcess(self._connect)
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> Self:
-        """Make the store of ``azure://container/folder`` or ``abfss://container@account.dfs.core.windows.net/folder``."""
+    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
         scheme = url.partition("://")[0]
         place, prefix = split_url(url)
         container, at, host = place.partition("@")
@@ -87,8 +83,12 @@ class AzureStore(BaseStore):
 
     @property
     def identity(self) -> str:
-        """The URL with its account."""
-        return f"{self.url}@{self._place()}"
+        # The endpoint or account that is read, from wherever the client takes it; nothing secret.
+        fields = dict(part.partition("=")[::2] for part in (self._connection() or "").split(";"))
+        given = fields.get("BlobEndpoint") or fields.get("AccountName")
+        if given and fields.get("EndpointSuffix", "core.windows.net") != "core.windows.net":
+            given = f"{given}.{fields['EndpointSuffix']}"
+        return f"{self.url}@{redact(given or self._endpoint() or self._account() or '')}"
 
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
         length = None if end is None else end - begin
@@ -121,22 +121,15 @@ class AzureStore(BaseStore):
         return self._container().get_blob_client(join(self._prefix, name))
 
     def _account(self) -> str | None:
-        return self._options.account or first_set(
-            "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_ACCOUNT_NAME"
-        )
+        names = ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_ACCOUNT_NAME")
+        return self._options.account or first_set(*names)
 
     def _connection(self) -> str | None:
         options = self._options
         return None if options.anonymous else options.connection_string or first_set("AZURE_STORAGE_CONNECTION_STRING")
 
-    def _place(self) -> str:
-        """The endpoint or account that is read, from wherever the client takes it; nothing secret."""
-        fields = dict(part.partition("=")[::2] for part in (self._connection() or "").split(";"))
-        given = fields.get("BlobEndpoint") or fields.get("AccountName")
-        if given and fields.get("EndpointSuffix", "core.windows.net") != "core.windows.net":
-            given = f"{given}.{fields['EndpointSuffix']}"
-        endpoint = self._options.endpoint_url or first_set("AZURE_STORAGE_ENDPOINT")
-        return redact(given or endpoint or self._account() or "")
+    def _endpoint(self) -> str | None:
+        return self._options.endpoint_url or first_set("AZURE_STORAGE_ENDPOINT")
 
     def _connect(self) -> Any:
         try:
@@ -160,8 +153,7 @@ class AzureStore(BaseStore):
                     "Copy it whole from the account's access keys: "
                     "DefaultEndpointsProtocol=...;AccountName=...;AccountKey="
                 ) from None
-        account = self._account()
-        endpoint = options.endpoint_url or first_set("AZURE_STORAGE_ENDPOINT")
+        account, endpoint = self._account(), self._endpoint()
         if endpoint is None and account is None:
             raise AccessError(f"{self.url}: which account? {self.access_remedy}")
         address = endpoint or f"https://{account}.blob.core.windows.net"

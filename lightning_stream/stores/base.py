@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 from lightning_stream.errors import (
     AccessError,
@@ -25,9 +25,6 @@ from lightning_stream.errors import (
 
 from .claims import PreconditionError, claimed
 from .transfer import ObjectStream, check_name, source_file, write_all
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class PastTheEndError(StoreError):
@@ -119,13 +116,7 @@ class Store(ABC):
     def exists(self, name: str) -> bool:
         """Tell whether there is an object of that name."""
 
-    def get(
-        self,
-        name: str,
-        to: Path | BinaryIO,
-        num_bytes: int | None = None,
-        connections: int = 1,  # noqa: ARG002
-    ) -> int:
+    def get(self, name: str, to: Path | BinaryIO, num_bytes: int | None = None, connections: int = 1) -> int:  # noqa: ARG002
         """Write a whole object into `to`, streamed, and return the number of bytes. A path is overwritten in place.
 
         Args:
@@ -149,31 +140,29 @@ class Store(ABC):
 
     def read(self, name: str) -> bytes:
         """Return a whole object, for small ones."""
-        with self.open(name) as stream:
-            return b"".join(stream)
+        return self._read(name, 0, None)
 
     def get_range(self, name: str, begin: int, end: int) -> bytes:
         """Return the bytes ``[begin, end)`` of an object; fewer only where the object ends before."""
         if not 0 <= begin <= end:
             raise ValueError(f"a range is 0 <= begin <= end; got [{begin}, {end})")
-        if begin == end:
-            return b""
+        return self._read(name, begin, end) if begin < end else b""
+
+    def _read(self, name: str, begin: int, end: int | None) -> bytes:
         with self.open(name, begin, end) as stream:
             return b"".join(stream)
 
     def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
         """List all objects whose names begin with `prefix`, at any depth, sorted by name. No such objects: empty."""
-        pages = self._pages(prefix)
-        if not self.traits.sorted_listing:
-            return iter(sorted((entry for page in pages for entry in page), key=lambda entry: entry.name))
-        return (entry for page in pages for entry in page)
+        entries = self._entries(prefix)
+        return entries if self.traits.sorted_listing else iter(sorted(entries, key=lambda entry: entry.name))
 
-    def _pages(self, prefix: str) -> Iterator[Sequence[ObjectEntry]]:
+    def _entries(self, prefix: str) -> Iterator[ObjectEntry]:
         page, token = self.list_page(prefix)
-        yield page
+        yield from page
         while token is not None:
             page, token = self.list_page(prefix, token)
-            yield page
+            yield from page
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -199,7 +188,7 @@ class BaseStore(Store):
     client_errors: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> Self:
+    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
         """Make the store of a URL. `options` are the user's, with ``timeout_s``, the longest silence on a connection.
 
         Raises:
@@ -244,7 +233,6 @@ class BaseStore(Store):
         return None
 
     def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
-        """Stream the bytes ``[begin, end)`` of an object."""
         where = f"{self.url}/{check_name(name)}"
         try:
             with self.translate_errors(name):
@@ -258,7 +246,6 @@ class BaseStore(Store):
         return stream
 
     def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
-        """Store an object, whole or not at all; with a condition, only where that holds."""
         check_name(name)
         if if_absent and if_version is not None:
             raise ValueError(f"put({name!r}) takes if_absent or if_version, not both")
@@ -279,23 +266,18 @@ class BaseStore(Store):
                 ) from None
             if isinstance(error, NotFoundError):
                 raise
-            raise AlreadyExistsError(
-                f"{where}: there is an object of that name already. Choose another name."
-            ) from None
+            raise already_exists(where) from None
 
     def list_page(self, prefix: str = "", token: str | None = None) -> ListingPage:
-        """Return one page of a listing and the token of the next."""
         with self.translate_errors(prefix):
             return self._list_page(prefix, token)
 
     def delete(self, name: str) -> None:
-        """Remove an object; one that is absent already is no error."""
         check_name(name)
         with contextlib.suppress(NotFoundError), self.translate_errors(name):
             self._delete(name)
 
     def exists(self, name: str) -> bool:
-        """Tell whether there is an object of that name."""
         check_name(name)
         try:
             with self.translate_errors(name):
@@ -312,15 +294,23 @@ class BaseStore(Store):
     def _translated(self, error: Exception, where: str) -> Exception | None:
         if (found := self._special_error(error, where)) is not None:
             return found
+        status = self._status(error)
         reason = redact(str(error)) if isinstance(error, AnswerError) else summarize(error)
-        found = status_error(self._status(error), where, reason, self.missing, self.access_remedy)
-        if found is not None:
-            return found
         kinds = {kind.__name__ for kind in type(error).__mro__}
-        if kinds & self.network_errors:
-            return UnavailableError(f"{where}: {summarize(error)}. Look at the network and the server.")
-        if kinds & self.client_errors:
-            return StoreError(f"{where}: {summarize(error)}. Check the URL and the options.")
+        if status in (404, 410):
+            return NotFoundError(f"{where}: {self.missing}")
+        if status in (401, 403, 407):
+            return AccessError(f"{where}: refused ({reason}). {self.access_remedy}")
+        if status in (408, 425, 429) or status >= 500:
+            return UnavailableError(f"{where}: {reason}. The store is overloaded or in trouble; ask for less at once.")
+        if status == 412:
+            return PreconditionError(f"{where}: the condition does not hold")
+        if status == 416:
+            return PastTheEndError(f"{where}: past its end")
+        if status < 300 and kinds & self.network_errors:
+            return UnavailableError(f"{where}: {reason}. Look at the network and the server.")
+        if status >= 300 or kinds & self.client_errors:
+            return StoreError(f"{where}: {reason}. Check the URL and the options.")
         return None
 
     def _guarded(self, name: str, chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -354,21 +344,9 @@ class _Translation:
                 del found
 
 
-def status_error(status: int, where: str, reason: str, missing: str, access_remedy: str) -> StoreError | None:
-    """The error that stands for an HTTP status; None for one that is no failure."""
-    if status in (404, 410):
-        return NotFoundError(f"{where}: {missing}")
-    if status in (401, 403, 407):
-        return AccessError(f"{where}: refused ({reason}). {access_remedy}")
-    if status in (408, 425, 429) or status >= 500:
-        return UnavailableError(f"{where}: {reason}. The store is overloaded or in trouble; ask for less at once.")
-    if status == 412:
-        return PreconditionError(f"{where}: the condition does not hold")
-    if status == 416:
-        return PastTheEndError(f"{where}: past its end")
-    if status >= 300:
-        return StoreError(f"{where}: {reason}. Check the URL and the options.")
-    return None
+def already_exists(where: str | Path) -> AlreadyExistsError:
+    """The error of a put of a name that is taken."""
+    return AlreadyExistsError(f"{where}: there is an object of that name already. Choose another name.")
 
 
 def refuse_larger(found: int | None, promised: int | None, where: str) -> None:

@@ -8,23 +8,12 @@ import urllib.parse
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from lightning_stream.errors import AccessError, NotFoundError, missing_extra, summarize
 
 from .base import BaseStore, ObjectEntry, PastTheEndError, StoreTraits
-from .transfer import (
-    CHUNK_BYTES,
-    ObjectStream,
-    PerProcess,
-    header_stream,
-    range_header,
-    read_options,
-    slice_stream,
-)
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from .transfer import CHUNK_BYTES, ObjectStream, PerProcess, header_stream, range_header, read_options, slice_stream
 
 _DRAFT = ".draft-"
 _DBFS_READ_BYTES = 1 << 20  # the API's own limit
@@ -63,6 +52,7 @@ class DatabricksStore(BaseStore):
         options: See :class:`DatabricksOptions`.
     """
 
+    traits = StoreTraits(exclusive_put=True)  # both APIs refuse to create, or to move to, a file that exists
     access_remedy = (
         "Set both DATABRICKS_HOST (https://....cloud.databricks.com) and DATABRICKS_TOKEN, on the worker nodes too: "
         "what TorchDistributor or spark starts there does not inherit the driver's environment or notebook login. The "
@@ -74,20 +64,16 @@ class DatabricksStore(BaseStore):
     def __init__(self, path: str, options: DatabricksOptions | None = None) -> None:
         self._root = "/" + path.strip("/")
         self._volume = self._root.startswith("/Volumes/")
-        # Both refuse to create, or to move to, a file that exists.
-        self.traits = StoreTraits(exclusive_put=True)
         self._options = options or DatabricksOptions()
         self.url = f"dbfs:{self._root}"
         self._workspace = PerProcess(self._connect)
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> Self:
-        """Make the store of ``dbfs:/Volumes/...`` or ``dbfs:/...``."""
+    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
         return cls(url[len("dbfs:") :], read_options(DatabricksOptions, options, "dbfs:/"))
 
     @property
     def identity(self) -> str:
-        """The URL in its workspace."""
         return f"{self.url}@{self._options.host or os.environ.get('DATABRICKS_HOST', '')}"
 
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
@@ -158,10 +144,10 @@ class DatabricksStore(BaseStore):
             if self._status(error) != 404:
                 raise
             return
-        for path, size in found:
-            name = path[len(self._root) + 1 :]
+        for file in found:
+            name = file.path[len(self._root) + 1 :]
             if name.startswith(prefix) and _DRAFT not in name:
-                yield ObjectEntry(name, size)
+                yield ObjectEntry(name, file.file_size)
 
     def _delete(self, name: str) -> None:
         api = self._workspace().files if self._volume else self._workspace().dbfs
@@ -184,17 +170,12 @@ class DatabricksStore(BaseStore):
             begin += len(chunk)
             yield chunk
 
-    def _walk(self, folder: str) -> Iterator[tuple[str, int]]:
-        if self._volume:
-            for found in self._workspace().files.list_directory_contents(folder):
-                if found.is_directory:
-                    yield from self._walk(found.path.rstrip("/"))
-                else:
-                    yield found.path, found.file_size
-        else:
-            for found in self._workspace().dbfs.list(folder, recursive=True):
-                if not found.is_dir:
-                    yield found.path, found.file_size
+    def _walk(self, folder: str) -> Iterator[Any]:
+        if not self._volume:
+            yield from (found for found in self._workspace().dbfs.list(folder, recursive=True) if not found.is_dir)
+            return
+        for found in self._workspace().files.list_directory_contents(folder):
+            yield from self._walk(found.path.rstrip("/")) if found.is_directory else (found,)
 
     def _connect(self) -> Any:
         try:

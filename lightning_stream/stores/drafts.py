@@ -10,8 +10,9 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_stream.errors import AlreadyExistsError
 from lightning_stream.shared_files import FileLock, Modes, publish, same_file, sync
+
+from .base import already_exists
 
 DRAFT, LOCK = ".draft-", ".lock-"
 _OPEN_TO_ALL = Modes(0o666, 0o777)  # a lock's file: all who may write into the folder may lock
@@ -79,13 +80,13 @@ def publish_new(draft: Path, final: Path) -> None:
     try:
         os.link(draft, final)
     except FileExistsError as error:
-        raise _exists(final) from error
+        raise already_exists(final) from error
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
         with name_lock(final):
             if final.exists():
-                raise _exists(final) from None
+                raise already_exists(final) from None
             publish(draft, final)
         return
     sync(final.parent)
@@ -94,7 +95,3 @@ def publish_new(draft: Path, final: Path) -> None:
 def name_lock(final: Path) -> FileLock:
     """The lock under which a file of this name is compared and replaced."""
     return FileLock(final.with_name(f"{LOCK}{final.name}"), modes=_OPEN_TO_ALL)
-
-
-def _exists(final: Path) -> AlreadyExistsError:
-    return AlreadyExistsError(f"{final}: there is an object of that name already. Choose another name.")

@@ -73,12 +73,8 @@ class GcsStore(BaseStore):
         self._client = PerProcess(self._connect)
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:  # type: ignore[override]
-        """Make the store of ``gs://bucket/folder``: with HMAC keys that of S3, else Google's own.
-
-        Raises:
-            ValueError: Half a pair of keys.
-        """
+    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
+        """Make the store: with HMAC keys that of S3, else Google's own."""
         bucket, prefix = split_url(url)
         given = read_options(GcsOptions, options, "gs://")
         key = given.access_key_id or os.environ.get("GCS_KEY")
@@ -95,7 +91,6 @@ class GcsStore(BaseStore):
 
     @property
     def identity(self) -> str:
-        """The URL, with its endpoint where that is not Google's own."""
         endpoint = self._endpoint()
         return self.url if endpoint == _HOME else f"{self.url}@{redact(endpoint)}"
 

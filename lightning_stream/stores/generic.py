@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from lightning_stream.errors import (
     AccessError,
@@ -20,9 +20,6 @@ from lightning_stream.errors import (
 
 from .base import BaseStore, ObjectEntry
 from .transfer import ObjectStream, PerProcess, file_chunks, relative
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _BLOCK_BYTES = 4 << 20
 _PACKAGES = {"sftp": "paramiko", "ssh": "paramiko", "oci": "ocifs", "smb": "smbprotocol", "hdfs": "pyarrow"}
@@ -49,8 +46,7 @@ class FsspecStore(BaseStore):
         self._of_thread = PerProcess(threading.local)
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> Self:
-        """Make the store of a URL of fsspec's."""
+    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
         return cls(url, {key: value for key, value in options.items() if key != "timeout_s"}, options["timeout_s"])
 
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:

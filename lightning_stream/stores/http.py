@@ -14,26 +14,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from lightning_stream.errors import StoreError, missing_extra, summarize
 
 from .base import AnswerError, BaseStore, ListingPage, ObjectEntry, StoreTraits
-from .transfer import (
-    ObjectStream,
-    PerProcess,
-    header_stream,
-    join,
-    range_header,
-    read_options,
-    relative,
-    slice_stream,
-)
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from .transfer import ObjectStream, PerProcess, header_stream, join, range_header, read_options, relative, slice_stream
 
 _MOST_REDIRECTS = 10
+_AS_IT_COMES: dict[str, Any] = {"redirect": False, "retries": False, "preload_content": False}
 _TO_ANY_HOST = ("User-Agent", "Accept-Encoding", "Range")
 _METADATA = {ipaddress.ip_address(address) for address in ("fd00:ec2::254", "100.100.100.200", "168.63.129.16")}
 
@@ -65,7 +54,6 @@ class HttpStore(BaseStore):
     traits = StoreTraits(conditional_put=True)
     access_remedy = "Put user and password in the URL, or pass headers={'Authorization': ...}."
     missing = "no such file. Check the URL."
-    network_errors = frozenset({"OSError", "HTTPError"})
 
     def __init__(self, url: str, options: HttpOptions | None = None) -> None:
         parts = urllib.parse.urlsplit(url)
@@ -80,8 +68,7 @@ class HttpStore(BaseStore):
             self._headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> Self:
-        """Make the store of ``https://host/folder``."""
+    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
         return cls(url, read_options(HttpOptions, options, f"{url.partition('://')[0]}://"))
 
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
@@ -104,7 +91,6 @@ class HttpStore(BaseStore):
         self._request("PUT", self._address(name), headers, file).close()
 
     def _list(self, prefix: str) -> Iterator[ObjectEntry]:
-        """A web server has no listing that one could rely on: StoreError."""
         raise StoreError(
             f"{self.url}/{prefix}: a web server cannot be listed. Name the files, or use a bucket's own URL."
         )
@@ -128,14 +114,7 @@ class HttpStore(BaseStore):
         sent = {**self._headers, **self._secrets(), **headers}
         for _ in range(_MOST_REDIRECTS):
             answer = _pool(address, self.url).request(
-                method,
-                address,
-                body=body,
-                headers=sent,
-                timeout=self._options.timeout_s,
-                redirect=False,
-                retries=False,
-                preload_content=False,
+                method, address, body=body, headers=sent, timeout=self._options.timeout_s, **_AS_IT_COMES
             )
             if answer.status < 300:
                 return answer
@@ -194,12 +173,7 @@ def _reach(host: str) -> int:
     return 0
 
 
-def _make_pools() -> dict[str | None, Any]:
-    """Pools by the proxy they go through."""
-    return {}
-
-
-_pools = PerProcess(_make_pools)
+_pools: PerProcess[dict[str | None, Any]] = PerProcess(dict)  # by the proxy they go through
 
 
 def _pool(address: str, url: str) -> Any:

@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from time import time_ns
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError
 from lightning_stream.shared_files import publish
@@ -19,9 +19,6 @@ from .base import BaseStore, ObjectEntry, StoreTraits
 from .claims import PreconditionError
 from .drafts import DRAFT, LOCK, locked_draft, name_lock, publish_new
 from .transfer import ObjectStream, file_chunks
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _OF_DATABRICKS = re.compile(r"/(?:dbfs/(?=.)|(?=Volumes/.))(.+)")  # paths that Databricks mounts on its own machines
 
@@ -40,8 +37,7 @@ class LocalStore(BaseStore):
         self.url = str(self.folder)
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> Self:
-        """Make the store of a path or of ``file:///path``, in which ``%20`` is a space."""
+    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
         if options:
             raise ValueError(f"a local folder has no options; got {', '.join(sorted(options))}")
         if not url.lower().startswith("file://"):

@@ -7,17 +7,11 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from lightning_stream.errors import (
-    AlreadyExistsError,
-    ConflictError,
-    NotFoundError,
-    StoreError,
-    UnavailableError,
-)
+from lightning_stream.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError, UnavailableError
 from lightning_stream.threads import DaemonPool
 
 from .base import ListingPage, Store, refuse_larger
@@ -82,53 +76,36 @@ class RetryingStore(Store):
 
     @property
     def identity(self) -> str:
-        """The wrapped store's identity."""
         return self.store.identity
 
     def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
-        """Stream a range, which is resumed where its connection breaks."""
         return self._open(name, begin, end, self._budget(name), restarts=False)
 
     def get(self, name: str, to: Path | BinaryIO, num_bytes: int | None = None, connections: int = 1) -> int:
-        """Write a whole object into `to`; a large one comes as several ranges at once, and a smaller one where there
-        are connections to spare."""
         if not isinstance(to, Path):
             return super().get(name, to, num_bytes)
         return self._whole(name, lambda budget: self._get(name, to, num_bytes, connections, budget))
 
-    def read(self, name: str) -> bytes:
-        """Return a whole object, for small ones."""
-        return self._whole(name, lambda budget: self._join(name, 0, None, budget))
-
-    def get_range(self, name: str, begin: int, end: int) -> bytes:
-        """Return the bytes ``[begin, end)`` of an object; fewer only where the object ends before."""
-        if not 0 <= begin <= end:
-            raise ValueError(f"a range is 0 <= begin <= end; got [{begin}, {end})")
-        return self._whole(name, lambda budget: self._join(name, begin, end, budget)) if begin < end else b""
-
     def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
-        """Store an object. A conditional put whose answer was lost is no conflict with itself."""
         budget = self._budget(name)
 
         def put() -> None:
             try:
                 self.store.put(name, source, if_absent=if_absent, if_version=if_version)
             except (AlreadyExistsError, ConflictError):
+                # A put whose answer was lost is no conflict with itself.
                 if not budget.failures or not self._holds(name, source):
                     raise
 
         budget.call(put)
 
     def list_page(self, prefix: str = "", token: str | None = None) -> ListingPage:
-        """Return one page of a listing: after a failure, the listing continues with this page."""
         return self._budget(prefix).call(lambda: self.store.list_page(prefix, token))
 
     def delete(self, name: str) -> None:
-        """Remove an object."""
         self._budget(name).call(lambda: self.store.delete(name))
 
     def exists(self, name: str) -> bool:
-        """Tell whether there is an object of that name."""
         return self._budget(name).call(lambda: self.store.exists(name))
 
     def _budget(self, name: str) -> RetryBudget:
@@ -137,16 +114,8 @@ class RetryingStore(Store):
     def _open(self, name: str, begin: int, end: int | None, budget: RetryBudget, restarts: bool = True) -> ObjectStream:
         stream = budget.call(lambda: self.store.open(name, begin, end))
         resuming = ResumingStream(self.store, (name, begin, end), stream, budget, restarts)
-        return ObjectStream(
-            iter(resuming),
-            stream.num_bytes,
-            stream.version,
-            resuming.close,
-            stream.where,
-            tag=stream.tag,
-            total=stream.total,
-            digest=stream.version is None and begin == 0 and end is None,
-        )
+        digest = stream.version is None and begin == 0 and end is None
+        return replace(stream, chunks=iter(resuming), close=resuming.close, digest=digest)
 
     def _whole(self, name: str, read: Callable[[RetryBudget], T]) -> T:
         """Read an object; where it is replaced meanwhile, from the beginning, since nothing was handed out yet."""
@@ -164,19 +133,20 @@ class RetryingStore(Store):
                 if num_early > self.policy.retries:
                     raise UnavailableError(f"{error} (gave up after {num_early} reads)") from None
 
-    def _join(self, name: str, begin: int, end: int | None, budget: RetryBudget) -> bytes:
-        with self._open(name, begin, end, budget) as stream:
-            return b"".join(stream)
+    def _read(self, name: str, begin: int, end: int | None) -> bytes:
+        def read(budget: RetryBudget) -> bytes:
+            with self._open(name, begin, end, budget) as stream:
+                return b"".join(stream)
+
+        return self._whole(name, read)
 
     def _get(self, name: str, to: Path, num_bytes: int | None, connections: int, budget: RetryBudget) -> int:
-        part_bytes = None if num_bytes is None else self._part_bytes(num_bytes, connections)
-        draft = _Draft(to)
-        if num_bytes is not None and part_bytes is not None:
+        draft = _Draft(to, num_bytes)
+        if num_bytes is not None and (part_bytes := self._part_bytes(num_bytes, connections)):
             ranges = [(begin, min(begin + part_bytes, num_bytes)) for begin in range(0, num_bytes, part_bytes)]
-            written = self._get_parts(name, draft, num_bytes, ranges, budget)
-            if written is not None:
+            if (written := self._get_parts(name, draft, ranges, budget)) is not None:
                 return written
-        return self._get_range(name, draft, (0, None), num_bytes, budget)[0]
+        return self._get_range(name, draft, (0, None), budget)[0]
 
     def _part_bytes(self, num_bytes: int, connections: int) -> int | None:
         """The size of the ranges that an object is fetched as; None: as a whole."""
@@ -185,32 +155,28 @@ class RetryingStore(Store):
         num_parts = min(connections, num_bytes // _LEAST_PART_BYTES)
         return -(-num_bytes // num_parts) if num_parts > 1 and self.traits.ranges else None
 
-    def _get_parts(
-        self, name: str, draft: _Draft, num_bytes: int, ranges: list[tuple[int, int]], budget: RetryBudget
-    ) -> int | None:
+    def _get_parts(self, name: str, draft: _Draft, ranges: list[tuple[int, int]], budget: RetryBudget) -> int | None:
         """Fetch ranges at once, each with a budget of its own; None where the server sends the whole for each."""
         parts = []
         if not self.traits.ranges:
             with self._open(name, *ranges[0], budget) as stream:
                 if stream.total is None:
                     return None
-                parts = [_write(stream, draft, 0, num_bytes)]
+                parts = [draft.receive(stream, 0)]
             ranges = ranges[1:]
         if ranges:
             with DaemonPool(min(self.policy.parts_at_once, len(ranges)), "parts") as pool:
-                futures = [
-                    pool.submit(self._get_range, name, draft, span, num_bytes, self._budget(name)) for span in ranges
-                ]
+                futures = [pool.submit(self._get_range, name, draft, span, self._budget(name)) for span in ranges]
                 parts += [future.result() for future in futures]
         if len({tag for _, tag in parts}) > 1:
             raise _ReplacedError(_replaced(f"{self.url}/{name}"))
         return sum(written for written, _ in parts)
 
     def _get_range(
-        self, name: str, draft: _Draft, span: tuple[int, int | None], num_bytes: int | None, budget: RetryBudget
+        self, name: str, draft: _Draft, span: tuple[int, int | None], budget: RetryBudget
     ) -> tuple[int, str | None]:
         with self._open(name, *span, budget) as stream:
-            return _write(stream, draft, span[0], num_bytes)
+            return draft.receive(stream, span[0])
 
     def _holds(self, name: str, source: Path | bytes) -> bool:
         """Tell whether the object has just these bytes."""
@@ -222,34 +188,29 @@ class RetryingStore(Store):
             return False
 
 
-def _write(stream: ObjectStream, draft: _Draft, position: int, num_bytes: int | None) -> tuple[int, str | None]:
-    """Write a range of an object into its place; return its size and the object's tag."""
-    begin = position
-    whole = stream.total
-    if whole is None and stream.num_bytes is not None:
-        whole = begin + stream.num_bytes
-    refuse_larger(whole, num_bytes, stream.where)
-    for chunk in stream:
-        refuse_larger(position + len(chunk), num_bytes, stream.where)
-        draft.write(chunk, position)
-        position += len(chunk)
-    return position - begin, stream.tag
-
-
 class _Draft:
     """A file that ranges are written to, open as long as any of them may still write: also one left behind."""
 
     _fd = -1  # until it is open
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, promised_bytes: int | None = None) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._promised_bytes = promised_bytes
 
-    def write(self, chunk: bytes, position: int) -> None:
-        view = memoryview(chunk)
-        while view:
-            written = os.pwrite(self._fd, view, position)
-            position += written
-            view = view[written:]
+    def receive(self, stream: ObjectStream, position: int) -> tuple[int, str | None]:
+        """Write a range of an object into its place; return its size and the object's tag."""
+        begin, whole = position, stream.total
+        if whole is None and stream.num_bytes is not None:
+            whole = begin + stream.num_bytes
+        refuse_larger(whole, self._promised_bytes, stream.where)
+        for chunk in stream:
+            refuse_larger(position + len(chunk), self._promised_bytes, stream.where)
+            view = memoryview(chunk)
+            while view:
+                written = os.pwrite(self._fd, view, position)
+                position += written
+                view = view[written:]
+        return position - begin, stream.tag
 
     def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # at exit modules are gone
         if self._fd >= 0:
@@ -313,21 +274,14 @@ class ResumingStream:
     """
 
     def __init__(
-        self,
-        store: Store,
-        span: tuple[str, int, int | None],
-        stream: ObjectStream,
-        budget: RetryBudget,
-        restarts: bool,
+        self, store: Store, span: tuple[str, int, int | None], stream: ObjectStream, budget: RetryBudget, restarts: bool
     ) -> None:
-        self._store = store
+        self._store, self._stream, self._budget = store, stream, budget
         self._name, self._position, self._end = span
         self._stop = None if stream.num_bytes is None else self._position + stream.num_bytes
-        self._stream = stream
         self._chunks: Iterator[bytes] | None = iter(stream)
         self._tag = stream.tag
-        self._budget = budget
-        # Raised where only a read from the beginning helps: the caller's, or else the user's.
+        # Raised where only a read from the beginning helps: to be caught in this file, or by the user.
         self._replaced: type[StoreError] = _ReplacedError if restarts else StoreError
         self._too_short: type[StoreError] = _EndedEarlyError if restarts else UnavailableError
 
@@ -358,20 +312,18 @@ class ResumingStream:
             self._check(self._stream)
             self._chunks = iter(self._stream)
         chunk = next(self._chunks, b"")
-        if self._stop is not None and (self._position + len(chunk) > self._stop or (not chunk and self._left)):
+        position = self._position + len(chunk)
+        if self._stop is not None and (position > self._stop or (not chunk and position < self._stop)):
             raise UnavailableError(
                 f"{self._stream.where}: the server sent {'more' if chunk else 'less'} than it promised."
             )
         return chunk
 
-    @property
-    def _left(self) -> int | None:
-        return None if self._stop is None else self._stop - self._position
-
     def _check(self, stream: ObjectStream) -> None:
         """See that an answer to a resumed request is about the same object."""
+        left = None if self._stop is None else self._stop - self._position
         if stream.past_end:
-            if self._left:
+            if left:
                 raise self._too_short(
                     f"{stream.where}: the server says that it ends before byte {self._position + 1:,}."
                 )
@@ -381,7 +333,7 @@ class ResumingStream:
             raise UnavailableError(
                 f"{stream.where}: an answer without the object's version, perhaps a proxy's page, not the object."
             )
-        elif self._tag is None and self._left is not None and stream.num_bytes not in (None, self._left):
+        elif self._tag is None and left is not None and stream.num_bytes not in (None, left):
             raise UnavailableError(f"{stream.where}: an answer of another size than what was left of the object.")
 
 

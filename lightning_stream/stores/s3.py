@@ -8,16 +8,10 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from functools import partial
+from typing import Any, BinaryIO, TypeVar
 
-from lightning_stream.errors import (
-    AccessError,
-    NotFoundError,
-    StoreError,
-    missing_extra,
-    redact,
-    summarize,
-)
+from lightning_stream.errors import AccessError, NotFoundError, StoreError, missing_extra, redact, summarize
 
 from .base import BaseStore, ListingPage, ObjectEntry, StoreTraits
 from .claims import PreconditionError
@@ -33,9 +27,6 @@ from .transfer import (
     relative,
     split_url,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 T = TypeVar("T")
 _log = logging.getLogger("lightning_stream.stores")
@@ -145,19 +136,17 @@ class S3Store(BaseStore):
         # AWS sorts, but for its directory buckets. Google takes If-Match in its own protocol only.
         aws = self._options.resolved_endpoint() is None and not bucket.endswith("--x-s3")
         self.traits = StoreTraits(ranges=True, sorted_listing=aws, conditional_put=scheme == "s3")
-        self._signed = PerProcess(self._make_signed)
-        self._unsigned = PerProcess(self._make_unsigned)
+        self._signed = PerProcess(partial(self._connect, signed=True))
+        self._unsigned = PerProcess(partial(self._connect, signed=False))
         self._public = False
         self._without_credentials = False  # known once a client was made
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> Self:
-        """Make the store of ``s3://bucket/folder``."""
+    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
         return cls(*split_url(url), read_options(S3Options, options, "s3://"))
 
     @property
     def identity(self) -> str:
-        """The URL at its endpoint."""
         endpoint = self._options.resolved_endpoint()
         return f"{self.url}@{endpoint}" if endpoint else self.url
 
@@ -256,24 +245,15 @@ class S3Store(BaseStore):
         self._public = True
         return found
 
-    def _make_signed(self) -> Any:
-        options = self._options.resolved()
-        session = self._session(options)
-        signed = options.anonymous is not True and session.get_credentials() is not None
-        self._without_credentials = not signed and not options.anonymous
-        return self._client(session, options, signed=signed)
-
-    def _make_unsigned(self) -> Any:
-        options = self._options.resolved()
-        return self._client(self._session(options), options, signed=False)
-
-    def _session(self, options: S3Options) -> Any:
+    def _connect(self, signed: bool) -> Any:
         try:
             import boto3
             import botocore.session
+            from botocore.config import Config
         except ImportError as error:
             raise missing_extra("boto3", "s3", f"using {self.url}") from error
-        return boto3.session.Session(
+        options = self._options.resolved()
+        session = boto3.session.Session(
             botocore_session=_with_shared_loader(botocore.session.Session()),
             aws_access_key_id=options.access_key_id,
             aws_secret_access_key=options.secret_access_key,
@@ -281,11 +261,9 @@ class S3Store(BaseStore):
             region_name=options.region,
             profile_name=options.profile,
         )
-
-    def _client(self, session: Any, options: S3Options, *, signed: bool) -> Any:
-        import botocore
-        from botocore.config import Config
-
+        if signed:
+            signed = options.anonymous is not True and session.get_credentials() is not None
+            self._without_credentials = not signed and not options.anonymous
         settings: dict[str, Any] = {
             "connect_timeout": min(options.timeout_s, 20.0),
             "read_timeout": options.timeout_s,

@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
 
@@ -25,64 +25,54 @@ CHUNK_BYTES = 1 << 20
 _SLOW_S = 1.0
 
 
+@dataclass(eq=False)
 class ObjectStream:
     """The bytes of an object, or of a range of it, as they arrive: iterate once, then close.
 
     Iterating raises :class:`UnavailableError` where the connection breaks, and where it ends before `num_bytes`.
 
     Attributes:
+        chunks: The bytes, in pieces of any size.
         num_bytes: How many bytes there will be; None where the server does not say.
-        total: The size of the whole object, from an answer that proves that the server cuts ranges; else None.
         version: What separates this content from a later one under the same name, to be given to
             ``put(if_version=...)``. Where the server has no such thing, it is the digest of the content, known once the
             whole object was read.
-        tag: What must be the same when the stream is resumed: the version, or something weaker (a date); or None.
-        past_end: The range begins at or after the object's end.
+        close: Gives the connection back; bytes not yet read are lost.
         where: The object, for messages.
+        tag: What must be the same when the stream is resumed: the version, or something weaker (a date); or None.
+        total: The size of the whole object, from an answer that proves that the server cuts ranges; else None.
+        past_end: The range begins at or after the object's end.
+        digest: Make the version from the content.
     """
 
-    def __init__(
-        self,
-        chunks: Iterator[bytes],
-        num_bytes: int | None,
-        version: str | None = None,
-        close: Callable[[], object] | None = None,
-        where: str = "the object",
-        *,
-        tag: str | None = None,
-        total: int | None = None,
-        past_end: bool = False,
-        digest: bool = False,
-    ) -> None:
-        self.chunks = chunks
-        self.num_bytes = num_bytes
-        self.version = version
-        self.tag = tag or version
-        self.total = total
-        self.past_end = past_end
-        self.where = where
-        self._close = close
-        self._digest = hashlib.sha1(usedforsecurity=False) if digest else None
+    chunks: Iterator[bytes]
+    num_bytes: int | None
+    version: str | None = None
+    close: Callable[[], object] = lambda: None
+    where: str = "the object"
+    _: KW_ONLY
+    tag: str | None = None
+    total: int | None = None
+    past_end: bool = False
+    digest: bool = False
+
+    def __post_init__(self) -> None:
+        self.tag = self.tag or self.version
 
     def __iter__(self) -> Iterator[bytes]:
-        seen = 0
+        seen, digest = 0, hashlib.sha1(usedforsecurity=False)
         for chunk in self.chunks:
             seen += len(chunk)
-            if self._digest is not None:
-                self._digest.update(chunk)
+            if self.digest:
+                digest.update(chunk)
             yield chunk
         if self.num_bytes is not None and seen != self.num_bytes:
             raise UnavailableError(
                 f"{self.where}: the connection ended after {seen:,} of {self.num_bytes:,} bytes. "
                 "Try again; if it persists, look at the proxy or load balancer in between."
             )
-        if self._digest is not None:
-            self.version = f"sha1-{self._digest.hexdigest()}"
-
-    def close(self) -> None:
-        """Give the connection back; bytes not yet read are lost."""
-        if self._close is not None:
-            self._close()
+        if self.digest:
+            self.version = f"sha1-{digest.hexdigest()}"
 
     def __enter__(self) -> Self:
         return self
@@ -185,10 +175,8 @@ def split_url(url: str) -> tuple[str, str]:
 
 def write_all(file: BinaryIO, chunk: bytes) -> None:
     """Write every byte of the chunk, also to an unbuffered file."""
-    written = file.write(chunk)
-    while written is not None and written < len(chunk):
+    while (written := file.write(chunk)) is not None and written < len(chunk):
         chunk = chunk[written:]
-        written = file.write(chunk)
 
 
 def read_options(kind: type[T], options: Mapping[str, Any], scheme: str) -> T:
@@ -215,6 +203,10 @@ def source_file(source: Path | bytes) -> Iterator[tuple[BinaryIO, int]]:
             yield file, os.fstat(file.fileno()).st_size
 
 
+# By process: at a fork, another thread of the parent may hold its lock; that thread does not exist in the child.
+_making: dict[int, Any] = {}
+
+
 class PerProcess(Generic[T]):
     """A client made on first use, once per process: a fork or a pickle carries the recipe, never the client.
 
@@ -226,10 +218,10 @@ class PerProcess(Generic[T]):
         self._made: dict[int, T] = {}
 
     def __call__(self) -> T:
-        """The client of this process."""
+        """Return the client of this process."""
         pid = os.getpid()
         if pid not in self._made:
-            with _making:
+            with _making.setdefault(pid, threading.RLock()):
                 if pid not in self._made:
                     with _without_collection():
                         self._made[pid] = self._make()
@@ -250,15 +242,3 @@ def _without_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-_making = threading.RLock()
-
-
-def _renew_lock() -> None:
-    # Another thread of the parent may have held it at the fork; that thread does not exist here.
-    global _making
-    _making = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
