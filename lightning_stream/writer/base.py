@@ -33,11 +33,9 @@ _LOG = logging.getLogger(__name__)
 class ShardWriter(ABC):
     """Cuts samples into shards, and puts each shard in a thread of its own: hash, compress, hash, put.
 
-    Use it as a context, or call `finish`. Until then nothing that readers see has changed: a new dataset has no index,
-    and one that is appended to or overwritten is as before, also after a crash. Of several writers to one place at
-    once, one wins, and the others get an error. At most ``max_workers`` + 1 shards are in memory.
-
-    The arguments are those of `MDSWriter`.
+    Use it as a context, or call `finish`. Until then readers see the dataset as it was, also after a crash. Of several
+    writers to one place at once, one wins, and the others get an error. At most ``max_workers`` + 1 shards are in
+    memory. The arguments are those of `MDSWriter`.
 
     Attributes:
         num_samples: Samples taken so far.
@@ -199,8 +197,7 @@ class ShardWriter(ABC):
             if end == begin and self._buffer.sizes:
                 self._send(encoder)
                 continue
-            end = max(end, begin + 1)  # a row that fits no shard gets one of its own
-            buffer = self._buffer
+            end, buffer = max(end, begin + 1), self._buffer  # a row that fits no shard gets one of its own
             batch.copy_to(buffer, begin, end)
             buffer.sizes += batch.sizes[begin:end].tolist()
             buffer.file_bytes += int(ends[end - 1]) - taken
@@ -218,16 +215,14 @@ class ShardWriter(ABC):
             return
         encoder = self._encoder or self._open(None, None)
         self._send(encoder)
-        entries = self._pipeline.finish()
-        self._entries = list(entries)
+        self._entries = entries = self._pipeline.finish()
         self._pool.clear()
         try:
             self._place.commit([json.dumps(entry, sort_keys=True).encode() for entry in entries])
         except (FileExistsError, ConflictError) as error:
             self._pipeline.fail(error)
             raise
-        self._finished = True
-        self._encoder = None
+        self._finished, self._encoder = True, None
         if self._progress_bar:
             sys.stderr.write(f"\n{self._place}: {self.num_samples:,} samples in {len(entries):,} shards\n")
 
@@ -257,17 +252,13 @@ class ShardWriter(ABC):
             )
 
     def _report_extra_columns(self, encoder: ShardEncoder, given: Iterable[str]) -> None:
-        """Values beyond the columns are not written. Where the caller chose the columns, that may be meant: a warning
-        says it once. Where the columns were inferred, a value would be lost.
-
-        Raises:
-            ValueError: The columns were inferred from the first sample, or taken from the dataset appended to.
+        """Warn once of values beyond the columns, which are not written; raise ValueError if the caller did not choose
+        the columns, since then a value would be lost.
         """
         extra = ", ".join(sorted(repr(name) for name in set(given) - set(encoder.schema.names)))
         columns = ", ".join(encoder.schema.names)
         if self._columns is None:
-            append = self._mode == "append"
-            known = "the dataset appended to has them" if append else "inferred from the first sample"
+            known = "the dataset appended to has them" if self._mode == "append" else "inferred from the first sample"
             raise ValueError(
                 f"values beyond the columns cannot be written: {extra}; the columns are {columns}, as {known}. "
                 "Pass columns= to name those to write."

@@ -81,10 +81,11 @@ def arrow_values(column: Any, name: str) -> Any:
         return flat.reshape(len(column), column.type.list_size) if flat.dtype != object else column.to_pylist()
     if (
         kind.startswith(("list<", "large_list<"))
-        and str(column.type.value_type) in _NUMBERS
+        and str(column.values.type) in _NUMBERS
         and not column.values.null_count
     ):
-        return _arrow_lists(column)
+        values = arrow_numbers(column.values)  # arrays that share Arrow's memory
+        return [values[begin:end] for begin, end in pairwise(arrow_numbers(column.offsets).tolist())]
     if kind in _NUMBERS or kind == "bool":
         return arrow_numbers(column)
     return column.to_pylist()
@@ -120,12 +121,4 @@ def _arrow_bytes(column: Any, large: bool) -> BinaryColumn:
         return BinaryColumn()
     table = np.frombuffer(offsets, np.int64 if large else np.int32)[column.offset : column.offset + len(column) + 1]
     view = memoryview(data).cast("B") if data is not None else memoryview(b"")
-    ends = table.tolist()
-    return BinaryColumn(view[begin:end] for begin, end in pairwise(ends))
-
-
-def _arrow_lists(column: Any) -> list[Any]:
-    """Lists of numbers as arrays that share Arrow's memory."""
-    values = arrow_numbers(column.values)
-    ends = arrow_numbers(column.offsets).tolist()
-    return [values[begin:end] for begin, end in pairwise(ends)]
+    return BinaryColumn(view[begin:end] for begin, end in pairwise(table.tolist()))

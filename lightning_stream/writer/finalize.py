@@ -16,15 +16,13 @@ from lightning_stream.writer.shard_buffer import ShardBuffer
 def finalize_shard(
     name: str, encoder: ShardEncoder, buffer: ShardBuffer, place: DatasetPlace, after: Future[Any] | None = None
 ) -> dict[str, Any]:
-    """Put one shard, and give its memory back; give its index entry.
+    """Put one shard, and give its memory back; return its index entry.
 
     Args:
-        name: The data file's, as ``shard.00007.mds``; the place may put digits of its digest in.
-        encoder: Makes the files.
-        buffer: The samples.
-        place: Where to.
-        after: The dataset's first shard. Another writer at the same place has put its own first, and with that this
-            writer is refused: so nothing else is put before.
+        name: Of the data file, as ``shard.00007.mds``; the place may put digits of its digest in.
+        encoder, buffer, place: What makes the files, the samples, and where the files are put.
+        after: The dataset's first shard. It is put before all others: so a second writer at the same place is refused
+            before it has put anything.
 
     Raises:
         StoreError: It could not be put.

@@ -1,4 +1,4 @@
-"""Columns for a writer that was given none: from the first sample."""
+"""Columns for a writer that was given none: from the first sample or batch."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ def _infer_column(name: str, values: Any) -> str:
         return "uint8" if values.dtype.kind == "b" else values.dtype.name
     found = {infer_encoding(name, value) for value in values}
     if len(found) != 1:
-        raise TypeError(
-            f"column {name!r}: its values are of several types ({', '.join(sorted(found))}). Pass columns=."
-        )
+        kinds = ", ".join(sorted(found))
+        raise TypeError(f"column {name!r}: its values are of several types ({kinds}). Pass columns=.")
     return found.pop()
 
 
@@ -63,10 +62,8 @@ def infer_encoding(name: str, value: Any) -> str:
             return f"ndarray:{array.dtype.name}" if array.ndim else array.dtype.name
     if type(value).__module__.startswith("PIL."):
         return {"JPEG": "jpeg", "PNG": "png"}.get(value.format, "pil")
-    raise TypeError(
-        f"column {name!r}: no encoding can be inferred for {type(value).__name__}. "
-        "Pass columns= with an encoding for it."
-    )
+    found = type(value).__name__
+    raise TypeError(f"column {name!r}: no encoding can be inferred for {found}. Pass columns= with an encoding for it.")
 
 
 _BY_TYPE: tuple[tuple[type | tuple[type, ...], str], ...] = (

@@ -1,8 +1,7 @@
 """Writing one file of this machine, whole or not at all, from parts that are never joined in memory.
 
-A large file goes to the disk past the page cache: there, each of its pages would be made and copied once more, and a
-dataset that is being written would push out of memory what others read. Its bytes must be on the disk in any case
-before it gets its name, so nothing is waited for that would not be.
+A large file goes to the disk past the page cache, which would copy each page once more (2x CPU) and push out of memory
+what others read. Its bytes must be on the disk in any case before it gets its name, so this costs no further wait.
 """
 
 from __future__ import annotations
@@ -126,6 +125,4 @@ def _clear_direct(fd: int) -> bool:
     return bool(flags & _O_DIRECT)
 
 
-@functools.lru_cache(maxsize=64)
-def _file_system(folder: Path) -> str:
-    return file_system(folder)
+_file_system = functools.lru_cache(maxsize=64)(file_system)

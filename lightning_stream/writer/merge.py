@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 from lightning_stream.errors import NotFoundError
@@ -91,12 +92,7 @@ def _partitions(names: Iterable[str]) -> list[str]:
     """The folders that have an index, without the root's own and without those below another."""
     found = sorted((name[: -len(INDEX_NAME) - 1] for name in names if name.endswith(f"/{INDEX_NAME}")), key=_natural)
     known = set(found)
-    return [folder for folder in found if not any(above in known for above in _parents(folder))]
-
-
-def _parents(folder: str) -> list[str]:
-    parts = folder.split("/")
-    return ["/".join(parts[:k]) for k in range(1, len(parts))]
+    return [folder for folder in found if not {str(above) for above in PurePosixPath(folder).parents} & known]
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
@@ -104,14 +100,10 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(1, 0, piece) if k % 2 == 0 else (0, int(piece), piece) for k, piece in enumerate(pieces)]
 
 
-def _entries(store: Store, folder: str) -> list[bytes]:
+def _entries(store: Store, folder: str) -> Iterator[bytes]:
     """The shard entries of one partition, their files named relative to the root."""
     index = Index.from_bytes(store.read(f"{folder}/{INDEX_NAME}"), f"{store.url}/{folder}/{INDEX_NAME}")
-    return [_renamed(json.loads(index.text(shard)), folder) for shard in range(len(index))]
-
-
-def _renamed(entry: dict[str, Any], folder: str) -> bytes:
-    for key in _FILE_KEYS:
-        if entry.get(key) is not None:
-            entry[key]["basename"] = f"{folder}/{entry[key]['basename']}"
-    return json.dumps(entry, sort_keys=True).encode()
+    for entry in map(json.loads, map(index.text, range(len(index)))):
+        for file in filter(None, map(entry.get, _FILE_KEYS)):
+            file["basename"] = f"{folder}/{file['basename']}"
+        yield json.dumps(entry, sort_keys=True).encode()

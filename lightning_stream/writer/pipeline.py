@@ -11,12 +11,9 @@ T = TypeVar("T")
 
 
 class Pipeline(Generic[T]):
-    """Runs jobs in threads; while ``max_workers`` run, `submit` blocks.
+    """Runs jobs in ``max_workers`` threads (0: in `submit` itself); while all are busy, `submit` blocks.
 
     After any failure, also one in `submit` itself, every later call raises it again.
-
-    Args:
-        max_workers: Threads; 0 to run each job in `submit` itself.
     """
 
     def __init__(self, max_workers: int) -> None:
@@ -35,11 +32,7 @@ class Pipeline(Generic[T]):
         return self._futures[0] if self._futures else None
 
     def submit(self, job: Callable[[], T]) -> None:
-        """Hand over a job. Blocks while the pipeline is full.
-
-        Raises:
-            BaseException: Whatever this job or an earlier one raised.
-        """
+        """Hand over a job; raise whatever an earlier one raised, or this one where it runs here."""
         self._raise_failure()
         try:
             if self._count == 0:
@@ -62,11 +55,7 @@ class Pipeline(Generic[T]):
         self._failure = self._failure or error
 
     def finish(self) -> list[T]:
-        """Wait for all jobs; their results in the order of `submit`.
-
-        Raises:
-            BaseException: The first failure; jobs that have not begun are then dropped.
-        """
+        """Wait for all jobs; return their results in the order of `submit`, or raise the first failure."""
         try:
             self._raise_failure()
             return [future.result() for future in self._futures]

@@ -1,10 +1,7 @@
-"""The place of a dataset, and the one protocol by which all writers change it.
+"""The place of a dataset, and the one protocol by which all writers change it (README.md explains it).
 
-Shards are put first, each under a name that no other content can have, and nothing is overwritten. Readers see a change
-by one step alone: the swap of index.json, which succeeds only if the index is still what it was when the writer began.
-So a writer that is killed at any instant leaves the dataset as it was, and of several writers at once one wins; the
-others get an error. Only after a successful swap are files deleted, and only those that were there before it: what a
-later writer has put is never among them.
+Readers see a change by one step alone: the swap of index.json, which succeeds only if the index is still what it was
+when the writer began. So a killed writer leaves the dataset as it was, and of several writers at once one wins.
 """
 
 from __future__ import annotations
@@ -62,7 +59,7 @@ class Seen:
             return cls()
 
     def replace(self, store: Store, name: str, data: bytes) -> AlreadyExistsError | ConflictError | None:
-        """Put an object if the one there is still this one; else give the error."""
+        """Put an object if the one there is still this one; else return the error."""
         try:
             if self.data is None:
                 store.put(name, data, if_absent=True)
@@ -74,7 +71,7 @@ class Seen:
 
 
 class DatasetPlace:
-    """A local folder, a remote store, or both: there, `begin`, `put_shard` and `commit` change a dataset as a whole.
+    """A local folder, a remote store, or both: `begin`, `put_shard` and `commit` change the dataset there as a whole.
 
     Picklable before `begin`. Threads may put shards at the same time.
 
@@ -121,7 +118,7 @@ class DatasetPlace:
 
     @property
     def store(self) -> Store:
-        """The store that is kept for good."""
+        """The first store."""
         return self.stores[0]
 
     def begin(self, mode: Mode, also: Iterable[str] = ()) -> None:
@@ -174,9 +171,8 @@ class DatasetPlace:
     def name_of(self, name: str, parts: Sequence[Any]) -> str:
         """The name under which a shard's file is put: ``shard.00007.mds``, or ``shard.00007.<16 hex digits>.mds``.
 
-        The digits come from the file's bytes and from the index that the writer began with. So all writers that could
-        have put a file of this name began with the same index, and at most one of them will win: the others may delete
-        it, and so may the writer that replaces that index.
+        The digits come from the file's bytes and from the index that the writer began with. So of the writers that
+        could have put a file of this name at most one will win: the others may delete it.
         """
         if self.mode == "new":
             return name
@@ -258,10 +254,7 @@ class DatasetPlace:
     ) -> None:
         """Delete all files that match `ours`, and those of the `former` dataset, that was there at `begin`.
 
-        Folders that have an index of their own are other datasets, which the former index may have listed too: they
-        stay.
-
-        What cannot be deleted is logged: the dataset is whole all the same.
+        Folders with an index of their own are other datasets, and stay. What cannot be deleted is logged.
 
         Args:
             before: Names that were there before the swap, by store.
@@ -273,7 +266,7 @@ class DatasetPlace:
             kept = keep if former else listed.union(keep)
             indexes = [name for name in names if name.endswith(f"/{INDEX_NAME}") and not ours.fullmatch(name)]
             others = tuple(name.removesuffix(INDEX_NAME) for name in indexes)
-            gone = [name for name in names if (name in listed or ours.fullmatch(name)) and name not in kept]
+            gone = [name for name in names if name not in kept and (name in listed or ours.fullmatch(name))]
             gone = [name for name in gone if not name.startswith(others)]
             gone.sort(key=lambda name: not name.endswith(".json"))  # no index outlives its shards
             try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lightning_stream.formats.index.schema import SEPARATORS, Schema
+from lightning_stream.formats.index.schema import Schema
 from lightning_stream.formats.rows.encode import RowEncoder
 from lightning_stream.formats.shard_encoder import ShardEncoder, require_columns
 from lightning_stream.writer.base import ShardWriter
@@ -20,6 +21,7 @@ class _RowWriter(ShardWriter):
     """
 
     _format: ClassVar[str]
+    _separator: str | None = None
 
     def __init__(self, *, newline: str = "\n", **options: Any) -> None:
         if not newline:
@@ -27,20 +29,16 @@ class _RowWriter(ShardWriter):
         self._newline = newline
         super().__init__(**options)
 
-    @property
-    def _between(self) -> str | None:
-        return SEPARATORS.get(self._format)
-
     def _make_encoder(self, columns: Mapping[str, str]) -> ShardEncoder:
         require_columns(columns)
         config, names = self._config, tuple(sorted(columns))
         kinds = tuple(columns[name] for name in names)
         sizes: tuple[None, ...] = (None,) * len(names)
-        about = (config.compression, config.hashes, config.size_limit, self._newline, self._between)
+        about = (config.compression, config.hashes, config.size_limit, self._newline, self._separator)
         return RowEncoder(Schema(self._format, names, kinds, sizes, *about))
 
     def _inferred(self, columns: dict[str, str]) -> dict[str, str]:
-        return {name: _row_type(encoding) for name, encoding in columns.items()}
+        return {name: re.sub("^u?(int|float).*", r"\1", encoding) for name, encoding in columns.items()}  # without bits
 
 
 class JSONWriter(_RowWriter):
@@ -64,7 +62,7 @@ class CSVWriter(_RowWriter):
             writer.write({"word": "sample", "count": 3})
     """
 
-    _format = "csv"
+    _format, _separator = "csv", ","
 
 
 class TSVWriter(_RowWriter):
@@ -76,7 +74,7 @@ class TSVWriter(_RowWriter):
             writer.write({"word": "sample", "count": 3})
     """
 
-    _format = "tsv"
+    _format, _separator = "tsv", "\t"
 
 
 class XSVWriter(_RowWriter):
@@ -95,14 +93,3 @@ class XSVWriter(_RowWriter):
             raise ValueError("separator must not be empty.")
         self._separator = separator
         super().__init__(**options)
-
-    @property
-    def _between(self) -> str | None:
-        return self._separator
-
-
-def _row_type(encoding: str) -> str:
-    """The row type for what an MDS column would be."""
-    if encoding.startswith(("int", "uint")):
-        return "int"
-    return "float" if encoding.startswith("float") else encoding

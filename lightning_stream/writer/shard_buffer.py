@@ -23,16 +23,20 @@ _LARGE_BYTES = 1 << 20  # kept as they are from here on
 
 
 class Pool:
-    """BinaryColumn of memory that wait to be used again. Thread-safe."""
+    """Pieces of memory that wait to be used again. Thread-safe."""
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
         self._lock = threading.Lock()
 
     def take(self) -> memoryview:
-        """A piece, of any content."""
+        """A piece, of any content. A new one begins where a huge page does: else small ones make a quarter of it."""
         with self._lock:
-            return self._free.pop() if self._free else _fresh()
+            if self._free:
+                return self._free.pop()
+        memory = np.empty(PIECE_BYTES + _HUGE_PAGE_BYTES, np.uint8)
+        begin = -memory.ctypes.data % _HUGE_PAGE_BYTES
+        return memory[begin : begin + PIECE_BYTES].data
 
     def give_back(self, pieces: list[memoryview]) -> None:
         """Take pieces back."""
@@ -43,13 +47,6 @@ class Pool:
         """Free the pieces that are not in use."""
         with self._lock:
             self._free.clear()
-
-
-def _fresh() -> memoryview:
-    """A piece that begins where a huge page does: else a quarter of it would be made of small ones."""
-    memory = np.empty(PIECE_BYTES + _HUGE_PAGE_BYTES, np.uint8)
-    begin = -memory.ctypes.data % _HUGE_PAGE_BYTES
-    return memory[begin : begin + PIECE_BYTES].data
 
 
 class ShardBuffer:
