@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,17 +31,21 @@ class Lease:
     def __init__(self, folder: Path, fd: int | None, name: str = "") -> None:
         self.folder = folder
         self._path, self._fd, self._pid = folder / name, fd, os.getpid()
+        self._closing = threading.Lock()  # another thread may close the lease while one looks at its descriptor
 
     def is_current(self) -> bool:
         """Whether the shard's first file is still the one that was leased: not deleted, nor fetched again since."""
-        fd = vars(self).get("_fd")
-        return fd is None or same_file(fd, self._path)
+        with self._closing:
+            return self._fd is None or same_file(self._fd, self._path)
 
     def close(self) -> None:
         """Let the shard go; again is no error."""
-        fd = vars(self).pop("_fd", None)  # by one thread
-        if fd is not None and self._pid == os.getpid():  # a forked child has no lease: its copy is closed already
-            LOCK_FDS.close(fd)
+        if self._pid != os.getpid():
+            return  # a forked child has no lease: its copy is closed already
+        with self._closing:
+            fd, self._fd = self._fd, None
+            if fd is not None:
+                LOCK_FDS.close(fd)
 
     def __enter__(self) -> Self:
         return self

@@ -145,19 +145,26 @@ class ShardCache:
         with self._translate_os_errors():
             return self._run_once(name, pin, fetch, wait_s)
 
-    def fetch_again(self, entry: ShardEntry, lease: Lease) -> Lease | None:
+    def fetch_again(self, entry: ShardEntry, lease: Lease | None) -> Lease | None:
         """A lease on the shard's files as fetched once more, after those of `lease` could not be read.
 
+        Callers see that only one thread at a time is in here for a shard.
+
+        Args:
+            entry: The shard.
+            lease: That under which the files were read; None where it was closed since, so that nobody can say whether
+                those files are the ones here now.
+
         Returns:
-            None where that cannot help: the files are the only copy, or have the bytes that the index promises, or
-            were fetched again before by this process.
+            None where that cannot help: the files are the only copy, or those that were read have the bytes that the
+            index promises, or they were fetched again before by this process.
 
         Raises:
             As `lease`.
         """
         name, home = entry.raw.basename, self._find(entry)
-        if home is None or not lease.is_current():  # deleted, or fetched again by another meanwhile
-            return self.lease(entry)
+        if home is None or (lease is not None and not lease.is_current()):
+            return self.lease(entry)  # deleted, or fetched again by another meanwhile
         if home != self.folder or name in self._refetched:
             return None
         self._refetched.add(name)
@@ -165,11 +172,11 @@ class ShardCache:
             if all(raw.hashes for raw, _ in entry.files):
                 for raw, _ in entry.files:
                     verify(self.folder / raw.basename, raw, self.config.validate_hash, raw.basename)
-                return None
+                return self.lease(entry) if lease is None else None
         except DigestError as error:
             _log.warning("A shard in the cache %s is damaged, and is fetched again: %s", self.folder, error)
         with self._translate_os_errors():
-            done = lambda: None if lease.is_current() else self._pin(entry)  # noqa: E731
+            done = lambda: None if lease is None or lease.is_current() else self._pin(entry)  # noqa: E731
             return self._run_once(name, done, lambda: self._fetch(entry, 1, fresh=True))
 
     def plan(self, next_use: Callable[[str], float | None] | None) -> None:

@@ -120,9 +120,10 @@ class SampleReader:
         offsets = self.snapshot.shard_offsets
         number = int(offsets.searchsorted(sample_id, side="right")) - 1
         within, process = sample_id - int(offsets[number]), self._mine()
+        before, by_range = process.num_fetched_again, False
         if (shard := process.open.get(number)) is None:
             if part := self._by_range(process, [number], lambda _: np.array([within])):
-                shard, within = part[number], 0
+                shard, within, by_range = part[number], 0, True
             else:
                 with process.reading([number]):
                     shard = self._shard(process, number)
@@ -132,7 +133,7 @@ class SampleReader:
                 for name, value in sample.items():
                     load_images(name, value)
         except FormatError as error:
-            if self._fetched_again(process, number, shard):
+            if not by_range and self._fetched_again(process, number, process.open.lease(number, shard), before):
                 return self.sample(sample_id)
             stream = int(self.snapshot.streams_of(np.array([sample_id]))[0])
             where = f"sample {sample_id}, in {self.entry(number)[1].raw.basename} of {name_of(self.streams[stream])}"
@@ -163,24 +164,23 @@ class SampleReader:
         """
         if not len(ids):
             raise ValueError("a batch needs at least one sample id, since its columns are those of its samples")
-        process = self._mine()
         try:
-            columns = self._columns(ids, out)
-            if self.config.load_images:
-                for name, values in columns.items():
-                    load_images(name, values)
+            return self._columns(ids, out)
         except DigestError:
             raise
         except FormatError:
-            num_before = process.num_fetched_again
-            for sample_id in ids.tolist():
+            for sample_id in ids.tolist():  # fetches damaged shards again; raises for a sample that stays so
                 self.sample(sample_id)
-            if process.num_fetched_again == num_before:
-                raise
-            return self.batch(ids, out)
-        return columns
+            return self._columns(ids, out)
 
     def _columns(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None) -> dict[str, Any]:
+        columns = self._gathered(ids, out)
+        if self.config.load_images:
+            for name, values in columns.items():
+                load_images(name, values)
+        return columns
+
+    def _gathered(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None) -> dict[str, Any]:
         of_shard, within = self.snapshot.locate(ids)
         process = self._mine()
         if self._mixed_columns is None and (columns := process.open.gather(of_shard, within, out)):
@@ -296,21 +296,19 @@ class SampleReader:
     def _shard(self, process: ReaderProcess, number: int) -> Shard:
         """A mapped shard, fetched where it is not here. The caller has announced that it reads it."""
         with process.lock:
-            if (shard := process.open.get(number)) is not None:
-                return shard
-            fetch = process.fetches.get(number)
+            if (held := process.open.get(number)) is not None:
+                return held
+            fetch, before = process.fetches.get(number), process.num_fetched_again
         cache, entry = self.entry(number)
+        shard: Shard | None = None
         make_room_for(len(process.open) + len(process.fetches) + 1)
         try:
             lease = fetch.result() if fetch is not None else cache.lease(entry, None, self.config.fetch_threads)
             try:
                 shard = self._open_shard(entry, lease)
             except (FormatError, FileNotFoundError):  # damaged on the disk, or deleted by somebody
-                again = cache.fetch_again(entry, lease)
-                if again is None:
+                if not self._fetched_again(process, number, lease, before):
                     raise
-                lease = again
-                shard = self._open_shard(entry, lease)
         except OSError as error:
             if is_limit_reached(error):
                 raise too_many(len(process.open)) from error
@@ -319,6 +317,8 @@ class SampleReader:
             with process.lock:  # a failed one is fetched again when it is asked for again
                 if process.fetches.get(number) is fetch:
                     process.fetches.pop(number, None)
+        if shard is None:
+            return self._shard(process, number)
         process.ranges.compare(number, shard, f"{cache.store.url}/{entry.raw.basename}")
         with process.lock:
             return process.open.add(number, shard, lease)
@@ -327,18 +327,24 @@ class SampleReader:
         config = self.config
         return open_shard(entry, lease.folder, allow_unsafe_types=config.allow_unsafe_types, decoders=config.decoders)
 
-    def _fetched_again(self, process: ReaderProcess, number: int, shard: Shard) -> bool:
-        """Whether a shard of which a sample could not be read is another now: fetched again, as it was damaged here."""
+    def _fetched_again(self, process: ReaderProcess, number: int, lease: Lease | None, before: int) -> bool:
+        """Whether a shard that could not be read is worth another attempt: it was damaged here, and is fetched again.
+
+        Args:
+            process: What this process holds.
+            number: The shard.
+            lease: That under which it was read; None where it is closed already, as under a cache limit.
+            before: What `num_fetched_again` was before it was read.
+        """
         cache, entry = self.entry(number)
         with process.repairs:
-            lease = process.open.lease(number, shard)
-            if lease is None:  # read by range, or opened again by another thread
-                return process.open.get(number) not in (None, shard)
+            if process.num_fetched_again != before:  # by another thread meanwhile, perhaps this one
+                return True
             again = cache.fetch_again(entry, lease)
             if again is None:
                 return False
             with process.lock:
                 process.open.close(number)
-            process.num_fetched_again += 1
+                process.num_fetched_again += 1
             again.close()
         return True

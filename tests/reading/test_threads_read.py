@@ -138,3 +138,35 @@ def test_a_child_forked_while_a_thread_reads_reads_too(shards: Path, tmp_path: P
         assert os.waitpid(child, 0)[1] == 0
         go.set()
     assert process.awaited.total() == reader.snapshot.num_shards
+
+
+@pytest.mark.parametrize("as_batch", [False, True])
+@pytest.mark.parametrize("begin", [0, 200])
+@pytest.mark.parametrize("limit_bytes", [None, 100_000])
+@pytest.mark.parametrize("num_threads", [1, 6])
+def test_damage_in_the_cache_is_repaired_for_every_thread_under_every_limit(
+    tmp_path: Path, num_threads: int, limit_bytes: int | None, begin: int, as_batch: bool
+) -> None:
+    with MDSWriter(out=tmp_path / "data", columns={"text": "str"}, size_limit=1000, hashes=["xxh3_64"]) as writer:
+        for number in range(NUM_SAMPLES):
+            writer.write({"text": f"the text of {number:03}"})
+    reader = reader_of(tmp_path / "data", tmp_path / "cache", limit_bytes)
+    reader.fetch(np.arange(reader.snapshot.num_shards))
+    for shard in (tmp_path / "cache").glob("*.mds"):
+        with shard.open("r+b") as file:
+            file.seek(begin)  # of the table, so that it cannot be opened; of the samples, so that these cannot be read
+            file.write(b"\xff" * (shard.stat().st_size - begin))
+    together = threading.Barrier(num_threads)
+
+    def read() -> list[str]:
+        together.wait(30)
+        if not as_batch:
+            return [reader.sample(number)["text"] for number in range(NUM_SAMPLES)]
+        return [
+            text for first in range(0, NUM_SAMPLES, 40) for text in reader.batch(np.arange(first, first + 40))["text"]
+        ]
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        for done in [pool.submit(read) for _ in range(num_threads)]:
+            assert done.result(60) == [f"the text of {number:03}" for number in range(NUM_SAMPLES)]
+    reader.close()
