@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lightning_stream.errors import StoreError, missing_extra, summarize
+from lightning_stream.errors import StoreError, UnavailableError, missing_extra, redact, summarize
 
 from .base import AnswerError, BaseStore, ListingPage, ObjectEntry, StoreTraits
 from .transfer import ObjectStream, PerProcess, header_stream, join, range_header, read_options, relative, slice_stream
 
 _MOST_REDIRECTS = 10
 _AS_IT_COMES: dict[str, Any] = {"redirect": False, "retries": False, "preload_content": False}
+_COMPRESSED = (".gz", ".br", ".zst", ".zstd", ".bz2", ".snappy", ".lz4", ".tgz")
 _TO_ANY_HOST = ("User-Agent", "Accept-Encoding", "Range")
 _METADATA = {ipaddress.ip_address(address) for address in ("fd00:ec2::254", "100.100.100.200", "168.63.129.16")}
 
@@ -56,7 +57,13 @@ class HttpStore(BaseStore):
     missing = "no such file. Check the URL."
 
     def __init__(self, url: str, options: HttpOptions | None = None) -> None:
-        parts = urllib.parse.urlsplit(url)
+        try:
+            parts = urllib.parse.urlsplit(url)
+            complete = bool(parts.hostname) and not re.search(r"\s", parts.netloc) and parts.port != 0
+        except ValueError:
+            complete = False
+        if not complete:
+            raise ValueError(f"a web address is https://HOST[:PORT]/FOLDER; got {redact(url)!r}. Correct the URL.")
         host = parts.netloc.rpartition("@")[2]
         self._base = urllib.parse.urlunsplit((parts.scheme.lower(), host, parts.path.rstrip("/"), "", ""))
         self.url = self._base
@@ -74,6 +81,7 @@ class HttpStore(BaseStore):
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
         header = range_header(begin, end)
         answer = self._request("GET", self._address(name), header)
+        self._refuse_other_bytes(answer, name, begin, end)
         etag, date = answer.headers.get("ETag"), answer.headers.get("Last-Modified")
         stream = header_stream(answer, answer.headers, etag, answer.close, tag=etag or date)
         if header and answer.status != 206:
@@ -98,9 +106,30 @@ class HttpStore(BaseStore):
     def _delete(self, name: str) -> None:
         self._request("DELETE", self._address(name), {}).close()
 
-    def _exists(self, name: str) -> bool:
-        self._request("HEAD", self._address(name), {}).close()
-        return True
+    def _refuse_other_bytes(self, answer: Any, name: str, begin: int, end: int | None) -> None:
+        """Raise an error for an answer that holds other bytes than those asked for.
+
+        A file whose own name says that it is compressed is sent as it is, though servers call that an encoding too.
+        """
+        where, encoding = f"{self.url}/{name}", answer.headers.get("Content-Encoding", "identity").lower()
+        if encoding != "identity" and not name.endswith(_COMPRESSED):
+            answer.close()
+            raise StoreError(
+                f"{where}: files must be sent as they are; the server compresses this one (Content-Encoding: "
+                f"{encoding}). Turn compression off for this address."
+            )
+        sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", answer.headers.get("Content-Range") or "")
+        if answer.status != 206 or sent is None:
+            return
+        first, stop = int(sent[1]), int(sent[2]) + 1
+        total = stop if sent[3] == "*" else int(sent[3])
+        if first != begin or stop != (total if end is None else min(end, total)):
+            answer.close()
+            asked = f"{begin}-{'' if end is None else end - 1}"
+            raise UnavailableError(
+                f"{where}: the server must send the range that it is asked for, bytes {asked}; it sent {sent[0]}. Look "
+                "at the server, or the proxy in between."
+            )
 
     def _address(self, name: str) -> str:
         return f"{self._base}/{urllib.parse.quote(name)}{self._query}"
@@ -206,7 +235,7 @@ class HuggingFaceStore(HttpStore):
         path = url.partition("://")[2].strip("/")
         found = re.fullmatch(r"(datasets/|spaces/)?([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?", path)
         if found is None:
-            raise ValueError(f"a Hugging Face URL is hf://datasets/ORG/NAME[@REVISION][/FOLDER]; got hf://{path}")
+            raise ValueError(f"a Hugging Face URL is hf://datasets/ORG/NAME[@REVISION][/FOLDER]; got {redact(url)!r}")
         kind, repository, revision, self._folder = found[1] or "", found[2], found[3] or "main", found[4] or ""
         revision = urllib.parse.quote(urllib.parse.unquote(revision), safe="")
         hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
@@ -228,10 +257,17 @@ class HuggingFaceStore(HttpStore):
                 raise
             return [], None
         with answer:
-            found = json.loads(answer.read())
+            text = answer.read()
         more = re.search(r'<([^>]+)>;\s*rel="next"', answer.headers.get("Link", ""))
-        files = ((relative(entry["path"], self._folder), entry["size"]) for entry in found if entry["type"] == "file")
-        return [ObjectEntry(name, size) for name, size in files if name.startswith(prefix)], more[1] if more else None
+        try:
+            found = [(str(entry["path"]), int(entry["size"])) for entry in json.loads(text) if entry["type"] == "file"]
+        except (ValueError, TypeError, KeyError):
+            raise UnavailableError(
+                f"{self.url}/{prefix}: the hub must list files as JSON; it sent {text[:40]!r}. Look at HF_ENDPOINT, or "
+                "the proxy in between."
+            ) from None
+        files = [ObjectEntry(relative(path, self._folder), size) for path, size in found]
+        return [entry for entry in files if entry.name.startswith(prefix)], more[1] if more else None
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:  # noqa: ARG002
         raise StoreError(f"{self.url}/{name}: the hub is read here, not written. Upload with `hf upload`.")

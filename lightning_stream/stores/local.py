@@ -12,7 +12,7 @@ from pathlib import Path
 from time import time_ns
 from typing import Any, BinaryIO
 
-from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError
+from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError, redact
 from lightning_stream.shared_files import publish
 
 from .base import BaseStore, ObjectEntry, StoreTraits
@@ -45,7 +45,7 @@ class LocalStore(BaseStore):
         host, slash, path = url[len("file://") :].partition("/")
         if host not in ("", "localhost") or not slash:
             raise ValueError(
-                f"a file URL names a folder of this machine: file:///FOLDER; got {url!r}, which names the host {host!r}"
+                f"a file URL names a folder of this machine: file:///FOLDER; got {redact(url)!r}, which names the host {host.rpartition('@')[2]!r}. Use a path, or the URL of that host's store"
             )
         return cls(urllib.parse.unquote(slash + path))
 

@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
 
-from lightning_stream.errors import UnavailableError
+from lightning_stream.errors import UnavailableError, redact
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -144,7 +144,8 @@ def header_stream(
     length = headers.get("Content-Length")
     span = re.fullmatch(r"bytes \d+-\d+/(\d+)", headers.get("Content-Range") or "")
     total = int(span[1]) if span else None
-    return ObjectStream(response_chunks(raw), int(length) if length else None, version, close, total=total, **more)
+    num_bytes = int(length) if (length or "").isdigit() else None
+    return ObjectStream(response_chunks(raw), num_bytes, version, close, total=total, **more)
 
 
 def check_name(name: str) -> str:
@@ -169,7 +170,7 @@ def split_url(url: str) -> tuple[str, str]:
     """The bucket (container, host) of a URL and the prefix in it; ValueError where there is no bucket."""
     bucket, _, prefix = url.partition("://")[2].partition("/")
     if not bucket:
-        raise ValueError(f"a URL names a bucket or container after '://'; got {url!r}")
+        raise ValueError(f"a URL names a bucket or container after '://'; got {redact(url)!r}")
     return bucket, prefix.strip("/")
 
 

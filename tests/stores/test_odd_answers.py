@@ -262,3 +262,63 @@ class MyStore(BaseStore):
 
 from lightning_stream.errors import NotFoundError
 """
+
+
+@pytest.mark.parametrize(
+    ("sent", "span"),
+    [("0-9/100", (50, 60)), ("50-54/100", (50, 60)), ("50-99/100", (50, 60)), ("50-60/*", (50, 60)), ("0-9/100", None)],
+)
+def test_an_answer_with_another_range_than_was_asked_for_is_never_taken(
+    odd: Odd, sent: str, span: tuple[int, int] | None
+) -> None:
+    first, last = map(int, sent.partition("/")[0].split("-"))
+    odd.status, odd.headers, odd.content = 206, {"Content-Range": f"bytes {sent}"}, bytes(last + 1 - first)
+    store = open_store(odd.url, QUICK)
+    with pytest.raises(UnavailableError, match=f"it sent bytes {sent[:5]}"):
+        store.get_range("x", *span) if span else store.read("x")
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br"])
+def test_a_file_that_the_server_compresses_on_its_way_is_refused_and_a_compressed_file_is_read(
+    odd: Odd, encoding: str
+) -> None:
+    odd.headers, odd.content = {"Content-Encoding": encoding}, b"\x1f\x8b"
+    with pytest.raises(StoreError, match=r"sent as they are.*Turn compression off"):
+        open_store(odd.url, QUICK).read("index.json")
+    assert open_store(odd.url, QUICK).read(f"shard.00000.mds.{encoding[:2]}") == odd.content
+
+
+def test_a_web_server_is_asked_by_nothing_but_get_whether_a_file_is_there() -> None:
+    with WebServer() as server:
+        server.objects = {"/folder/full": b"1", "/folder/empty": b""}
+        store = open_store(f"{server.url}/folder", QUICK)
+        assert [store.exists(name) for name in ("full", "empty", "absent")] == [True, True, False]
+        assert server.count("GET") == len(server.asked)
+
+
+@pytest.mark.parametrize("content", [b"<html>", b"null", b"[1]", b'{"error": "x"}', b'[{"type": "file"}]'])
+def test_a_listing_of_the_hub_that_is_none_is_a_store_error(
+    odd: Odd, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd.content = content
+    monkeypatch.setenv("HF_ENDPOINT", odd.url)
+    with pytest.raises(UnavailableError, match="must list files as JSON"):
+        list(open_store("hf://datasets/org/name", QUICK).list(""))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://me:S3CRET@/x",
+        "https://me:S3CRET@host:port/x",
+        "https://me:S3CRET@ho st/x",
+        "http://me:S3CRET@[::1/x",
+        "hf://me:S3CRET@datasets/o",
+        "file://me:S3CRET@host/x",
+        "s3:///x?token=S3CRET",
+    ],
+)
+def test_an_incomplete_url_is_refused_before_any_request_and_without_its_secret(url: str) -> None:
+    with pytest.raises(ValueError, match="got ") as caught:
+        open_store(url)
+    assert "S3CRET" not in str(caught.value)
