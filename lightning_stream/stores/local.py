@@ -45,7 +45,8 @@ class LocalStore(BaseStore):
         host, slash, path = url[len("file://") :].partition("/")
         if host not in ("", "localhost") or not slash:
             raise ValueError(
-                f"a file URL names a folder of this machine: file:///FOLDER; got {redact(url)!r}, which names the host {host.rpartition('@')[2]!r}. Use a path, or the URL of that host's store"
+                f"a file URL names a folder of this machine: file:///FOLDER; got {redact(url)!r}, which names the host "
+                f"{host.rpartition('@')[2]!r}. Use a path, or the URL of that host's store"
             )
         return cls(urllib.parse.unquote(slash + path))
 
