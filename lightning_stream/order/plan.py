@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from lightning_stream.order.draw import Draw, ShardDraws, StreamWeights, choose_
 from lightning_stream.order.permutation import stable_argsort
 from lightning_stream.order.snapshot import Snapshot
 from lightning_stream.order.stratify import deal_shards
-from lightning_stream.order.window import IndexOrder, Parts, SampleOrder, WindowOrder
+from lightning_stream.order.window import IndexOrder, Parts, SampleOrder, WindowOrder, kept
 
 _KEPT_EPOCHS = 2
 
@@ -55,14 +56,9 @@ class RunOrder:
 
     def epoch(self, epoch: int) -> EpochOrder:
         """The order of one epoch; the last few are kept. O(parts)."""
-        found = self._epochs.get(epoch)
-        if found is None:
-            if epoch < 0:
-                raise ValueError(f"Epochs count from 0; {epoch} was asked.")
-            found = self._epochs[epoch] = self.config.batching.make(self, epoch)
-            for old in list(self._epochs)[:-_KEPT_EPOCHS]:
-                self._epochs.pop(old, None)
-        return found
+        if epoch < 0:
+            raise ValueError(f"Epochs count from 0; {epoch} was asked.")
+        return kept(self._epochs, epoch, partial(self.config.batching, self), _KEPT_EPOCHS)
 
     def active_shards(self) -> int:
         """Shards that must be at hand at once, over all nodes."""

@@ -1,8 +1,4 @@
-"""What every batching method is made of: the order of an epoch, and its global batches.
-
-A method is one file with one subclass of `EpochOrder` (and of `BatchPlan`, where it deals batches otherwise), and one
-line in `METHODS`. Nothing else compares the method's name.
-"""
+"""What every batching method is made of: the order of an epoch, and its global batches."""
 
 from __future__ import annotations
 
@@ -110,9 +106,6 @@ class BatchPlan:
         """First position of global batch ``k`` (counted from ``start``), and the one behind its last."""
         if not 0 <= k < self.num_batches:
             raise ValueError(f"Global batches count from 0 to {self.num_batches - 1} here; {k} was asked.")
-        return self._bounds(k)
-
-    def _bounds(self, k: int) -> tuple[int, int]:
         first = self.start + min(k, self.num_whole_batches) * self.batch_size
         if k < self.num_whole_batches:
             return first, first + self.batch_size
@@ -206,8 +199,8 @@ class EpochOrder(ABC):
     plan_type: ClassVar[type[BatchPlan]] = BatchPlan
     """How the epoch is cut into global batches."""
 
-    def __init__(self, epoch: int, num_samples: int, full_end: int) -> None:
-        self.epoch, self.num_samples, self.full_end = epoch, num_samples, full_end
+    def __init__(self, run: RunOrder, epoch: int) -> None:
+        self.epoch, self.num_samples, self.full_end = epoch, run.num_samples, run.num_samples
 
     @classmethod
     def shard_groups(cls, snapshot: Snapshot) -> Sequence[NDArray[np.int64]]:
@@ -219,11 +212,6 @@ class EpochOrder(ABC):
         """Shards that must be at hand at once: w for each canonical node of each group."""
         most = run.config.canonical_nodes * run.config.window if run.config.shuffle else 1
         return sum(min(most, len(sizes)) for sizes in cls.shard_groups(run.snapshot))
-
-    @classmethod
-    @abstractmethod
-    def make(cls, run: RunOrder, epoch: int) -> EpochOrder:
-        """The order of one epoch of a run."""
 
     @abstractmethod
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:

@@ -83,11 +83,8 @@ class DevicePerStreamOrder(InterleavedOrder):
     mixes_streams: ClassVar[bool] = True
     splits_samples: ClassVar[bool] = False
 
-    @classmethod
-    def make(cls, run: RunOrder, epoch: int) -> DevicePerStreamOrder:
-        """The order of one epoch of a run."""
-        config = run.config
-        return cls(run, epoch, config.device_block or 1, config.seed if config.shuffle else None)
+    def __init__(self, run: RunOrder, epoch: int) -> None:
+        super().__init__(run, epoch, run.config.device_block or 1)
 
 
 def split_blocks(
