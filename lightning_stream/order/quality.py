@@ -65,8 +65,7 @@ def measure(run: RunOrder, *, batch_size: int, epoch: int = 0, shard_bytes: NDAr
     order, snapshot = run.epoch(epoch), run.snapshot
     plan = BatchPlan(order, batch_size=batch_size, tail="pad")
     count, edge = plan.num_batches, max(1, plan.num_batches // _END)
-    evenly, first = _picks(0, count, _EVENLY), _picks(0, edge, _AT_ENDS)
-    last = _picks(count - edge, count, _AT_ENDS)
+    evenly, first, last = _picks(0, count, _EVENLY), _picks(0, edge, _AT_ENDS), _picks(count - edge, count, _AT_ENDS)
     scores = {k: score(plan.ids(k), snapshot.num_samples) for k in sorted({0, *evenly, *first, *last})}
     active = run.active_shards()
     sizes = np.sort(snapshot.sizes if shard_bytes is None else shard_bytes)[::-1]
@@ -83,12 +82,12 @@ def measure(run: RunOrder, *, batch_size: int, epoch: int = 0, shard_bytes: NDAr
 
 
 def score(ids: NDArray[np.int64], num_samples: int) -> int:
-    """SampleOrder blocks touched by these samples of ``num_samples``."""
+    """Disk segments touched by these samples of ``num_samples``."""
     return len(np.unique(ids * NUM_SEGMENTS // num_samples))
 
 
 def random_score(batch_size: int) -> float:
-    """SampleOrder blocks touched by a truly random batch, expected."""
+    """Disk segments that a truly random batch is expected to touch."""
     return NUM_SEGMENTS * (1 - (1 - 1 / NUM_SEGMENTS) ** batch_size)
 
 

@@ -96,7 +96,9 @@ def trace(run: RunOrder, position: Position, step: int, *, world: World | None =
     before = 0
     for plan, steps in _stretches(run, position, world):
         if 0 <= step - before < steps:
-            return _traced(run, plan, step - before, step)
+            (begin, end), ids = plan.bounds(step - before), plan.ids(step - before)
+            shards, streams = run.snapshot.shards_of(ids), run.snapshot.streams_of(ids)
+            return TracedBatch(position.epoch, step, begin, end, ids, shards, streams)
         before += steps
     raise ValueError(
         f"Steps count from 0 to the last global batch of the epoch, but step {step} was asked of epoch "
@@ -119,10 +121,3 @@ def _stretches(run: RunOrder, position: Position, world: World | None) -> list[t
 def _steps_until(plan: BatchPlan, end: int) -> int:
     """How many of the plan's batches end at or before a position."""
     return bisect_right(range(plan.num_batches), end, key=lambda k: plan.bounds(k)[1])
-
-
-def _traced(run: RunOrder, plan: BatchPlan, k: int, step: int) -> TracedBatch:
-    begin, end = plan.bounds(k)
-    ids = plan.ids(k)
-    shards, streams = run.snapshot.shards_of(ids), run.snapshot.streams_of(ids)
-    return TracedBatch(plan.order.epoch, step, begin, end, ids, shards, streams)
