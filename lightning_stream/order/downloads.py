@@ -23,8 +23,7 @@ class DownloadPlan:
     """What an epoch makes the nodes fetch, each shard once per node that needs it.
 
     Args:
-        shards: One int64 array per data node: the shards it needs.
-        num_bytes: int64[nodes], the bytes of those.
+        shards, num_bytes: One int64 array per data node: the shards it needs; and int64[nodes], the bytes of those.
         union_bytes: Bytes of all shards needed anywhere.
         warning: If much is fetched more than once: what to change; else None.
     """
@@ -32,7 +31,7 @@ class DownloadPlan:
     shards: tuple[NDArray[np.int64], ...]
     num_bytes: NDArray[np.int64]
     union_bytes: int
-    warning: str | None
+    warning: str | None = None
 
     @property
     def sum_bytes(self) -> int:
@@ -71,9 +70,8 @@ def plan_downloads(
     sizes = run.snapshot.sizes if shard_bytes is None else shard_bytes
     per_node = np.array([int(sizes[row].sum()) for row in needed], dtype=np.int64)
     union = int(sizes[needed.any(axis=0)].sum())
-    factor = int(per_node.sum()) / union if union else 1.0
-    warning = warning_about(run, batch_size=batch_size, world=world, factor=factor)
-    return DownloadPlan(tuple(np.flatnonzero(row) for row in needed), per_node, union, warning)
+    plan = DownloadPlan(tuple(map(np.flatnonzero, needed)), per_node, union)
+    return replace(plan, warning=warning_about(run, batch_size=batch_size, world=world, factor=plan.factor))
 
 
 def estimate_factor(run: RunOrder, *, epoch: int, batch_size: int, world: World) -> float:

@@ -57,11 +57,8 @@ class Position:
     Args:
         epoch: Counts from 0.
         position: Samples of this epoch consumed by the optimizer over all replicas, padding excluded.
-        batch_size: B in force.
-        tail: What the run does with an epoch's remainder.
-        order: The run's order settings.
-        weights: Digest of the streams' weights.
-        snapshot: The data.
+        batch_size, tail: B in force, and what the run does with an epoch's remainder.
+        order, weights, snapshot: The run's order settings, the digest of its streams' weights, and its data.
         ledger: Sum of the ledger hashes of positions [0, position) of this epoch, modulo 2**64.
         batch_changes: ``(position, B from there on)``, beginning with position 0, if B changed in this epoch; else ().
 

@@ -19,13 +19,10 @@ class TracedBatch:
     """One global batch: which it is, and its samples.
 
     Args:
-        epoch: Its epoch.
-        step: Its number in that epoch, from 0.
-        begin: Its first position.
-        end: The position behind its last.
+        epoch, step: Its epoch, and its number in that epoch, from 0.
+        begin, end: Its positions, [begin, end).
         ids: int64[n], sample ids in position order, padding excluded.
-        shards: int64[n], the shard of each.
-        streams: int64[n], the stream of each.
+        shards, streams: int64[n], the shard and the stream of each.
     """
 
     epoch: int
@@ -43,10 +40,8 @@ class Explanation:
 
     Args:
         epoch: The epoch that continues or begins.
-        position: Samples of it already trained on.
-        num_samples: Samples drawn in it.
-        steps_left: Global batches still to come in it.
-        upcoming: The next global batch; None if the epoch is over.
+        position, num_samples: Samples of it already trained on, and all that are drawn in it.
+        steps_left, upcoming: Global batches still to come in it, and the next one; None if the epoch is over.
     """
 
     epoch: int

@@ -133,8 +133,7 @@ class WindowOrder:
     Args:
         parts: The parts, in the run-constant order in which their shards are given to canonical nodes.
         key: (seed, epoch, set of streams): part of every key.
-        canonical_nodes: C.
-        window: w, active parts per canonical node.
+        canonical_nodes, window: C, and w: active parts per canonical node.
     """
 
     def __init__(self, parts: Parts, key: tuple[int, int, int], *, canonical_nodes: int, window: int) -> None:
@@ -221,9 +220,7 @@ class NodeWindow:
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
         """Sample ids at this node's indices [begin, end)."""
-        block = int(np.searchsorted(self._ends, begin, side="right"))
-        pieces = []
-        at = begin
+        pieces, at, block = [], begin, int(np.searchsorted(self._ends, begin, side="right"))
         while at < end:
             ids, stop = kept(self._mixing_blocks, block, self._mixing_block, 2), int(self._ends[block])
             start = stop - len(ids)

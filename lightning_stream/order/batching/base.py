@@ -96,10 +96,7 @@ class BatchPlan:
 
     @property
     def follows_order(self) -> bool:
-        """Whether the batches hold the samples of the order in its places: always, for a native order.
-
-        The orders of mosaicml-streaming may deal others to a world that the run did not begin in.
-        """
+        """Whether the batches hold the order's samples in its places: only mosaicml-streaming's may hold others."""
         return True
 
     def bounds(self, k: int) -> tuple[int, int]:
@@ -125,10 +122,7 @@ class BatchPlan:
         return ReplicaBatch(self.order.ids(begin, end)[offsets], begin + offsets, filler)
 
     def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:
-        """This replica's part of each of these batches, ascending: as :meth:`share`, but full ones planned together.
-
-        16 batches of 1024 at a time take a rank 60 % of the time of one by one.
-        """
+        """As :meth:`share` of each, ascending, but full ones are planned together: 16 of 1024 in 60 % of the time."""
         for k in (*ks[:1], *ks[-1:]):
             self.bounds(k)
         count = bisect_left(ks, self.num_whole_batches)
@@ -147,9 +141,8 @@ class BatchPlan:
         return [*full, *map(self.share, ks[count:])]
 
     def num_micro_batches(self, k: int, device_batch_size: int) -> int:
-        """Into how many micro-batches every replica cuts its share of global batch ``k``: the same number on all.
-
-        `ReplicaBatch.micro_batches` then gives pieces of at most ``device_batch_size`` samples, padding included.
+        """Into how many micro-batches of at most ``device_batch_size`` samples, padding included, every replica cuts
+        its share of global batch ``k``: the same number on all.
 
         Raises:
             ValueError: The blocks of ``device_per_stream`` neither fill nor divide such a micro-batch.

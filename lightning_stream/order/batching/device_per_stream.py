@@ -37,7 +37,6 @@ class _BlockBatches(BatchPlan):
         return self.order.stretch_length > 1 and (self.tail != "exact" or k < self.num_whole_batches)
 
     def share(self, k: int) -> ReplicaBatch:
-        """This replica's part of global batch ``k``."""
         if not self._deals_blocks(k):
             return super().share(k)
         begin, end = self.bounds(k)

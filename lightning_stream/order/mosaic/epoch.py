@@ -118,7 +118,6 @@ class _MosaicBatches(BatchPlan):
         return np.array_equal(here, self.order.ids(self.start, self.order.num_samples))
 
     def ids(self, k: int) -> NDArray[np.int64]:
-        """Sample ids of global batch ``k`` in position order."""
         begin, end = self.bounds(k)
         return self._table.flat[begin - self._shift : end - self._shift]
 
