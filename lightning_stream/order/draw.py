@@ -37,15 +37,10 @@ class StreamWeights:
 
 @dataclass(frozen=True, eq=False)
 class ShardDraws:
-    """What an epoch draws from each shard: some whole passes over it, then a subset. O(shards) for any repeat.
+    """What an epoch draws from each shard: some whole passes over it, then a subset. O(shards) for any repeat."""
 
-    Attributes:
-        shard: int64[n], different shards.
-        count: int64[n], samples drawn from each, at least 1; more than the shard has means several passes.
-    """
-
-    shard: NDArray[np.int64]
-    count: NDArray[np.int64]
+    shard: NDArray[np.int64]  # int64[n], different shards
+    count: NDArray[np.int64]  # samples drawn from each, at least 1; more than the shard has means several passes
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +20,7 @@ _KEPT_EPOCHS = 2
 
 
 class RunOrder:
-    """The order of a run: every epoch's samples as a pure function of the arguments.
-
-    Args:
-        snapshot: The data.
-        weights: One per stream.
-        config: The order settings.
+    """The order of a run: every epoch's samples as a pure function of the data, one weight per stream, and settings.
 
     Raises:
         ValueError: The weights cannot be met.
@@ -41,7 +36,6 @@ class RunOrder:
         chosen = choose_per_stream(snapshot, self.weights, config.epoch_size, config.seed)
         balanced = config.sampling_method == "balanced"
         self._draw = Draw(snapshot, chosen, config.seed, balanced, config.sampling_granularity)
-        self._shard_places: NDArray[np.int64] | None = None
         self._constant_draws: dict[tuple[int, ...], ShardDraws] = {}
         self._epochs: dict[int, EpochOrder] = {}
 
@@ -79,18 +73,16 @@ class RunOrder:
             return found
         drawn = self._draw.shards(epoch, streams)
         if self.config.shuffle:
-            order = stable_argsort(self._places()[drawn.shard])
+            order = stable_argsort(self._places[drawn.shard])
             drawn = ShardDraws(drawn.shard[order], drawn.count[order])
         if self._draw.constant:
             self._constant_draws[streams] = drawn
         return drawn
 
+    @cached_property
     def _places(self) -> NDArray[np.int64]:
         """Each shard's place in the run-constant order that is cut into canonical nodes."""
-        if self._shard_places is None:
-            config = self.config
-            self._shard_places = deal_shards(config.seed, self.snapshot.num_shards, config.canonical_nodes)
-        return self._shard_places
+        return deal_shards(self.config.seed, self.snapshot.num_shards, self.config.canonical_nodes)
 
 
 def prefetch_shards(plan: BatchPlan, snapshot: Snapshot, k_begin: int, k_end: int) -> NDArray[np.int64]:

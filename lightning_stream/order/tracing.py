@@ -52,18 +52,15 @@ class Explanation:
 
     def __str__(self) -> str:
         """A few lines for a reader."""
-        text = (
-            f"epoch {self.epoch}: {self.position} of {self.num_samples} samples trained on, "
-            f"{self.steps_left} global batches to come"
+        done, batch = f"{self.position} of {self.num_samples} samples trained on", self.upcoming
+        text = f"epoch {self.epoch}: {done}, {self.steps_left} global batches to come"
+        if batch is None:
+            return text
+        head = ", ".join(map(str, batch.ids[:8].tolist())) + (", ..." if len(batch.ids) > 8 else "")
+        return (
+            f"{text}\nnext: global batch {batch.step}, positions {batch.begin} to {batch.end - 1}, from "
+            f"{len(np.unique(batch.shards))} shards of {len(np.unique(batch.streams))} streams: ids {head}"
         )
-        if self.upcoming is not None:
-            batch = self.upcoming
-            head = ", ".join(map(str, batch.ids[:8].tolist())) + (", ..." if len(batch.ids) > 8 else "")
-            text += (
-                f"\nnext: global batch {batch.step}, positions {batch.begin} to {batch.end - 1}, from "
-                f"{len(np.unique(batch.shards))} shards of {len(np.unique(batch.streams))} streams: ids {head}"
-            )
-        return text
 
 
 def explain(run: RunOrder, position: Position, *, world: World | None = None) -> Explanation:

@@ -33,7 +33,7 @@ def kept(cache: dict[_Key, _Value], key: _Key, make: Callable[[_Key], _Value], c
     found = cache.get(key)
     if found is None:
         found = cache[key] = make(key)
-        for old in list(cache)[:-count]:
+        for old in list(cache)[:-count] if len(cache) > count else ():
             cache.pop(old, None)
     return found
 

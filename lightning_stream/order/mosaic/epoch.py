@@ -32,19 +32,12 @@ _KEPT_TABLES = 4
 
 @dataclass(frozen=True, eq=False)
 class EpochTable:
-    """An epoch, or the rest of one, in one world.
+    """An epoch, or the rest of one, in one world."""
 
-    Args:
-        rows: int64[batches, ranks, batch size], sample ids, -1 for padding; no batch is all padding.
-        counted: bool, where a sample counts: neither padding nor a repeat.
-        edges: int64[batches + 1], samples that count before each batch.
-        delivered: int64[batches + 1], the same with repeats.
-    """
-
-    rows: NDArray[np.int64]
-    counted: NDArray[np.bool_]
-    edges: NDArray[np.int64]
-    delivered: NDArray[np.int64]
+    rows: NDArray[np.int64]  # [batches, ranks, batch size], sample ids, -1 for padding; no batch is all padding
+    counted: NDArray[np.bool_]  # of the same shape: where a sample counts, being neither padding nor a repeat
+    edges: NDArray[np.int64]  # [batches + 1], samples that count before each batch
+    delivered: NDArray[np.int64]  # [batches + 1], the same with repeats
 
     @classmethod
     def of(cls, rows: NDArray[np.int64], drawn: NDArray[np.int64]) -> EpochTable:
