@@ -20,10 +20,8 @@ ORDER_VERSION = 1
 
 MOSAIC_ALGORITHMS = SHUFFLES
 ALGORITHMS = ("window", *MOSAIC_ALGORITHMS)
-SAMPLING_METHODS = ("balanced", "fixed")
 
-DEFAULT_SEED = 9176
-_MOST_NODES = 16
+_MOST_DEFAULT_NODES = 16
 _ACTIVE_PARTS = 128
 _KEYS = {"device_block": "block"}  # a setting's name in a state, where it has another
 MOST_NODES = 2**16
@@ -37,8 +35,7 @@ class MosaicConfig:
     Args:
         partition: ``"orig"`` or ``"relaxed"``.
         shuffle_block_size: Samples; None means that library's default.
-        initial_physical_nodes: Nodes of the run's first start.
-        ranks_per_node: Data ranks per node of the run's first start.
+        initial_physical_nodes, ranks_per_node: Nodes, and data ranks of each, at the run's first start.
         batch_size: Samples that all ranks take together in one of that library's batches, accumulation excluded.
     """
 
@@ -100,7 +97,7 @@ class OrderConfig:
         *,
         batch_size: int | None,
         shuffle: bool = False,
-        seed: int = DEFAULT_SEED,
+        seed: int = 9176,
         algorithm: str | None = None,
         canonical_nodes: int | None = None,
         window: int | None = None,
@@ -164,11 +161,7 @@ class OrderConfig:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> OrderConfig:
-        """Read what :meth:`to_state` gave.
-
-        Raises:
-            StateError: Something else was given.
-        """
+        """Read what :meth:`to_state` gave; raise StateError for anything else."""
         try:
             values = _known(OrderConfig, state)
             if values.get("mosaic") is not None:
@@ -185,8 +178,8 @@ def _default_nodes(batch_size: int | None, algorithm: str | None, mosaic: Mosaic
     """C where neither the user nor the state says it: that library's rule, or the largest divisor of B up to 16."""
     if mosaic is not None:
         return (mosaic.initial_physical_nodes or 1) * (64 if algorithm in ("py1s", "py2s") else 1)
-    size = _MOST_NODES if batch_size is None else batch_size
-    return max((divisor for divisor in range(1, _MOST_NODES + 1) if size % divisor == 0), default=1)
+    size = _MOST_DEFAULT_NODES if batch_size is None else batch_size
+    return max((divisor for divisor in range(1, _MOST_DEFAULT_NODES + 1) if size % divisor == 0), default=1)
 
 
 def _resolve_mosaic(
@@ -195,13 +188,12 @@ def _resolve_mosaic(
     """Fill in what was left open: from the state, else from the first run's world."""
     asked = asked or MosaicConfig()
     first = (resumed.mosaic if resumed is not None else None) or MosaicConfig()
-    nodes = asked.initial_physical_nodes or first.initial_physical_nodes or world.num_nodes
     batch_size = asked.batch_size or first.batch_size
     if batch_size is None and device_batch_size is not None:
         batch_size = device_batch_size * world.num_replicas
     return replace(
         asked,
-        initial_physical_nodes=nodes,
+        initial_physical_nodes=asked.initial_physical_nodes or first.initial_physical_nodes or world.num_nodes,
         ranks_per_node=asked.ranks_per_node or first.ranks_per_node or world.num_replicas // world.num_nodes,
         batch_size=batch_size,
     )
@@ -228,7 +220,7 @@ def _problems(config: OrderConfig) -> list[str]:
 _RULES = {
     "algorithm": one_of(*ALGORITHMS),
     "batching_method": one_of(*METHODS),
-    "sampling_method": one_of(*SAMPLING_METHODS),
+    "sampling_method": one_of("balanced", "fixed"),
     "shuffle": one_of(True, False),
     "canonical_nodes": count(1, MOST_NODES),
     "window": count(1, MOST_NODES),

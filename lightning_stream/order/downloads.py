@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,7 @@ class DownloadPlan:
     """What an epoch makes the nodes fetch, each shard once per node that needs it.
 
     Args:
-        shards: One int64 array per data node: the shards it needs.
-        num_bytes: int64[nodes], the bytes of those.
+        shards, num_bytes: One int64 array per data node: the shards it needs; and int64[nodes], the bytes of those.
         union_bytes: Bytes of all shards needed anywhere.
         warning: If much is fetched more than once: what to change; else None.
     """
@@ -32,7 +31,7 @@ class DownloadPlan:
     shards: tuple[NDArray[np.int64], ...]
     num_bytes: NDArray[np.int64]
     union_bytes: int
-    warning: str | None
+    warning: str | None = None
 
     @property
     def sum_bytes(self) -> int:
@@ -58,12 +57,8 @@ def plan_downloads(
     """Predict exactly what each node fetches from a position to the end of its epoch. O(samples).
 
     Args:
-        run: The run's order.
-        epoch: Which epoch.
-        batch_size: B.
+        run, epoch, batch_size, tail, start: See `BatchPlan`.
         world: All processes; its rank does not matter.
-        tail: What happens to the epoch's remainder.
-        start: The position to start from.
         shard_bytes: int64[shards]; None counts every sample as one byte.
     """
     needed = np.zeros((world.num_nodes, run.snapshot.num_shards), dtype=np.bool_)
@@ -75,9 +70,8 @@ def plan_downloads(
     sizes = run.snapshot.sizes if shard_bytes is None else shard_bytes
     per_node = np.array([int(sizes[row].sum()) for row in needed], dtype=np.int64)
     union = int(sizes[needed.any(axis=0)].sum())
-    factor = int(per_node.sum()) / union if union else 1.0
-    warning = warning_about(run, batch_size=batch_size, world=world, factor=factor)
-    return DownloadPlan(tuple(np.flatnonzero(row) for row in needed), per_node, union, warning)
+    plan = DownloadPlan(tuple(map(np.flatnonzero, needed)), per_node, union)
+    return replace(plan, warning=warning_about(run, batch_size=batch_size, world=world, factor=plan.factor))
 
 
 def estimate_factor(run: RunOrder, *, epoch: int, batch_size: int, world: World) -> float:
@@ -133,8 +127,7 @@ def better_canonical_nodes(batch_size: int, num_nodes: int, *, mixed: bool = Fal
 def _readers(world: World) -> list[list[int]]:
     """The data nodes that read each replica's share: more than one where a group of ranks spans machines unevenly."""
     readers: list[set[int]] = [set() for _ in range(world.num_replicas)]
-    for rank in range(world.num_ranks):
-        one = World(rank, world.num_ranks, world.ranks_per_node, world.replication)
+    for one in (replace(world, rank=rank) for rank in range(world.num_ranks)):
         readers[one.replica].add(one.node)
     return [sorted(nodes) for nodes in readers]
 
@@ -145,18 +138,15 @@ def _replica_reads(
     """(replica, sample ids it reads), piece by piece; whole batches many at a time."""
     order = run.epoch(epoch)
     replicas = world.num_replicas
-    firsts = [
-        World(r * world.replication, world.num_ranks, world.ranks_per_node, world.replication) for r in range(replicas)
-    ]
+    firsts = [replace(world, rank=replica * world.replication) for replica in range(replicas)]
     plans = [BatchPlan(order, batch_size=batch_size, world=one, tail=tail, start=start) for one in firsts]
     whole = plans[0].num_whole_batches if order.splits_samples else 0
     step = max(1, _CHUNK // batch_size)
     for k in range(0, whole, step):
         begin, end = plans[0].bounds(k)[0], plans[0].bounds(min(k + step, whole) - 1)[1]
         nodes = order.canonical(begin, end).reshape(-1, batch_size)
-        ids = np.take_along_axis(
-            order.ids(begin, end).reshape(-1, batch_size), np.argsort(nodes, axis=1, kind="stable"), axis=1
-        )
+        grouped = np.argsort(nodes, axis=1, kind="stable")
+        ids = np.take_along_axis(order.ids(begin, end).reshape(-1, batch_size), grouped, axis=1)
         dealt = ids.reshape(len(ids), replicas, -1)
         for replica in range(replicas):
             yield replica, dealt[:, replica].reshape(-1)

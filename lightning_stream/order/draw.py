@@ -37,15 +37,10 @@ class StreamWeights:
 
 @dataclass(frozen=True, eq=False)
 class ShardDraws:
-    """What an epoch draws from each shard: some whole passes over it, then a subset. O(shards) for any repeat.
+    """What an epoch draws from each shard: some whole passes over it, then a subset. O(shards) for any repeat."""
 
-    Attributes:
-        shard: int64[n], different shards.
-        count: int64[n], samples drawn from each, at least 1; more than the shard has means several passes.
-    """
-
-    shard: NDArray[np.int64]
-    count: NDArray[np.int64]
+    shard: NDArray[np.int64]  # int64[n], different shards
+    count: NDArray[np.int64]  # samples drawn from each, at least 1; more than the shard has means several passes
 
 
 @dataclass(frozen=True)
@@ -53,9 +48,8 @@ class Draw:
     """The draw of every epoch of a run.
 
     Args:
-        snapshot: The data.
+        snapshot, seed: The data and the seed of the run.
         chosen: Samples of each stream in an epoch, see :func:`choose_per_stream`.
-        seed: The run's seed.
         balanced: Draw other samples each epoch; else the same in every epoch.
         granularity: Samples taken from a shard at a time where only some are drawn: large values touch fewer shards.
     """
@@ -169,16 +163,15 @@ def _weight_problems(snapshot: Snapshot, weights: Sequence[StreamWeights], epoch
     if len(weights) != len(names):
         return [f"Every stream needs weights of its own: {len(names)} streams, {len(weights)} weights."]
     problems = []
-    for name, one in zip(names, weights, strict=True):
+    pairs = list(zip(names, weights, strict=True))
+    for name, one in pairs:
         given = [(kind, value) for kind, value in vars(one).items() if value is not None]
         if len(given) > 1:
             problems.append(f"Stream {name!r} has {' and '.join(kind for kind, _ in given)}: give one of them.")
         bad = [f"{kind}={short(value)}" for kind, value in given if not AMOUNT.holds(value)]
         problems += [f"Stream {name!r} has {one}, which must be {AMOUNT.says}." for one in bad]
-    relative = [name for name, one in zip(names, weights, strict=True) if one.proportion is not None]
-    absolute = [
-        name for name, one in zip(names, weights, strict=True) if one.repeat is not None or one.choose is not None
-    ]
+    relative = [name for name, one in pairs if one.proportion is not None]
+    absolute = [name for name, one in pairs if one.repeat is not None or one.choose is not None]
     if relative and len(relative) < len(names):
         others = [name for name in names if name not in relative]
         problems.append(f"A proportion for one stream means one for all: {others} have none.")

@@ -35,19 +35,14 @@ def total(epoch: int, positions: NDArray[np.int64], ids: NDArray[np.int64]) -> i
 
 def expected(order: EpochOrder, begin: int, end: int) -> int:
     """The sum that positions [begin, end) of an epoch must give. O(end - begin), in chunks."""
-    whole = 0
-    for first in range(begin, end, _CHUNK):
-        last = min(first + _CHUNK, end)
-        whole += total(order.epoch, np.arange(first, last, dtype=np.int64), order.ids(first, last))
-    return whole % MODULUS
+    chunks = ((first, min(first + _CHUNK, end)) for first in range(begin, end, _CHUNK))
+    return sum(total(order.epoch, np.arange(*chunk, dtype=np.int64), order.ids(*chunk)) for chunk in chunks) % MODULUS
 
 
 def of_steps(plan: BatchPlan, k_begin: int, k_end: int) -> NDArray[np.uint64]:
     """uint64[steps]: what all replicas together must sum up to in each of the global batches [k_begin, k_end)."""
-    sums = []
-    for k in range(k_begin, k_end):
-        begin, end = plan.bounds(k)
-        sums.append(total(plan.order.epoch, np.arange(begin, end, dtype=np.int64), plan.ids(k)))
+    steps, epoch = range(k_begin, k_end), plan.order.epoch
+    sums = [total(epoch, np.arange(*plan.bounds(k), dtype=np.int64), plan.ids(k)) for k in steps]
     return np.array(sums, dtype=np.uint64)
 
 
@@ -62,9 +57,8 @@ class Substitution:
 
 def substituted(whole: int, epoch: int, substitutions: Sequence[Substitution]) -> int:
     """An expected sum, corrected for the substitutions among its positions."""
-    position = np.array([one.position for one in substitutions], dtype=np.int64)
-    drawn = np.array([one.drawn for one in substitutions], dtype=np.int64)
-    delivered = np.array([one.delivered for one in substitutions], dtype=np.int64)
+    rows = [(one.position, one.drawn, one.delivered) for one in substitutions]
+    position, drawn, delivered = np.array(rows, dtype=np.int64).reshape(-1, 3).T
     return (whole - total(epoch, position, drawn) + total(epoch, position, delivered)) % MODULUS
 
 
@@ -94,12 +88,9 @@ def from_bytes(data: bytes) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What comparing ledgers showed.
+    """What comparing ledgers of ``num_steps`` steps showed, and in words.
 
-    Args:
-        num_steps: Steps compared.
-        first_difference: The first step that differs, counted from the first one compared; None if none does.
-        message: The finding in words.
+    ``first_difference`` is the first step that differs, counted from the first one compared; None if all are equal.
     """
 
     num_steps: int

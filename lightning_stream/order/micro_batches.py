@@ -24,10 +24,8 @@ class Place:
 
     Attributes:
         epoch: The epoch it belongs to.
-        begin: First position of its global batch, i.e. of its optimizer step.
-        end: One past the last position of its global batch.
-        completes_step: Whether it is the last micro-batch of its global batch on this rank.
-        ends_epoch: Whether it is the last micro-batch of the epoch on this rank.
+        begin, end: The positions [begin, end) of its global batch, i.e. of its optimizer step.
+        completes_step, ends_epoch: Whether it is the last micro-batch of that step, or of the epoch, on this rank.
     """
 
     epoch: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,18 +14,13 @@ from lightning_stream.order.draw import Draw, ShardDraws, StreamWeights, choose_
 from lightning_stream.order.permutation import stable_argsort
 from lightning_stream.order.snapshot import Snapshot
 from lightning_stream.order.stratify import deal_shards
-from lightning_stream.order.window import IndexOrder, Parts, SampleOrder, WindowOrder
+from lightning_stream.order.window import IndexOrder, Parts, SampleOrder, WindowOrder, kept
 
 _KEPT_EPOCHS = 2
 
 
 class RunOrder:
-    """The order of a run: every epoch's samples as a pure function of the arguments.
-
-    Args:
-        snapshot: The data.
-        weights: One per stream.
-        config: The order settings.
+    """The order of a run: every epoch's samples as a pure function of the data, one weight per stream, and settings.
 
     Raises:
         ValueError: The weights cannot be met.
@@ -40,7 +36,6 @@ class RunOrder:
         chosen = choose_per_stream(snapshot, self.weights, config.epoch_size, config.seed)
         balanced = config.sampling_method == "balanced"
         self._draw = Draw(snapshot, chosen, config.seed, balanced, config.sampling_granularity)
-        self._shard_places: NDArray[np.int64] | None = None
         self._constant_draws: dict[tuple[int, ...], ShardDraws] = {}
         self._epochs: dict[int, EpochOrder] = {}
 
@@ -55,14 +50,9 @@ class RunOrder:
 
     def epoch(self, epoch: int) -> EpochOrder:
         """The order of one epoch; the last few are kept. O(parts)."""
-        found = self._epochs.get(epoch)
-        if found is None:
-            if epoch < 0:
-                raise ValueError(f"Epochs count from 0; {epoch} was asked.")
-            found = self._epochs[epoch] = self.config.batching.make(self, epoch)
-            for old in list(self._epochs)[:-_KEPT_EPOCHS]:
-                self._epochs.pop(old, None)
-        return found
+        if epoch < 0:
+            raise ValueError(f"Epochs count from 0; {epoch} was asked.")
+        return kept(self._epochs, epoch, partial(self.config.batching, self), _KEPT_EPOCHS)
 
     def active_shards(self) -> int:
         """Shards that must be at hand at once, over all nodes."""
@@ -83,18 +73,16 @@ class RunOrder:
             return found
         drawn = self._draw.shards(epoch, streams)
         if self.config.shuffle:
-            order = stable_argsort(self._places()[drawn.shard])
+            order = stable_argsort(self._places[drawn.shard])
             drawn = ShardDraws(drawn.shard[order], drawn.count[order])
         if self._draw.constant:
             self._constant_draws[streams] = drawn
         return drawn
 
+    @cached_property
     def _places(self) -> NDArray[np.int64]:
         """Each shard's place in the run-constant order that is cut into canonical nodes."""
-        if self._shard_places is None:
-            config = self.config
-            self._shard_places = deal_shards(config.seed, self.snapshot.num_shards, config.canonical_nodes)
-        return self._shard_places
+        return deal_shards(self.config.seed, self.snapshot.num_shards, self.config.canonical_nodes)
 
 
 def prefetch_shards(plan: BatchPlan, snapshot: Snapshot, k_begin: int, k_end: int) -> NDArray[np.int64]:

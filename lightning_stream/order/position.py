@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from zlib import crc32
 
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError, VersionMismatch
@@ -43,6 +44,11 @@ class SnapshotSummary:
         versions = tuple(digest[:16] for digest in snapshot.stream_digests)
         return cls(snapshot.digest, snapshot.num_samples, snapshot.num_shards, versions)
 
+    def to_state(self) -> dict[str, Any]:
+        """The summary as a dict of plain values."""
+        state = {"digest": self.digest, "samples": self.num_samples, "shards": self.num_shards}
+        return {**state, "versions": list(self.versions)} if self.versions else state
+
 
 @dataclass(frozen=True)
 class Position:
@@ -51,11 +57,8 @@ class Position:
     Args:
         epoch: Counts from 0.
         position: Samples of this epoch consumed by the optimizer over all replicas, padding excluded.
-        batch_size: B in force.
-        tail: What the run does with an epoch's remainder.
-        order: The run's order settings.
-        weights: Digest of the streams' weights.
-        snapshot: The data.
+        batch_size, tail: B in force, and what the run does with an epoch's remainder.
+        order, weights, snapshot: The run's order settings, the digest of its streams' weights, and its data.
         ledger: Sum of the ledger hashes of positions [0, position) of this epoch, modulo 2**64.
         batch_changes: ``(position, B from there on)``, beginning with position 0, if B changed in this epoch; else ().
 
@@ -78,15 +81,14 @@ class Position:
     @classmethod
     def start(cls, run: RunOrder, *, batch_size: int, tail: Tail, epoch: int = 0) -> Position:
         """The beginning of an epoch of a run."""
-        mark = SnapshotSummary.of(run.snapshot)
-        return cls(epoch, 0, batch_size, tail, run.config, weights_digest(run.weights), mark)
+        summary = SnapshotSummary.of(run.snapshot)
+        return cls(epoch, 0, batch_size, tail, run.config, weights_digest(run.weights), summary)
 
     def advanced(self, run: RunOrder, position: int) -> Position:
         """After training up to ``position`` of the same epoch. O(samples advanced), for the ledger."""
         if position < self.position:
-            raise ValueError(
-                f"A position only moves forward within an epoch: at {self.position}, {position} was asked."
-            )
+            asked = f"at {self.position}, {position} was asked."
+            raise ValueError(f"A position only moves forward within an epoch: {asked}")
         grown = ledgers.expected(run.epoch(self.epoch), self.position, position)
         return replace(self, position=position, ledger=(self.ledger + grown) % ledgers.MODULUS)
 
@@ -99,10 +101,10 @@ class Position:
 
         Under other data or another order it gets the ledger's sum of the new order.
         """
-        if self.position >= run.epoch(self.epoch).num_samples:
-            ended = True
-        else:
-            plan = BatchPlan(run.epoch(self.epoch), batch_size=batch_size, world=world, tail=tail, start=self.position)
+        order = run.epoch(self.epoch)
+        ended = self.position >= order.num_samples
+        if not ended:
+            plan = BatchPlan(order, batch_size=batch_size, world=world, tail=tail, start=self.position)
             ended = self.position > 0 and plan.num_batches == 0
         here = self.next_epoch() if ended else self
         changes = here.batch_changes
@@ -182,9 +184,8 @@ class Position:
             old, new = getattr(self.order, setting.name), getattr(run.config, setting.name)
             if old != new:
                 found.append(f"{setting.name} was {old!r} and is {new!r} now.")
-        old_weights, new_weights = self.weights, weights_digest(run.weights)
-        if old_weights != new_weights:
-            found.append(f"The streams' weights had digest {old_weights} and have {new_weights} now.")
+        if (new_weights := weights_digest(run.weights)) != self.weights:
+            found.append(f"The streams' weights had digest {self.weights} and have {new_weights} now.")
         if not found:
             return []
         return [
@@ -205,12 +206,7 @@ class Position:
             "tail": self.tail,
             "order": self.order.to_state(),
             "weights": self.weights,
-            "snapshot": {
-                "digest": self.snapshot.digest,
-                "samples": self.snapshot.num_samples,
-                "shards": self.snapshot.num_shards,
-                **({"versions": list(self.snapshot.versions)} if self.snapshot.versions else {}),
-            },
+            "snapshot": self.snapshot.to_state(),
             "ledger": f"{self.ledger:016x}",
         }
         return {**state, "checksum": _checksum(state)}
@@ -232,29 +228,19 @@ class Position:
         if problems:
             raise _damaged(problems)
         changes = tuple((int(at), int(size)) for at, size in state["batch_changes"])
-        problems = _change_problems(changes, state["position"], state["batch_size"])
-        problems = problems or _checksum_problems(state)
+        problems = _change_problems(changes, state["position"], state["batch_size"]) or _checksum_problems(state)
         if problems:
             raise _damaged(problems)
+        held = state["snapshot"]
         return cls(
-            epoch=state["epoch"],
-            position=state["position"],
-            batch_size=state["batch_size"],
-            tail=cast(Tail, state["tail"]),
+            **{name: state[name] for name in ("epoch", "position", "batch_size", "tail", "weights")},
             order=OrderConfig.from_state(state["order"]),
-            weights=state["weights"],
-            snapshot=_summary(state["snapshot"]),
+            snapshot=SnapshotSummary(
+                held["digest"], held["samples"], held["shards"], tuple(held.get("versions") or ())
+            ),
             ledger=int(state["ledger"], 16),
             batch_changes=changes,
         )
-
-
-def _summary(held: Mapping[str, Any]) -> SnapshotSummary:
-    return SnapshotSummary(held["digest"], held["samples"], held["shards"], tuple(held.get("versions") or ()))
-
-
-def _is_versions(value: object) -> bool:
-    return value is None or (isinstance(value, list | tuple) and all(isinstance(one, str) for one in value))
 
 
 def _check_versions(state: Mapping[str, Any]) -> None:
@@ -283,11 +269,7 @@ def _change_problems(changes: tuple[tuple[int, int], ...], position: int, batch_
 
 
 def _checksum(state: Mapping[str, Any]) -> str:
-    """CRC-32 of the canonical JSON of all but the checksum itself, as 8 hexadecimal digits.
-
-    Raises:
-        TypeError, ValueError: There is something else in it than JSON can hold.
-    """
+    """CRC-32 of the canonical JSON of all but the checksum itself, as 8 hexadecimal digits."""
     kept = {name: value for name, value in state.items() if name != "checksum"}
     return f"{crc32(json.dumps(kept, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
@@ -317,16 +299,15 @@ def _is_changes(value: object) -> bool:
     )
 
 
-def _is_sum(value: object) -> bool:
-    return isinstance(value, str) and len(value) == 16 and all(letter in "0123456789abcdef" for letter in value)
-
-
 _VERSION_RULES = {"version": count(1), "order_version": count(1)}
 _SNAPSHOT_RULES = {
     "digest": TEXT,
     "samples": count(),
     "shards": count(),
-    "versions": Rule("None or a list of strings", _is_versions),
+    "versions": Rule(
+        "None or a list of strings",
+        lambda value: value is None or (isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)),
+    ),
 }
 _RULES = {
     "epoch": count(0, MOST_EPOCHS),
@@ -337,5 +318,7 @@ _RULES = {
     "order": Rule("a dict of order settings", lambda value: isinstance(value, Mapping)),
     "weights": TEXT,
     "snapshot": Rule("a dict of digest, samples and shards", lambda value: isinstance(value, Mapping)),
-    "ledger": Rule("16 hexadecimal digits", _is_sum),
+    "ledger": Rule(
+        "16 hexadecimal digits", lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{16}", value))
+    ),
 }

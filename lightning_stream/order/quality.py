@@ -29,10 +29,8 @@ class Quality:
         mean: Measured, over batches spread evenly over the epoch.
         minimum: The least of all batches measured, those at both ends of the epoch included.
         first_batch: Of the epoch's first batch: at most the shards it was read from.
-        first: Mean over the epoch's first sixteenth.
-        last: Mean over its last sixteenth.
-        active_shards: Shards that must be at hand at once, over all nodes.
-        cache_bytes: Bytes of those, at most, over all nodes.
+        first, last: Means over the epoch's first and last sixteenth.
+        active_shards, cache_bytes: Shards that must be at hand at once over all nodes, and their bytes at most.
     """
 
     random: float
@@ -56,20 +54,14 @@ class Quality:
 def measure(run: RunOrder, *, batch_size: int, epoch: int = 0, shard_bytes: NDArray[np.int64] | None = None) -> Quality:
     """Score an epoch's order from a sample of its batches, well under a second at any size of data.
 
-    Args:
-        run: The run's order.
-        batch_size: B.
-        epoch: Which epoch.
-        shard_bytes: int64[shards], for the cache; None counts every sample as one byte.
+    ``shard_bytes``, int64[shards], is for the cache; None counts every sample as one byte.
     """
     order, snapshot = run.epoch(epoch), run.snapshot
     plan = BatchPlan(order, batch_size=batch_size, tail="pad")
     count, edge = plan.num_batches, max(1, plan.num_batches // _END)
-    evenly, first = _picks(0, count, _EVENLY), _picks(0, edge, _AT_ENDS)
-    last = _picks(count - edge, count, _AT_ENDS)
+    evenly, first, last = _picks(0, count, _EVENLY), _picks(0, edge, _AT_ENDS), _picks(count - edge, count, _AT_ENDS)
     scores = {k: score(plan.ids(k), snapshot.num_samples) for k in sorted({0, *evenly, *first, *last})}
-    active = run.active_shards()
-    sizes = np.sort(snapshot.sizes if shard_bytes is None else shard_bytes)[::-1]
+    active, sizes = run.active_shards(), np.sort(snapshot.sizes if shard_bytes is None else shard_bytes)[::-1]
     return Quality(
         random=random_score(batch_size),
         mean=float(np.mean([scores[k] for k in evenly])),
@@ -83,12 +75,12 @@ def measure(run: RunOrder, *, batch_size: int, epoch: int = 0, shard_bytes: NDAr
 
 
 def score(ids: NDArray[np.int64], num_samples: int) -> int:
-    """SampleOrder blocks touched by these samples of ``num_samples``."""
+    """Disk segments touched by these samples of ``num_samples``."""
     return len(np.unique(ids * NUM_SEGMENTS // num_samples))
 
 
 def random_score(batch_size: int) -> float:
-    """SampleOrder blocks touched by a truly random batch, expected."""
+    """Disk segments that a truly random batch is expected to touch."""
     return NUM_SEGMENTS * (1 - (1 - 1 / NUM_SEGMENTS) ** batch_size)
 
 

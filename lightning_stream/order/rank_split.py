@@ -74,15 +74,9 @@ def split(
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """One replica's part of a global batch: offsets into the batch, and which of them are padding.
 
-    The batch is stably grouped by canonical node and cut evenly. With ``equal`` all replicas get the same number:
-    where the cut gave one sample less, padding repeats one of the same batch, near by where there is one. Without,
-    only a replica left empty gets one sample of padding.
-
-    Args:
-        canonical: int64[n], the canonical node of each sample of the batch, n >= 1.
-        num_replicas: How many shares.
-        replica: Which one.
-        equal: Whether all shares must have the same number of samples.
+    The batch is stably grouped by canonical node (``canonical``: int64[n], n >= 1, the node of each sample) and cut
+    evenly. With ``equal`` all replicas get the same number: where the cut gave one sample less, padding repeats one of
+    the same batch, near by where there is one. Without, only a replica left empty gets one sample of padding.
     """
     num_samples = len(canonical)
     grouped = np.argsort(canonical, kind="stable")

@@ -15,22 +15,16 @@ MAX_NUMBER = 2**63  # seeds and epochs stay below: two 32-bit words each, and an
 
 
 class Rule(NamedTuple):
-    """What a value must be.
+    """What a value must be."""
 
-    Attributes:
-        says: The rule in words; follows "must be".
-        holds: Whether a value of any type keeps it; never raises.
-    """
-
-    says: str
-    holds: Callable[[object], bool]
+    says: str  # the rule in words; follows "must be"
+    holds: Callable[[object], bool]  # whether a value of any type keeps it; never raises
 
 
 def count(least: int = 0, most: int = MAX_NUMBER - 1, *, optional: bool = False) -> Rule:
     """An integer (no bool) from ``least`` to ``most``, by default the largest that fits a key; or None, if optional."""
-    says = (
-        f"{'None or ' if optional else ''}an integer from {least} to {most if most < MAX_NUMBER - 1 else '2**63 - 1'}"
-    )
+    limit = most if most < MAX_NUMBER - 1 else "2**63 - 1"
+    says = f"{'None or ' if optional else ''}an integer from {least} to {limit}"
     return Rule(says, lambda value: is_count(value, least, most) or (optional and value is None))
 
 
@@ -60,12 +54,8 @@ def broken(values: Mapping[str, object], rules: Mapping[str, Rule]) -> list[str]
         broken({"window": 0}, {"window": count(1)})
         # ['window must be an integer from 1 to 2**63 - 1, not 0.']
     """
-    found = {name: values.get(name) for name in rules}
-    return [
-        f"{name} must be {rule.says}, not {short(found[name])}."
-        for name, rule in rules.items()
-        if not rule.holds(found[name])
-    ]
+    found = [(name, rule, values.get(name)) for name, rule in rules.items()]
+    return [f"{name} must be {rule.says}, not {short(value)}." for name, rule, value in found if not rule.holds(value)]
 
 
 def short(value: object) -> str:

@@ -89,13 +89,9 @@ class Snapshot:
         return int(self.stream_offsets[-1])
 
     def subset(self, ids: NDArray[np.int64]) -> tuple[Snapshot, NDArray[np.int64]]:
-        """The snapshot of some samples alone, with an order and a digest of its own.
+        """The snapshot of some samples alone (``ids``, each once), with an order and a digest of its own.
 
-        Args:
-            ids: Sample ids of this snapshot, each once, in any order.
-
-        Returns:
-            The snapshot, with the same streams and shards, and the ids ascending: its sample i is this one's ids[i].
+        It has the same streams and shards. It comes with the ids ascending: its sample i is this one's ids[i].
 
         Raises:
             ValueError: An id is unknown or comes twice.
@@ -128,9 +124,8 @@ class Snapshot:
         """Samples of every shard but the last, which has no more; 0 where they differ. Then a division, several times
         as fast as a search, finds the shard: so it is with rows of a fixed size."""
         sizes = self.sizes
-        if not len(sizes) or (sizes[:-1] != sizes[0]).any() or sizes[-1] > sizes[0]:
-            return 0
-        return int(sizes[0])
+        differ = not len(sizes) or (sizes[:-1] != sizes[0]).any() or sizes[-1] > sizes[0]
+        return 0 if differ else int(sizes[0])
 
     def streams_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """The stream that holds each sample id."""
@@ -140,9 +135,7 @@ class Snapshot:
 def max_active(shards: NDArray[np.int64], ahead: int = 0) -> int:
     """The most shards that are between their first and their last use at once.
 
-    Args:
-        shards: The shard of each sample, in the order of use.
-        ahead: How many uses before its first one a shard is needed already.
+    ``shards`` has the shard of each sample in the order of use; a shard is needed ``ahead`` uses before its first one.
     """
     if not len(shards):
         return 0

@@ -47,12 +47,8 @@ def spread_parts(
     on to its neighbour's strata; after C sweeps over all rounds each node has taken every part once. So whichever
     C * w parts are active, they come from different strata (as long as the nodes' parts are of like size).
 
-    Args:
-        key: (seed, epoch, stream, node).
-        group: int64[K], the group of neighbouring shards that each part comes from, see :func:`deal_shards`.
-        num_groups: Groups of the whole data.
-        canonical_nodes: C.
-        window: w.
+    ``key`` is (seed, epoch, stream, node); ``group`` is int64[K], the group of neighbouring shards that each part comes
+    from (see :func:`deal_shards`), of ``num_groups`` in the whole data; C and w are ``canonical_nodes`` and ``window``.
     """
     seed, epoch, stream, node = key
     num_strata = min(canonical_nodes * window, max(num_groups, 1))

@@ -19,13 +19,10 @@ class TracedBatch:
     """One global batch: which it is, and its samples.
 
     Args:
-        epoch: Its epoch.
-        step: Its number in that epoch, from 0.
-        begin: Its first position.
-        end: The position behind its last.
+        epoch, step: Its epoch, and its number in that epoch, from 0.
+        begin, end: Its positions, [begin, end).
         ids: int64[n], sample ids in position order, padding excluded.
-        shards: int64[n], the shard of each.
-        streams: int64[n], the stream of each.
+        shards, streams: int64[n], the shard and the stream of each.
     """
 
     epoch: int
@@ -43,10 +40,8 @@ class Explanation:
 
     Args:
         epoch: The epoch that continues or begins.
-        position: Samples of it already trained on.
-        num_samples: Samples drawn in it.
-        steps_left: Global batches still to come in it.
-        upcoming: The next global batch; None if the epoch is over.
+        position, num_samples: Samples of it already trained on, and all that are drawn in it.
+        steps_left, upcoming: Global batches still to come in it, and the next one; None if the epoch is over.
     """
 
     epoch: int
@@ -57,18 +52,15 @@ class Explanation:
 
     def __str__(self) -> str:
         """A few lines for a reader."""
-        text = (
-            f"epoch {self.epoch}: {self.position} of {self.num_samples} samples trained on, "
-            f"{self.steps_left} global batches to come"
+        done, batch = f"{self.position} of {self.num_samples} samples trained on", self.upcoming
+        text = f"epoch {self.epoch}: {done}, {self.steps_left} global batches to come"
+        if batch is None:
+            return text
+        head = ", ".join(map(str, batch.ids[:8].tolist())) + (", ..." if len(batch.ids) > 8 else "")
+        return (
+            f"{text}\nnext: global batch {batch.step}, positions {batch.begin} to {batch.end - 1}, from "
+            f"{len(np.unique(batch.shards))} shards of {len(np.unique(batch.streams))} streams: ids {head}"
         )
-        if self.upcoming is not None:
-            batch = self.upcoming
-            head = ", ".join(map(str, batch.ids[:8].tolist())) + (", ..." if len(batch.ids) > 8 else "")
-            text += (
-                f"\nnext: global batch {batch.step}, positions {batch.begin} to {batch.end - 1}, from "
-                f"{len(np.unique(batch.shards))} shards of {len(np.unique(batch.streams))} streams: ids {head}"
-            )
-        return text
 
 
 def explain(run: RunOrder, position: Position, *, world: World | None = None) -> Explanation:
@@ -96,7 +88,9 @@ def trace(run: RunOrder, position: Position, step: int, *, world: World | None =
     before = 0
     for plan, steps in _stretches(run, position, world):
         if 0 <= step - before < steps:
-            return _traced(run, plan, step - before, step)
+            (begin, end), ids = plan.bounds(step - before), plan.ids(step - before)
+            shards, streams = run.snapshot.shards_of(ids), run.snapshot.streams_of(ids)
+            return TracedBatch(position.epoch, step, begin, end, ids, shards, streams)
         before += steps
     raise ValueError(
         f"Steps count from 0 to the last global batch of the epoch, but step {step} was asked of epoch "
@@ -119,10 +113,3 @@ def _stretches(run: RunOrder, position: Position, world: World | None) -> list[t
 def _steps_until(plan: BatchPlan, end: int) -> int:
     """How many of the plan's batches end at or before a position."""
     return bisect_right(range(plan.num_batches), end, key=lambda k: plan.bounds(k)[1])
-
-
-def _traced(run: RunOrder, plan: BatchPlan, k: int, step: int) -> TracedBatch:
-    begin, end = plan.bounds(k)
-    ids = plan.ids(k)
-    shards, streams = run.snapshot.shards_of(ids), run.snapshot.streams_of(ids)
-    return TracedBatch(plan.order.epoch, step, begin, end, ids, shards, streams)

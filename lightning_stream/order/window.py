@@ -8,6 +8,7 @@ last block holds all that the last parts have left. (README.md has a drawing.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Protocol, TypeVar
 
@@ -20,7 +21,21 @@ from lightning_stream.order.stratify import spread_parts
 
 _CHUNK = 1 << 12
 _MOST_PARTS = 2**28
-_Kept = TypeVar("_Kept")
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+def kept(cache: dict[_Key, _Value], key: _Key, make: Callable[[_Key], _Value], count: int) -> _Value:
+    """The value of a key, made where it is absent. The cache keeps the newest ``count`` values.
+
+    Each step is atomic, so threads that share a cache make a value twice at worst.
+    """
+    found = cache.get(key)
+    if found is None:
+        found = cache[key] = make(key)
+        for old in list(cache)[:-count] if len(cache) > count else ():
+            cache.pop(old, None)
+    return found
 
 
 class SampleOrder(Protocol):
@@ -84,11 +99,8 @@ class Parts:
         subset = int(self.drawn.count[entry]) % size
         if not subset or part < self._last[entry]:
             return self._draw.ids(self._epoch, shard, size, before, size - behind)
-        found = self._subsets.get(part)
-        if found is None:
-            found = self._draw.ids(self._epoch, shard, subset, 0, subset)
-            _remember(self._subsets, part, found, keep=2)
-        return found[before : subset - behind]
+        ids = kept(self._subsets, part, lambda _: self._draw.ids(self._epoch, shard, subset, 0, subset), 2)
+        return ids[before : subset - behind]
 
 
 class IndexOrder:
@@ -121,8 +133,7 @@ class WindowOrder:
     Args:
         parts: The parts, in the run-constant order in which their shards are given to canonical nodes.
         key: (seed, epoch, set of streams): part of every key.
-        canonical_nodes: C.
-        window: w, active parts per canonical node.
+        canonical_nodes, window: C, and w: active parts per canonical node.
     """
 
     def __init__(self, parts: Parts, key: tuple[int, int, int], *, canonical_nodes: int, window: int) -> None:
@@ -143,17 +154,14 @@ class WindowOrder:
         """Sample ids at positions [begin, end). Small ranges are cut from a chunk read at once, for speed alone."""
         if end - begin > _CHUNK or begin >= end:
             return self._read(begin, end)
-        chunks = range(begin // _CHUNK, (end - 1) // _CHUNK + 1)
-        return np.concatenate(
-            [self._chunk(chunk)[max(begin - chunk * _CHUNK, 0) : end - chunk * _CHUNK] for chunk in chunks]
-        )
+        pieces = []
+        for chunk in range(begin // _CHUNK, (end - 1) // _CHUNK + 1):
+            ids, first = kept(self._chunks, chunk, self._read_chunk, 2), chunk * _CHUNK
+            pieces.append(ids[max(begin - first, 0) : end - first])
+        return np.concatenate(pieces)
 
-    def _chunk(self, chunk: int) -> NDArray[np.int64]:
-        found = self._chunks.get(chunk)
-        if found is None:
-            found = self._read(chunk * _CHUNK, min((chunk + 1) * _CHUNK, self.num_samples))
-            _remember(self._chunks, chunk, found, keep=2)
-        return found
+    def _read_chunk(self, chunk: int) -> NDArray[np.int64]:
+        return self._read(chunk * _CHUNK, min((chunk + 1) * _CHUNK, self.num_samples))
 
     def _read(self, begin: int, end: int) -> NDArray[np.int64]:
         out = np.empty(max(end - begin, 0), dtype=np.int64)
@@ -161,7 +169,7 @@ class WindowOrder:
         for first in range(begin, min(begin + count, end)):
             node, index = first % count, first // count
             stop = index + (end - first + count - 1) // count
-            out[first - begin :: count] = self._node(node).ids(index, stop)
+            out[first - begin :: count] = kept(self._nodes, node, self._node, count).ids(index, stop)
         return out
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
@@ -169,12 +177,6 @@ class WindowOrder:
         return np.arange(begin, max(end, begin), dtype=np.int64) % self._num_nodes
 
     def _node(self, node: int) -> NodeWindow:
-        found = self._nodes.get(node)
-        if found is None:
-            found = self._nodes.setdefault(node, self._plan_node(node))
-        return found
-
-    def _plan_node(self, node: int) -> NodeWindow:
         """Cut this node's samples out of all parts; those on its borders become parts of both neighbours."""
         size, longer = divmod(self.num_samples, self._num_nodes)
         begin = size * node + min(node, longer)
@@ -218,28 +220,19 @@ class NodeWindow:
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
         """Sample ids at this node's indices [begin, end)."""
-        block = int(np.searchsorted(self._ends, begin, side="right"))
-        pieces = []
-        at = begin
+        pieces, at, block = [], begin, int(np.searchsorted(self._ends, begin, side="right"))
         while at < end:
-            ids, stop = self._mixing_block(block), int(self._ends[block])
+            ids, stop = kept(self._mixing_blocks, block, self._mixing_block, 2), int(self._ends[block])
             start = stop - len(ids)
             pieces.append(ids[at - start : min(end, stop) - start])
             at, block = min(end, stop), block + 1
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _mixing_block(self, block: int) -> NDArray[np.int64]:
-        found = self._mixing_blocks.get(block)
-        if found is None:
-            found = self._make_mixing_block(block)
-            _remember(self._mixing_blocks, block, found, keep=2)
-        return found
-
-    def _make_mixing_block(self, block: int) -> NDArray[np.int64]:
         is_last = block == len(self._order) - 1
         pieces = []
         for place in range(max(0, block - self._window + 1), block + 1):
-            ids, begins = self._part(place)
+            ids, begins = kept(self._permuted, place, self._part, self._window + 1)
             piece = block - place
             pieces.append(ids[begins[piece] : len(ids) if is_last else begins[piece + 1]])
         ids = np.concatenate(pieces)
@@ -247,16 +240,12 @@ class NodeWindow:
 
     def _part(self, place: int) -> tuple[NDArray[np.int64], tuple[int, ...]]:
         """The ids of the part at a place, permuted, and where its pieces begin."""
-        found = self._permuted.get(place)
-        if found is None:
-            part = int(self._order[place])
-            before = self._before if part == 0 else 0
-            behind = self._behind if part == len(self._order) - 1 else 0
-            ids = self._parts.ids(self._first + part, before, behind)
-            ids = ids[permutation(RngStream.SAMPLES, *self._key, place, size=len(ids))]
-            found = ids, piece_begins(len(ids), min(place, self._window), self._window)  # all later places are alike
-            _remember(self._permuted, place, found, keep=self._window + 1)
-        return found
+        part = int(self._order[place])
+        before = self._before if part == 0 else 0
+        behind = self._behind if part == len(self._order) - 1 else 0
+        ids = self._parts.ids(self._first + part, before, behind)
+        ids = ids[permutation(RngStream.SAMPLES, *self._key, place, size=len(ids))]
+        return ids, piece_begins(len(ids), min(place, self._window), self._window)  # all later places are alike
 
 
 def block_ends(sizes: NDArray[np.int64], window: int) -> NDArray[np.int64]:
@@ -293,10 +282,3 @@ def piece_begins(size: int, place: int, window: int) -> tuple[int, ...]:
     late = np.maximum(piece - filling, 0)
     begins = half * np.minimum(piece, filling) + even * late + np.minimum(late, longer)
     return tuple(begins.tolist())
-
-
-def _remember(cache: dict[int, _Kept], key: int, value: _Kept, keep: int) -> None:
-    """Keep the newest few; each step is atomic, so threads sharing a cache at worst compute a value twice."""
-    cache[key] = value
-    for old in list(cache)[:-keep]:
-        cache.pop(old, None)

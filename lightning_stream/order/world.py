@@ -30,12 +30,24 @@ class World:
     replication: int = 1
 
     def __post_init__(self) -> None:
-        problems = list(_problems(self.rank, self.num_ranks, self.ranks_per_node, self.replication))
+        problems = self._problems()
         if problems:
             raise ValueError(
                 "A world must be consistent. " + " ".join(problems) + f" Found {self!r}; correct the arguments or the "
                 "launcher's environment."
             )
+
+    def _problems(self) -> list[str]:
+        rank, num_ranks, ranks_per_node, replication = self.rank, self.num_ranks, self.ranks_per_node, self.replication
+        if num_ranks < 1 or ranks_per_node < 1 or replication < 1:
+            return ["num_ranks, ranks_per_node and replication must each be at least 1."]
+        problems = []
+        if not 0 <= rank < num_ranks:
+            problems.append(f"rank must be in [0, num_ranks), but rank {rank} is not in [0, {num_ranks}).")
+        for name, value in (("ranks_per_node", ranks_per_node), ("replication", replication)):
+            if num_ranks % value:
+                problems.append(f"{name} must divide num_ranks, but {value} does not divide {num_ranks}.")
+        return problems
 
     @property
     def replica(self) -> int:
@@ -60,20 +72,4 @@ class World:
     @property
     def node(self) -> int:
         """The data node of this rank, below :attr:`num_nodes`."""
-        if self.replication > self.ranks_per_node:
-            return self.replica
-        return self.rank // self.ranks_per_node
-
-
-def _problems(rank: int, num_ranks: int, ranks_per_node: int, replication: int) -> list[str]:
-    """Sentences on what contradicts what; empty if nothing does."""
-    if num_ranks < 1 or ranks_per_node < 1 or replication < 1:
-        return ["num_ranks, ranks_per_node and replication must each be at least 1."]
-    problems = []
-    if not 0 <= rank < num_ranks:
-        problems.append(f"rank must be in [0, num_ranks), but rank {rank} is not in [0, {num_ranks}).")
-    if num_ranks % ranks_per_node:
-        problems.append(f"ranks_per_node must divide num_ranks, but {ranks_per_node} does not divide {num_ranks}.")
-    if num_ranks % replication:
-        problems.append(f"replication must divide num_ranks, but {replication} does not divide {num_ranks}.")
-    return problems
+        return self.replica if self.replication > self.ranks_per_node else self.rank // self.ranks_per_node

@@ -75,7 +75,7 @@ class ShardWriter(ABC):
         self._num_columns = 0
         self._has_reported_extra = False
         self._progress_bar = progress_bar
-        self._max_file_bytes = config.max_file_bytes
+        self._max_file_bytes = MAX_FILE_BYTES if config.size_limit is None else config.size_limit
         workers = config.num_workers(place.is_local) if max_workers is None else max_workers
         self._pipeline: Pipeline[dict[str, Any]] = Pipeline(workers)
         self._encoder: ShardEncoder | None = None

@@ -23,11 +23,6 @@ class WriterConfig:
     hashes: tuple[str, ...]
     size_limit: int | None
 
-    @property
-    def max_file_bytes(self) -> int:
-        """The largest shard."""
-        return MAX_FILE_BYTES if self.size_limit is None else self.size_limit
-
     def num_workers(self, is_local: bool) -> int:
         """Threads that put shards, by default: where that is only writing to a disk, one holds less memory."""
         only_writes = is_local and self.compression is None and _QUICK_HASHES.issuperset(self.hashes)

@@ -83,8 +83,7 @@ class DatasetPlace:
 
     Attributes:
         local, remote: The local folder and the URL of `out`; None where it has none.
-        mode: What `begin` was given.
-        base: The index of the dataset that is appended to; None in the other modes.
+        mode, base: What `begin` was given; the index of the dataset that is appended to, None in the other modes.
         put_names: Names of the shard files that were put.
 
     Raises:
@@ -195,10 +194,8 @@ class DatasetPlace:
         self.put_names.append(name)
 
     def commit(self, entries: Sequence[bytes]) -> None:
-        """Put the index over these shards, in append mode behind those that are there. Then delete what it replaced.
-
-        Args:
-            entries: The JSON texts of the shards' entries.
+        """Put the index over these shards (the JSON texts of their entries), in append mode behind those there already.
+        Then delete what it replaced.
 
         Raises:
             FileExistsError, ConflictError: The index is not the one that the writer began with: another writer was at
@@ -257,9 +254,7 @@ class DatasetPlace:
         Folders with an index of their own are other datasets, and stay. What cannot be deleted is logged.
 
         Args:
-            before: Names that were there before the swap, by store.
-            ours: Names that only writers put there.
-            keep: Names that stay.
+            before, ours, keep: Names that were there before the swap, by store; that only writers put; and that stay.
         """
         for store, names, seen in zip(self.stores, before, self._begun_with[INDEX_NAME], strict=True):
             listed = listed_files(seen.data)

@@ -1,12 +1,11 @@
-"""The batching methods: one file and one line of `METHODS` each, the only place where their names are looked up."""
+"""The batching methods: a subclass of `EpochOrder` and a line of `METHODS` each; nothing else compares their names."""
 
 from __future__ import annotations
 
 from lightning_stream.order.batching.base import EpochOrder
 from lightning_stream.order.batching.device_per_stream import DevicePerStreamOrder
-from lightning_stream.order.batching.per_stream import PerStreamOrder
+from lightning_stream.order.batching.interleave import PerStreamOrder, StratifiedOrder
 from lightning_stream.order.batching.random import RandomOrder
-from lightning_stream.order.batching.stratified import StratifiedOrder
 
 METHODS: dict[str, type[EpochOrder]] = {
     "random": RandomOrder,

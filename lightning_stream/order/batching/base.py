@@ -1,8 +1,4 @@
-"""What every batching method is made of: the order of an epoch, and its global batches.
-
-A method is one file with one subclass of `EpochOrder` (and of `BatchPlan`, where it deals batches otherwise), and one
-line in `METHODS`. Nothing else compares the method's name.
-"""
+"""What every batching method is made of: the order of an epoch, and its global batches."""
 
 from __future__ import annotations
 
@@ -100,19 +96,13 @@ class BatchPlan:
 
     @property
     def follows_order(self) -> bool:
-        """Whether the batches hold the samples of the order in its places: always, for a native order.
-
-        The orders of mosaicml-streaming may deal others to a world that the run did not begin in.
-        """
+        """Whether the batches hold the order's samples in its places: only mosaicml-streaming's may hold others."""
         return True
 
     def bounds(self, k: int) -> tuple[int, int]:
         """First position of global batch ``k`` (counted from ``start``), and the one behind its last."""
         if not 0 <= k < self.num_batches:
             raise ValueError(f"Global batches count from 0 to {self.num_batches - 1} here; {k} was asked.")
-        return self._bounds(k)
-
-    def _bounds(self, k: int) -> tuple[int, int]:
         first = self.start + min(k, self.num_whole_batches) * self.batch_size
         if k < self.num_whole_batches:
             return first, first + self.batch_size
@@ -132,10 +122,7 @@ class BatchPlan:
         return ReplicaBatch(self.order.ids(begin, end)[offsets], begin + offsets, filler)
 
     def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:
-        """This replica's part of each of these batches, ascending: as :meth:`share`, but full ones planned together.
-
-        16 batches of 1024 at a time take a rank 60 % of the time of one by one.
-        """
+        """As :meth:`share` of each, ascending, but full ones are planned together: 16 of 1024 in 60 % of the time."""
         for k in (*ks[:1], *ks[-1:]):
             self.bounds(k)
         count = bisect_left(ks, self.num_whole_batches)
@@ -154,9 +141,8 @@ class BatchPlan:
         return [*full, *map(self.share, ks[count:])]
 
     def num_micro_batches(self, k: int, device_batch_size: int) -> int:
-        """Into how many micro-batches every replica cuts its share of global batch ``k``: the same number on all.
-
-        `ReplicaBatch.micro_batches` then gives pieces of at most ``device_batch_size`` samples, padding included.
+        """Into how many micro-batches of at most ``device_batch_size`` samples, padding included, every replica cuts
+        its share of global batch ``k``: the same number on all.
 
         Raises:
             ValueError: The blocks of ``device_per_stream`` neither fill nor divide such a micro-batch.
@@ -206,8 +192,8 @@ class EpochOrder(ABC):
     plan_type: ClassVar[type[BatchPlan]] = BatchPlan
     """How the epoch is cut into global batches."""
 
-    def __init__(self, epoch: int, num_samples: int, full_end: int) -> None:
-        self.epoch, self.num_samples, self.full_end = epoch, num_samples, full_end
+    def __init__(self, run: RunOrder, epoch: int) -> None:
+        self.epoch, self.num_samples, self.full_end = epoch, run.num_samples, run.num_samples
 
     @classmethod
     def shard_groups(cls, snapshot: Snapshot) -> Sequence[NDArray[np.int64]]:
@@ -219,11 +205,6 @@ class EpochOrder(ABC):
         """Shards that must be at hand at once: w for each canonical node of each group."""
         most = run.config.canonical_nodes * run.config.window if run.config.shuffle else 1
         return sum(min(most, len(sizes)) for sizes in cls.shard_groups(run.snapshot))
-
-    @classmethod
-    @abstractmethod
-    def make(cls, run: RunOrder, epoch: int) -> EpochOrder:
-        """The order of one epoch of a run."""
 
     @abstractmethod
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:

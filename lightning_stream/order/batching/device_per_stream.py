@@ -37,7 +37,6 @@ class _BlockBatches(BatchPlan):
         return self.order.stretch_length > 1 and (self.tail != "exact" or k < self.num_whole_batches)
 
     def share(self, k: int) -> ReplicaBatch:
-        """This replica's part of global batch ``k``."""
         if not self._deals_blocks(k):
             return super().share(k)
         begin, end = self.bounds(k)
@@ -83,11 +82,8 @@ class DevicePerStreamOrder(InterleavedOrder):
     mixes_streams: ClassVar[bool] = True
     splits_samples: ClassVar[bool] = False
 
-    @classmethod
-    def make(cls, run: RunOrder, epoch: int) -> DevicePerStreamOrder:
-        """The order of one epoch of a run."""
-        config = run.config
-        return cls(run, epoch, config.device_block or 1, config.seed if config.shuffle else None)
+    def __init__(self, run: RunOrder, epoch: int) -> None:
+        super().__init__(run, epoch, run.config.device_block or 1)
 
 
 def split_blocks(

@@ -1,4 +1,4 @@
-"""Streams, each in its own order, interleaved evenly: what three of the batching methods share.
+"""``stratified`` and ``per_stream``: streams, each in its own order, interleaved evenly (so is ``device_per_stream``).
 
 With stretches of 2 samples, streams of 9 and 4 samples, and B = 4::
 
@@ -9,12 +9,13 @@ With stretches of 2 samples, streams of 9 and 4 samples, and B = 4::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.batching.base import EpochOrder
+from lightning_stream.order.batching.base import BatchPlan, EpochOrder
 from lightning_stream.order.permutation import RngStream, mix64, random_u64
 
 if TYPE_CHECKING:
@@ -28,15 +29,17 @@ class InterleavedOrder(EpochOrder):
         run: The run.
         epoch: The epoch.
         stretch_length: Consecutive samples of one stream that stay together. With 1 there are no remainders.
-        seed: Key of the interleaving; None puts the streams in equal distances.
+        jitter: Whether a shuffled run draws the distances at random; else they are equal.
     """
 
-    def __init__(self, run: RunOrder, epoch: int, stretch_length: int, seed: int | None) -> None:
+    def __init__(self, run: RunOrder, epoch: int, stretch_length: int, *, jitter: bool = True) -> None:
+        super().__init__(run, epoch)
         self._samples = [run.sample_order(epoch, (stream,), stream) for stream in range(run.snapshot.num_streams)]
         self.stretch_length = stretch_length
         sizes = np.array([one.num_samples for one in self._samples], dtype=np.int64)
         self._stretches, remainder = np.divmod(sizes, stretch_length)
-        super().__init__(epoch, int(sizes.sum()), int(self._stretches.sum()) * stretch_length)
+        self.full_end = int(self._stretches.sum()) * stretch_length
+        seed = run.config.seed if jitter and run.config.shuffle else None
         self._interleave = Interleave(self._stretches, epoch, seed)
         self._remainder_streams = np.flatnonzero(remainder)
         self.remainder_ends = self.full_end + np.cumsum(remainder[self._remainder_streams])
@@ -100,6 +103,45 @@ class InterleavedOrder(EpochOrder):
                 first = int(index[piece[0]])
                 out[piece] = read(first, first + len(piece))
         return out
+
+
+class StratifiedOrder(InterleavedOrder):
+    """Samples of all streams one by one: a global batch holds each stream's part of it, within two or three samples."""
+
+    mixes_streams: ClassVar[bool] = True
+
+    def __init__(self, run: RunOrder, epoch: int) -> None:
+        super().__init__(run, epoch, 1, jitter=False)
+
+
+class _PerStreamBatches(BatchPlan):
+    order: PerStreamOrder
+
+    def _remainder_ends(self, at: int) -> tuple[int, ...]:
+        """Each stream's remainder is a batch; ``"exact"`` moves no border, for the batch before is another stream's."""
+        return tuple(end for end in self.order.remainder_ends.tolist() if end > at)
+
+    def _problems(self) -> list[str]:
+        problems = [*super()._problems(), *self.order.start_problems(self.start)]
+        length = self.order.stretch_length
+        if length != self.batch_size:
+            problems.append(
+                f"per_stream fixes the global batch at the run's start: {length} samples then, {self.batch_size} now. "
+                "Keep it, or choose another batching_method."
+            )
+        return problems
+
+
+class PerStreamOrder(InterleavedOrder):
+    """Global batches of B samples of one stream, interleaved; then each stream's remainder as a batch of its own."""
+
+    plan_type: ClassVar[type[BatchPlan]] = _PerStreamBatches
+    fixes: ClassVar[Mapping[str, str]] = {
+        "batch_size": "per_stream makes every global batch from one stream: it needs a batch size from the start."
+    }
+
+    def __init__(self, run: RunOrder, epoch: int) -> None:
+        super().__init__(run, epoch, run.config.batch_size or 1)
 
 
 class Interleave:

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.batching.base import EpochOrder
-from lightning_stream.order.window import SampleOrder
 
 if TYPE_CHECKING:
     from lightning_stream.order.plan import RunOrder
@@ -21,14 +20,9 @@ _ALL_STREAMS = 2**32  # the key of the one order over all streams together
 class RandomOrder(EpochOrder):
     """One order over the shards of all streams; any run of B positions is a global batch."""
 
-    def __init__(self, epoch: int, samples: SampleOrder) -> None:
-        super().__init__(epoch, samples.num_samples, samples.num_samples)
-        self._samples = samples
-
-    @classmethod
-    def make(cls, run: RunOrder, epoch: int) -> RandomOrder:
-        """The order of one epoch of a run."""
-        return cls(epoch, run.sample_order(epoch, tuple(range(run.snapshot.num_streams)), _ALL_STREAMS))
+    def __init__(self, run: RunOrder, epoch: int) -> None:
+        super().__init__(run, epoch)
+        self._samples = run.sample_order(epoch, tuple(range(run.snapshot.num_streams)), _ALL_STREAMS)
 
     @classmethod
     def shard_groups(cls, snapshot: Snapshot) -> Sequence[NDArray[np.int64]]:

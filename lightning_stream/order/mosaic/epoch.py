@@ -10,7 +10,6 @@ follow the sample ids. So they mean the same for any accumulation, and in every 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
@@ -19,14 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.batching.base import BatchPlan, EpochOrder
-from lightning_stream.order.draw import StreamWeights
 from lightning_stream.order.mosaic.partitions import PADDING
 from lightning_stream.order.mosaic.work import Work
 from lightning_stream.order.rank_split import ReplicaBatch, ceil_div
-from lightning_stream.order.snapshot import Snapshot, max_active
+from lightning_stream.order.snapshot import max_active
+from lightning_stream.order.window import kept
 
 if TYPE_CHECKING:
-    from lightning_stream.order.config import OrderConfig
     from lightning_stream.order.plan import RunOrder
 
 _KEPT_TABLES = 4
@@ -34,19 +32,12 @@ _KEPT_TABLES = 4
 
 @dataclass(frozen=True, eq=False)
 class EpochTable:
-    """An epoch, or the rest of one, in one world.
+    """An epoch, or the rest of one, in one world."""
 
-    Args:
-        rows: int64[batches, ranks, batch size], sample ids, -1 for padding; no batch is all padding.
-        counted: bool, where a sample counts: neither padding nor a repeat.
-        edges: int64[batches + 1], samples that count before each batch.
-        delivered: int64[batches + 1], the same with repeats.
-    """
-
-    rows: NDArray[np.int64]
-    counted: NDArray[np.bool_]
-    edges: NDArray[np.int64]
-    delivered: NDArray[np.int64]
+    rows: NDArray[np.int64]  # [batches, ranks, batch size], sample ids, -1 for padding; no batch is all padding
+    counted: NDArray[np.bool_]  # of the same shape: where a sample counts, being neither padding nor a repeat
+    edges: NDArray[np.int64]  # [batches + 1], samples that count before each batch
+    delivered: NDArray[np.int64]  # [batches + 1], the same with repeats
 
     @classmethod
     def of(cls, rows: NDArray[np.int64], drawn: NDArray[np.int64]) -> EpochTable:
@@ -120,7 +111,6 @@ class _MosaicBatches(BatchPlan):
         return np.array_equal(here, self.order.ids(self.start, self.order.num_samples))
 
     def ids(self, k: int) -> NDArray[np.int64]:
-        """Sample ids of global batch ``k`` in position order."""
         begin, end = self.bounds(k)
         return self._table.flat[begin - self._shift : end - self._shift]
 
@@ -173,27 +163,27 @@ class MosaicEpoch(EpochOrder):
     plan_type: ClassVar[type[BatchPlan]] = _MosaicBatches
     splits_samples: ClassVar[bool] = False
 
-    def __init__(self, snapshot: Snapshot, weights: Sequence[StreamWeights], config: OrderConfig, epoch: int) -> None:
-        self._snapshot, self._weights, self._config, self.epoch = snapshot, tuple(weights), config, epoch
+    def __init__(self, run: RunOrder, epoch: int) -> None:
+        super().__init__(run, epoch)
+        self._snapshot, self._weights, self._config = run.snapshot, run.weights, run.config
         self._tables: dict[tuple[int, int, int, int], EpochTable] = {}
-        mosaic = config.mosaic
+        mosaic = run.config.mosaic
         nodes, ranks = (mosaic and mosaic.initial_physical_nodes) or 1, (mosaic and mosaic.ranks_per_node) or 1
         self.global_batch = mosaic and mosaic.batch_size  # of that library; None: as large as ours
         batch_size = self.global_batch or nodes * ranks
         if batch_size % (nodes * ranks):  # the state of another library does not record its ranks
             nodes, ranks = 1, 1
-        self._first = self.table(nodes, ranks, batch_size // (nodes * ranks))
-        total = int(self._first.edges[-1])
-        super().__init__(epoch, total, total)
+        self._began = nodes, ranks, batch_size // (nodes * ranks)
+        self.num_samples = self.full_end = int(self._first.edges[-1])
 
-    def __reduce__(self) -> tuple[type[MosaicEpoch], tuple[Snapshot, tuple[StreamWeights, ...], OrderConfig, int]]:
+    @cached_property
+    def _first(self) -> EpochTable:
+        """The epoch in the world the training run began in."""
+        return self.table(*self._began)
+
+    def __getstate__(self) -> dict[str, object]:
         """Pickle the settings, not the arrays made from them."""
-        return MosaicEpoch, (self._snapshot, self._weights, self._config, self.epoch)
-
-    @classmethod
-    def make(cls, run: RunOrder, epoch: int) -> MosaicEpoch:
-        """The order of one epoch of a run."""
-        return cls(run.snapshot, run.weights, run.config, epoch)
+        return {name: value for name, value in vars(self).items() if name != "_first"} | {"_tables": {}}
 
     @classmethod
     def active_shards(cls, run: RunOrder) -> int:
@@ -218,15 +208,10 @@ class MosaicEpoch(EpochOrder):
 
     def table(self, nodes: int, ranks: int, batch_size: int, start: int = 0) -> EpochTable:
         """The epoch in a world, from a position on; the last few are kept."""
-        key = (nodes, ranks, batch_size, start)
-        found = self._tables.get(key)
-        if found is None:
-            found = self._tables[key] = self._make_table(*key)
-            for old in list(self._tables)[:-_KEPT_TABLES]:
-                self._tables.pop(old, None)
-        return found
+        return kept(self._tables, (nodes, ranks, batch_size, start), self._make_table, _KEPT_TABLES)
 
-    def _make_table(self, nodes: int, ranks: int, batch_size: int, start: int) -> EpochTable:
+    def _make_table(self, key: tuple[int, int, int, int]) -> EpochTable:
+        nodes, ranks, batch_size, start = key
         work = Work.of(self._snapshot, self._weights, self._config, self.epoch, (nodes, ranks, batch_size))
         used, rest = 0, None
         if start:  # what this world delivers from there on, each sample as often as is left of it

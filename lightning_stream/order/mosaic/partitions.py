@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.order.rank_split import ceil_div
 from lightning_stream.order.rules import broken, count, one_of
 
 Ids = NDArray[np.int64]
@@ -40,8 +41,7 @@ def partition(
     Args:
         algo: `orig`, or `relaxed`: as `orig` wherever canonical and physical nodes divide, else the epoch of the
             world that began it, dealt again.
-        num_samples: Positions in the epoch.
-        num_canonical_nodes: Rows of the epoch: each holds consecutive positions.
+        num_samples, num_canonical_nodes: Positions in the epoch, and its rows: each holds consecutive positions.
         num_physical_nodes, ranks_per_node, workers_per_rank, batch_size: This world, and samples of a rank's batch.
         drop_first: Samples of the epoch that are already used up; rounded down to a multiple of the nodes.
         initial_physical_nodes: Nodes of the world that began this epoch; only `relaxed` looks at it.
@@ -104,15 +104,11 @@ def _rank_rows(num_samples: int, canonical: int, nodes: int, ranks_per_node: int
     return ranks.reshape(nodes * ranks_per_node, per_rank)
 
 
-def _ceil(number: int, parts: int) -> int:
-    return -(-number // parts)
-
-
 def _canonical_rows(num_samples: int, canonical: int, nodes: int) -> Ids:
     """Positions of each canonical node: int64[canonical, the same for all], short rows filled up with repeats."""
     ratio = max(nodes // canonical, 1)
-    longest = _ceil(num_samples, canonical)
-    width = _ceil(longest, ratio) * ratio
+    longest = ceil_div(num_samples, canonical)
+    width = ceil_div(longest, ratio) * ratio
     if num_samples <= canonical:
         return np.resize(np.arange(num_samples, dtype=np.int64), (canonical, width))
     borders = np.arange(canonical + 1, dtype=np.int64) * num_samples // canonical
@@ -130,7 +126,7 @@ def _level(rows: Ids, ranks: int) -> Ids:
     """Fill up the rows of nodes so that their ranks get equally many."""
     length = rows.shape[1]
     if 0 < length < ranks:
-        return np.concatenate([rows] * _ceil(ranks, length), axis=1)[:, :ranks]
+        return np.concatenate([rows] * ceil_div(ranks, length), axis=1)[:, :ranks]
     return _repeat_late(rows, -length % ranks, ranks)
 
 
@@ -143,7 +139,7 @@ def _repeat_late(rows: Ids, padding: int, ratio: int) -> Ids:
 def _to_workers(rows: Ids, ranks_per_node: int, workers: int, batch_size: int) -> Ids:
     """Deal the batches of each rank to its workers in turn; fill up with -1."""
     ranks, length = rows.shape
-    batches = _ceil(length, workers * batch_size)
+    batches = ceil_div(length, workers * batch_size)
     padded = np.full((ranks, batches * workers * batch_size), PADDING, dtype=np.int64)
     padded[:, :length] = rows
     dealt = padded.reshape(ranks, batches, workers, batch_size).transpose(0, 2, 1, 3)

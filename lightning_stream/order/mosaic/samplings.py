@@ -20,15 +20,10 @@ Ids = NDArray[np.int64]
 
 
 class Drawn(NamedTuple):
-    """Drawn samples: of each shard every repeat of it, then what is drawn of it in part.
+    """Drawn samples: of each shard every repeat of it, then what is drawn of it in part."""
 
-    Attributes:
-        sizes: int64[n], samples of each repeat or part.
-        ids: int64[sum of sizes], the sample id of each drawn sample.
-    """
-
-    sizes: Ids
-    ids: Ids
+    sizes: Ids  # int64[n], samples of each repeat or part
+    ids: Ids  # int64[sum of sizes], the sample id of each drawn sample
 
 
 def chosen(
@@ -72,9 +67,8 @@ def draw(snapshot: Snapshot, streams: Sequence[int], choose: Sequence[int], conf
     parts = []
     for stream in streams:
         sizes, begin = snapshot.shard_sizes[stream], int(snapshot.shard_offsets[snapshot.stream_offsets[stream]])
-        per_shard = sampling(
-            sizes, choose[stream], config.sampling_granularity, config.seed, epoch, config.shuffle and balanced
-        )
+        use_epoch = config.shuffle and balanced
+        per_shard = sampling(sizes, choose[stream], config.sampling_granularity, config.seed, epoch, use_epoch)
         parts.append(_drawn(sizes, per_shard, begin, rng))
     return Drawn(np.concatenate([part.sizes for part in parts]), np.concatenate([part.ids for part in parts]))
 
@@ -105,11 +99,9 @@ def sampling(
     in a random order of such picks.
 
     Args:
-        samples_per_shard: Samples of each shard.
-        choose: Samples to draw in all.
+        samples_per_shard, choose: Samples of each shard, and samples to draw in all.
         granularity: Samples of one pick (the last pick of a shard may be smaller).
-        seed, epoch: The run's seed, and the epoch counted from 0.
-        use_epoch: Whether each epoch draws other picks.
+        seed, epoch, use_epoch: The run's seed, the epoch from 0, and whether each epoch draws other picks.
 
     Raises:
         ValueError: A number out of range, or no shards.

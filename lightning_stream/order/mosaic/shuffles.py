@@ -32,8 +32,7 @@ def shuffle(
     """Give the shuffled sample ids of an epoch: int64[sum of `shard_sizes`], a permutation.
 
     Args:
-        algo: One of `SHUFFLES`.
-        shard_sizes: Samples of each shard, in the order of their ids.
+        algo, shard_sizes: One of `SHUFFLES`, and samples of each shard, in the order of their ids.
         num_canonical_nodes: The epoch is cut into so many; every sample stays inside its node (but for `naive`).
         seed, epoch: The run's seed, and the epoch counted from 0.
         block_size: Samples of a shuffle block of `py1e` and `py1br`; the others do not look at it.
@@ -78,17 +77,12 @@ def _cut(spans: Ids, num_canonical_nodes: int) -> list[Ids]:
     return nodes
 
 
-def _node_spans(sizes: Ids, num_canonical_nodes: int, seed: int) -> list[Ids]:
-    """Deal all shards, in their run-constant order, to canonical nodes."""
+def _epoch_spans(sizes: Ids, num_canonical_nodes: int, seed: int, rng: Generator) -> list[Ids]:
+    """Deal all shards, in their run-constant order, to canonical nodes; then put each node's spans in this epoch's."""
     ends = np.cumsum(sizes)
     order = np.arange(len(sizes))
     default_rng(seed).shuffle(order)
-    return _cut(np.stack([ends - sizes, ends], axis=1)[order], num_canonical_nodes)
-
-
-def _epoch_spans(sizes: Ids, num_canonical_nodes: int, seed: int, rng: Generator) -> list[Ids]:
-    """The same, with the spans of each node in this epoch's order."""
-    nodes = _node_spans(sizes, num_canonical_nodes, seed)
+    nodes = _cut(np.stack([ends - sizes, ends], axis=1)[order], num_canonical_nodes)
     for node, spans in enumerate(nodes):
         order = np.arange(len(spans))
         rng.shuffle(order)

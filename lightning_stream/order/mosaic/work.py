@@ -29,12 +29,8 @@ class Work:
     """All that an epoch's global batches depend on but the resume point.
 
     Args:
-        snapshot: The data.
-        config: The order settings.
-        mosaic: Those of that library alone.
-        epoch: The epoch, counted from 0.
-        choose: Samples that each stream gives.
-        proportions: Each stream's proportion of the epoch.
+        snapshot, config, mosaic, epoch: The data, the order settings, those of that library alone, and the epoch.
+        choose, proportions: Samples that each stream gives, and its proportion of the epoch.
         nodes, ranks, batch_size: Nodes of this world, ranks of each, samples of a rank's batch.
     """
 
@@ -74,10 +70,9 @@ class Work:
         return int(self.block_size * self.proportions[stream])
 
     def batches(self, used: int = 0) -> tuple[Ids, Ids]:
-        """The rest of the epoch: int64[batches, ranks * batch size], -1 for padding, and all ids drawn for the epoch.
+        """The epoch behind its first ``used`` samples, and all ids drawn for the epoch.
 
-        Args:
-            used: Samples of the epoch that all ranks together have used up.
+        The batches are int64[batches, ranks * batch size], -1 for padding.
 
         Raises:
             ValueError: Streams or worlds that cannot fill what is asked.
@@ -115,8 +110,7 @@ class Work:
 
 def _random(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
     (drawn,) = draws
-    positions = work.deal(len(drawn.ids), used)
-    return _take(work.order(drawn, work.block_size), positions)
+    return _take(work.order(drawn, work.block_size), work.deal(len(drawn.ids), used))
 
 
 def _stratified(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
@@ -144,7 +138,12 @@ def _device_per_stream(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
             f"device_per_stream needs the nodes to divide num_canonical_nodes; found {nodes} and {canonical}; "
             f"set num_canonical_nodes to a multiple of {nodes}"
         )
-    _require_blocks(work)
+    for stream in range(len(work.choose)):
+        if work.config.shuffle and not work.block_share(stream):
+            raise ValueError(
+                f"device_per_stream splits a shuffle block over streams by proportion; stream {stream} gets none of "
+                f"{work.block_size}; raise shuffle_block_size or the stream's proportion"
+            )
     pools = []
     for stream, ids in enumerate(_stream_orders(work, draws)):
         turns = work.turns(len(ids), canonical)
@@ -193,15 +192,6 @@ def _mixed(pools: Sequence[Ids], rng: np.random.Generator) -> Ids:
     for stream, pool in enumerate(pools):
         mixed[turns == stream] = pool
     return mixed
-
-
-def _require_blocks(work: Work) -> None:
-    for stream in range(len(work.choose)):
-        if work.config.shuffle and not work.block_share(stream):
-            raise ValueError(
-                f"device_per_stream splits a shuffle block over streams by proportion; stream {stream} gets none of "
-                f"{work.block_size}; raise shuffle_block_size or the stream's proportion"
-            )
 
 
 def _require_batches(stream: int, num_samples: int, num_batches: int, batch_size: int) -> None:
