@@ -33,6 +33,16 @@ def test_a_source_in_a_store_gives_the_same_shards_in_a_store(rows_file: Path, t
         assert convert(one, tmp_path / "again", **settings, exist_ok=True).total == 3000
 
 
+def test_a_file_url_means_the_same_folder_to_convert_and_to_readers(rows_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "a b").mkdir()
+    source = rows_file.rename(tmp_path / "a b" / rows_file.name)
+    url = f"file://{tmp_path}/a%20b"
+    assert convert(f"{url}/{source.name}", f"{url}/out", num_workers=1).total == 3000
+    assert open_store(f"{url}/out").exists("index.json")
+    with pytest.raises(ValueError, match="file:///FOLDER"):
+        convert(source, "file://host/out", num_workers=1)
+
+
 def test_a_shuffle_into_a_store_leaves_nothing_on_this_machine(
     rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
