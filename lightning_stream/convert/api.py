@@ -137,9 +137,9 @@ def _placed(out: Any) -> Any:
     """A place that means the same in every process."""
     if isinstance(out, (tuple, list)):
         return tuple(map(_placed, out))
-    place = os.fspath(out)
+    place = os.fspath(out) if isinstance(out, (str, os.PathLike)) else ""
     if not place:
-        raise ValueError("out must name a folder or a URL; got an empty text. Pass one.")
+        raise ValueError(f"out must name a folder or a URL; got {out!r}. Pass one.")
     return place.rstrip("/") if is_remote(place) else str(LocalStore.from_url(place, {}).folder)
 
 

@@ -50,10 +50,6 @@ def write_file(path: Path, parts: Sequence[Any], *, if_absent: bool = False) -> 
         ) from error
     except OSError as error:
         remedy = "Free some space" if error.errno in FULL else "Check the disk or mount it is on"
-        if error.errno in (errno.EEXIST, errno.ENOTDIR):
-            raise StoreError(
-                f"{path.parent} must be a folder; it is a file, or below one. Name another place."
-            ) from error
         raise StoreError(
             f"{path}, {sum(map(len, views)):,} bytes, could not be written: {error.strerror}. {remedy}, and write the "
             "dataset again."

@@ -10,6 +10,7 @@ import pytest
 from servers import processes
 
 from lightning_stream.convert import convert
+from lightning_stream.errors import StoreError
 from lightning_stream.stores import open_store
 
 pytest.importorskip("fsspec", reason="needs fsspec: uv sync --group test")
@@ -41,6 +42,10 @@ def test_a_file_url_means_the_same_folder_to_convert_and_to_readers(rows_file: P
     assert open_store(f"{url}/out").exists("index.json")
     with pytest.raises(ValueError, match="file:///FOLDER"):
         convert(source, "file://host/out", num_workers=1)
+    with pytest.raises(ValueError, match="out must name a folder or a URL; got None"):
+        convert(source, None, num_workers=1)  # type: ignore[arg-type]
+    with pytest.raises(StoreError, match=r"must be a folder.*Name another place"):
+        convert(source, source, num_workers=1, overwrite=True)
 
 
 def test_a_shuffle_into_a_store_leaves_nothing_on_this_machine(
