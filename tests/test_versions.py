@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from lightning_stream import Stream, StreamingDataLoader, StreamingDataset
-from lightning_stream.errors import NotFoundError, SnapshotMismatch
+from lightning_stream.errors import AccessError, NotFoundError, SnapshotMismatch
 from lightning_stream.formats.index import Index, version_name
+from lightning_stream.stores import LocalStore
 from lightning_stream.writer import MDSWriter
 
 
@@ -119,3 +120,29 @@ def test_a_state_from_before_versions_were_kept_still_loads(tmp_path: Path) -> N
     write(tmp_path / "set", 60, append=True)
     with pytest.raises(SnapshotMismatch, match="Point the dataset to the former index"):
         loader(tmp_path / "set").load_state_dict(state)
+
+
+@pytest.mark.parametrize("answer", ["refused", "page"])
+def test_the_newest_version_is_read_where_a_store_does_not_say_plainly_that_a_file_is_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    digest = write(tmp_path / "data", 0)
+    get = LocalStore.get
+
+    def other(self: LocalStore, name: str, to: Any, *rest: Any) -> int:
+        if name != version_name(digest):
+            return get(self, name, to, *rest)
+        if answer == "refused":
+            raise AccessError("403: this bucket may not be listed")
+        return to.write_bytes(b"<html>no such page")
+
+    monkeypatch.setattr(LocalStore, "get", other)
+    for version in (digest, digest[:16], digest[:8]):
+        stream = Stream(str(tmp_path / "data"), local=str(tmp_path / "cache"), version=version)
+        assert len(StreamingDataset(streams=[stream], batch_size=1)) == 60
+
+
+def test_a_stream_that_is_named_by_its_index_is_refused_without_showing_a_secret() -> None:
+    with pytest.raises(ValueError, match="named by its folder") as caught:
+        Stream("https://me:S3CRET@host/data/index.json")
+    assert "S3CRET" not in str(caught.value)

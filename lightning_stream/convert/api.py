@@ -20,6 +20,7 @@ from lightning_stream.convert.transform import Transform
 from lightning_stream.convert.worker import IN_WORKER
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.shared_files import FileLock
+from lightning_stream.stores import LocalStore
 from lightning_stream.writer.place import Out, is_remote
 
 _WAIT_S = 24 * 3600.0
@@ -136,10 +137,10 @@ def _placed(out: Any) -> Any:
     """A place that means the same in every process."""
     if isinstance(out, (tuple, list)):
         return tuple(map(_placed, out))
-    place = os.fspath(out)
+    place = os.fspath(out) if isinstance(out, (str, os.PathLike)) else ""
     if not place:
-        raise ValueError("out must name a folder or a URL; got an empty text.")
-    return place.rstrip("/") if is_remote(place) else str(Path(place.removeprefix("file://")).expanduser().absolute())
+        raise ValueError(f"out must name a folder or a URL; got {out!r}. Pass one.")
+    return place.rstrip("/") if is_remote(place) else str(LocalStore.from_url(place, {}).folder)
 
 
 def _processes(num_workers: int | None) -> int:

@@ -19,7 +19,7 @@ import xxhash
 import zstandard
 
 from lightning_stream.errors import NotFoundError, redact
-from lightning_stream.stores import Store, open_store
+from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.writer.place import is_remote
 
 Places: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
@@ -156,13 +156,13 @@ def find_files(source: Places, options: Mapping[str, Any] | None = None) -> list
         place = os.fspath(given)
         files = _in_store(place, options) if is_remote(place) else _on_disk(place)
         if not files:
-            raise NotFoundError(f"a source must name files; {place} names none. Check the path.")
+            raise NotFoundError(f"a source must name files; {redact(place)} names none. Check the path.")
         found += files
     return found
 
 
 def _on_disk(place: str) -> list[SourceFile]:
-    path = Path(place.removeprefix("file://")).expanduser().absolute()
+    path = LocalStore.from_url(place, {}).folder
     if path.is_file():
         return [_local(path.parent, path.name, path.stat())]
     if path.is_dir():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lightning_stream.cache import CacheConfig, ShardCache, default_folder
-from lightning_stream.errors import NotFoundError, UnavailableError
+from lightning_stream.errors import FormatError, NotFoundError, StoreError, redact
 from lightning_stream.formats.index import INDEX_NAME, Index, version_name
 from lightning_stream.order import StreamWeights
 from lightning_stream.stores import Store, open_store
@@ -86,7 +86,10 @@ class Stream:
         for place in (remote, local):
             if place is not None and os.fspath(place).rstrip("/").endswith(f"/{INDEX_NAME}"):
                 folder = os.fspath(place).rstrip("/").removesuffix(f"/{INDEX_NAME}")
-                raise ValueError(f"a stream is named by its folder, not by its index; found {place}. Pass {folder!r}")
+                raise ValueError(
+                    f"a stream is named by its folder, not by its index; found {redact(str(place))}. Pass "
+                    f"{redact(folder)!r}"
+                )
         if sum(weight is not None for weight in (proportion, repeat, choose)) > 1:
             raise ValueError(f"a stream has one weight; found {proportion=}, {repeat=}, {choose=}. Pass one of them")
         self.remote = None if remote is None else os.path.expanduser(os.fspath(remote))  # noqa: PTH111 - may be a URL
@@ -162,8 +165,9 @@ def index_of(stream: Stream, cache: ShardCache) -> Index:
     if wanted is None:
         return cache.newest_index()
     if len(wanted) >= _KEPT_DIGITS:
-        # Never changes, so the cache need not ask the store again.
-        with contextlib.suppress(NotFoundError, UnavailableError):
+        # Never changes, so the cache need not ask the store again. The newest version has no such file, which stores
+        # say in several ways: a bucket that may not be listed refuses access, a web server may send a page.
+        with contextlib.suppress(StoreError, FormatError):
             kept = cache.index(version_name(wanted))
             if kept.digest.startswith(wanted):
                 return kept
@@ -182,7 +186,7 @@ def index_of(stream: Stream, cache: ShardCache) -> Index:
 
 def _digits(version: str) -> str:
     """The digits of a version's digest, of which the name of its file has the first 16."""
-    found = _VERSION.fullmatch(version)
+    found = _VERSION.fullmatch(str(version))
     if found is None:
         raise ValueError(
             f"version is 6 or more hex digits of an index's digest, or its file's name, index.<16 digits>.json; found "

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+from lightning_stream.errors import StoreError
 from lightning_stream.shared_files import FileLock, Modes, publish, same_file, sync
 
 from .base import already_exists
@@ -25,7 +26,10 @@ def locked_draft(final: Path) -> Iterator[Path]:
 
     The lock is only a sign of life for `sweep_drafts`. A file system without locks works too: nothing is swept there.
     """
-    final.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise StoreError(f"{final.parent} must be a folder; it is a file, or below one. Name another place.") from None
     while True:
         draft = final.with_name(f"{DRAFT}{secrets.token_hex(16)}")
         fd = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)

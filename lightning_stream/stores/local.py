@@ -40,13 +40,15 @@ class LocalStore(BaseStore):
     def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
         if options:
             raise ValueError(f"a local folder has no options; got {', '.join(sorted(options))}")
+        if not url:
+            raise ValueError("a place is a path or a URL; got an empty text. Pass one.")
         if not url.lower().startswith("file://"):
             return cls(url)
         host, slash, path = url[len("file://") :].partition("/")
         if host not in ("", "localhost") or not slash:
             raise ValueError(
-                f"a file URL names a folder of this machine: file:///FOLDER; got {redact(url)!r}, which names the host "
-                f"{host.rpartition('@')[2]!r}. Use a path, or the URL of that host's store"
+                f"a file URL names a folder of this machine: file:///FOLDER; got {redact(url)!r}, which "
+                f"names the host {host.rpartition('@')[2]!r}. Use a path, or the URL of that host's store."
             )
         return cls(urllib.parse.unquote(slash + path))
 

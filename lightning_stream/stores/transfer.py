@@ -144,7 +144,7 @@ def header_stream(
     length = headers.get("Content-Length")
     span = re.fullmatch(r"bytes \d+-\d+/(\d+)", headers.get("Content-Range") or "")
     total = int(span[1]) if span else None
-    num_bytes = int(length) if length is not None and length.isdigit() else None
+    num_bytes = int(length) if length and length.isdigit() else None
     return ObjectStream(response_chunks(raw), num_bytes, version, close, total=total, **more)
 
 

@@ -127,7 +127,7 @@ class ShardWriter(ABC):
         """The columns given, or those of the dataset appended to, or those inferred from the first sample or batch."""
         if self._columns is not None:
             return self._columns
-        if self._place.base is not None:
+        if self._place.base is not None and self._place.base.schemas:
             return self._place.base.columns
         if sample is not None:
             return self._inferred(infer_columns(sample))
@@ -305,6 +305,8 @@ class ShardWriter(ABC):
     ) -> None:
         if kind is None:
             self.finish()
+            return
+        if self._finished:  # before the error: the dataset is whole
             return
         self._pipeline.fail(error or kind())
         self._pipeline.close()

@@ -6,7 +6,7 @@ their memory allows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -33,10 +33,11 @@ def batch_columns(batch: Any) -> tuple[dict[str, Any], int]:
 def _columns(batch: Any) -> dict[str, Any]:
     module = type(batch).__module__.split(".")[0]
     if module == "pyarrow" and hasattr(batch, "column_names"):
-        names = batch.column_names
+        names = _distinct(batch.column_names)
         return {name: arrow_values(batch.column(k), name) for k, name in enumerate(names)}
     if module == "pandas" and hasattr(batch, "columns"):
-        return {str(name): batch[name].to_numpy() for name in batch.columns}
+        names = _distinct(map(str, batch.columns))
+        return {name: batch.iloc[:, k].to_numpy() for k, name in enumerate(names)}
     if isinstance(batch, Mapping):
         return {name: _values(values, name) for name, values in batch.items()}
     raise TypeError(
@@ -45,15 +46,33 @@ def _columns(batch: Any) -> dict[str, Any]:
     )
 
 
+def _distinct(names: Iterable[str]) -> list[str]:
+    """The names of columns; ValueError where one would replace another of the same name."""
+    found = list(names)
+    twice = sorted({name for name in found if found.count(name) > 1})
+    if twice:
+        raise ValueError(
+            f"each column of a batch must have a name of its own; found {twice} more than once. Rename them."
+        )
+    return found
+
+
 def _values(values: Any, name: str) -> Any:
     if type(values).__module__.split(".")[0] == "pyarrow":
         return arrow_values(values, name)
-    if isinstance(values, (str, bytes)):
-        raise TypeError(f"column {name!r}: a batch holds one value per row; got a single {type_name(values)}.")
+    if hasattr(values, "__array__") and not isinstance(values, np.ndarray):
+        try:
+            values = np.asarray(values)
+        except (RuntimeError, TypeError) as error:  # torch: of a GPU, or with a gradient
+            raise TypeError(f"column {name!r}: {type_name(values)} gives no array: {error}") from error
+    if isinstance(values, (str, bytes)) or (isinstance(values, np.ndarray) and not values.ndim):
+        raise TypeError(
+            f"column {name!r}: a batch holds one value per row; got a single {type_name(values)}. Pass a list."
+        )
+    if isinstance(values, np.ma.MaskedArray) and (masked := int(np.ma.getmaskarray(values).sum())):
+        raise ValueError(f"column {name!r}: {masked} values are masked. Fill or drop them before writing.")
     if isinstance(values, (np.ndarray, list, tuple)):
         return values
-    if hasattr(values, "__array__"):
-        return np.asarray(values)
     if isinstance(values, Sequence):
         return values
     raise TypeError(f"column {name!r}: a batch holds arrays or sequences of values; got {type_name(values)}.")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from lightning_stream.errors import NotFoundError
+from lightning_stream.errors import NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.stores import Store
 from lightning_stream.writer.place import DatasetPlace, Out
@@ -51,6 +51,7 @@ def merge_index(
         NotFoundError: No index below the root, or one of the list is absent.
         ValueError: An index of the list is not below ``out``.
         FormatError: One of them is not an index.
+        ValueError: The root's index lists shards of its own, as after an append there, which no partition has.
         FileExistsError, ConflictError: Another process put the root's index meanwhile; that one stays.
     """
     listed = isinstance(indexes, Sequence) and not isinstance(indexes, (str, tuple))
@@ -69,6 +70,13 @@ def merge_index(
         folders = _partitions(entry.name for entry in store.list(""))
     if not folders:
         raise NotFoundError(f"no {INDEX_NAME} in any folder below {store.url}. Give the root of the partitions.")
+    own = sorted(name for name in place.files_begun_with if "/" not in name)
+    if own:
+        raise ValueError(
+            f"a merged index lists the shards of partitions alone; {store.url}/{INDEX_NAME} also lists {len(own)} "
+            f"files that lie beside it, such as {own[0]}, which would be lost. Move them into a folder with an index "
+            "of their own; if they are not wanted, delete that index."
+        )
     texts = [text for folder in folders for text in _entries(store, folder)]
     place.commit_index(b'{"version": 2, "shards": [' + b", ".join(texts) + b"]}")
 
@@ -84,7 +92,9 @@ def _below(index: str, root: str) -> str:
     if "://" not in folder and "://" not in root:
         folder, root = os.path.abspath(folder), os.path.abspath(root)  # noqa: PTH100 - no links are to be followed
     if not folder.startswith(f"{root}/"):
-        raise ValueError(f"all indexes must be below {root}, since shards are named relative to it; got {index}.")
+        raise ValueError(
+            f"all indexes must be below {redact(root)}, since shards are named relative to it; got {redact(index)}."
+        )
     return folder[len(root) + 1 :]
 
 

@@ -25,6 +25,7 @@ from lightning_stream.errors import (
     NotFoundError,
     StoreError,
     UnavailableError,
+    redact,
 )
 from lightning_stream.formats.index import INDEX_NAME, Index, version_name
 from lightning_stream.stores import LocalStore, Store, open_store
@@ -87,14 +88,24 @@ class DatasetPlace:
         put_names: Names of the shard files that were put.
 
     Raises:
-        ValueError: Not a path, a URL, or a pair of both.
+        ValueError: Not a path, a URL, or a pair of a path and another place.
     """
 
     def __init__(self, out: Any, keep_local: bool = False, store_options: Mapping[str, Any] | None = None) -> None:
         places = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-        if not 1 <= len(places) <= 2 or not all(isinstance(place, (str, os.PathLike)) for place in places):
-            raise ValueError(f"out must be a path, a URL, or (local path, URL); got {out!r}.")
+        if not 1 <= len(places) <= 2 or not all(
+            isinstance(place, (str, os.PathLike)) and str(place) for place in places
+        ):
+            raise ValueError(
+                f"out must be a path, a URL, or (local path, URL), none of them empty; got {redact(repr(out))}. Pass "
+                "one of these."
+            )
         urls = [os.path.expanduser(place) for place in places]  # noqa: PTH111 - may be URLs
+        if len(urls) == 2 and (is_remote(urls[0]) or urls[0] == urls[1]):
+            raise ValueError(
+                f"out as a pair is a local folder and another place: (local path, URL); got {redact(repr(out))}. Put "
+                "the local folder first, or pass one place."
+            )
         self.local = next((url for url in urls if not is_remote(url)), None)
         self.remote = next((url for url in urls[::-1] if len(urls) == 2 or is_remote(url)), None)
         self.keep_local = keep_local
@@ -146,6 +157,11 @@ class DatasetPlace:
             self._begun_with[name] = [Seen() if mode == "new" else Seen.of(store, name) for store in self.stores]
         if mode == "append":
             self.base = self._read_base()
+
+    @property
+    def files_begun_with(self) -> set[str]:
+        """The files that the index lists which was there when the writer began."""
+        return listed_files(self._begun_with[INDEX_NAME][0].data)
 
     def _read_base(self) -> Index:
         texts = [seen.data for seen in self._begun_with[INDEX_NAME]]

@@ -10,6 +10,7 @@ import pytest
 from servers import processes
 
 from lightning_stream.convert import convert
+from lightning_stream.errors import StoreError
 from lightning_stream.stores import open_store
 
 pytest.importorskip("fsspec", reason="needs fsspec: uv sync --group test")
@@ -31,6 +32,20 @@ def test_a_source_in_a_store_gives_the_same_shards_in_a_store(rows_file: Path, t
     assert not convert(f"{source}/folder", out, **settings).is_new
     for one in (f"{source}/folder/rows.jsonl", f"{source}/folder/*.jsonl", [f"{source}/folder/rows.jsonl"]):
         assert convert(one, tmp_path / "again", **settings, exist_ok=True).total == 3000
+
+
+def test_a_file_url_means_the_same_folder_to_convert_and_to_readers(rows_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "a b").mkdir()
+    source = rows_file.rename(tmp_path / "a b" / rows_file.name)
+    url = f"file://{tmp_path}/a%20b"
+    assert convert(f"{url}/{source.name}", f"{url}/out", num_workers=1).total == 3000
+    assert open_store(f"{url}/out").exists("index.json")
+    with pytest.raises(ValueError, match="file:///FOLDER"):
+        convert(source, "file://host/out", num_workers=1)
+    with pytest.raises(ValueError, match="out must name a folder or a URL; got None"):
+        convert(source, None, num_workers=1)  # type: ignore[arg-type]
+    with pytest.raises(StoreError, match=r"must be a folder.*Name another place"):
+        convert(source, source, num_workers=1, overwrite=True)
 
 
 def test_a_shuffle_into_a_store_leaves_nothing_on_this_machine(

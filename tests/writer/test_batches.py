@@ -160,3 +160,40 @@ def test_rows_of_blocks_are_whole_across_pieces_of_memory(monkeypatch: pytest.Mo
     held.add_rows(blocks[:1])
     held.add_rows(blocks)
     assert b"".join(held.parts()) == b"begin" + blocks[0].tobytes() + np.concatenate(blocks, axis=1).tobytes()
+
+
+def test_a_batch_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    pa, pd = pytest.importorskip("pyarrow"), pytest.importorskip("pandas")
+    batches = [
+        pa.table([pa.array([1]), pa.array([2])], names=["x", "x"]),
+        pd.DataFrame([[1, 2]], columns=["x", "x"]),
+        pd.DataFrame({1: [1], "1": [2]}),
+    ]
+    for number, batch in enumerate(batches):
+        with (
+            pytest.raises(ValueError, match=r"a name of its own.*Rename"),
+            MDSWriter(out=tmp_path / str(number)) as writer,
+        ):
+            writer.write_batch(batch)
+
+
+class _OnGpu:
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (np.array(3), "one value per row"),
+        (np.int64(3), "one value per row"),
+        (np.ma.masked_array([1, 2], mask=[True, False]), "1 values are masked"),
+        (_OnGpu(), "gives no array: can't convert cuda"),
+    ],
+)
+def test_what_is_no_column_is_refused_by_its_name(tmp_path: Path, values: Any, said: str) -> None:
+    with (
+        pytest.raises((TypeError, ValueError), match=f"column 'x': .*{said}"),
+        MDSWriter(out=tmp_path, columns={"x": "int"}) as writer,
+    ):
+        writer.write_batch({"x": values})

@@ -101,3 +101,24 @@ def test_nothing_to_merge_and_a_damaged_partition_are_errors_and_put_nothing(tmp
     with pytest.raises(ValueError, match="takes a root, or a list"):
         merge_index([])
     assert not (tmp_path / "index.json").exists()
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_merge_never_loses_shards_that_lie_beside_the_roots_index(tmp_path: Path, listed: bool) -> None:
+    indexes = [str(tmp_path / name) for name in ("part0", "part1")]
+    for number, folder in enumerate(indexes):
+        partition(Path(folder), 10 * number)
+    arguments: Any = (indexes, str(tmp_path)) if listed else (str(tmp_path),)
+    merge_index(*arguments)
+    merge_index(*arguments)  # what a merge listed is no obstacle to the next
+    with MDSWriter(out=tmp_path, append=True) as writer:
+        writer.write({"x": 20})
+    with pytest.raises(ValueError, match=r"also lists 1 files.*shard\.00000.*Move them"):
+        merge_index(*arguments)
+    assert read(tmp_path) == list(range(21))
+
+
+def test_an_index_outside_the_root_is_refused_without_showing_a_secret(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="all indexes must be below") as caught:
+        merge_index(["s3://me:S3CRET@bucket/x/index.json"], str(tmp_path))
+    assert "S3CRET" not in str(caught.value)

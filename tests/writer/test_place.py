@@ -273,3 +273,39 @@ def test_a_loser_gets_the_same_error_each_time_and_nothing_of_it_is_left(tmp_pat
             late.finish()
     assert read(tmp_path) == [2]
     assert names(tmp_path) == listed(tmp_path)
+
+
+def test_an_error_after_finish_does_not_call_the_dataset_unfinished(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail_late() -> None:
+        with MDSWriter(out=tmp_path / "out", columns={"x": "int"}) as writer:
+            writer.write({"x": 1})
+            writer.finish()
+            raise KeyError("later")
+
+    with pytest.raises(KeyError):
+        fail_late()
+    assert not caplog.records
+    assert read(tmp_path / "out") == [1]
+
+
+@pytest.mark.parametrize("out", ["", ("s3://me:S3CRET@bucket/x", "a"), ("a", "a"), ("a", ""), ("a", "b", "c"), None])
+def test_a_place_is_a_folder_or_a_url_or_a_pair_with_the_folder_first(out: Any) -> None:
+    with pytest.raises(ValueError, match="out") as caught:
+        MDSWriter(out=out, columns={"x": "int"})
+    assert "S3CRET" not in str(caught.value)
+
+
+def test_a_place_that_is_a_file_or_below_one_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(StoreError, match=r"must be a folder.*Name another place"):
+            write(out, range(3))
+
+
+def test_an_empty_dataset_takes_the_columns_of_the_first_sample_appended(tmp_path: Path) -> None:
+    write(tmp_path, [])
+    with MDSWriter(out=tmp_path, append=True) as writer:
+        writer.write({"x": 1})
+    assert read(tmp_path) == [1]
