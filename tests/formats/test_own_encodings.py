@@ -271,5 +271,5 @@ def test_what_encode_many_gives_never_makes_a_damaged_shard(tmp_path: Path, give
 def test_decode_many_gives_a_list_or_an_array_of_all_values(tmp_path: Path, given: Any) -> None:
     register_encoding("given", Given(read=given))
     shard = write(tmp_path / "data", {"x": "given"}, {"x": ["a", "b"]})
-    with pytest.raises(FormatError, match="decode_many gave .*; it must give a list or an array of 2"):
+    with pytest.raises(FormatError, match=r"decode_many gave .*; it must give a list or an array of 2"):
         gather([shard], np.zeros(2, np.int64), np.arange(2))
