@@ -44,13 +44,18 @@ class EncodedBatch(NamedTuple):
             buffer.add_rows([block[begin:end] for block in self.blocks])
             return
         parts = self.parts[begin * self.per_row : end * self.per_row]
-        per_join = _JOIN_BYTES * len(parts) // max(1, int(self.sizes[begin:end].sum()))
+        num_bytes = int(self.sizes[begin:end].sum())
+        per_join = _JOIN_BYTES * len(parts) // max(1, num_bytes)
         if per_join <= 1:
             for part in parts:
                 buffer.add(part)
             return
         for k in range(0, len(parts), per_join):
-            buffer.add(b"".join(parts[k : k + per_join]))
+            joined = b"".join(parts[k : k + per_join])
+            num_bytes -= len(joined)
+            buffer.add(joined)
+        if num_bytes:
+            raise TypeError("encode_many must give bytes, or views of bytes; it gave a list of arrays of other items.")
 
     def joined(self) -> bytes | memoryview:
         """All bytes, in order, in memory of their own."""

@@ -211,3 +211,65 @@ def test_a_closed_shards_decoder_is_let_go(tmp_path: Path) -> None:
     del shard, again, decoder
     gc.collect()
     assert alive() is None
+
+
+class Given(Encoding):
+    """What `encode`, `encode_many` and `decode_many` give is said by the test."""
+
+    def __init__(self, one: Any = str.encode, many: Any = None, read: Any = None) -> None:
+        self.encode = one  # type: ignore[method-assign]
+        self.many, self.read = many, read
+
+    def decode(self, data: Any) -> bytes:
+        return bytes(data)
+
+    def encode_many(self, values: Any) -> Any:
+        return None if self.many is None else self.many
+
+    def decode_many(self, window: Any, offsets: Any, sizes: Any) -> Any:
+        return self.read
+
+
+@pytest.mark.parametrize("in_batch", [False, True])
+def test_what_encode_gives_is_stored_as_its_bytes_or_refused(tmp_path: Path, in_batch: bool) -> None:
+    scratch = bytearray(1)
+
+    def reused(value: str) -> bytearray:
+        scratch[0] = ord(value)
+        return scratch
+
+    def stored(encoding: Encoding) -> list[bytes]:
+        register_encoding("given", encoding, replace=True)
+        out = tmp_path / str(len(list(tmp_path.iterdir())))
+        with MDSWriter(out=out, columns={"x": "given"}) as writer:
+            if in_batch:
+                writer.write_batch({"x": ["a", "b"]})
+            else:
+                writer.write({"x": "a"})
+                writer.write({"x": "b"})
+        shard = open_shard(Index.from_bytes((out / "index.json").read_bytes(), "index.json").entry(0), out)
+        return [shard.sample(k)["x"] for k in range(2)]
+
+    numbers = np.arange(3, dtype=np.int32)
+    assert stored(Given(lambda _: numbers)) == [numbers.tobytes()] * 2
+    assert stored(Given(lambda _: memoryview(numbers))) == [numbers.tobytes()] * 2
+    assert stored(Given(reused)) == [b"a", b"b"]
+    for wrong in ("text", None, [1, 2], 7):
+        with pytest.raises(TypeError, match=r"column 'x': its encoding must give bytes; encode gave "):
+            stored(Given(lambda _, wrong=wrong: wrong))
+
+
+@pytest.mark.parametrize("given", [[np.arange(2, dtype=np.int32)] * 2, "ab", 5, iter("ab"), (b"a", b"b"), ["a", "b"]])
+def test_what_encode_many_gives_never_makes_a_damaged_shard(tmp_path: Path, given: Any) -> None:
+    register_encoding("given", Given(many=given))
+    with pytest.raises((TypeError, ValueError)), MDSWriter(out=tmp_path, columns={"x": "given"}) as writer:
+        writer.write_batch({"x": ["a", "b"]})
+    assert not (tmp_path / "index.json").exists()
+
+
+@pytest.mark.parametrize("given", [5, "ab", (1, 2), {0: 1, 1: 2}, iter("ab"), np.array(2), [1], np.arange(3)])
+def test_decode_many_gives_a_list_or_an_array_of_all_values(tmp_path: Path, given: Any) -> None:
+    register_encoding("given", Given(read=given))
+    shard = write(tmp_path / "data", {"x": "given"}, {"x": ["a", "b"]})
+    with pytest.raises(FormatError, match=r"decode_many gave .*; it must give a list or an array of 2"):
+        gather([shard], np.zeros(2, np.int64), np.arange(2))

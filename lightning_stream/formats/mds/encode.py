@@ -69,6 +69,8 @@ class MdsEncoder:
             for name, encoding, kept, encode, size in self._steps:
                 value = sample[name]
                 data = value if type(value) is kept else encode(value)
+                if type(data) is not bytes:
+                    data = _as_bytes(data)
                 if size is None:
                     sizes.append(len(data))
                 elif len(data) != size:
@@ -117,22 +119,33 @@ def _encode_column(encoding: Encoding, name: str, values: Any, num_rows: int) ->
     column = None if many is None else many(values)
     if column is None:
         stored, encode = _stores_bytes(encoding), encoding.encode
-        column = [value if stored and type(value) is bytes else encode(value) for value in values]
+        kept = bytes if stored else _NoValue
+        found = (value if type(value) is kept else encode(value) for value in values)
+        column = [data if type(data) is bytes else _as_bytes(data) for data in found]
     if isinstance(column, list):
         column = column if encoding.size is None else _same_size(column, encoding.size, name)
     if isinstance(column, np.ndarray):
         column = (column,)
-    if not isinstance(column, tuple):
-        right = len(column) == num_rows
-    else:
-        right = all(block.ndim == 2 and block.dtype == np.uint8 and len(block) == num_rows for block in column)
+    if isinstance(column, tuple):
+        right = all(isinstance(one, np.ndarray) and one.dtype == np.uint8 for one in column)
+        right = right and all(block.ndim == 2 and len(block) == num_rows for block in column)
         right = right and encoding.size in (None, _width(column))
+    else:
+        right = isinstance(column, list) and len(column) == num_rows
     if not right:
         raise ValueError(
             f"{name}: encode_many must give {num_rows} values: uint8[rows, width] arrays, of the encoding's size if it "
             "has one, or a list."
         )
     return column
+
+
+def _as_bytes(data: Any) -> bytes:
+    """What an encoding gave for one value, as bytes of its own: an array's length is not its number of bytes."""
+    try:
+        return bytes(memoryview(data))
+    except TypeError as error:
+        raise TypeError(f"its encoding must give bytes; encode gave {type(data).__name__}.") from error
 
 
 def _same_size(values: Sequence[Any], size: int, name: str) -> Bytes2d:

@@ -229,8 +229,11 @@ def _decoded(
         except DECODE_ERRORS as raised:
             many, error = None, raised  # which of the values it was, decoding them one by one shows
         if many is not None:
-            wrong = len(many) != len(at)
-            return many, 0, ValueError(f"decode_many gave {len(many)} values") if wrong else None
+            found = len(many) if isinstance(many, list) or (isinstance(many, np.ndarray) and many.ndim) else None
+            if found == len(at):
+                return many, 0, None
+            what = f"{found} values" if found is not None else type(many).__name__
+            return many, 0, TypeError(f"decode_many gave {what}; it must give a list or an array of {len(at)}")
     view, decode = window.view, column.decode
     values: list[Any] = []
     try:

@@ -64,8 +64,11 @@ def draw(snapshot: Snapshot, streams: Sequence[int], choose: Sequence[int], conf
     """Draw from some streams. One generator serves the call, so asking for all at once differs from one by one."""
     balanced = config.sampling_method == "balanced"
     rng = default_rng(config.seed + epoch * balanced)
-    parts = []
+    none = np.zeros(0, np.int64)
+    parts = [Drawn(none, none)]
     for stream in streams:
+        if not len(snapshot.shard_sizes[stream]):
+            continue  # an empty dataset has no shards
         sizes, begin = snapshot.shard_sizes[stream], int(snapshot.shard_offsets[snapshot.stream_offsets[stream]])
         use_epoch = config.shuffle and balanced
         per_shard = sampling(sizes, choose[stream], config.sampling_granularity, config.seed, epoch, use_epoch)

@@ -307,3 +307,14 @@ def test_a_world_that_cannot_hold_the_first_global_batch_is_refused():
     run = run_of(World(0, 4, 2))
     with pytest.raises(ValueError, match=r"16 samples over all ranks.*24 samples a step"):
         BatchPlan(run.epoch(0), batch_size=24, world=World(0, 4, 2))
+
+
+@pytest.mark.parametrize("algorithm", ["py1e", "py1br", "py1s", "py2s", "naive"])
+def test_a_stream_of_an_empty_dataset_changes_nothing(algorithm: str) -> None:
+    def ids(sizes: list[list[int]]) -> list[int]:
+        config = OrderConfig.resolve(batch_size=4, device_batch_size=4, shuffle=True, algorithm=algorithm, seed=3)
+        epoch = RunOrder(Snapshot.of(sizes), [StreamWeights()] * len(sizes), config).epoch(1)
+        return epoch.ids(0, epoch.num_samples).tolist()
+
+    assert set(ids([[9, 4], []])) == set(range(13))
+    assert ids([[9, 4], []]) == ids([[], [9, 4]]) == ids([[9, 4]])
