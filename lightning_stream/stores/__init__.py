@@ -64,18 +64,13 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None) -> Sto
     given = dict(options or {})
     policy = RetryPolicy(**{name: given.pop(name) for name in _POLICY & set(given)})
     scheme = "dbfs" if text.startswith("dbfs:") else _scheme(text)
-    if scheme in (None, "file"):
+    if scheme is None or scheme == "file":
         return LocalStore.from_url(text, given)
-    assert scheme is not None
     return RetryingStore(_store_class(scheme, text).from_url(text, {**given, "timeout_s": policy.timeout_s}), policy)
 
 
 def _scheme(url: str) -> str | None:
-    """The scheme of a URL; None for a path.
-
-    Raises:
-        ValueError: The path of no file that looks like a mistyped URL.
-    """
+    """The scheme of a URL; None for a path. ValueError for the path of no file that looks like a mistyped URL."""
     scheme, colon, _ = url.partition("://")
     if colon and "/" not in scheme:
         return scheme if "::" in scheme else scheme.lower()

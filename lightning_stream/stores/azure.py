@@ -41,14 +41,7 @@ class AzureOptions:
 
 
 class AzureStore(BaseStore):
-    """Blobs of one container below a prefix.
-
-    Args:
-        container: The container.
-        prefix: The folder in it; may be empty.
-        options: See :class:`AzureOptions`.
-        url: The URL as the user wrote it.
-    """
+    """Blobs of one container below a prefix, which may be empty. `url` is for messages, as the user wrote it."""
 
     # An account with folders (ADLS) lists "a/b" before "a-c".
     traits = StoreTraits(ranges=True, conditional_put=True)
@@ -183,9 +176,8 @@ class AzureStore(BaseStore):
     def _special_error(self, error: Exception, where: str) -> Exception | None:
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if _code(error) == "ContainerNotFound":
-            return NotFoundError(
-                f"{where}: there is no container {self._container_name!r}. Check the URL and the account."
-            )
+            container = self._container_name
+            return NotFoundError(f"{where}: there is no container {container!r}. Check the URL and the account.")
         if kinds & {"ClientAuthenticationError", "CredentialUnavailableError"}:
             return AccessError(f"{where}: refused ({summarize(error)}). {self.access_remedy}")
         if isinstance(error, ValueError) and "HTTPS" in str(error):

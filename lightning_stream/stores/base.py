@@ -318,15 +318,15 @@ class BaseStore(Store):
             yield from chunks
 
 
+@dataclass
 class _Translation:
     """Raises a client's error as ours, without any link to the client's.
 
     That may hold a signed URL or a token, which tracebacks would print, and connections, which it would keep open.
     """
 
-    def __init__(self, store: BaseStore, name: str) -> None:
-        self._store = store
-        self._name = name
+    store: BaseStore
+    name: str
 
     def __enter__(self) -> None:
         """Nothing to prepare."""
@@ -334,7 +334,7 @@ class _Translation:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, Exception) or isinstance(error, (LightningStreamError, MissingExtraError)):
             return
-        found = self._store._translated(error, f"{self._store.url}/{self._name}")  # noqa: SLF001 - one class in two
+        found = self.store._translated(error, f"{self.store.url}/{self.name}")  # noqa: SLF001 - one class in two
         del error, trace  # or this frame, part of the new traceback, would keep them
         if found is not None:
             try:

@@ -99,9 +99,8 @@ class HttpStore(BaseStore):
         self._request("PUT", self._address(name), headers, file).close()
 
     def _list(self, prefix: str) -> Iterator[ObjectEntry]:
-        raise StoreError(
-            f"{self.url}/{prefix}: a web server cannot be listed. Name the files, or use a bucket's own URL."
-        )
+        where = f"{self.url}/{prefix}"
+        raise StoreError(f"{where}: a web server cannot be listed. Name the files, or use a bucket's own URL.")
 
     def _delete(self, name: str) -> None:
         self._request("DELETE", self._address(name), {}).close()
@@ -157,11 +156,7 @@ class HttpStore(BaseStore):
         raise StoreError(f"{self.url}: {_MOST_REDIRECTS} redirects in a row, perhaps a loop. Check the URL.")
 
     def _redirected(self, address: str, location: str) -> str:
-        """The address that a redirect leads to.
-
-        Raises:
-            StoreError: It is malformed, not HTTP, or leads into a network that the user's own URL is not in.
-        """
+        """The address that a redirect leads to, if it is HTTP, and in no network that the user's own URL is not in."""
         try:
             target = urllib.parse.urljoin(address, location)
             scheme, host, _ = _origin(target)
@@ -169,9 +164,8 @@ class HttpStore(BaseStore):
             raise StoreError(f"{self.url}: redirects to a malformed address. Check the URL.") from None
         if scheme not in ("http", "https") or not host:
             raise StoreError(f"{self.url}: redirects to {scheme}://, which is not followed. Check the URL.")
-        own = _reach(_origin(self._base)[1])
         reached = _reach(host)
-        if reached > own:
+        if reached > _reach(_origin(self._base)[1]):
             place = "a link-local or metadata address" if reached == 2 else "an address of a private network"
             raise StoreError(
                 f"{self.url}: redirects to {host}, {place}, which is not followed. Use that server's own URL if it is "

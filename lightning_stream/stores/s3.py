@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, BinaryIO, TypeVar
@@ -169,8 +170,9 @@ class S3Store(BaseStore):
             more["IfNoneMatch"] = "*"
         elif if_version is not None:
             more["IfMatch"] = if_version
-        if (if_absent or if_version is not None) and self._options.resolved_endpoint():
-            self._look_first(name, if_version)
+        conditional = if_absent or if_version is not None
+        if conditional and self._options.resolved_endpoint() and self._etag(name) != if_version:
+            raise PreconditionError(name)
         try:
             self._signed().put_object(Body=file, **wanted, **more)
         except Exception as error:
@@ -180,27 +182,20 @@ class S3Store(BaseStore):
             file.seek(0)
             self._signed().put_object(Body=file, **wanted, **{**more, "IfMatch": if_version.strip('"')})
 
-    def _look_first(self, name: str, if_version: str | None) -> None:
+    def _etag(self, name: str) -> str | None:
         try:
-            found = self._etag(name)
+            return str(self._signed().head_object(**self._wanted(name))["ETag"])
         except Exception as error:
             if self._status(error) != 404:
                 raise
-            found = None
-        if found != if_version:
-            raise PreconditionError(name)
-
-    def _etag(self, name: str) -> Any:
-        return self._signed().head_object(**self._wanted(name))["ETag"]
+            return None
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:
         wanted = {**self._wanted(None), "Prefix": join(self._prefix, prefix)}
         if token is not None:
             wanted["ContinuationToken"] = token
         page = self._reading(prefix, lambda client: client.list_objects_v2(**wanted))
-        entries = [
-            ObjectEntry(relative(found["Key"], self._prefix), found["Size"]) for found in page.get("Contents", ())
-        ]
+        entries = [ObjectEntry(relative(item["Key"], self._prefix), item["Size"]) for item in page.get("Contents", ())]
         return entries, page["NextContinuationToken"] if page.get("IsTruncated") else None
 
     def _delete(self, name: str) -> None:
@@ -234,16 +229,12 @@ class S3Store(BaseStore):
         except AccessError:
             if self._options.anonymous is not None or self._options.resolved().requester_pays:
                 raise
-            try:
-                with self.translate_errors(name):
-                    found = call(self._unsigned())
-            except StoreError:
-                found = None
-            if found is None:
-                raise
-        _log.warning("%s: the credentials were refused, but it is public: reading it without them", self.url)
-        self._public = True
-        return found
+            with suppress(StoreError), self.translate_errors(name):
+                found = call(self._unsigned())
+                _log.warning("%s: the credentials were refused, but it is public: reading it without them", self.url)
+                self._public = True
+                return found
+            raise
 
     def _connect(self, signed: bool) -> Any:
         try:
