@@ -37,7 +37,7 @@ class LocalStore(BaseStore):
         self.url = str(self.folder)
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
+    def from_url(cls, url: str, options: Mapping[str, Any]) -> LocalStore:
         if options:
             raise ValueError(f"a local folder has no options; got {', '.join(sorted(options))}")
         if not url:
