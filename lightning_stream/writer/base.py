@@ -214,8 +214,11 @@ class ShardWriter(ABC):
         if self._finished:
             return
         encoder = self._encoder or self._open(None, None)
-        self._send(encoder)
-        self._entries = entries = self._pipeline.finish()
+        try:
+            self._send(encoder)
+            self._entries = entries = self._pipeline.finish()
+        finally:
+            self._pipeline.close()  # no thread of a writer that failed puts anything later
         self._pool.clear()
         try:
             self._place.commit([json.dumps(entry, sort_keys=True).encode() for entry in entries])

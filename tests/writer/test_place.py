@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,31 @@ def test_a_shard_that_was_not_put_is_never_forgotten(
         with pytest.raises(StoreError, match="away"):
             writer.finish()
     assert not (tmp_path / "out" / "index.json").exists()
+
+
+def test_nothing_is_put_after_finish_has_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put, started, go = place.write_file, threading.Event(), threading.Event()
+
+    def flaky(path: Path, *given: Any, **how: Any) -> None:
+        if path.name.startswith("shard.00001"):
+            started.set()
+            go.wait(30)
+            put(path, *given, **how)
+        elif path.name.startswith("shard.00002"):
+            started.wait(30)
+            raise StoreError("the store is away for a moment")
+        else:
+            put(path, *given, **how)
+
+    monkeypatch.setattr(place, "write_file", flaky)
+    writer = MDSWriter(out=tmp_path / "out", columns={"x": "int"}, size_limit=260, max_workers=2)
+    with contextlib.suppress(StoreError):
+        writer.write_batch({"x": list(range(200))})
+    threading.Timer(0.2, go.set).start()
+    with pytest.raises(StoreError, match="away"):
+        writer.finish()
+    assert go.is_set()  # finish has waited for what had begun
+    assert not any(thread.name.startswith("shard-writer") for thread in threading.enumerate())
 
 
 def test_a_writer_whose_context_raised_puts_no_index_later(tmp_path: Path) -> None:
