@@ -173,11 +173,11 @@ def test_nothing_is_put_after_finish_has_raised(tmp_path: Path, monkeypatch: pyt
     put, started, go = place.write_file, threading.Event(), threading.Event()
 
     def flaky(path: Path, *given: Any, **how: Any) -> None:
-        if path.name.startswith("shard.00001"):
+        if path.name.startswith("shard.00002"):
             started.set()
             go.wait(30)
             put(path, *given, **how)
-        elif path.name.startswith("shard.00002"):
+        elif path.name.startswith("shard.00001"):
             started.wait(30)
             raise StoreError("the store is away for a moment")
         else:
