@@ -37,6 +37,11 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
     Iterated through a `StreamingDataLoader` (or a trainer's wrapper of one), every global batch is the same on any
     number of nodes, ranks and workers. ``dataset[i]`` reads any sample. Nothing is read before the first use.
 
+    Example::
+
+        dataset = StreamingDataset("s3://bucket/train", shuffle=True, cache_limit="100gb")
+        loader = StreamingDataLoader(dataset, batch_size=32, num_workers=4)
+
     Args:
         remote, local, split, version: See `Stream`.
         streams: Several streams to mix, instead of `remote`, `local` and `split`.

@@ -32,6 +32,12 @@ _PREVIOUS = re.compile(rb'\{"previous": "(index\.([0-9a-f]{16})\.json)"')
 class Stream:
     """One dataset in a mix, under the arguments MDS users know, which are attributes of it too.
 
+    Example::
+
+        code = Stream("s3://bucket/code", proportion=0.3)
+        text = Stream("s3://bucket/text", proportion=0.7, version="3f2ac01b9d5e6a74")
+        StreamingDataset(streams=[code, text], shuffle=True)
+
     A subclass may override ``_download_file(from_basename, to_basename=None)``, which returns the path of the file it
     has downloaded. It is called for the index and for every shard, whose bytes are then verified as usual.
 
