@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from .transfer import content_version
 if TYPE_CHECKING:
     from .base import BaseStore
 
+_CLAIM = re.compile(r"\.claim-([0-9]+)-[0-9a-f]{32}$")
 _LIFETIME_S = 600
 _WAIT_S = 60.0
 
@@ -29,15 +31,14 @@ def claimed(store: BaseStore, name: str, if_version: str | None) -> Iterator[Non
     """Exclude other conditional puts of a name, and see that it has this version (None: that there is no object).
 
     Each process puts a claim of its own beside the object, then looks for others; one that sees another's withdraws and
-    tries again. Of two, the one that looks last sees both. The claim of a killed process counts for ten minutes.
+    tries again. Of two, the one that looks last sees both. The claim of a killed process counts for ten minutes; the
+    next process that looks deletes it.
     """
     for _ in backoff(_WAIT_S):
         claim = f"{name}.claim-{int(time.time())}-{uuid.uuid4().hex}"
         store.put(claim, b"")
         try:
-            oldest = time.time() - _LIFETIME_S
-            others = [entry.name for entry in store.list(f"{name}.claim-") if entry.name != claim]
-            if any(int(other.rsplit("-", 2)[1]) > oldest for other in others):
+            if _others(store, name, claim):
                 continue
             if _version(store, name) != if_version:
                 raise PreconditionError(name)
@@ -46,6 +47,16 @@ def claimed(store: BaseStore, name: str, if_version: str | None) -> Iterator[Non
         finally:
             store.delete(claim)
     raise UnavailableError(f"{store.url}/{name}: other processes write it all the time. Let one process write it.")
+
+
+def _others(store: BaseStore, name: str, claim: str) -> list[str]:
+    """The claims of other processes that count; deletes those that count no more."""
+    found = (_CLAIM.search(entry.name) for entry in store.list(f"{name}.claim-") if entry.name != claim)
+    made_at = {match.string: int(match[1]) for match in found if match}
+    dead = [other for other, since in made_at.items() if since < time.time() - _LIFETIME_S]
+    for other in dead:
+        store.delete(other)
+    return [other for other in made_at if other not in dead]
 
 
 def _version(store: BaseStore, name: str) -> str | None:

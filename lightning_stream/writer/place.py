@@ -147,10 +147,10 @@ class DatasetPlace:
         for store in self.stores:
             if isinstance(store, LocalStore):
                 sweep_drafts(store.folder)
-            first = next(iter(store.list("")), None) if mode == "new" else None
+            first = _first_file(store) if mode == "new" else None
             if first is not None:
                 raise FileExistsError(
-                    f"{store.url} is not empty: it holds {first.name!r}. Write to a new place, or pass overwrite=True "
+                    f"{store.url} is not empty: it holds {first!r}. Write to a new place, or pass overwrite=True "
                     "to replace the dataset there, or append=True to add shards to it."
                 )
         for name in (INDEX_NAME, *also):
@@ -302,6 +302,15 @@ def _put_new(store: Store, name: str, parts: Sequence[Any]) -> bool:
     except AlreadyExistsError:
         return False
     return True
+
+
+def _first_file(store: Store) -> str | None:
+    try:
+        return next((entry.name for entry in store.list("")), None)
+    except (UnavailableError, NotFoundError):
+        raise
+    except StoreError:  # no right to list, or a web server; what was put before is found as shards are put
+        return INDEX_NAME if store.exists(INDEX_NAME) else None
 
 
 def _listing(store: Store, index: Seen) -> dict[str, int]:

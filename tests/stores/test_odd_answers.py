@@ -322,3 +322,16 @@ def test_an_incomplete_url_is_refused_before_any_request_and_without_its_secret(
     with pytest.raises(ValueError, match="got ") as caught:
         open_store(url)
     assert "S3CRET" not in str(caught.value)
+
+
+def test_the_claim_of_a_killed_process_is_deleted_by_the_next_one() -> None:
+    pytest.importorskip("fsspec", reason="fsspec is not installed: pip install fsspec")
+    store = open_store("memory://claims/killed")
+    dead, stranger = f"pointer.claim-1000-{'0' * 32}", "pointer.claim-ants"
+    store.put(dead, b"")
+    store.put(stranger, b"")
+    store.put("pointer", b"first", if_absent=True)
+    assert [entry.name for entry in store.list("")] == ["pointer", stranger]
+    with pytest.raises(AlreadyExistsError):
+        store.put("pointer", b"second", if_absent=True)
+    assert store.read("pointer") == b"first"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_stream.errors import ConflictError, StoreError
+from lightning_stream.errors import AccessError, ConflictError, StoreError
 from lightning_stream.formats.index import Index, version_name
 from lightning_stream.formats.shard import open_shard
 from lightning_stream.stores.drafts import locked_draft, sweep_drafts
@@ -335,3 +335,16 @@ def test_an_empty_dataset_takes_the_columns_of_the_first_sample_appended(tmp_pat
     with MDSWriter(out=tmp_path, append=True) as writer:
         writer.write({"x": 1})
     assert read(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("answer", [AccessError, StoreError])
+def test_a_new_dataset_needs_no_right_to_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    def refuse(*_: Any) -> Any:
+        raise answer("no right to list")
+
+    monkeypatch.setattr("lightning_stream.stores.local.LocalStore.list", refuse)
+    write(tmp_path, range(50))
+    assert read(tmp_path) == list(range(50))
+    with pytest.raises(FileExistsError, match=r"it holds 'index\.json'"):
+        write(tmp_path, range(50))
+    assert read(tmp_path) == list(range(50))
