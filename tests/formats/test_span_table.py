@@ -75,3 +75,23 @@ def test_shards_of_other_columns_or_formats_are_left_to_others(tmp_path: Path) -
     table.remove(0)  # now that none is here, any plan may come
     table.add(1, other.mapped)
     assert table.gather(np.array([1]), np.array([0]), None) is not None
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_row_that_is_changed_while_it_is_looked_up_is_not_used(tmp_path: Path, when: str) -> None:
+    shards = written(tmp_path, {"n": "int", "t": "str"})
+    table, spans = table_of(shards), None
+    picks = np.array([0, 1]), np.array([0, 0])
+    assert table.gather(*picks, None) is not None
+
+    class HalfWritten:
+        """What numpy may see: a thread that changes the table has written some of a row."""
+
+        def take(self, *given: object) -> object:
+            if when == "during":
+                table._changes += 2
+            return spans.take(*given)  # type: ignore[union-attr, call-overload]
+
+    spans, table._spans = table._spans, HalfWritten()  # type: ignore[assignment]
+    table._changes += when == "before"
+    assert table.gather(*picks, None) is None

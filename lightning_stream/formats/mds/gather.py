@@ -282,7 +282,8 @@ class SpanTable:
     """The mapped shards of one layout among all shards of the data. Gathering is thread-safe, changing it is not.
 
     A gather first refers to `_outlived`, then looks the samples up. A shard is first marked as not here and then put
-    into that list, so it stays mapped for every gather that has found it.
+    into that list, so it stays mapped for every gather that has found it. numpy looks up many rows without holding
+    Python's lock, so a row could be read half written: then `_changes` is odd, or another number afterwards.
 
     Args:
         num_shards: All that there are. Memory that is never touched costs nothing, and most shards are never mapped.
@@ -295,6 +296,7 @@ class SpanTable:
         self._outlived: list[Any] = []
         self._layout: RecordLayout | None = None
         self._window: AddressWindow | None = None
+        self._changes = 0
 
     def add(self, number: int, mapped: Mapped | None) -> None:
         """Add a shard that was mapped; one of another layout, or of a format that is not gathered, is ignored."""
@@ -306,24 +308,31 @@ class SpanTable:
         if self._window is None or begin < self._window.begin or end > self._window.end:
             # It only grows: nothing is read but the samples of shards that are here.
             self._window = AddressWindow(*((begin, end) if self._window is None else self._window.union(begin, end)))
-        self._spans[number] = mapped.span  # last: what is found lies in the window
+        self._set(number, mapped.span)  # last: what is found lies in the window
 
     def remove(self, number: int) -> None:
         """Remove a shard; it is unmapped once the gathers that have found it are done."""
         if (mapped := self._held.pop(number, None)) is not None:
-            self._spans[number] = 0
+            self._set(number, (0, 0, 0, 0))
             following: list[Any] = []
             self._outlived += (mapped, following)
             self._outlived = following
+
+    def _set(self, number: int, span: tuple[int, int, int, int]) -> None:
+        self._changes += 1
+        self._spans[number] = span
+        self._changes += 1
 
     def gather(self, numbers: NDArray[np.int64], indices: NDArray[np.int64], out: Buffers | None) -> Batch | None:
         """One batch: row k is sample ``indices[k]`` of shard ``numbers[k]``; see `columns.gather`.
 
         Returns:
-            None where not all of these samples are here.
+            None where not all of these samples are here, or the table was changed meanwhile.
         """
-        keeps_mapped, layout = self._outlived, self._layout
+        keeps_mapped, layout, changes = self._outlived, self._layout, self._changes
         spans = self._spans.take(numbers, 0).T
+        if changes % 2 or changes != self._changes:
+            return None
         here = np.count_nonzero(indices.view(np.uint64) < spans[3].view(np.uint64))  # negative indices are huge then
         if layout is None or layout is not self._layout or self._window is None or here < len(indices):
             return None
