@@ -321,7 +321,10 @@ class SampleReader:
             return self._shard(process, number)
         process.ranges.compare(number, shard, f"{cache.store.url}/{entry.raw.basename}")
         with process.lock:
-            return process.open.add(number, shard, lease)
+            if process.num_fetched_again == before or lease.is_current():
+                return process.open.add(number, shard, lease)
+        lease.close()  # another thread has fetched the shard again meanwhile: this is the damaged one
+        return self._shard(process, number)
 
     def _open_shard(self, entry: ShardEntry, lease: Lease) -> Shard:
         config = self.config
