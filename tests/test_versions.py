@@ -1,4 +1,4 @@
-"""A dataset's versions: a run goes on with the one that it began with, after others were appended."""
+"""A dataset's versions: a run continues with the one that it began with, after others were appended."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def caption_data(
         "hashes": list(hashes_to_write(hashes)),
         "size_limit": size_limit,
         "num_workers": conversion_workers,
-        "overwrite": True,  # a source that changed is converted anew
+        "overwrite": True,  # a source that changed is converted again
     }
     seen = json.dumps([str(given.folder), held_out, compression, [*hashes_to_write(hashes)], size_limit])
     fingerprint = hashlib.sha256(seen.encode()).hexdigest()[:16]

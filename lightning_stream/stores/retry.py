@@ -114,7 +114,8 @@ class RetryingStore(Store):
     def _open(self, name: str, begin: int, end: int | None, budget: RetryBudget, restarts: bool = True) -> ObjectStream:
         stream = budget.call(lambda: self.store.open(name, begin, end))
         resuming = ResumingStream(self.store, (name, begin, end), stream, budget, restarts)
-        digest = stream.version is None and begin == 0 and end is None
+        # For `put(if_version=)`, which takes it from `open`: a download of a shard needs no hash of ours.
+        digest = stream.version is None and begin == 0 and end is None and not restarts
         return replace(stream, chunks=iter(resuming), close=resuming.close, digest=digest)
 
     def _whole(self, name: str, read: Callable[[RetryBudget], T]) -> T:

@@ -62,10 +62,10 @@ class ObjectStream:
         self.tag = self.tag or self.version
 
     def __iter__(self) -> Iterator[bytes]:
-        seen, digest = 0, hashlib.sha1(usedforsecurity=False)
+        seen, digest = 0, hashlib.sha1(usedforsecurity=False) if self.digest else None
         for chunk in self.chunks:
             seen += len(chunk)
-            if self.digest:
+            if digest is not None:
                 digest.update(chunk)
             yield chunk
         if self.num_bytes is not None and seen != self.num_bytes:
@@ -73,7 +73,7 @@ class ObjectStream:
                 f"{self.where}: the connection ended after {seen:,} of {self.num_bytes:,} bytes. "
                 "Try again; if it persists, look at the proxy or load balancer in between."
             )
-        if self.digest:
+        if digest is not None:
             self.version = f"sha1-{digest.hexdigest()}"
 
     def __enter__(self) -> Self:

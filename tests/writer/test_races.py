@@ -42,7 +42,7 @@ def test_of_two_writers_that_have_both_begun_one_wins_on_s3(bucket: Any, kind: s
     races.race(kind, f"{bucket[0]}/{kind.replace(' ', '-')}", bucket[1])
 
 
-def _run(kind: str, number: int, place: tuple[str, Any], meet: Any, told: Any, count: int) -> None:
+def _run(kind: str, number: int, place: tuple[str, Any], meet: Any, answers: Any, count: int) -> None:
     draw = random.Random(number)
     for k in range(count):
         together = k % 2 == 0
@@ -51,7 +51,7 @@ def _run(kind: str, number: int, place: tuple[str, Any], meet: Any, told: Any, c
             time.sleep(draw.uniform(0, 0.03))
         how, url = races.KINDS[kind][number], f"{place[0]}/{k}"
         result = races.write(url, place[1], races.values_of(number, k % 3 == 0), how, meet.wait if together else int)
-        told.put((k, number, result))
+        answers.put((k, number, result))
 
 
 @pytest.mark.slow
@@ -61,13 +61,13 @@ def test_100_races_of_two_processes_damage_nothing(bucket: Any, tmp_path: Path, 
     place = (str(tmp_path), None) if where == "folder" else (f"{bucket[0]}/many-{kind.replace(' ', '-')}", bucket[1])
     count, context = 100, multiprocessing.get_context("spawn")
     bases = [races.prepare(kind, f"{place[0]}/{k}", place[1]) for k in range(count)]
-    meet, told = context.Barrier(2), context.Queue()
-    writers = [context.Process(target=_run, args=(kind, k, place, meet, told, count)) for k in range(2)]
+    meet, answers = context.Barrier(2), context.Queue()
+    writers = [context.Process(target=_run, args=(kind, k, place, meet, answers, count)) for k in range(2)]
     for writer in writers:
         writer.start()
     results: dict[int, dict[int, str]] = {}
     for _ in range(2 * count):
-        k, number, result = told.get(timeout=120)
+        k, number, result = answers.get(timeout=120)
         results.setdefault(k, {})[number] = result
     for writer in writers:
         writer.join()
