@@ -4,4 +4,4 @@ import sys
 
 from lightning_stream.cli import main
 
-sys.exit(main())
+sys.exit(main(prog="python -m lightning_stream.cli"))
