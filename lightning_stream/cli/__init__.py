@@ -1,8 +1,8 @@
 """The command line ``lightning-stream COMMAND``; docs/cli.md shows every command with its output.
 
 A command is a module of this folder with ``HELP``, ``add_arguments(parser)`` and ``run(options, out)``, which returns
-an exit code. Its name in `_COMMANDS` registers it. Modules are imported inside `main`, so that a Ctrl-C during the
-imports is one line too; those that need torch or another extra import it in ``run``.
+an exit code; its name in `_COMMANDS` registers it. Modules are imported within `main`, so that Ctrl-C prints one line
+from the first moment on; what needs torch or another extra is imported in ``run``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from lightning_stream import __version__
-from lightning_stream.cli.output import ExitCode, Output, in_flags
+import lightning_stream
+from lightning_stream.cli.output import EXIT_CODES, ExitCode, Output, in_flags
 from lightning_stream.errors import LightningStreamError, MissingExtraError
 
 _COMMANDS = ("convert", "inspect", "verify", "explain", "simulate", "merge")
@@ -44,13 +44,12 @@ def main(arguments: Sequence[str] | None = None, prog: str = "lightning-stream")
     out = Output(as_json="--json" in given)
     try:
         code = _run(given, prog, out)
-        out.close(code)
+        out.close()
         return code
     except KeyboardInterrupt:
-        out.error("interrupted", prefix="")
-        return ExitCode.INTERRUPTED
+        return out.error("interrupted", ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        # The interpreter flushes stdout once more as it exits, which must not fail again.
+        # The interpreter flushes stdout once more at its exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.PIPE_CLOSED
 
@@ -67,14 +66,12 @@ def _run(given: list[str], prog: str, out: Output) -> int:
         options = parser.parse_args(given)
         parser = options.parser
         return int(options.run(options, out))
-    except _UsageError as error:
+    except (_UsageError, MissingExtraError) as error:
         return out.error(str(error))
-    except (LightningStreamError, MissingExtraError, ValueError) as error:
-        return out.error(in_flags(str(error), parser))
     except BrokenPipeError:
         raise
-    except OSError as error:
-        return out.error(f"{error.strerror}: {error.filename}" if error.strerror and error.filename else str(error))
+    except (LightningStreamError, ValueError, OSError) as error:
+        return out.error(in_flags(str(error), parser))
 
 
 def build_parser(prog: str = "lightning-stream") -> argparse.ArgumentParser:
@@ -82,11 +79,11 @@ def build_parser(prog: str = "lightning-stream") -> argparse.ArgumentParser:
     parser = _Parser(
         prog,
         description="Convert, inspect and verify datasets of MDS shards; explain checkpoints; simulate orders.",
-        epilog=ExitCode.table(),
+        epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"lightning-stream {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    parser.add_argument("--version", action="version", version=f"lightning-stream {lightning_stream.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in _COMMANDS:
         module = import_module(f"lightning_stream.cli.{name}")
         command = commands.add_parser(
@@ -100,5 +97,3 @@ def build_parser(prog: str = "lightning-stream") -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
         command.set_defaults(run=module.run, parser=command)
     return parser
-
-

@@ -1,10 +1,12 @@
-"""Arguments that several commands take: a dataset, options of its store, streams of a mixture."""
+"""Arguments that several commands take: a dataset, options of its store, the streams of a mixture."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,37 +18,21 @@ from lightning_stream.stores import LocalStore, Store, open_store
 
 _SPLITS = ("train", "val", "validation", "valid", "test", "eval")
 _SECRETS = ("secret", "password", "token", "_key", "key_")
+_WEIGHTED = re.compile(r"(.+)=(?:(proportion|repeat|choose):)?([0-9]*\.?[0-9]+)")
 
 
 @dataclass(frozen=True)
 class FoundDataset:
-    """A dataset that an argument names.
+    """A dataset that an argument names: its files, and its parsed index.json."""
 
-    Attributes:
-        split: The name of its folder below the folder that was named; empty if that is the dataset.
-        store, index: Its files, and its parsed index.json.
-    """
-
-    split: str
     store: Store
     index: Index
 
 
-def add_dataset(parser: argparse.ArgumentParser) -> None:
+def add_dataset(parser: argparse.ArgumentParser, **kwargs: Any) -> None:
     """Let a command take the folder or URL of a dataset."""
-    parser.add_argument("remote", metavar="PATH|URL", help="folder or URL of a dataset, or of a folder of splits")
-    add_store_options(parser)
-
-
-def add_store_options(parser: argparse.ArgumentParser, flag: str = "--store-options", of: str = "the store") -> None:
-    """Let a command take options of a store."""
-    add_pairs(
-        parser,
-        flag,
-        "KEY=VALUE",
-        f"option of {of}, e.g. endpoint_url=http://127.0.0.1:9000; may be repeated; credentials are read from the "
-        "environment",
-    )
+    help_text = "folder or URL of a dataset, or of a folder of splits"
+    parser.add_argument("remote", metavar="PATH|URL", help=help_text, **kwargs)
 
 
 def add_pairs(parser: argparse.ArgumentParser, flag: str, metavar: str, help_text: str) -> None:
@@ -54,23 +40,33 @@ def add_pairs(parser: argparse.ArgumentParser, flag: str, metavar: str, help_tex
     parser.add_argument(flag, action="append", default=[], type=_pair, metavar=metavar, help=help_text)
 
 
+def add_store_options(parser: argparse.ArgumentParser, flag: str = "--store-options") -> None:
+    """Let a command take options of a store."""
+    example = "storage option, e.g. endpoint_url=http://127.0.0.1:9000; credentials are read from the environment"
+    add_pairs(parser, flag, "KEY=VALUE", example)
+
+
+def add_streams(parser: argparse.ArgumentParser) -> None:
+    """Let a command take the datasets of a mixture."""
+    parser.add_argument(
+        "--stream",
+        action="append",
+        default=[],
+        metavar="URL[=WEIGHT]",
+        help="a dataset, in a mixture with its weight: 0.3 (proportion), repeat:2 or choose:1000; once for each stream",
+    )
+
+
 def _pair(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
     if any(word in name for word in _SECRETS):
-        raise argparse.ArgumentTypeError(
-            f"a secret must not be on a command line; set the environment variable that {name} is read from"
-        )
-    return name, _value(value)
-
-
-def _value(text: str) -> Any:
-    """A number, a list or a truth value where the text is one in JSON, else the text."""
-    try:
-        return json.loads(text.lower() if text.lower() in ("true", "false") else text)
+        raise argparse.ArgumentTypeError(f"a secret must not be on a command line; set the variable of {name}")
+    try:  # a number, a list or a truth value; else text
+        return name, json.loads(value.lower() if value.lower() in ("true", "false") else value)
     except ValueError:
-        return text
+        return name, value
 
 
 def datasets_at(remote: str, options: Mapping[str, Any]) -> list[FoundDataset]:
@@ -81,86 +77,60 @@ def datasets_at(remote: str, options: Mapping[str, Any]) -> list[FoundDataset]:
     """
     store = open_store(remote, options)
     try:
-        return [FoundDataset("", store, read_index(store))]
+        return [_read(store)]
     except NotFoundError as error:
-        if "there is no" in str(error):  # neither a bucket nor a container
+        if "there is no" in str(error):  # bucket, or container
             raise
+    splits: Sequence[str] = _SPLITS
+    if isinstance(store, LocalStore):
+        splits = sorted(path.parent.name for path in Path(store.folder).glob(f"*/{INDEX_NAME}"))
     found = []
-    for split in _splits(store):
-        at = open_store(f"{remote.rstrip('/')}/{split}", options)
-        try:
-            found.append(FoundDataset(split, at, read_index(at)))
-        except NotFoundError:
-            continue
+    for split in splits:
+        with suppress(NotFoundError):
+            found.append(_read(open_store(f"{remote.rstrip('/')}/{split}", options)))
     if not found:
         raise NotFoundError(
-            f"a dataset is a folder with an {INDEX_NAME}; {store.url} has none, and no split below it "
+            f"a dataset is a folder with an {INDEX_NAME}; {store.url} has none, and none of its splits "
             f"({', '.join(_SPLITS)}) has one. Check the path or URL; a writer that did not finish leaves no index."
         )
     return found
 
 
-def _splits(store: Store) -> Sequence[str]:
-    if isinstance(store, LocalStore):
-        return sorted(path.parent.name for path in Path(store.folder).glob(f"*/{INDEX_NAME}"))
-    return _SPLITS
-
-
-def read_index(store: Store) -> Index:
-    """The index of a dataset."""
-    return Index.from_bytes(store.read(INDEX_NAME), f"{store.url}/{INDEX_NAME}")
-
-
-# Mixtures
-
-
-def add_streams(parser: argparse.ArgumentParser) -> None:
-    """Let a command take the streams of a mixture."""
-    parser.add_argument(
-        "--stream",
-        action="append",
-        default=[],
-        dest="streams",
-        metavar="URL[=WEIGHT]",
-        help="a dataset of a mixture, with its weight: 0.3 (proportion), repeat:2 or choose:1000; may be repeated, in "
-        "the order of the training run's streams",
-    )
-    add_store_options(parser)
+def _read(store: Store) -> FoundDataset:
+    return FoundDataset(store, Index.from_bytes(store.read(INDEX_NAME), f"{store.url}/{INDEX_NAME}"))
 
 
 def weighted(text: str) -> tuple[str, StreamWeights]:
-    """The URL and the weights of ``URL=WEIGHT``."""
-    url, equals, weight = text.rpartition("=")
-    kind, colon, number = weight.rpartition(":")
-    if not equals or (colon and kind not in ("repeat", "choose")) or not number.replace(".", "", 1).isdigit():
+    """The URL and the weights of ``URL[=WEIGHT]``."""
+    match = _WEIGHTED.fullmatch(text)
+    if match is None:
         return text, StreamWeights()
-    if kind == "choose":
-        return url, StreamWeights(choose=int(float(number)))
-    return url, StreamWeights(repeat=float(number)) if kind else StreamWeights(proportion=float(number))
+    if match[2] == "choose":
+        return match[1], StreamWeights(choose=int(float(match[3])))
+    amount = float(match[3])
+    return match[1], StreamWeights(repeat=amount) if match[2] == "repeat" else StreamWeights(proportion=amount)
 
 
-def mixture_of(streams: Sequence[str], options: Mapping[str, Any]) -> tuple[list[FoundDataset], list[StreamWeights]]:
-    """The datasets and the weights of ``--stream`` arguments.
+def mixtures_of(streams: Sequence[str], options: Mapping[str, Any]) -> list[list[FoundDataset]]:
+    """The mixture of these streams; of a single one that is a folder of splits, each split.
 
     Raises:
-        ValueError: A stream is a folder of several splits.
+        ValueError: One of several streams is a folder of splits.
     """
-    found, weights = [], []
-    for url, weight in map(weighted, streams):
-        first, *others = datasets_at(url, options)
-        if others or first.split:
-            names = ", ".join(one.split for one in (first, *others))
-            raise ValueError(f"a stream is one dataset; {url} has the splits {names}. Pass {url}/{first.split}")
-        found.append(first)
-        weights.append(weight)
-    return found, weights
+    found = [datasets_at(weighted(text)[0], options) for text in streams]
+    if len(found) == 1:
+        return [[dataset] for dataset in found[0]]
+    for text, datasets in zip(streams, found, strict=True):
+        if len(datasets) > 1:
+            urls = " or ".join(dataset.store.url for dataset in datasets)
+            raise ValueError(f"a stream of a mixture is one dataset; {text} is a folder of splits. Pass {urls}")
+    return [[datasets[0] for datasets in found]]
 
 
 def snapshot_of(datasets: Sequence[FoundDataset]) -> Snapshot:
-    """The data that these datasets are together, as their order needs it."""
-    indexes = [dataset.index for dataset in datasets]
+    """The data of these datasets together, as an order needs it."""
     return Snapshot.of(
-        [index.shard_sizes for index in indexes],
-        names=[index.where for index in indexes],
-        stream_digests=[index.digest for index in indexes],
+        [dataset.index.shard_sizes for dataset in datasets],
+        names=[dataset.store.url for dataset in datasets],
+        stream_digests=[dataset.index.digest for dataset in datasets],
     )

@@ -9,107 +9,71 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import FoundDataset, add_dataset, datasets_at
-from lightning_stream.cli.output import ExitCode, Output, readable
-from lightning_stream.errors import NotFoundError
+from lightning_stream.cli.arguments import FoundDataset, add_dataset, add_store_options, datasets_at
+from lightning_stream.cli.output import ExitCode, Output
+from lightning_stream.errors import StoreError
 from lightning_stream.formats.index import Index
+from lightning_stream.stores import LocalStore
 
 HELP = "show columns, samples, shards, sizes and hashes of a dataset"
-_SHOWN_ARRAY = 16
-_SHOWN_CLASSES = 12
+_SHOWN_NUMBERS = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``inspect``."""
     add_dataset(parser)
     parser.add_argument("--samples", type=int, default=0, metavar="N", help="show the first N samples, too")
+    add_store_options(parser)
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
     """Describe every dataset at the path or URL."""
     if options.samples < 0:
         raise ValueError(f"--samples is a number of samples; found {options.samples}")
-    store_options = dict(options.store_options)
     described = []
-    for dataset in datasets_at(options.remote, store_options):
-        about = {"url": dataset.store.url, "split": dataset.split, **description(dataset.index), **_origin(dataset)}
+    for dataset in datasets_at(options.remote, dict(options.store_options)):
+        about = {**_description(dataset.index), **_classes(dataset)}
         if options.samples:
-            about["first_samples"] = _samples(dataset, options.samples, store_options)
-        described.append(about)
-        _print(about, out)
+            samples = _samples(dataset, options.samples, dict(options.store_options))
+            about |= {f"sample_{number}": sample for number, sample in enumerate(samples)}
+        described.append({"url": dataset.store.url, **about})
+        out.line(dataset.store.url)
+        out.show(about)
     out.data = {"datasets": described}
     return ExitCode.OK
 
 
-def description(index: Index) -> dict[str, Any]:
-    """What an index says about its dataset, as plain values."""
-    first = index.entry(0) if index.num_shards else None
-    files = [] if first is None else [file for raw, packed in first.files for file in (raw, packed) if file]
-    sizes = index.shard_sizes
+def _description(index: Index) -> dict[str, Any]:
+    """What an index says about its dataset."""
+    entry = index.entry(0) if index.num_shards else None
+    files = [] if entry is None else [file for raw, packed in entry.files for file in (raw, packed) if file]
     return {
         "samples": index.num_samples,
         "shards": index.num_shards,
-        "format": index.schemas[0].format if index.schemas else None,
-        "columns": dict(index.columns),
-        "schemas": len(index.schemas),
-        "compression": index.schemas[0].compression if index.schemas else None,
-        "hashes": sorted({name for file in files for name in file.hashes}),
+        "samples_per_shard": [int(limit(index.shard_sizes)) for limit in (np.min, np.max) if index.num_shards],
+        "largest_shard_bytes": int(max(index.raw_bytes, default=0)),
         "raw_bytes": int(index.raw_bytes.sum()),
         "stored_bytes": int(index.stored_bytes.sum()),
-        "samples_per_shard": [int(sizes.min()), int(sizes.max())] if len(sizes) else [0, 0],
-        "largest_shard_bytes": int(index.raw_bytes.max()) if len(sizes) else 0,
+        "format": None if entry is None else entry.schema.format,
+        "compression": None if entry is None else entry.schema.compression,
+        "hashes": sorted({name for file in files for name in file.hashes}),
         "digest": index.digest,
+        "schemas": len(index.schemas),
+        "columns": dict(index.columns),
     }
 
 
-def _origin(dataset: FoundDataset) -> dict[str, Any]:
-    """What ``convert`` noted beside the index: class names, and samples of each class."""
+def _classes(dataset: FoundDataset) -> dict[str, Any]:
+    """The class names that ``convert`` wrote beside the index."""
     try:
-        manifest = json.loads(dataset.store.read("manifest.json"))
-    except (NotFoundError, ValueError):
+        return {"classes": json.loads(dataset.store.read("manifest.json"))["classes"]}
+    except (StoreError, ValueError, KeyError):
         return {}
-    return {name: manifest[name] for name in ("classes", "counts") if manifest.get(name)}
-
-
-def _print(about: dict[str, Any], out: Output) -> None:
-    least, most = about["samples_per_shard"]
-    stored = f", {readable(about['stored_bytes'])} stored" if about["compression"] else ""
-    out.line(about["url"])
-    out.table(
-        {
-            "samples": f"{about['samples']:,}",
-            "shards": f"{about['shards']:,} of {least:,} to {most:,} samples, up to "
-            f"{readable(about['largest_shard_bytes'])}",
-            "bytes": f"{readable(about['raw_bytes'])}{stored}",
-            "format": str(about["format"]),
-            "compression": about["compression"] or "none",
-            "hashes": ", ".join(about["hashes"]) or "none: downloads are checked by size only",
-            "digest": about["digest"],
-        }
-    )
-    out.line("  columns" + (f" of the first of {about['schemas']} schemas" if about["schemas"] > 1 else ""))
-    out.table(about["columns"], indent=4, width=20)
-    for column, names in about.get("classes", {}).items():
-        counts = about.get("counts", {}).get(column, {})
-        out.line(f"  classes of {column}: {len(names)}")
-        shown = names[:_SHOWN_CLASSES]
-        out.table({name: f"{counts[name]:,}" if name in counts else "" for name in shown}, indent=4, width=20)
-        if len(names) > len(shown):
-            out.line("    ...")
-    for number, sample in enumerate(about.get("first_samples", ())):
-        out.line(f"  sample {number}")
-        out.table({name: _text(value) for name, value in sample.items()}, indent=4, width=20)
-
-
-def _text(value: Any) -> str:
-    text = value["type"] if isinstance(value, dict) and set(value) == {"type"} else json.dumps(value)
-    return text if len(text) <= 90 else f"{text[:87]}..."
 
 
 def _samples(dataset: FoundDataset, count: int, store_options: dict[str, Any]) -> list[dict[str, Any]]:
     from lightning_stream.reading.reader import ReaderConfig, SampleReader
     from lightning_stream.reading.stream import CacheDefaults, Stream
-    from lightning_stream.stores import LocalStore
 
     with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
         local = None if isinstance(dataset.store, LocalStore) else folder
@@ -123,19 +87,13 @@ def _samples(dataset: FoundDataset, count: int, store_options: dict[str, Any]) -
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON; ``{"type": "JPEG 320x263"}`` for one that would fill the screen."""
+    """A value as JSON; for one that would fill the screen its kind and size, e.g. ``JPEG 320x263``."""
     if isinstance(value, (bytes, bytearray)):
-        return {"type": f"{len(value):,} bytes"}
+        return f"{len(value):,} bytes"
     if hasattr(value, "getbands"):  # an image of Pillow
-        return {"type": f"{value.format or value.mode} {value.width}x{value.height}"}
-    if isinstance(value, np.generic):
-        return value.item()
+        return f"{value.format or value.mode} {value.width}x{value.height}"
     if hasattr(value, "shape"):
-        if np.size(value) <= _SHOWN_ARRAY and isinstance(value, np.ndarray):
-            return value.tolist()
-        return {"type": f"{value.dtype}{list(value.shape)}"}
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return {"type": str(value)}
-    return value
+        small = isinstance(value, (np.ndarray, np.generic)) and value.size <= _SHOWN_NUMBERS
+        return value.tolist() if small else f"{value.dtype}{list(value.shape)}"
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return value if len(text) <= 90 and value is not None else f"{text[:87]}..."

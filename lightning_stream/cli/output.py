@@ -6,8 +6,11 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
+
+_WIDTH = 24
 
 
 class ExitCode(IntEnum):
@@ -19,26 +22,20 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
     PIPE_CLOSED = 141
 
-    @classmethod
-    def table(cls) -> str:
-        """The exit codes and their meaning, for the help."""
-        return "exit codes:\n" + "\n".join(f"  {code.value:<4} {meaning}" for code, meaning in _MEANINGS.items())
 
-
-_MEANINGS = {
-    ExitCode.OK: "done; the answer is yes",
-    ExitCode.NO: "the answer is no: files are corrupt, or the dataset is not that of the checkpoint",
-    ExitCode.WRONG_USE: "wrong arguments, input that cannot be read, or a missing package",
-    ExitCode.INTERRUPTED: "interrupted with Ctrl-C",
-    ExitCode.PIPE_CLOSED: "the reader of the output closed the pipe, e.g. `| head`",
-}
+EXIT_CODES = """exit codes:
+  0    done; the answer is yes
+  1    the answer is no: files are corrupt, or the data is not that of the checkpoint
+  2    wrong arguments, input that cannot be read, or a missing package
+  130  interrupted with Ctrl-C
+  141  the reader of the output closed the pipe, e.g. `| head`"""
 
 
 class Output:
-    """Prints a command's answer: lines of text as they come, or one JSON object at the end.
+    """Prints a command's answer: as text while it is found, or as one JSON object at the end.
 
     Args:
-        as_json: Whether to print ``data`` instead of the lines.
+        as_json: Whether to print `data` instead of text.
 
     Attributes:
         data: The answer as JSON values, which the command fills.
@@ -47,67 +44,77 @@ class Output:
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
         self.data: dict[str, Any] = {}
-        self._progress_shown = False
+        self._has_progress = False
 
-    def line(self, text: str = "") -> None:
-        """Print a line of the answer; nothing under ``--json``."""
-        self._clear()
+    def line(self, text: str) -> None:
+        """Print a line of text."""
+        self._end_progress()
         if not self.as_json:
             print(text)
 
-    def table(self, rows: dict[str, str], indent: int = 2, width: int = 13) -> None:
-        """Print names and values, one pair a line."""
-        for name, text in rows.items():
-            self.line(f"{'':{indent}}{name:<{width}} {text}")
+    def show(self, about: Mapping[str, Any]) -> None:
+        """Print names and values, one pair a line; those of a mapping below its name."""
+        for name, value in about.items():
+            label = f"  {name.removesuffix('_bytes').replace('_', ' ')}"
+            if isinstance(value, Mapping):
+                self.line(label)
+                for inner, one in value.items():  # names of columns and settings
+                    self.line(f"{'    ' + inner:<{_WIDTH}} {one}")
+            else:
+                self.line(f"{label:<{_WIDTH}} {_text(name, value)}")
 
     def progress(self, text: str) -> None:
         """Replace the line of progress; only on a terminal."""
         if sys.stderr.isatty():
             print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
-            self._progress_shown = True
+            self._has_progress = True
 
-    def error(self, text: str, prefix: str = "error: ") -> ExitCode:
-        """Print an error in one line on stderr and, under ``--json``, as ``{"error": ...}`` on stdout."""
-        self._clear()
-        text = " ".join(text.split())
-        print(f"{prefix}{text}", file=sys.stderr)
-        self.data = {"error": text}
-        return ExitCode.WRONG_USE
+    def error(self, text: str, code: ExitCode = ExitCode.WRONG_USE) -> ExitCode:
+        """Print an error as one line on stderr and, under ``--json``, as ``{"error": ...}`` on stdout."""
+        self._end_progress()
+        self.data = {"error": " ".join(text.split())}
+        print(f"error: {self.data['error']}", file=sys.stderr)
+        return code
 
-    def close(self, code: int) -> None:
-        """Print the JSON object, with the exit code."""
-        self._clear()
+    def close(self) -> None:
+        """Print the JSON object."""
+        self._end_progress()
         if self.as_json:
-            print(json.dumps({**self.data, "exit_code": int(code)}, indent=1, default=str))
+            print(json.dumps(self.data, indent=1))
         sys.stdout.flush()
 
-    def _clear(self) -> None:
-        if self._progress_shown:
+    def _end_progress(self) -> None:
+        if self._has_progress:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-            self._progress_shown = False
+            self._has_progress = False
 
 
-def in_flags(message: str, parser: argparse.ArgumentParser | None) -> str:
-    """A message of the library with the names of Python arguments replaced by a command's flags.
-
-    ``pass overwrite=True`` becomes ``pass --overwrite``.
-    """
-    for action in parser._actions if parser is not None else ():  # noqa: SLF001 - argparse has no public list of flags
-        if not action.option_strings:
-            continue
-        flag = action.option_strings[0]
-        for name in sorted({action.dest, flag.strip("-").replace("-", "_")}, key=len):
-            message = re.sub(rf"(?<![\w/.-]){name}=True\b", flag, message)
-            message = re.sub(rf"(?<![\w/.-]){name}=", f"{flag}=", message)
-            if "_" in name:
-                message = re.sub(rf"(?<![\w/.-]){name}(?![\w/.])", flag, message)
-    return message
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(_text(name, one) for one in value) or "none"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "none" if value is None else str(value)
+    if name.endswith("_bytes"):
+        return readable(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def readable(num_bytes: float) -> str:
     """A number of bytes as text, e.g. ``"12.3 MB"``."""
     for unit in ("bytes", "kB", "MB", "GB"):
-        if abs(num_bytes) < 1000:
+        if num_bytes < 1000:
             return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.1f} TB"
+
+
+def in_flags(message: str, parser: argparse.ArgumentParser | None) -> str:
+    """A message of the library with a command's flags for Python arguments: ``--overwrite`` for ``overwrite=True``."""
+    for action in parser._actions if parser is not None else ():  # noqa: SLF001 - argparse has no public list of flags
+        for flag in action.option_strings[:1]:
+            name = flag.strip("-").replace("-", "_")
+            message = re.sub(rf"(?<![\w/.-]){name}=True\b", flag, message)
+            message = re.sub(rf"(?<![\w/.-]){name}=", f"{flag}=", message)
+            if "_" in name:
+                message = re.sub(rf"(?<![\w/.-]){name}(?![\w/.])", flag, message)
+    return message
