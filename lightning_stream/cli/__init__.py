@@ -92,6 +92,7 @@ def build_parser(prog: str = "lightning-stream") -> argparse.ArgumentParser:
             description=f"{module.HELP[0].upper()}{module.HELP[1:]}.",
             epilog=getattr(module, "EXAMPLES", None),
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
-_WIDTH = 24
+_WIDTH, _SHOWN = 24, 12
 
 
 class ExitCode(IntEnum):
@@ -58,8 +58,8 @@ class Output:
             label = f"  {name.removesuffix('_bytes').replace('_', ' ')}"
             if isinstance(value, Mapping):
                 self.line(label)
-                for inner, one in value.items():  # names of columns and settings
-                    self.line(f"{'    ' + inner:<{_WIDTH}} {one}")
+                for inner, one in value.items():  # names of columns and settings, as they are
+                    self.line(f"{'    ' + inner.removesuffix('_bytes'):<{_WIDTH}} {_text(inner, one)}")
             else:
                 self.line(f"{label:<{_WIDTH}} {_text(name, value)}")
 
@@ -91,12 +91,11 @@ class Output:
 
 def _text(name: str, value: Any) -> str:
     if isinstance(value, list):
-        return ", ".join(_text(name, one) for one in value) or "none"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return "none" if value is None else str(value)
-    if name.endswith("_bytes"):
+        more = [f"... ({len(value):,})"] if len(value) > _SHOWN else []
+        return ", ".join([_text(name, one) for one in value[:_SHOWN]] + more) or "none"
+    if isinstance(value, int) and name.endswith("_bytes"):
         return readable(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return f"{value:.4g}" if isinstance(value, float) else "none" if value is None else str(value)
 
 
 def readable(num_bytes: float) -> str:

@@ -62,6 +62,13 @@ def test_converting_names_flags_not_python_arguments(tmp_path: Path, capsys: pyt
     assert "overwrite=True" not in told
 
 
+def test_a_column_may_have_the_name_of_a_secret(tmp_path: Path, answer: Answer) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"token_ids": 1, "b": 2}\n')
+    arguments = [str(tmp_path / "rows.jsonl"), str(tmp_path / "out"), "--num-workers", "1"]
+    code, done = answer("convert", *arguments, "--columns", "token_ids=int32")
+    assert (code, done["columns"]) == (0, {"token_ids": "int32"})
+
+
 def test_verify_lists_every_corrupt_file_and_ends_with_the_verdict(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer
 ) -> None:
