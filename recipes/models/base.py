@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,7 +168,9 @@ class RecipeModule(LightningModule):
             The metrics as ``train/...`` or ``val/...``; nothing where no sample was counted.
         """
         metrics = self.metrics_of(stage)
-        computed = {f"{stage}/{name}": float(metric.compute()) for name, metric in metrics.items()}
+        with warnings.catch_warnings():  # a rank without samples must take part in the sum all the same
+            warnings.filterwarnings("ignore", ".*``compute`` method of metric.*before the ``update`` method.*")
+            computed = {f"{stage}/{name}": float(metric.compute()) for name, metric in metrics.items()}
         self.reset_metrics(stage)
         if all(math.isnan(value) for value in computed.values()):
             return {}
@@ -203,7 +206,7 @@ class RecipeModule(LightningModule):
         unfinished: dict[str, dict[str, Any]] = {}
         for stage in ("train", "val"):
             for name, metric in self.metrics_of(stage).items():
-                metric.sync(should_sync=metric.update_called and torch.distributed.is_initialized())
+                metric.sync()
                 unfinished[f"{stage}/{name}"] = {key: _plain(value) for key, value in metric.metric_state.items()}
                 if metric._is_synced:  # noqa: SLF001 - `unsync` refuses a metric that one process alone has
                     metric.unsync()
