@@ -34,8 +34,8 @@ class RecipeData(StreamingDataModule):
                 self.convert(self.source, drop_nulls=self.drop_nulls)
 
     Args:
-        remote: Folder or URL of the shards. With `source`, each source and setting has its own folder below it; without,
-            it is itself a converted dataset with train/ and val/, as ``lightning-stream convert --val-fraction`` writes.
+        remote: Folder or URL of the shards. With `source`, each source and setting has its own folder below it; else it
+            is a converted dataset with train/ and val/, as ``lightning-stream convert --val-fraction`` writes it.
         local: Folder of the cache.
         source: What to convert: a path, a URL, or a word that the subclass knows, e.g. ``synthetic``.
         name: What messages call this data.
@@ -116,6 +116,7 @@ class RecipeData(StreamingDataModule):
             seed_steps=seed,
         )
         self.prepare_data_per_node = False
+        self.is_new = False  # whether `prepare_data` wrote the dataset
 
     @property
     def train_dataset(self) -> StreamingDataset:
@@ -129,8 +130,10 @@ class RecipeData(StreamingDataModule):
 
     def prepare_data(self) -> None:
         """Convert the source, unless the same was converted before. One process of a run calls this."""
+        self.is_new = False
         if self.source is not None:
             self.convert_source()
+        print(f"{self.describe().rstrip('.')}, {'written to' if self.is_new else 'reusing'} {self.uri}", flush=True)
 
     def convert_source(self) -> None:
         """Write ``train`` and ``val`` below `uri`, by calls of `convert`."""
@@ -147,7 +150,9 @@ class RecipeData(StreamingDataModule):
         divided = {} if split else {"val_fraction": self.val_fraction, "seed": self.conversion_seed}
         given = {**self.writer, **divided, "num_workers": self.conversion_workers, "overwrite": self.overwrite}
         shown = {"progress_bar": sys.stderr.isatty()}
-        return convert(source, f"{self.uri}/{split}" if split else self.uri, **{**given, **shown, **settings})
+        done = convert(source, f"{self.uri}/{split}" if split else self.uri, **{**given, **shown, **settings})
+        self.is_new |= done.is_new
+        return done
 
     @cached_property
     def manifest(self) -> Mapping[str, Any]:
