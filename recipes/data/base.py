@@ -11,10 +11,9 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lightning_stream.convert import Converted, convert
+from lightning_stream.convert import ConversionResult, convert, read_manifest
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.errors import NotFoundError
-from lightning_stream.stores import open_store
 from lightning_stream.trainers.lightning.data_module import StreamingDataModule
 
 Transform = Callable[[dict[str, Any]], Any]
@@ -139,7 +138,7 @@ class RecipeData(StreamingDataModule):
         """Write ``train`` and ``val`` below `uri`, by calls of `convert`."""
         raise NotImplementedError
 
-    def convert(self, source: Any, split: str | None = None, **settings: Any) -> Converted:
+    def convert(self, source: Any, split: str | None = None, **settings: Any) -> ConversionResult:
         """Convert a source with this data's settings.
 
         Args:
@@ -155,20 +154,19 @@ class RecipeData(StreamingDataModule):
         return done
 
     @cached_property
-    def manifest(self) -> Mapping[str, Any]:
-        """What the conversion wrote beside the training shards: their schema, counts and classes.
+    def manifest(self) -> ConversionResult:
+        """What the conversion wrote beside the shards: their columns, counts and classes.
 
         Raises:
             NotFoundError: There is no converted dataset.
         """
         try:
-            found: Mapping[str, Any] = json.loads(open_store(f"{self.uri}/train").read("manifest.json"))
+            return read_manifest(self.uri)
         except NotFoundError as error:
             raise NotFoundError(
                 f"no converted dataset with train/ and val/ at {self.uri}. Set data.source to convert one, or "
                 "data.remote to the folder that `lightning-stream convert SOURCE FOLDER --val-fraction 0.1` wrote."
             ) from error
-        return found
 
     def describe(self) -> str:
         """The first line of a run's summary."""

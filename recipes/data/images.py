@@ -106,7 +106,7 @@ class ImageData(RecipeData):
     @cached_property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes; a label is a place in here."""
-        found = self.manifest.get("classes", {}).get("label")
+        found = self.manifest.classes.get("label")
         return tuple(found or json.loads(open_store(self.uri).read(_CLASSES)))
 
     @property
