@@ -63,7 +63,10 @@ class RunSummary:
             lines.append("   ".join([f"{epoch + 1:5d}", *(f"{cell:>{len(head)}}" for cell, head in zip(cells, heads))]))
         now = self.figures
         speed = f" ({now.num_samples / now.training_s:,.0f} samples/s)" if now.training_s else ""
-        lines += ["", f"trained      {now.num_samples:,} samples in {now.num_steps:,} steps, {now.training_s:.1f} s{speed}"]
+        lines += [
+            "",
+            f"trained      {now.num_samples:,} samples in {now.num_steps:,} steps, {now.training_s:.1f} s{speed}",
+        ]
         if now.waited_s is not None and now.training_s:
             share, longest = now.waited_s / now.training_s, now.longest_wait_s or 0.0
             lines.append(f"waiting      {now.waited_s:.2f} s for data ({share:.1%}), longest {longest:.2f} s")
@@ -110,7 +113,9 @@ def loss_curve(folder: Path, name: str = "train/loss") -> dict[int, float]:
     return found
 
 
-def plot_curves(curves: Mapping[str, Mapping[int, float]], path: Path, title: str, ylabel: str = "training loss") -> None:
+def plot_curves(
+    curves: Mapping[str, Mapping[int, float]], path: Path, title: str, ylabel: str = "training loss"
+) -> None:
     """Draw curves by optimizer step, one per name."""
     with mpl.rc_context({"axes.grid": True, "grid.alpha": 0.3}):
         figure = Figure(figsize=(8, 4.5), layout="constrained")

@@ -96,7 +96,9 @@ class ImageData(RecipeData):
             inside = [one for one in path.iterdir() if one.is_dir()]
             return inside[0] if len(inside) == 1 else path
         if not path.is_dir():
-            raise NotFoundError(f"data.source must be a folder, an archive, a URL, synthetic or download; found {source}.")
+            raise NotFoundError(
+                f"data.source must be a folder, an archive, a URL, synthetic or download; found {source}."
+            )
         return path
 
     def write_classes(self, classes: tuple[str, ...]) -> None:
@@ -267,7 +269,9 @@ def _extract(archive: Path, folder: Path) -> None:
         with tarfile.open(archive) as tar:
             tar.extractall(folder, filter="data")
     except (tarfile.TarError, EOFError) as error:
-        raise FormatError(f"{archive} must be a whole .tar or .tgz; reading it failed: {error}. Fetch it again.") from error
+        raise FormatError(
+            f"{archive} must be a whole .tar or .tgz; reading it failed: {error}. Fetch it again."
+        ) from error
 
 
 def _written_once(folder: Path, write: Callable[[Path], None]) -> Path:
