@@ -8,6 +8,7 @@ import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType
@@ -100,6 +101,8 @@ def find_problems(config: DictConfig) -> list[str]:
     missing = [f"{key}: needs a value; add {key}=..." for key in sorted(OmegaConf.missing_keys(config))]
     if missing:
         return missing
+    if trainer_kind(config) == "composer" and find_spec("composer") is None:
+        return ["trainer: Composer is not installed. In its own environment: pip install 'lightning-stream[composer]'."]
     try:
         values: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -156,10 +159,8 @@ def _parameters(target: Any) -> tuple[dict[str, inspect.Parameter], dict[str, An
         for name, parameter in parameters.items():
             if name != "self" and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
                 known.setdefault(name, parameter)
-        try:
+        with suppress(NameError, TypeError):  # an annotation that cannot be evaluated: its values are not checked
             hints = get_type_hints(function) | hints
-        except (NameError, TypeError):
-            pass  # a third party's annotation that cannot be evaluated: its values are not checked here
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             return known, hints, False
     return known, hints, True
@@ -182,7 +183,8 @@ def _pair(values: Mapping[str, Any]) -> Iterator[str]:
         return  # reported by `_target`
     wanted = getattr(model, "data_type", None)
     if isinstance(wanted, type) and not issubclass(data, wanted):
-        yield f"model: {model.__name__} learns from {wanted.__name__}, and data is {data.__name__}. Do not set model=: data brings one."
+        found = f"{model.__name__} learns from {wanted.__name__}, and data is {data.__name__}"
+        yield f"model: {found}. Omit model=: a data choice brings its own."
 
 
 def _hardware(config: DictConfig) -> Iterator[str]:
@@ -194,9 +196,7 @@ def _hardware(config: DictConfig) -> Iterator[str]:
     if accelerator not in known:
         yield f"hardware.accelerator: trainer={kind} runs on {', '.join(known)}; found {accelerator!r}."
     if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
-        yield "hardware.accelerator: no GPU is available. Use hardware=cpu, or hardware=auto for a GPU where there is one."
-    if kind == "composer" and find_spec("composer") is None:
-        yield "trainer: Composer is not installed: pip install 'lightning-stream[composer]' in an environment of its own."
+        yield "hardware.accelerator: no GPU is available. Use hardware=cpu, or hardware=auto."
     devices, nodes = trainer.get("devices", hardware.devices), trainer.get("num_nodes", hardware.num_nodes)
     gpus = torch.cuda.device_count() if accelerator in ("auto", "gpu", "cuda") else 0
     if isinstance(devices, int) and (devices < -1 or devices == 0 or (devices == -1 and not gpus)):
@@ -227,7 +227,7 @@ def _checkpoint(config: DictConfig) -> Iterator[str]:
         return
     path = last if path == "last" else Path(path).expanduser()
     if not path.exists():
-        yield f"ckpt_path: {path.absolute()} does not exist. Omit ckpt_path to start, or set name= to the run to resume."
+        yield f"ckpt_path: {path.absolute()} does not exist. Omit ckpt_path to start, or set name= to resume another."
     elif path.is_file() and not zipfile.is_zipfile(path):
         yield f"ckpt_path: {path.absolute()} is damaged, or is no checkpoint that torch wrote."
 
@@ -244,4 +244,4 @@ def _secrets(node: Any, where: str) -> Iterator[str]:
         for index, value in enumerate(node):
             yield from _secrets(value, f"{where}[{index}]")
     elif isinstance(node, str) and _URL_WITH_PASSWORD.search(node):
-        yield f"{where}: this URL has a password in it, and configs are kept beside the run. Use the store's credentials."
+        yield f"{where}: this URL has a password in it, and configs are kept. Use the store's credentials."

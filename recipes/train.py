@@ -230,6 +230,9 @@ def _quieten() -> None:
     """Leave the terminal to what a user can act on."""
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("lightning_stream.loading.checks").setLevel(
+        logging.WARNING
+    )  # `simulate` has the shuffle's quality
     warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec.*", category=FutureWarning)  # Lightning's own
     warnings.filterwarnings("ignore", message=r"Checkpoint directory .* exists and is not empty")  # of a resumed run
     warnings.filterwarnings("ignore", message=r".*smaller than the logging interval.*")

@@ -36,6 +36,11 @@ class LossOutput:
     losses: Tensor
     updates: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
 
+    def metric_arguments(self, name: str) -> tuple[Tensor, ...]:
+        """What updates the metric of this name, without a gradient."""
+        values = self.updates.get(name, (self.losses,) if name == "loss" else ())
+        return tuple(value.detach() for value in values)
+
 
 @dataclass(frozen=True)
 class Artifacts:
@@ -158,8 +163,8 @@ class RecipeModule(LightningModule):
     def update_metrics(self, stage: str, output: LossOutput, keep: Tensor | None = None) -> None:
         """Update the metrics of a stage with the samples that count."""
         for name, metric in self.metrics_of(stage).items():
-            values = output.updates.get(name, (output.losses,) if name == "loss" else ())
-            metric.update(*((value.detach() if keep is None else value.detach()[keep]) for value in values))
+            values = output.metric_arguments(name)
+            metric.update(*(values if keep is None else (value[keep] for value in values)))
 
     def end_pass(self, stage: str, epoch: int) -> dict[str, float]:
         """Compute the metrics of a pass over all ranks, note them in the history, and reset them. All ranks call this.
