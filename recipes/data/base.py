@@ -1,0 +1,190 @@
+"""What all data of the recipes share: a source is converted once, then its two datasets are streamed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from lightning_stream.convert import Converted, convert
+from lightning_stream.dataset import StreamingDataset
+from lightning_stream.errors import NotFoundError
+from lightning_stream.stores import open_store
+from lightning_stream.trainers.lightning.data_module import StreamingDataModule
+
+Transform = Callable[[dict[str, Any]], Any]
+
+
+class RecipeData(StreamingDataModule):
+    """Streams the datasets ``train`` and ``val``; `prepare_data` converts them from a source on one process per run.
+
+    A subclass defines `convert_source`, and passes its own conversion settings and the transforms of its samples::
+
+        class RowData(RecipeData):
+            def __init__(self, *, drop_nulls: bool = False, **shared: Any) -> None:
+                super().__init__(settings={"drop_nulls": drop_nulls}, **shared)
+                self.drop_nulls = drop_nulls
+
+            def convert_source(self) -> None:
+                self.convert(self.source, drop_nulls=self.drop_nulls)
+
+    Args:
+        remote: Folder or URL of the shards. With `source`, each source and setting has its own folder below it; without,
+            it is itself a converted dataset with train/ and val/, as ``lightning-stream convert --val-fraction`` writes.
+        local: Folder of the cache.
+        source: What to convert: a path, a URL, or a word that the subclass knows, e.g. ``synthetic``.
+        name: What messages call this data.
+        compression, hashes, size_limit: Of the shards, see `convert`.
+        val_fraction: Share of the samples in the validation split, where the source has none.
+        conversion_workers: Processes that convert; None for one per processor.
+        overwrite: Replace the converted dataset where its source has changed since.
+        cache_limit: Bytes of the cache, e.g. ``"10gb"``; None for no limit.
+        num_canonical_nodes: Parts of the data that stay on one node each; None derives it from the global batch.
+        shuffle: Whether to shuffle the training samples in each epoch.
+        seed: Of the order, the transforms, dropout and the validation split.
+        global_batch_size: Samples of one optimizer step over all devices.
+        eval_batch_size: Samples per device in validation.
+        num_workers: Processes per device that read and decode.
+        persistent_workers: Whether these live from epoch to epoch.
+        settings: A subclass's own settings that the shards depend on.
+        train_transform, val_transform: From a decoded sample to what is collated.
+        stream_options: More arguments of both datasets, e.g. ``{"decoders": ...}``.
+    """
+
+    token_column: str = "input_ids"
+    """The column whose elements are tokens, for trainers that count tokens."""
+
+    def __init__(
+        self,
+        *,
+        remote: str,
+        local: str,
+        source: str | None = None,
+        name: str = "data",
+        compression: str | None = "auto",
+        hashes: list[str] | None = None,
+        size_limit: int | str | None = "64mb",
+        val_fraction: float | None = 0.1,
+        conversion_workers: int | None = None,
+        overwrite: bool = False,
+        cache_limit: int | str | None = None,
+        num_canonical_nodes: int | None = None,
+        shuffle: bool = True,
+        seed: int = 1,
+        global_batch_size: int = 64,
+        eval_batch_size: int = 64,
+        num_workers: int = 0,
+        persistent_workers: bool = True,
+        settings: Mapping[str, Any] | None = None,
+        train_transform: Transform | None = None,
+        val_transform: Transform | None = None,
+        stream_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.name, self.source = name, None if source is None else absolute(source)
+        self.val_fraction, self.conversion_workers, self.overwrite = val_fraction, conversion_workers, overwrite
+        self.conversion_seed = 0  # the split stays when a run's seed changes
+        self.writer = {"compression": compression, "hashes": hashes, "size_limit": size_limit}
+        told = {"source": self.source, "val_fraction": val_fraction, **self.writer, **(settings or {})}
+        digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
+        folder = "" if source is None else f"/{_slug(source)}-{digest}"
+        self.uri = absolute(remote).rstrip("/") + folder
+        common = {"cache_limit": cache_limit, "num_canonical_nodes": num_canonical_nodes, "shuffle_seed": seed}
+        common |= stream_options or {}
+        transforms = {"train": train_transform, "val": val_transform}
+        splits = {
+            split: {
+                "remote": f"{self.uri}/{split}",
+                "local": f"{absolute(local)}{folder}/{split}",
+                "transform": transform,
+                "shuffle": shuffle and split == "train",
+                **common,
+            }
+            for split, transform in transforms.items()
+        }
+        super().__init__(
+            splits["train"],
+            splits["val"],
+            global_batch_size=global_batch_size,
+            eval_batch_size=eval_batch_size,
+            num_workers=num_workers,
+            persistent_workers=persistent_workers and num_workers > 0,
+            seed_steps=seed,
+        )
+        self.prepare_data_per_node = False
+
+    @property
+    def train_dataset(self) -> StreamingDataset:
+        """The training split."""
+        return self._dataset_for("train")
+
+    @property
+    def val_dataset(self) -> StreamingDataset:
+        """The validation split."""
+        return self._dataset_for("val")
+
+    def prepare_data(self) -> None:
+        """Convert the source, unless the same was converted before. One process of a run calls this."""
+        if self.source is not None:
+            self.convert_source()
+
+    def convert_source(self) -> None:
+        """Write ``train`` and ``val`` below `uri`, by calls of `convert`."""
+        raise NotImplementedError
+
+    def convert(self, source: Any, split: str | None = None, **settings: Any) -> Converted:
+        """Convert a source with this data's settings.
+
+        Args:
+            source: As `lightning_stream.convert.convert` takes it.
+            split: Write all of it as this split; None divides it by `val_fraction`.
+            settings: More arguments of `convert`; they replace this data's.
+        """
+        divided = {} if split else {"val_fraction": self.val_fraction, "seed": self.conversion_seed}
+        given = {**self.writer, **divided, "num_workers": self.conversion_workers, "overwrite": self.overwrite}
+        shown = {"progress_bar": sys.stderr.isatty()}
+        return convert(source, f"{self.uri}/{split}" if split else self.uri, **{**given, **shown, **settings})
+
+    @cached_property
+    def manifest(self) -> Mapping[str, Any]:
+        """What the conversion wrote beside the training shards: their schema, counts and classes.
+
+        Raises:
+            NotFoundError: There is no converted dataset.
+        """
+        try:
+            found: Mapping[str, Any] = json.loads(open_store(f"{self.uri}/train").read("manifest.json"))
+        except NotFoundError as error:
+            raise NotFoundError(
+                f"no converted dataset with train/ and val/ at {self.uri}. Set data.source to convert one, or "
+                "data.remote to the folder that `lightning-stream convert SOURCE FOLDER --val-fraction 0.1` wrote."
+            ) from error
+        return found
+
+    def describe(self) -> str:
+        """The first line of a run's summary."""
+        return f"Dataset: {self.train_dataset.size:,} train / {self.val_dataset.size:,} val samples ({self.title})."
+
+    @property
+    def title(self) -> str:
+        """What the samples are, in a few words."""
+        return self.name if self.source is None else f"{self.name} from {self.source}"
+
+
+def absolute(uri: str) -> str:
+    """A path made absolute, with ``~`` expanded; URLs and plain words without a slash or a file stay unchanged."""
+    if "://" in uri or uri.startswith("dbfs:"):
+        return uri
+    path = Path(uri).expanduser()
+    is_word = "/" not in uri and uri.isidentifier() and not path.exists()
+    return uri if is_word else str(path.absolute())
+
+
+def _slug(source: str) -> str:
+    """The last part of a path or URL, as a folder's name."""
+    last = PurePosixPath(source.rstrip("/").partition("?")[0]).name
+    return re.sub(r"[^\w.-]+", "-", last).strip("-.") or "source"
