@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import xxhash
 
-from lightning_stream.convert import Converted, Inputs, convert
+from lightning_stream.convert import ConversionResult, Inputs, convert
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.recipes import shapes
@@ -211,7 +211,7 @@ class CaptionData(TaskData):
         return self._place
 
     @cached_property
-    def converted(self) -> Converted:
+    def converted(self) -> ConversionResult:
         """What was converted, or is converted now."""
         given = self.source.open()
         transform = None if isinstance(given, Inputs) else captioned
@@ -283,7 +283,7 @@ def caption_data(
     """
     given = CaptionSource(source, drawn_in, (drawn_count, drawn_seed))
     written = {
-        "held_out": held_out,
+        "val_fraction": held_out,
         "compression": compression,
         "hashes": list(hashes_to_write(hashes)),
         "size_limit": size_limit,

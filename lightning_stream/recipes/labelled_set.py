@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from lightning_stream.convert import Converted, Inputs, convert
+from lightning_stream.convert import ConversionResult, Inputs, convert
 from lightning_stream.errors import FormatError
 from lightning_stream.recipes.converted_set import TRAIN, VAL, Made, describe
 from lightning_stream.stores import open_store
@@ -129,7 +129,7 @@ class LabelledSet:
         open_store(self.place).put(self.told_in, held.to_bytes())
         return Made(held, is_new=any(one.is_new for one in done.values()))
 
-    def _convert(self, source: LabelledSource, split: str) -> Converted:
+    def _convert(self, source: LabelledSource, split: str) -> ConversionResult:
         return convert(
             Inputs(source.pieces(split), source.read, stamp=self.place.rpartition("/")[2]),
             f"{self.place}/{split}",

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.convert import Converted, Inputs, convert
+from lightning_stream.convert import ConversionResult, Inputs, convert
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.recipes.converted_set import TRAIN, VAL, split_datasets
@@ -71,7 +71,7 @@ class Table:
         """What it is, for people."""
         return f"{self.generated[1]} rows made up by this package" if self.source == GENERATED else self.source
 
-    def run(self) -> Converted:
+    def run(self) -> ConversionResult:
         """Convert, unless it was done."""
         source: Any = self.source
         if source == GENERATED:
@@ -105,7 +105,7 @@ class TableData(TaskData):
         self._features = features
 
     @cached_property
-    def converted(self) -> Converted:
+    def converted(self) -> ConversionResult:
         """What was converted; asked once, since the table's file may change while a run goes on."""
         return self.table.run()
 
@@ -206,7 +206,7 @@ def table_data(
         persistent_workers: Whether they live on from epoch to epoch.
     """
     settings = {
-        "held_out": held_out,
+        "val_fraction": held_out,
         "compression": compression,
         "hashes": list(hashes_to_write(hashes)),
         "size_limit": size_limit,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from lightning_stream.convert import Converted, Inputs, convert
+from lightning_stream.convert import ConversionResult, Inputs, convert
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.recipes.converted_set import TRAIN, VAL, Made, describe
 from lightning_stream.recipes.documents import TextSource
@@ -206,7 +206,7 @@ class TextConversion:
         open_store(self.place).put(DESCRIPTION, held.to_bytes())
         return Made(held, is_new=any(converted.is_new for converted, _ in done.values()))
 
-    def _write(self, source: TextSource, split: str, *, is_one_document: bool) -> tuple[Converted, dict[str, int]]:
+    def _write(self, source: TextSource, split: str, *, is_one_document: bool) -> tuple[ConversionResult, dict]:
         """Write a split; what it holds, and how many documents and tokens that is."""
         config = self.config
         dtype = token_dtype(self.tokenizer.vocabulary)
