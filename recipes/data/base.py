@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lightning_stream.convert import Converted, convert
+from lightning_stream.convert import ConversionResult, convert
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.errors import NotFoundError
 from lightning_stream.stores import open_store
@@ -136,7 +136,7 @@ class RecipeData(StreamingDataModule):
         """Write ``train`` and ``val`` below `uri`, by calls of `convert`."""
         raise NotImplementedError
 
-    def convert(self, source: Any, split: str | None = None, **settings: Any) -> Converted:
+    def convert(self, source: Any, split: str | None = None, **settings: Any) -> ConversionResult:
         """Convert a source with this data's settings.
 
         Args:

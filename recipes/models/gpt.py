@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torchmetrics import Metric
 
+from recipes.data.base import RecipeData
 from recipes.data.text import PADDING, TextData
-from recipes.models.base import Artifacts, LossOutput, RecipeModule
+from recipes.models.base import Artifacts, Batch, ExactMean, LossOutput, RecipeModule
 
 _SHOWN_CHARACTERS = 300
 
@@ -88,21 +88,29 @@ class Block(nn.Module):
         return out
 
 
+class Perplexity(ExactMean):
+    """e to the mean loss; inf where that is too large for a float."""
+
+    def compute(self) -> Tensor:
+        """The perplexity, float64."""
+        return super().compute().exp()
+
+
 class LanguageModel(RecipeModule):
     """Learns to predict the next token inside blocks of packed documents.
 
-    A document begins with the bos token, which is predicted too: it is how the model learns where a document ends.
-    Padding is neither attended to nor predicted.
+    A document begins with the bos token, which is predicted too: so the model learns where a document ends. Padding is
+    neither attended to nor predicted.
 
     Args:
         d_model, n_layers, n_heads: See `GPT`.
         document_mask: Whether positions and attention restart with each document of a block.
         sample_tokens: Tokens of the text sample that is written at the end; 0 for none.
-        seed: Random seed of the first weights and of the text sample.
-        **optimizer: Learning rate, weight decay and warmup, see `RecipeModule`.
+        learning_rate, weight_decay, warmup, seed: See `RecipeModule`.
     """
 
     data_type = TextData
+    shown = ("train/loss", "val/loss", "val/perplexity", "val/accuracy")
     betas = (0.9, 0.95)
 
     def __init__(
@@ -113,13 +121,68 @@ class LanguageModel(RecipeModule):
         n_heads: int = 4,
         document_mask: bool = True,
         sample_tokens: int = 300,
+        learning_rate: float = 0.002,
+        weight_decay: float = 0.1,
+        warmup: float = 0.05,
         seed: int = 1,
-        **optimizer: Any,
     ) -> None:
-        super().__init__(**optimizer)
+        super().__init__(learning_rate, weight_decay, warmup, seed)
         self.d_model, self.n_layers, self.n_heads = d_model, n_layers, n_heads
         self.document_mask = document_mask
         self.sample_tokens = sample_tokens
-        self.seed = seed
         self.bos_token = -1
         self.network: GPT | None = None
+
+    def make_metrics(self) -> dict[str, Metric]:
+        """Means over tokens."""
+        return {"loss": ExactMean(), "accuracy": ExactMean(), "perplexity": Perplexity()}
+
+    def build(self, data: RecipeData) -> None:
+        """Make the network for the data's tokenizer and blocks."""
+        if self.network is not None:
+            return
+        assert isinstance(data, TextData)
+        self.bos_token = data.tokenizer.bos_token
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            self.network = GPT(data.tokenizer.vocab_size, data.seq_len, self.d_model, self.n_layers, self.n_heads)
+
+    def compute_loss(self, batch: Batch) -> LossOutput:
+        """The mean cross-entropy of each block; the metrics count tokens."""
+        assert self.network is not None
+        tokens, documents = batch["tokens"].long(), batch["documents"]
+        logits = self.network(tokens, documents if self.document_mask else None)[:, :-1]
+        targets = tokens[:, 1:]
+        losses = functional.cross_entropy(logits.transpose(1, 2).float(), targets, reduction="none")
+        continues = documents[:, 1:] == documents[:, :-1]
+        counts = (continues | (targets == self.bos_token)) & (documents[:, 1:] != PADDING)
+        means = (losses * counts).sum(1) / counts.sum(1).clamp(min=1)
+        right = (logits.argmax(2) == targets).float()
+        return LossOutput(
+            means, {"loss": (losses, counts), "accuracy": (right, counts), "perplexity": (losses, counts)}
+        )
+
+    def show(self, data: RecipeData, folder: Path) -> Artifacts:
+        """Write a sample of text."""
+        if not self.sample_tokens:
+            return Artifacts()
+        assert isinstance(data, TextData)
+        text = data.tokenizer.decode(self.generate(self.sample_tokens))
+        path = folder / "sample.txt"
+        path.write_text(text, encoding="utf-8")
+        shown = text[:_SHOWN_CHARACTERS].strip()
+        return Artifacts({"sample": str(path)}, ("Sample:", *(f"    {line}" for line in shown.splitlines() if line)))
+
+    @torch.inference_mode()
+    def generate(self, count: int, temperature: float = 0.8) -> list[int]:
+        """Draw tokens one by one from the beginning of a document; the same for the same weights."""
+        assert self.network is not None
+        self.eval()
+        rng = torch.Generator().manual_seed(self.seed)
+        tokens = [self.bos_token]
+        for _ in range(count):
+            begin = max(i for i, one in enumerate(tokens) if one == self.bos_token) if self.document_mask else 0
+            context = tokens[max(begin, len(tokens) - self.network.seq_len) :]
+            logits = self.network(torch.tensor([context], device=self.device))[0, -1].float().cpu()
+            tokens.append(int(torch.multinomial((logits / temperature).softmax(0), 1, generator=rng)))
+        return tokens
