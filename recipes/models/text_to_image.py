@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
+from torchmetrics import Metric
 
+from recipes.data.base import RecipeData
 from recipes.data.captions import CAPTION_PAD, CaptionData, caption_tokens
-from recipes.models.base import Artifacts, LossOutput, RecipeModule
+from recipes.models.base import Artifacts, Batch, ExactMean, LossOutput, RecipeModule
 
 PATCH = 4
 LATENT_CHANNELS = 3 * PATCH**2
@@ -124,3 +124,114 @@ class Denoiser(nn.Module):
 def group_norm(channels: int) -> nn.GroupNorm:
     """A group norm of up to 8 groups."""
     return nn.GroupNorm(math.gcd(8, channels), channels)
+
+
+class TextToImage(RecipeModule):
+    """Text-conditional diffusion model with v-prediction; draws images for captions.
+
+    In training, times and noise come from torch's global generator, which is seeded for each step. In evaluation each
+    sample has its own time and noise, so that the loss is the same on any number of devices.
+
+    Args:
+        d_model, n_layers, n_heads: See `Denoiser`.
+        cond_dropout: Share of the training samples whose caption is dropped, for classifier-free guidance.
+        guidance_scale: How far an image follows its caption; 1 is no guidance.
+        num_inference_steps: Steps of the sampler.
+        learning_rate, weight_decay, warmup, seed: See `RecipeModule`.
+    """
+
+    data_type = CaptionData
+    shown = ("train/loss", "val/loss")
+
+    def __init__(
+        self,
+        *,
+        d_model: int = 96,
+        n_layers: int = 4,
+        n_heads: int = 4,
+        cond_dropout: float = 0.1,
+        guidance_scale: float = 2.0,
+        num_inference_steps: int = 25,
+        learning_rate: float = 0.003,
+        weight_decay: float = 0.01,
+        warmup: float = 0.1,
+        seed: int = 1,
+    ) -> None:
+        super().__init__(learning_rate, weight_decay, warmup, seed)
+        self.d_model, self.n_layers, self.n_heads = d_model, n_layers, n_heads
+        self.cond_dropout = cond_dropout
+        self.guidance_scale = guidance_scale
+        self.num_inference_steps = num_inference_steps
+        self.side = 0
+        self.network: Denoiser | None = None
+
+    def make_metrics(self) -> dict[str, Metric]:
+        """The mean loss."""
+        return {"loss": ExactMean()}
+
+    def build(self, data: RecipeData) -> None:
+        """Make the network for the data's image size and captions."""
+        if self.network is not None:
+            return
+        assert isinstance(data, CaptionData)
+        if data.image_size % PATCH:
+            raise ValueError(f"data.image_size must be a multiple of {PATCH}; found {data.image_size}.")
+        self.side = data.image_size // PATCH
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            self.network = Denoiser(self.side, data.caption_length, self.d_model, self.n_layers, self.n_heads)
+
+    def compute_loss(self, batch: Batch) -> LossOutput:
+        """The mean squared error of v in each image."""
+        assert self.network is not None
+        latents, tokens = to_latents(batch["image"]), batch["tokens"]
+        if self.training:
+            time, noise = torch.rand(len(latents), device=latents.device), torch.randn_like(latents)
+            tokens = tokens * (torch.rand(len(latents), 1, device=latents.device) >= self.cond_dropout)
+        else:
+            time, noise = fixed_noise(batch["number"], latents)
+        signal, sigma = signal_and_noise(time[:, None, None, None])
+        predicted = self.network(signal * latents + sigma * noise, time, tokens)
+        return LossOutput((predicted - (signal * noise - sigma * latents)).square().mean((1, 2, 3)))
+
+    def show(self, data: RecipeData, folder: Path) -> Artifacts:
+        """Draw four images for each of five captions of the validation split."""
+        from matplotlib.figure import Figure
+
+        assert isinstance(data, CaptionData)
+        captions = data.captions(5)
+        images = self.generate([caption for caption in captions for _ in range(4)])
+        figure = Figure(figsize=(8, 2 * len(captions)), dpi=80, layout="constrained")
+        for number, axes in enumerate(figure.subplots(len(captions), 4, squeeze=False).flat):
+            axes.imshow(images[number].permute(1, 2, 0).numpy())
+            axes.set_axis_off()
+            axes.set_title(captions[number // 4] if number % 4 == 0 else "", loc="left", fontsize=10)
+        path = folder / "generated.png"
+        figure.savefig(path)
+        return Artifacts({"picture": str(path)})
+
+    @torch.inference_mode()
+    def generate(self, captions: list[str]) -> Tensor:
+        """Draw an image for each caption, uint8[n, 3, h, w]; the same for the same weights."""
+        assert self.network is not None
+        self.eval()
+        length = len(self.network.caption_positions)
+        tokens = torch.stack([caption_tokens(caption, length) for caption in captions]).to(self.device)
+        shape = (len(captions), LATENT_CHANNELS, self.side, self.side)
+        latents = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed)).to(self.device)
+        for now, later in pairwise(torch.linspace(1, 0, self.num_inference_steps + 1, device=self.device)):
+            time = now.expand(len(captions))
+            with_caption, without = (self.network(latents, time, one) for one in (tokens, torch.zeros_like(tokens)))
+            predicted = without + self.guidance_scale * (with_caption - without)
+            (signal, sigma), (next_signal, next_sigma) = signal_and_noise(now), signal_and_noise(later)
+            clean, noise = (signal * latents - sigma * predicted).clamp(-1, 1), sigma * latents + signal * predicted
+            latents = next_signal * clean + next_sigma * noise
+        return to_images(latents).cpu()
+
+
+def fixed_noise(numbers: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
+    """A time and a noise for each sample, from its number alone."""
+    generators = [torch.Generator().manual_seed(number) for number in numbers.tolist()]
+    times = torch.stack([torch.rand((), generator=rng) for rng in generators])
+    noises = torch.stack([torch.randn(latents.shape[1:], generator=rng) for rng in generators])
+    return times.to(latents.device), noises.to(latents.device)

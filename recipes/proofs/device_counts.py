@@ -178,7 +178,9 @@ def run_chain(folder: Path, overrides: Sequence[str], devices: Sequence[int], wo
         stop = [] if is_last else [f"+callbacks.record.stop_after={total * number // len(devices)}"]
         record = run(folder, f"part-{number}", overrides, device_count, worker_count, *stop, *resume)
         chain.append(Link(device_count, worker_count, record))
-        print(f"{device_count} devices, {worker_count} workers: steps {min(record)}-{max(record)} of {total}", flush=True)
+        print(
+            f"{device_count} devices, {worker_count} workers: steps {min(record)}-{max(record)} of {total}", flush=True
+        )
         resume = [f"ckpt_path='{folder / 'records' / f'part-{number}' / 'stopped.ckpt'}'"]
     return chain
 

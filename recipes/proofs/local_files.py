@@ -107,7 +107,9 @@ def main(arguments: list[str] | None = None) -> int:
     shards = str(options.out / "shards")
     # Small shards, so that a batch is gathered from many.
     convert(str(photos), shards, compression=None, size_limit="64kb", num_workers=1, overwrite=True)
-    dataset = StreamingDataset(remote=shards, local=str(options.out / "cache"), shuffle=True, transform=Pixels(options.size))
+    dataset = StreamingDataset(
+        remote=shards, local=str(options.out / "cache"), shuffle=True, transform=Pixels(options.size)
+    )
     files = Files(photos, dataset.transform)
     file_of = {str(Path(path).relative_to(photos)): number for number, (path, _) in enumerate(files.samples)}
     ids = [file_of[dataset[number]["name"]] for number in range(dataset.size)]

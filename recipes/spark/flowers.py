@@ -1,11 +1,12 @@
-"""Flowers from Spark to one process and to several: the notebook's flow, on this machine or on a cluster.
+"""Photos of a Spark DataFrame to shards, and training from them on Spark's workers.
 
-    python recipes/flowers_spark.py                                     # drawn flowers, 90 to train on and 10 held out
-    python recipes/flowers_spark.py --photos /data/flower_photos --train all --out dbfs:/Volumes/main/ml/flowers
+    python -m recipes.spark.flowers                                      # synthetic flowers: 90 to train on, 10 to validate
+    python -m recipes.spark.flowers --photos /data/flower_photos --train all --out dbfs:/Volumes/main/ml/flowers
+    python -m recipes.spark.flowers --data runs/shards --trainer lightning        # or composer: shards that exist already
 
-1. Spark reads pictures by its binary file source.  2. `dataframe_to_mds` saves them to a folder, volume or URL.
-3. `StreamingDataset` and `StreamingDataLoader` feed them.  4. One process trains.  5. TorchDistributor trains the same
-function on several.
+1. Spark reads the images by its binary file source.  2. `dataframe_to_mds` writes shards to a folder, volume or URL.
+3. `TorchDistributor` runs a training function in several processes: a plain loop with DistributedDataParallel, Lightning
+or Composer. Each process streams its share. The notebook `flowers.ipynb` shows the same step by step.
 """
 
 from __future__ import annotations
@@ -14,174 +15,215 @@ import argparse
 import json
 import os
 import re
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import cross_entropy
 
-from lightning_stream import StreamingDataLoader, StreamingDataset
-from lightning_stream.spark import carrying_env, dataframe_to_mds, local_session
+from lightning_stream import StreamingDataLoader, StreamingDataModule, StreamingDataset, data_spec
+from lightning_stream.spark import carrying_env, dataframe_to_mds, local_session, trainer_devices
 
 CLASSES = ("daisy", "dandelion", "roses", "sunflowers", "tulips")
 COLUMNS = {"image": "jpeg", "label": "int32", "path": "str"}
+GLOBAL_BATCH = 16  # samples of one optimizer step over all processes
 
 
-# 1. Load data using Spark
-
-
-def photo_folder(photos: str, needed: int) -> str:
-    """A folder of class folders: the one given, or drawn flowers in a new one."""
-    if photos != "drawn":
-        return photos
-    from lightning_stream.recipes.photos import DrawnFlowers
-
-    folder = Path(tempfile.mkdtemp(prefix="drawn-flowers-"))
-    with DrawnFlowers(count=needed).open() as drawn:
-        for (label, name), read in drawn.items():
-            (folder / label).mkdir(exist_ok=True)
-            (folder / label / name).write_bytes(read())
-    return str(folder)
-
-
-def list_pictures(session: Any, folder: str) -> Any:
-    """One row per picture: where it is, and its class as a number. Reads no picture."""
+def load(session: Any, folder: str, num_train: int | None, num_val: int) -> dict[str, Any]:
+    """The DataFrames ``train`` and ``val``: the images' bytes, labels and paths. The split is by a hash of the names."""
     from pyspark.sql import functions as f
 
     files = session.read.format("binaryFile").option("pathGlobFilter", "*.jpg").option("recursiveFileLookup", "true")
     numbers = f.create_map(*(f.lit(one) for pair in enumerate(CLASSES) for one in reversed(pair)))
-    return files.load(folder).select("path", numbers[class_of("path")].alias("label")).where("label >= 0")
-
-
-def class_of(path: str) -> Any:
-    """The folder that a file lies in."""
-    from pyspark.sql import functions as f
-
-    return f.element_at(f.split(path, "/"), -2)
-
-
-def load(session: Any, folder: str, num_train: int | None, num_val: int) -> dict[str, Any]:
-    """Pictures to train on and to hold out, chosen by a hash of class and name: the same on every run.
-
-    One row per picture: its bytes as they are, its class as a number, and where it came from.
-    """
-    from pyspark.sql import functions as f
-
-    listed = list_pictures(session, folder)
+    label = numbers[f.element_at(f.split("path", "/"), -2)]
+    listed = files.load(folder).select("path", label.alias("label")).where("label >= 0")
     name = f.array_join(f.slice(f.split("path", "/"), -2, 2), "/")
-    mixed = listed.orderBy(f.xxhash64(name), "path").select("path", "label")
-    chosen = mixed.collect() if num_train is None else mixed.limit(num_val + num_train).collect()
+    mixed = listed.orderBy(f.xxhash64(name), "path")
+    chosen = (mixed if num_train is None else mixed.limit(num_val + num_train)).collect()
     if len(chosen) <= num_val:
-        raise SystemExit(
-            f"{folder} holds {len(chosen)} pictures of {', '.join(CLASSES)}; --val {num_val} takes them all."
-        )
-    return {"train": _contents(session, chosen[num_val:]), "val": _contents(session, chosen[:num_val])}
-
-
-def _contents(session: Any, chosen: list[Any]) -> Any:
-    """The chosen pictures with their bytes: Spark reads these files and no others."""
-    from pyspark.sql import functions as f
-
-    paths = [re.sub(r"([\\{}\[\]*?])", r"\\\1", row["path"]) for row in chosen]
-    files = session.read.format("binaryFile").load(paths)
-    labels = f.broadcast(session.createDataFrame(chosen, "path string, label int"))
-    return files.select("path", f.col("content").alias("image")).join(labels, "path").select("image", "label", "path")
-
-
-# 2. Save data to a volume
+        raise SystemExit(f"{folder} has {len(chosen)} photos of {', '.join(CLASSES)}; --val {num_val} takes them all.")
+    parts = {}
+    for split, rows in (("train", chosen[num_val:]), ("val", chosen[:num_val])):
+        paths = [re.sub(r"([\\{}\[\]*?])", r"\\\1", row["path"]) for row in rows]  # Spark reads these as patterns
+        contents = session.read.format("binaryFile").load(paths).select("path", f.col("content").alias("image"))
+        labels = f.broadcast(session.createDataFrame(rows, "path string, label int"))
+        parts[split] = contents.join(labels, "path").select("image", "label", "path")
+    return parts
 
 
 def save(parts: dict[str, Any], out: str) -> None:
-    """Each part as an MDS dataset, compressed and hashed."""
-    for name, rows in parts.items():
-        kwargs = {"out": f"{out}/{name}", "columns": COLUMNS, "compression": "zstd", "hashes": ["xxh3_64"]}
-        dataframe_to_mds(rows.repartition(2, "path").sortWithinPartitions("path"), mds_kwargs=kwargs)
+    """Write each DataFrame as an MDS dataset; the images' bytes stay as they are."""
+    for split, rows in parts.items():
+        rows = rows.repartition(2, "path").sortWithinPartitions("path")
+        dataframe_to_mds(rows, mds_kwargs={"out": f"{out}/{split}", "columns": COLUMNS, "hashes": ["xxh3_64"]})
 
 
-# 3. Data loading: two lines that matter
+def stream(data: str, split: str) -> dict[str, Any]:
+    """The arguments of a `StreamingDataset` of float[3, 64, 64] images in [0, 1]; those to train on are augmented."""
+    from torchvision.transforms import v2
+
+    crop = v2.RandomResizedCrop(64, scale=(0.4, 1.0)) if split == "train" else v2.Resize((64, 64))
+    to_float = v2.ToDtype(torch.float32, scale=True)
+    pixels = v2.Compose([v2.PILToTensor(), crop, *([v2.RandomHorizontalFlip()] if split == "train" else []), to_float])
+
+    def transform(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"image": pixels(sample["image"].convert("RGB")), "label": int(sample["label"])}
+
+    return {"remote": f"{data}/{split}", "shuffle": split == "train", "transform": transform}
 
 
-def loader(out: str, name: str, batch_size: int) -> StreamingDataLoader:
-    """Batches of uint8 images and labels."""
-    from lightning_stream.recipes.images import AugmentedImage, PlainImage
-
-    transform = AugmentedImage(64) if name == "train" else PlainImage(64)
-    dataset = StreamingDataset(remote=f"{out}/{name}", shuffle=name == "train", transform=transform)
-    return StreamingDataLoader(dataset, batch_size=batch_size, evaluation=name == "val")
-
-
-# 4. and 5. Training, in one process or in each of several
-
-
-def train(out: str, epochs: int, network: str, batch_size: int = 16) -> dict[str, Any]:
-    """Train, and count the held-out pictures that are told rightly. The same code for any number of processes."""
-    from lightning_stream.recipes.weights import build_network
+def network(arch: str) -> torch.nn.Module:
+    from torchvision.models import get_model
 
     torch.manual_seed(1)
+    model: torch.nn.Module = get_model(arch, weights=None, num_classes=len(CLASSES))
+    return model
+
+
+def train_torch(data: str, epochs: int, arch: str, _checkpoints: str | None = None) -> dict[str, Any]:
+    """A plain loop, in one process or in each of several."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    on_gpu = torch.cuda.is_available()
     if world > 1:
-        torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else "cpu"
-    plain = build_network(network, len(CLASSES), {}).to(device)
+        torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+    plain = network(arch).to(device)
     model = torch.nn.parallel.DistributedDataParallel(plain) if world > 1 else plain
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-    batches = loader(out, "train", max(1, batch_size // world))
-    seen = 0
+    batches = StreamingDataLoader(StreamingDataset(**stream(data, "train")), global_batch_size=GLOBAL_BATCH)
+    steps = 0
     for _ in range(epochs):
         model.train()
         for batch in batches:
-            logits = model(batch["image"].to(device).float() / 128 - 1)
-            loss = torch.nn.functional.cross_entropy(logits, batch["label"].to(device).long())
+            loss = cross_entropy(model(batch["image"].to(device)), batch["label"].to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            seen += len(logits)
-    counts = evaluate(plain, loader(out, "val", batch_size), device)
+            steps += 1
+    plain.eval()
+    counts = torch.zeros(2, device=device)
+    with torch.inference_mode():
+        for batch in StreamingDataLoader(StreamingDataset(**stream(data, "val")), GLOBAL_BATCH, evaluation=True):
+            correct = plain(batch["image"].to(device)).argmax(1) == batch["label"].to(device)
+            counts += torch.tensor([int(correct.sum()), len(correct)], device=device)
     if world > 1:
-        counts = counts.to(device)
         torch.distributed.all_reduce(counts)
-    right, total = counts.tolist()
-    return {"processes": world, "seen_by_first": seen, "right": right, "of": total, "loss": loss.item()}
+    return {"processes": world, "steps": steps, "correct": int(counts[0]), "of": int(counts[1])}
 
 
-@torch.no_grad()
-def evaluate(model: torch.nn.Module, batches: Any, device: Any) -> torch.Tensor:
-    """Right and all, of this process's share."""
-    model.eval()
-    counts = torch.zeros(2)
-    for batch in batches:
-        said = model(batch["image"].to(device).float() / 128 - 1).argmax(1).cpu()
-        counts += torch.tensor([(said == batch["label"]).sum(), len(said)])
-    return counts
+def train_lightning(data: str, epochs: int, arch: str, _checkpoints: str | None = None) -> dict[str, Any]:
+    """An ordinary Lightning run on the devices that Spark gave."""
+    from lightning.pytorch import LightningModule, Trainer
+
+    class Classifier(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network(arch)
+            self.counts = torch.zeros(2)
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            return cross_entropy(self.network(batch["image"]), batch["label"])
+
+        def on_validation_epoch_start(self) -> None:
+            self.counts = torch.zeros(2, device=self.device)
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            correct = self.network(batch["image"]).argmax(1) == batch["label"]
+            self.counts += torch.tensor([int(correct.sum()), len(correct)], device=self.device)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.001)
+
+    trainer = Trainer(
+        max_epochs=epochs, accelerator="auto" if torch.cuda.is_available() else "cpu", strategy="ddp", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        **trainer_devices(),
+    )  # fmt: skip
+    module = Classifier()
+    splits = (stream(data, "train"), stream(data, "val"))
+    trainer.fit(module, datamodule=StreamingDataModule(*splits, global_batch_size=GLOBAL_BATCH, eval_batch_size=16))
+    correct, total = trainer.strategy.reduce(module.counts, reduce_op="sum").tolist()
+    return {"processes": trainer.world_size, "steps": trainer.global_step, "correct": int(correct), "of": int(total)}
+
+
+def train_composer(data: str, epochs: int, arch: str, checkpoints: str | None) -> dict[str, Any]:
+    """An ordinary Composer run, which resumes from the latest checkpoint in the folder if there is one."""
+    from composer import Trainer
+    from composer.models import ComposerClassifier
+
+    class Classifier(ComposerClassifier):
+        def forward(self, batch: Any) -> torch.Tensor:
+            return self.module(batch["image"])
+
+        def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+            return cross_entropy(outputs, batch["label"])
+
+        def update_metric(self, batch: Any, outputs: torch.Tensor, metric: Any) -> None:
+            metric.update(outputs, batch["label"])
+
+    # Not by autoresume: each process is a node of its own to Composer, and they would delete one file twice.
+    latest = None if checkpoints is None else Path(checkpoints) / "latest-rank0.pt"
+    model = Classifier(network(arch), num_classes=len(CLASSES))
+    trainer = Trainer(
+        model=model,
+        train_dataloader=data_spec(**stream(data, "train"), global_batch_size=GLOBAL_BATCH),
+        eval_dataloader=data_spec(**stream(data, "val"), batch_size=16, evaluation=True),
+        optimizers=torch.optim.AdamW(model.parameters(), lr=0.001),
+        max_duration=f"{epochs}ep",
+        device="gpu" if torch.cuda.is_available() else "cpu",
+        progress_bar=False,
+        run_name="flowers",
+        save_folder=checkpoints,
+        save_latest_filename="latest-rank{rank}.pt",
+        save_overwrite=True,
+        load_path=str(latest) if latest is not None and latest.exists() else None,
+        seed=1,
+    )
+    trainer.fit()
+    clock, metrics = trainer.state.timestamp, trainer.state.eval_metrics["eval"]
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    done = {"processes": world, "steps": int(clock.batch), "samples": int(clock.sample)}
+    done |= {name: float(metric.compute()) for name, metric in metrics.items()}
+    trainer.close()
+    return done
+
+
+TRAINERS = {"torch": train_torch, "lightning": train_lightning, "composer": train_composer}
 
 
 def main() -> None:
-    """All five steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--photos", default="drawn", help="a folder of class folders; by default flowers are drawn")
-    parser.add_argument("--out", default=None, help="folder, volume or URL for the shards")
-    parser.add_argument("--train", default="90", help="pictures to train on, or 'all'")
-    parser.add_argument("--val", type=int, default=10, help="pictures held out")
+    parser.add_argument("--photos", default="synthetic", help="a folder of class folders; default: synthetic flowers")
+    parser.add_argument("--out", help="folder, volume or URL for the shards; default: a new temporary folder")
+    parser.add_argument("--data", help="shards that exist already; nothing is converted")
+    parser.add_argument("--train", default="90", help="photos to train on, or 'all'")
+    parser.add_argument("--val", type=int, default=10, help="photos in the validation split")
+    parser.add_argument("--trainer", choices=[*TRAINERS], default="torch")
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--network", default="mobilenet_v2")
+    parser.add_argument("--arch", default="mobilenet_v2")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--checkpoints", help="Composer: folder of the checkpoints, shared by all machines")
     parser.add_argument("--master", default="local[2]")
+    parser.add_argument("--on-driver", action="store_true", help="run the processes on the driver's machine")
     options = parser.parse_args()
     session = local_session(options.master, conf={"spark.log.level": "ERROR", "spark.ui.showConsoleProgress": "false"})
     from pyspark.ml.torch.distributor import TorchDistributor
 
-    out = options.out or tempfile.mkdtemp(prefix="flowers-shards-")
-    num_train = None if options.train == "all" else int(options.train)
-    began = time.perf_counter()
-    folder = photo_folder(options.photos, (num_train or 1000) + options.val)
-    save(load(session, folder, num_train, options.val), out)
-    print(f"saved to {out} in {time.perf_counter() - began:.1f} s", file=sys.stderr)
-    results = {"one process": train(out, options.epochs, options.network)}
-    distributor = TorchDistributor(num_processes=options.processes, local_mode=False, use_gpu=torch.cuda.is_available())
-    results["several"] = distributor.run(carrying_env(train), out, options.epochs, options.network)
-    print(json.dumps(results))
+    data = options.data
+    if data is None:
+        num_train = None if options.train == "all" else int(options.train)
+        data, photos = options.out or tempfile.mkdtemp(prefix="flowers-shards-"), options.photos
+        if photos == "synthetic":
+            from recipes.data.synthetic import write_flowers
+
+            photos = tempfile.mkdtemp(prefix="flowers-")
+            write_flowers(Path(photos), (num_train or 1000) + options.val)
+        save(load(session, photos, num_train, options.val), data)
+        print(f"Shards: {data}")
+    distributor = TorchDistributor(options.processes, local_mode=options.on_driver, use_gpu=torch.cuda.is_available())
+    train = carrying_env(TRAINERS[options.trainer])
+    print(json.dumps(distributor.run(train, data, options.epochs, options.arch, options.checkpoints)))
     session.stop()
 
 
