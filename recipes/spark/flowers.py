@@ -1,12 +1,12 @@
 """Photos of a Spark DataFrame to shards, and training from them on Spark's workers.
 
-    python -m recipes.spark.flowers                                      # synthetic flowers: 90 to train on, 10 to validate
+    python -m recipes.spark.flowers                                          # 90 synthetic flowers, 10 for validation
     python -m recipes.spark.flowers --photos /data/flower_photos --train all --out dbfs:/Volumes/main/ml/flowers
-    python -m recipes.spark.flowers --data runs/shards --trainer lightning        # or composer: shards that exist already
+    python -m recipes.spark.flowers --data runs/shards --trainer lightning   # or composer; these shards exist already
 
 1. Spark reads the images by its binary file source.  2. `dataframe_to_mds` writes shards to a folder, volume or URL.
-3. `TorchDistributor` runs a training function in several processes: a plain loop with DistributedDataParallel, Lightning
-or Composer. Each process streams its share. The notebook `flowers.ipynb` shows the same step by step.
+3. `TorchDistributor` runs a training function in several processes: a plain loop with DistributedDataParallel,
+Lightning or Composer. Each process streams its share. The notebook `flowers.ipynb` shows the same step by step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GLOBAL_BATCH = 16  # samples of one optimizer step over all processes
 
 
 def load(session: Any, folder: str, num_train: int | None, num_val: int) -> dict[str, Any]:
-    """The DataFrames ``train`` and ``val``: the images' bytes, labels and paths. The split is by a hash of the names."""
+    """The DataFrames ``train`` and ``val`` of images, labels and paths, divided by a hash of the files' names."""
     from pyspark.sql import functions as f
 
     files = session.read.format("binaryFile").option("pathGlobFilter", "*.jpg").option("recursiveFileLookup", "true")

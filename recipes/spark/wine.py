@@ -131,7 +131,7 @@ def main() -> None:
     val = StreamToTorchDataset(val_rows, features, options.label, device=options.device)
     label_mean = float(stats(train_rows, [options.label])[0])
     results: dict[str, float] = {"rows": len(train), "val rows": len(val)}
-    results["error of the mean"] = mean_error(lambda features: label_mean, val.batches(256))
+    results["error of the mean"] = mean_error(lambda _: label_mean, val.batches(256))
     # Workers are spawned, not forked: the driver talks to Spark in threads.
     context = "spawn" if options.workers else None
     batches = DataLoader(train, 64, shuffle=True, num_workers=options.workers, multiprocessing_context=context)
