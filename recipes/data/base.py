@@ -11,10 +11,9 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lightning_stream.convert import ConversionResult, convert
+from lightning_stream.convert import ConversionResult, convert, read_manifest
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.errors import NotFoundError
-from lightning_stream.stores import open_store
 from lightning_stream.trainers.lightning.data_module import StreamingDataModule
 
 Transform = Callable[[dict[str, Any]], Any]
@@ -34,8 +33,8 @@ class RecipeData(StreamingDataModule):
                 self.convert(self.source, drop_nulls=self.drop_nulls)
 
     Args:
-        remote: Folder or URL of the shards. With `source`, each source and setting has its own folder below it; without,
-            it is itself a converted dataset with train/ and val/, as ``lightning-stream convert --val-fraction`` writes.
+        remote: Folder or URL of the shards. With `source`, each source and setting has its own folder below it; else it
+            is a converted dataset with train/ and val/, as ``lightning-stream convert --val-fraction`` writes it.
         local: Folder of the cache.
         source: What to convert: a path, a URL, or a word that the subclass knows, e.g. ``synthetic``.
         name: What messages call this data.
@@ -116,6 +115,7 @@ class RecipeData(StreamingDataModule):
             seed_steps=seed,
         )
         self.prepare_data_per_node = False
+        self.is_new = False  # whether `prepare_data` wrote the dataset
 
     @property
     def train_dataset(self) -> StreamingDataset:
@@ -129,8 +129,10 @@ class RecipeData(StreamingDataModule):
 
     def prepare_data(self) -> None:
         """Convert the source, unless the same was converted before. One process of a run calls this."""
+        self.is_new = False
         if self.source is not None:
             self.convert_source()
+        print(f"{self.describe().rstrip('.')}, {'written to' if self.is_new else 'reusing'} {self.uri}", flush=True)
 
     def convert_source(self) -> None:
         """Write ``train`` and ``val`` below `uri`, by calls of `convert`."""
@@ -147,23 +149,24 @@ class RecipeData(StreamingDataModule):
         divided = {} if split else {"val_fraction": self.val_fraction, "seed": self.conversion_seed}
         given = {**self.writer, **divided, "num_workers": self.conversion_workers, "overwrite": self.overwrite}
         shown = {"progress_bar": sys.stderr.isatty()}
-        return convert(source, f"{self.uri}/{split}" if split else self.uri, **{**given, **shown, **settings})
+        done = convert(source, f"{self.uri}/{split}" if split else self.uri, **{**given, **shown, **settings})
+        self.is_new |= done.is_new
+        return done
 
     @cached_property
-    def manifest(self) -> Mapping[str, Any]:
-        """What the conversion wrote beside the training shards: their schema, counts and classes.
+    def manifest(self) -> ConversionResult:
+        """What the conversion wrote beside the shards: their columns, counts and classes.
 
         Raises:
             NotFoundError: There is no converted dataset.
         """
         try:
-            found: Mapping[str, Any] = json.loads(open_store(f"{self.uri}/train").read("manifest.json"))
+            return read_manifest(self.uri)
         except NotFoundError as error:
             raise NotFoundError(
                 f"no converted dataset with train/ and val/ at {self.uri}. Set data.source to convert one, or "
                 "data.remote to the folder that `lightning-stream convert SOURCE FOLDER --val-fraction 0.1` wrote."
             ) from error
-        return found
 
     def describe(self) -> str:
         """The first line of a run's summary."""
