@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -277,8 +276,7 @@ class TextData(RecipeData):
                 *self._tokenizer_name, self.tokenizer.fingerprint, seq_len, self.text_key, self.separator,
                 None if pattern else split, self.val_fraction or 0.0, is_single,
             )  # fmt: skip
-            done = self.convert(source, split, columns=columns, transform_partition=pack)
-            print(f"{done}.", file=sys.stderr)
+            self.convert(source, split, columns=columns, transform_partition=pack)
         told = {"tokenizer": self.tokenizer.fingerprint, "seq_len": seq_len}
         open_store(self.uri).put("text.json", json.dumps(told).encode())
 

@@ -104,7 +104,7 @@ class LanguageModel(RecipeModule):
 
     Args:
         d_model, n_layers, n_heads: See `GPT`.
-        document_mask: Whether positions and attention restart with each document of a block.
+        mask_documents: Whether positions and attention restart with each document of a block.
         sample_tokens: Tokens of the text sample that is written at the end; 0 for none.
         learning_rate, weight_decay, warmup, seed: See `RecipeModule`.
     """
@@ -119,7 +119,7 @@ class LanguageModel(RecipeModule):
         d_model: int = 128,
         n_layers: int = 4,
         n_heads: int = 4,
-        document_mask: bool = True,
+        mask_documents: bool = True,
         sample_tokens: int = 300,
         learning_rate: float = 0.002,
         weight_decay: float = 0.1,
@@ -128,7 +128,7 @@ class LanguageModel(RecipeModule):
     ) -> None:
         super().__init__(learning_rate, weight_decay, warmup, seed)
         self.d_model, self.n_layers, self.n_heads = d_model, n_layers, n_heads
-        self.document_mask = document_mask
+        self.mask_documents = mask_documents
         self.sample_tokens = sample_tokens
         self.bos_token = -1
         self.network: GPT | None = None
@@ -151,7 +151,7 @@ class LanguageModel(RecipeModule):
         """The mean cross-entropy of each block; the metrics count tokens."""
         assert self.network is not None
         tokens, documents = batch["tokens"].long(), batch["documents"]
-        logits = self.network(tokens, documents if self.document_mask else None)[:, :-1]
+        logits = self.network(tokens, documents if self.mask_documents else None)[:, :-1]
         targets = tokens[:, 1:]
         losses = functional.cross_entropy(logits.transpose(1, 2).float(), targets, reduction="none")
         continues = documents[:, 1:] == documents[:, :-1]
@@ -181,7 +181,7 @@ class LanguageModel(RecipeModule):
         rng = torch.Generator().manual_seed(self.seed)
         tokens = [self.bos_token]
         for _ in range(count):
-            begin = max(i for i, one in enumerate(tokens) if one == self.bos_token) if self.document_mask else 0
+            begin = max(i for i, one in enumerate(tokens) if one == self.bos_token) if self.mask_documents else 0
             context = tokens[max(begin, len(tokens) - self.network.seq_len) :]
             logits = self.network(torch.tensor([context], device=self.device))[0, -1].float().cpu()
             tokens.append(int(torch.multinomial((logits / temperature).softmax(0), 1, generator=rng)))
