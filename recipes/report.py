@@ -16,20 +16,13 @@ _TILE = 150  # pixels
 
 @dataclass
 class RunFigures:
-    """What one launch of a run did.
-
-    Attributes:
-        num_samples: Trained on, over all devices, without padding.
-        num_steps: Optimizer steps.
-        training_s, validation_s: Seconds.
-        waited_s, longest_wait_s: Seconds of training in which the first device waited for data; None where unknown.
-    """
+    """What one launch of a run did: samples over all devices without padding, optimizer steps, and seconds."""
 
     num_samples: int = 0
     num_steps: int = 0
     training_s: float = 0.0
     validation_s: float = 0.0
-    waited_s: float | None = None
+    waited_s: float | None = None  # for data, on the first device; None where unknown
     longest_wait_s: float | None = None
 
 
@@ -79,15 +72,9 @@ class RunSummary:
 def image_grid(
     images: Sequence[Any], texts: Sequence[str], path: Path, title: str, correct: Sequence[bool] = (), columns: int = 8
 ) -> None:
-    """Draw images with a text below each.
+    """Draw images, uint8[h, w, 3] each, in a PNG file, with a text of at most two lines below each.
 
-    Args:
-        images: uint8[h, w, 3] each.
-        texts: One per image, of at most two lines.
-        path: A PNG file.
-        title: Above all.
-        correct: Colours the texts green or red; empty leaves them black.
-        columns: Images per row.
+    The texts of correct predictions are green and the others red; without `correct`, all are black.
     """
     columns = min(columns, len(images))
     rows = -(-len(images) // columns)

@@ -25,18 +25,7 @@ _PRECISIONS = {"32-true": "fp32", "bf16-mixed": "amp_bf16", "16-mixed": "amp_fp1
 class ComposerTrainer:
     """Trains a recipe's model on its data under Composer.
 
-    Args:
-        folder: Of the run; checkpoints are in its ``composer``.
-        max_epochs: Epochs of the whole run; -1 for as many as `max_steps` needs.
-        max_steps: Optimizer steps of the whole run; -1 for no such limit.
-        accelerator: ``"cpu"``, ``"gpu"``, or ``"auto"`` for a GPU where there is one.
-        precision: ``"32-true"``, ``"bf16-mixed"`` or ``"16-mixed"``.
-        val_check_interval: Optimizer steps between validations, over epochs.
-        check_val_every_n_epoch: Epochs between validations, where `val_check_interval` is None.
-        save_interval: Of checkpoints, in Composer's form, e.g. ``"20ba"``.
-        num_kept: Checkpoints that are kept.
-        seed: Of dropout.
-        options: More arguments of Composer's `Trainer`.
+    The arguments are those of configs/trainer/composer.yaml; `options` are more of Composer's `Trainer`.
     """
 
     def __init__(
@@ -69,27 +58,15 @@ class ComposerTrainer:
     def fit(
         self, model: RecipeModule, data: RecipeData, ckpt_path: str | None = None, logger: Any = None
     ) -> RunFigures:
-        """Train; the model's `history` holds the last metrics afterwards.
-
-        Args:
-            model: What to train.
-            data: What to train on.
-            ckpt_path: A checkpoint of Composer's to resume from.
-            logger: One of Lightning's loggers: gets the last metrics. Composer's own are in `options`.
-        """
+        """Train; the model's `history` holds the last metrics afterwards. Composer's own loggers are in `options`."""
         name_node()
         if dist.get_world_size() > 1:
             dist.initialize_dist(self.options["device"])
         on_first_rank(data.prepare_data)
         model.build(data)
         workers: dict[str, Any] = {"num_workers": data.num_workers, "persistent_workers": data.num_workers > 0}
-        train = data_spec(
-            data.train_dataset,
-            global_batch_size=data.global_batch_size,
-            tail=data.tail,
-            token_column=data.token_column,
-            **workers,
-        )
+        sizes: dict[str, Any] = {"global_batch_size": data.global_batch_size, "tail": data.tail}
+        train = data_spec(data.train_dataset, token_column=data.token_column, **sizes, **workers)
         val = data_spec(data.val_dataset, batch_size=data.eval_batch_size, evaluation=True, **workers)
         optimizer, epoch_steps = model.optimizer(), len(train.dataloader)
         is_limited = self.max_steps >= 0 and (self.max_epochs < 0 or self.max_steps < self.max_epochs * epoch_steps)
@@ -135,21 +112,17 @@ class _ComposerRecipe(ComposerModel):  # type: ignore[misc]  # Composer has no t
                 metric.recipe_name = name  # type: ignore[assignment]  # survives the copies that Composer makes
 
     def forward(self, batch: Batch) -> LossOutput:
-        """What the model makes of a micro-batch."""
         return self.model.compute_loss(batch)
 
     def loss(self, outputs: LossOutput, _batch: Batch) -> Tensor:
-        """The mean loss of a micro-batch; Composer weighs it by the samples that count."""
+        # Composer weighs the mean of a micro-batch by the samples that count.
         return outputs.losses.mean()
 
     def eval_forward(self, batch: Batch, outputs: LossOutput | None = None) -> LossOutput:
-        """The outputs that the metrics get; in training, those of the step."""
         return self.forward(batch) if outputs is None else outputs
 
     def update_metric(self, _batch: Batch, outputs: LossOutput, metric: Any) -> None:
-        """Update one metric."""
         metric.update(*outputs.metric_arguments(metric.recipe_name))
 
     def get_metrics(self, is_train: bool) -> dict[str, Metric]:
-        """The metrics of a stage, by name."""
         return self.model.metrics_of("train" if is_train else "val")
