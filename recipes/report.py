@@ -9,26 +9,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+_TILE = 150  # pixels
 
 
 @dataclass
 class RunFigures:
-    """What one launch of a run did.
-
-    Attributes:
-        num_samples: Trained on, over all devices, without padding.
-        num_steps: Optimizer steps.
-        training_s, validation_s: Seconds.
-        waited_s, longest_wait_s: Seconds of training in which the first device waited for data; None where unknown.
-    """
+    """What one launch of a run did: samples over all devices without padding, optimizer steps, and seconds."""
 
     num_samples: int = 0
     num_steps: int = 0
     training_s: float = 0.0
     validation_s: float = 0.0
-    waited_s: float | None = None
+    waited_s: float | None = None  # for data, on the first device; None where unknown
     longest_wait_s: float | None = None
 
 
@@ -60,7 +54,8 @@ class RunSummary:
         lines = ["", *self.notes, "", "   ".join(["epoch", *heads])]
         for epoch, values in sorted(self.history.items()):
             cells = [f"{values[name]:.3f}" if name in values else "-" for name in self.shown]
-            lines.append("   ".join([f"{epoch + 1:5d}", *(f"{cell:>{len(head)}}" for cell, head in zip(cells, heads))]))
+            widths = [f"{cell:>{len(head)}}" for cell, head in zip(cells, heads, strict=True)]
+            lines.append("   ".join([f"{epoch + 1:5d}", *widths]))
         now = self.figures
         speed = f" ({now.num_samples / now.training_s:,.0f} samples/s)" if now.training_s else ""
         lines += [
@@ -68,8 +63,8 @@ class RunSummary:
             f"trained      {now.num_samples:,} samples in {now.num_steps:,} steps, {now.training_s:.1f} s{speed}",
         ]
         if now.waited_s is not None and now.training_s:
-            share, longest = now.waited_s / now.training_s, now.longest_wait_s or 0.0
-            lines.append(f"waiting      {now.waited_s:.2f} s for data ({share:.1%}), longest {longest:.2f} s")
+            longest = "" if now.longest_wait_s is None else f", longest {now.longest_wait_s:.2f} s"
+            lines.append(f"waiting      {now.waited_s:.2f} s for data ({now.waited_s / now.training_s:.1%}){longest}")
         lines.append(f"validation   {now.validation_s:.1f} s")
         return "\n".join([*lines, *(f"{name:<12} {path}" for name, path in self.paths.items()), ""])
 
@@ -77,28 +72,22 @@ class RunSummary:
 def image_grid(
     images: Sequence[Any], texts: Sequence[str], path: Path, title: str, correct: Sequence[bool] = (), columns: int = 8
 ) -> None:
-    """Draw images with a text below each.
+    """Draw images, uint8[h, w, 3] each, in a PNG file, with a text of at most two lines below each.
 
-    Args:
-        images: uint8[h, w, 3] each.
-        texts: One per image.
-        path: A PNG file.
-        title: Above all.
-        correct: Colours the texts green or red; empty leaves them black.
-        columns: Images per row.
+    The texts of correct predictions are green and the others red; without `correct`, all are black.
     """
     columns = min(columns, len(images))
     rows = -(-len(images) // columns)
-    figure = Figure(figsize=(1.6 * columns, 2.0 * rows + 0.6), layout="constrained")
-    figure.suptitle(title)
+    sheet = Image.new("RGB", (max(columns, 4) * _TILE, 50 + rows * (_TILE + 40)), "white")
+    draw = ImageDraw.Draw(sheet)
+    draw.text((10, 12), title, "black", ImageFont.load_default(20))
     for place, (image, text) in enumerate(zip(images, texts, strict=True)):
-        axes = figure.add_subplot(rows, columns, place + 1)
-        axes.imshow(image)
-        axes.set_axis_off()
+        left, top = place % columns * _TILE, 50 + place // columns * (_TILE + 40)
+        sheet.paste(ImageOps.fit(Image.fromarray(image), (_TILE - 10, _TILE - 10)), (left + 5, top))
         colour = "black" if not correct else "#18804a" if correct[place] else "#c42c2c"
-        axes.text(0.5, -0.05, text, transform=axes.transAxes, ha="center", va="top", fontsize=8, color=colour)
+        draw.multiline_text((left + 5, top + _TILE - 8), text, colour, ImageFont.load_default(13))
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    sheet.save(path)
 
 
 def loss_curve(folder: Path, name: str = "train/loss") -> dict[int, float]:
@@ -117,9 +106,11 @@ def plot_curves(
     curves: Mapping[str, Mapping[int, float]], path: Path, title: str, ylabel: str = "training loss"
 ) -> None:
     """Draw curves by optimizer step, one per name."""
-    with mpl.rc_context({"axes.grid": True, "grid.alpha": 0.3}):
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        axes = figure.add_subplot(title=title, xlabel="optimizer step", ylabel=ylabel)
+    from matplotlib.figure import Figure  # not in every environment that trains
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(title=title, xlabel="optimizer step", ylabel=ylabel)
+    axes.grid(alpha=0.3)
     for label, curve in curves.items():
         axes.plot(list(curve), list(curve.values()), label=label, linewidth=1.5, alpha=0.8)
     axes.legend()

@@ -33,7 +33,8 @@ from recipes.data.base import RecipeData
 from recipes.models.base import RecipeModule
 from recipes.report import RunFigures, RunSummary
 
-_LAUNCHED = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
+_LAUNCHED = dict.fromkeys(("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"))
+_UNUSABLE = (LightningStreamError, HydraException, ImportError, MisconfigurationException, FileNotFoundError)
 
 
 def main(config: DictConfig) -> RunSummary | None:
@@ -51,23 +52,14 @@ def main(config: DictConfig) -> RunSummary | None:
         try:
             return _run(config, stack)
         except TrainingInterrupted as stop:
-            _stopped(stop.saved)
-            raise SystemExit(128 + stop.signum) from stop
-        except SystemExit as end:
-            if not isinstance(end.__context__, KeyboardInterrupt):
+            raise _stopped(stop.signum, f"Last checkpoint: {stop.saved}. ") from stop
+        except SystemExit as end:  # Lightning ends with 1 after a second Ctrl-C
+            raise _stopped(signal.SIGINT) if isinstance(end.__context__, KeyboardInterrupt) else end from None
+        except _UNUSABLE as error:
+            if os.environ.get("HYDRA_FULL_ERROR") == "1":
                 raise
-            _stopped(None)  # Lightning ends with 1 after a second Ctrl-C
-            raise SystemExit(128 + signal.SIGINT) from end
-        except (LightningStreamError, HydraException, ImportError, MisconfigurationException, OSError) as error:
-            if os.environ.get("HYDRA_FULL_ERROR") == "1" or (
-                isinstance(error, OSError) and error.filename is None and not isinstance(error, LightningStreamError)
-            ):
-                raise
-            advice = (
-                [f"The run began with the settings in {config.folder}/config.yaml."]
-                if isinstance(error, StateError)
-                else []
-            )
+            began = [f"The run began with the settings in {config.folder}/config.yaml."]
+            advice = began if isinstance(error, StateError) else []
             raise _refused(_sentence(error), *advice, "(HYDRA_FULL_ERROR=1 shows where.)") from error
 
 
@@ -83,54 +75,38 @@ def _run(config: DictConfig, stack: ExitStack) -> RunSummary | None:
             data.prepare_data()
         return None
     ckpt_path = _local_checkpoint(config, stack)
-    if ckpt_path is None:
+    if ckpt_path is None and not rank_zero_only.rank:
         _begin(config)
-    fit = _fit_lightning if trainer_kind(config) == "lightning" else _fit_other
-    figures = fit(config, model, data, ckpt_path)
+    # One logger, on the first rank; the others have none.
+    logger = instantiate(config.logger) if config.get("logger") and not rank_zero_only.rank else None
+    if trainer_kind(config) == "lightning":
+        figures = _fit_lightning(config, model, data, ckpt_path, logger)
+    else:
+        figures = instantiate(config.trainer, _convert_="all").fit(model, data, ckpt_path, logger)
     return None if rank_zero_only.rank else _summarise(config, model, data, figures)
 
 
-def _fit_lightning(config: DictConfig, model: RecipeModule, data: RecipeData, ckpt_path: str | None) -> RunFigures:
+def _fit_lightning(config: DictConfig, model: Any, data: Any, ckpt_path: str | None, logger: Any) -> RunFigures:
     callbacks = [instantiate(each, _convert_="all") for each in config.callbacks.values() if each]
     if not config.trainer.enable_progress_bar:
         callbacks = [each for each in callbacks if not isinstance(each, ProgressBar)]
-    trainer: Any = instantiate(
-        config.trainer, callbacks=callbacks, logger=make_logger(config) or False, _convert_="all"
-    )
+    trainer: Any = instantiate(config.trainer, callbacks=callbacks, logger=logger or False, _convert_="all")
     trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
     trainer.save_checkpoint(last_checkpoint(config))
-    monitor = next((each for each in callbacks if isinstance(each, RunMonitor)), RunMonitor())
-    return RunFigures(
-        monitor.num_samples * trainer.world_size,
-        monitor.num_steps,
-        monitor.training_s,
-        monitor.validation_s,
-        monitor.waited_s,
-        monitor.longest_wait_s,
-    )
-
-
-def _fit_other(config: DictConfig, model: RecipeModule, data: RecipeData, ckpt_path: str | None) -> RunFigures:
-    figures: RunFigures = instantiate(config.trainer, _convert_="all").fit(model, data, ckpt_path, make_logger(config))
-    return figures
-
-
-def make_logger(config: DictConfig) -> Any:
-    """The chosen logger; None for none, and on all ranks but the first."""
-    return instantiate(config.logger, _convert_="all") if config.get("logger") and not rank_zero_only.rank else None
+    now = next((each for each in callbacks if isinstance(each, RunMonitor)), RunMonitor())
+    samples = now.num_samples * trainer.world_size
+    return RunFigures(samples, now.num_steps, now.training_s, now.validation_s, now.waited_s, now.longest_wait_s)
 
 
 def _summarise(config: DictConfig, model: RecipeModule, data: RecipeData, figures: RunFigures) -> RunSummary:
     folder, last = Path(config.folder), last_checkpoint(config)
     artifacts = model.show(data, folder)
-    best = last.with_name("best.ckpt")
-    paths = {"shards": data.uri, "checkpoint": str(last), "summary": str(folder / "summary.json")}
-    if best.exists():
-        paths["best"] = str(best)
     logs = sorted(folder.glob("log/version_*"), key=lambda path: path.stat().st_mtime)
-    paths |= {"log": str(logs[-1])} if logs else {}
+    paths = {"shards": data.uri, "checkpoint": last, "best": last.with_name("best.ckpt"), **artifacts.files}
+    paths |= {"log": logs[-1]} if logs else {}
+    found = {name: str(path) for name, path in paths.items() if name == "shards" or Path(path).exists()}
     notes = (data.describe(), model.describe(data), *artifacts.notes)
-    summary = RunSummary(notes, figures, model.history, model.shown, {**paths, **artifacts.files})
+    summary = RunSummary(notes, figures, model.history, model.shown, found)
     summary.save(folder / "summary.json")
     print(summary)
     return summary
@@ -138,8 +114,6 @@ def _summarise(config: DictConfig, model: RecipeModule, data: RecipeData, figure
 
 def _begin(config: DictConfig) -> None:
     """Keep the config of a new run, and the checkpoints of an earlier one under another name: none is ever deleted."""
-    if rank_zero_only.rank:
-        return
     used = last_checkpoint(config).parent
     if used.is_dir() and any(used.iterdir()):
         kept = used.with_name(f"{used.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
@@ -150,13 +124,12 @@ def _begin(config: DictConfig) -> None:
 
 
 def _local_checkpoint(config: DictConfig, stack: ExitStack) -> str | None:
-    """The checkpoint to resume from, as a local file; one in a store is downloaded for the time of the run."""
-    wanted = config.ckpt_path
-    if wanted is None or wanted == "last":
-        return str(last_checkpoint(config)) if wanted else None
-    if "://" not in wanted:
-        return str(Path(wanted).expanduser())
-    folder, _, name = str(wanted).rpartition("/")
+    """The checkpoint to resume from, as a local file; one in a store is downloaded for the duration of the run."""
+    if config.ckpt_path is None or config.ckpt_path == "last":
+        return str(last_checkpoint(config)) if config.ckpt_path else None
+    if "://" not in config.ckpt_path:
+        return str(Path(config.ckpt_path).expanduser())
+    folder, _, name = config.ckpt_path.rpartition("/")
     path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoint-"))) / name
     open_store(folder).get(name, path)
     return str(path)
@@ -164,14 +137,15 @@ def _local_checkpoint(config: DictConfig, stack: ExitStack) -> str | None:
 
 @contextmanager
 def environment(wanted: Mapping[str, Any]) -> Iterator[None]:
-    """Set the variables of a store, unless null, for this process and those that it starts; restore them after."""
-    values = {name: str(value) for name, value in wanted.items() if value is not None}
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+    """Set variables, unless null, for this process and those that it starts; restore all of them afterwards."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update({name: str(value) for name, value in wanted.items() if value is not None})
     try:
         yield
     finally:
-        _restore(before)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({name: value} if value is not None else {})
 
 
 @contextmanager
@@ -184,41 +158,32 @@ def one_job() -> Iterator[None]:
     if not HydraConfig.initialized() or HydraConfig.get().mode is not RunMode.MULTIRUN:
         yield
         return
-    before, argv, hydra = {name: os.environ.get(name) for name in _LAUNCHED}, sys.argv, HydraConfig.instance().cfg
-    assert hydra is not None
+    argv, hydra = sys.argv, HydraConfig.get()
     with read_write(hydra):
-        hydra.hydra.run.dir = hydra.hydra.runtime.output_dir  # Lightning passes it on
-    added = [str(each.path) for each in hydra.hydra.runtime.config_sources if each.provider == "command-line"]
-    flags = [flag for path in added for flag in ("--config-dir", path)]
-    sys.argv = [argv[0], *flags, *hydra.hydra.overrides.task, "hydra.mode=RUN"]
+        hydra.run.dir = hydra.runtime.output_dir  # Lightning passes it on
+    added = [f"--config-dir={each.path}" for each in hydra.runtime.config_sources if each.provider == "command-line"]
+    is_launched = "LOCAL_RANK" in os.environ
+    sys.argv = [argv[0], *added, *hydra.overrides.task, "hydra.mode=RUN"]
     try:
-        yield
+        with environment(_LAUNCHED):
+            yield
     finally:
         sys.argv = argv
-        if torch.distributed.is_initialized() and before["LOCAL_RANK"] is None:
+        if torch.distributed.is_initialized() and not is_launched:
             torch.distributed.destroy_process_group()
-        _restore(before)
-
-
-def _restore(before: Mapping[str, str | None]) -> None:
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def _sentence(error: BaseException) -> str:
-    """An error as one sentence; of what an object's constructor refused, with the group that it was built from."""
+    """An error as one sentence; where a constructor refused a setting, with the group that it was built from."""
     cause = error.__cause__ if isinstance(error, HydraException) else None
     where = next((line.partition(": ")[2] for line in str(error).splitlines() if line.startswith("full_key: ")), "")
     return f"{where}: {cause}" if cause is not None else f"{type(error).__name__}: {error}"
 
 
-def _stopped(saved: str | None) -> None:
+def _stopped(signum: int, found: str = "") -> SystemExit:
     if not rank_zero_only.rank:
-        found = f"Last checkpoint: {saved}. " if saved else ""
         print(f"Stopped. {found}Resume with the same command and ckpt_path=last.", flush=True)
+    return SystemExit(128 + signum)
 
 
 def _refused(*sentences: str) -> SystemExit:
@@ -228,8 +193,7 @@ def _refused(*sentences: str) -> SystemExit:
 
 def _quieten() -> None:
     """Leave the terminal to what a user can act on."""
-    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_stream.loading.checks"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec.*", category=FutureWarning)  # Lightning's own
-    warnings.filterwarnings("ignore", message=r"Checkpoint directory .* exists and is not empty")  # of a resumed run
-    warnings.filterwarnings("ignore", message=r".*smaller than the logging interval.*")
+    for message in (r".*treespec, LeafSpec.*", "Checkpoint directory .* is not empty", ".*than the logging interval.*"):
+        warnings.filterwarnings("ignore", message=message)

@@ -35,28 +35,16 @@ class RecipeData(StreamingDataModule):
     Args:
         remote: Folder or URL of the shards. With `source`, each source and setting has its own folder below it; else it
             is a converted dataset with train/ and val/, as ``lightning-stream convert --val-fraction`` writes it.
-        local: Folder of the cache.
         source: What to convert: a path, a URL, or a word that the subclass knows, e.g. ``synthetic``.
         name: What messages call this data.
-        compression, hashes, size_limit: Of the shards, see `convert`.
-        val_fraction: Share of the samples in the validation split, where the source has none.
-        conversion_workers: Processes that convert; None for one per processor.
-        overwrite: Replace the converted dataset where its source has changed since.
-        cache_limit: Bytes of the cache, e.g. ``"10gb"``; None for no limit.
-        num_canonical_nodes: Parts of the data that stay on one node each; None derives it from the global batch.
-        shuffle: Whether to shuffle the training samples in each epoch.
-        seed: Of the order, the transforms, dropout and the validation split.
-        global_batch_size: Samples of one optimizer step over all devices.
-        eval_batch_size: Samples per device in validation.
-        num_workers: Processes per device that read and decode.
-        persistent_workers: Whether these live from epoch to epoch.
         settings: A subclass's own settings that the shards depend on.
         train_transform, val_transform: From a decoded sample to what is collated.
         stream_options: More arguments of both datasets, e.g. ``{"decoders": ...}``.
+
+    The others are those of `convert`, `StreamingDataset` and `StreamingDataModule`; see configs/shared/data.yaml.
     """
 
-    token_column: str = "input_ids"
-    """The column whose elements are tokens, for trainers that count tokens."""
+    token_column: str = "input_ids"  # its elements are tokens, for trainers that count tokens
 
     def __init__(
         self,
@@ -84,30 +72,24 @@ class RecipeData(StreamingDataModule):
         val_transform: Transform | None = None,
         stream_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.name, self.source = name, None if source is None else absolute(source)
+        is_word = source is None or (source.isidentifier() and not Path(source).exists())
+        self.name, self.source = name, source if is_word else absolute(str(source))
         self.val_fraction, self.conversion_workers, self.overwrite = val_fraction, conversion_workers, overwrite
-        self.conversion_seed = 0  # the split stays when a run's seed changes
         self.writer = {"compression": compression, "hashes": hashes, "size_limit": size_limit}
-        told = {"source": self.source, "val_fraction": val_fraction, **self.writer, **(settings or {})}
-        digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
-        folder = "" if source is None else f"/{_slug(source)}-{digest}"
+        depends_on = {"source": self.source, "val_fraction": val_fraction, **self.writer, **(settings or {})}
+        digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:8]
+        last = PurePosixPath((source or "").rstrip("/").partition("?")[0]).name
+        folder = "" if source is None else "/" + re.sub(r"[^\w.-]+", "-", f"{last}-{digest}")
         self.uri = absolute(remote).rstrip("/") + folder
         common = {"cache_limit": cache_limit, "num_canonical_nodes": num_canonical_nodes, "shuffle_seed": seed}
         common |= stream_options or {}
-        transforms = {"train": train_transform, "val": val_transform}
         splits = {
-            split: {
-                "remote": f"{self.uri}/{split}",
-                "local": f"{absolute(local)}{folder}/{split}",
-                "transform": transform,
-                "shuffle": shuffle and split == "train",
-                **common,
-            }
-            for split, transform in transforms.items()
+            split: {"remote": f"{self.uri}/{split}", "local": f"{absolute(local)}{folder}/{split}", **common}
+            for split in ("train", "val")
         }
         super().__init__(
-            splits["train"],
-            splits["val"],
+            {**splits["train"], "transform": train_transform, "shuffle": shuffle},
+            {**splits["val"], "transform": val_transform},
             global_batch_size=global_batch_size,
             eval_batch_size=eval_batch_size,
             num_workers=num_workers,
@@ -119,12 +101,10 @@ class RecipeData(StreamingDataModule):
 
     @property
     def train_dataset(self) -> StreamingDataset:
-        """The training split."""
         return self._dataset_for("train")
 
     @property
     def val_dataset(self) -> StreamingDataset:
-        """The validation split."""
         return self._dataset_for("val")
 
     def prepare_data(self) -> None:
@@ -146,7 +126,7 @@ class RecipeData(StreamingDataModule):
             split: Write all of it as this split; None divides it by `val_fraction`.
             settings: More arguments of `convert`; they replace this data's.
         """
-        divided = {} if split else {"val_fraction": self.val_fraction, "seed": self.conversion_seed}
+        divided = {} if split else {"val_fraction": self.val_fraction}
         given = {**self.writer, **divided, "num_workers": self.conversion_workers, "overwrite": self.overwrite}
         shown = {"progress_bar": sys.stderr.isatty()}
         done = convert(source, f"{self.uri}/{split}" if split else self.uri, **{**given, **shown, **settings})
@@ -179,15 +159,5 @@ class RecipeData(StreamingDataModule):
 
 
 def absolute(uri: str) -> str:
-    """A path made absolute, with ``~`` expanded; URLs and plain words without a slash or a file stay unchanged."""
-    if "://" in uri or uri.startswith("dbfs:"):
-        return uri
-    path = Path(uri).expanduser()
-    is_word = "/" not in uri and uri.isidentifier() and not path.exists()
-    return uri if is_word else str(path.absolute())
-
-
-def _slug(source: str) -> str:
-    """The last part of a path or URL, as a folder's name."""
-    last = PurePosixPath(source.rstrip("/").partition("?")[0]).name
-    return re.sub(r"[^\w.-]+", "-", last).strip("-.") or "source"
+    """A path made absolute, with ``~`` expanded; a URL stays unchanged."""
+    return uri if "://" in uri or uri.startswith("dbfs:") else str(Path(uri).expanduser().absolute())

@@ -22,7 +22,7 @@ from torchvision.transforms import v2
 from lightning_stream.convert import Inputs
 from lightning_stream.errors import FormatError, NotFoundError, UnavailableError
 from lightning_stream.stores import open_store
-from recipes.data.base import RecipeData, absolute
+from recipes.data.base import RecipeData
 from recipes.data.synthetic import write_flowers
 
 _FLOWERS_URL = "https://storage.googleapis.com/download.tensorflow.org/example_images/flower_photos.tgz"
@@ -244,7 +244,8 @@ def _tar(path: Path) -> tarfile.TarFile:
         return tarfile.open(path, "r:")
     except (FileNotFoundError, tarfile.TarError) as error:
         raise NotFoundError(
-            f"ImageNet is a folder with train/ and val/, or with {_TRAIN_TAR} and {_VAL_TAR}; {path} cannot be read: {error}"
+            f"ImageNet is a folder with train/ and val/, or with {_TRAIN_TAR} and {_VAL_TAR}; reading {path} failed: "
+            f"{error}"
         ) from error
 
 

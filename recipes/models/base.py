@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -29,22 +29,21 @@ class LossOutput:
 
     Attributes:
         losses: float[n], with gradient: training lowers their mean over the samples of an optimizer step.
-        updates: By metric, the arguments of its ``update``: tensors whose first dimension is n. ``loss`` may be absent
-            where `losses` is what to report.
+        updates: By metric, the arguments of its ``update``, of n rows each. `losses` update a ``loss`` that is absent.
     """
 
     losses: Tensor
     updates: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
 
+    def metric_arguments(self, name: str) -> tuple[Tensor, ...]:
+        """What updates the metric of this name, without a gradient."""
+        values = self.updates.get(name, (self.losses,) if name == "loss" else ())
+        return tuple(value.detach() for value in values)
+
 
 @dataclass(frozen=True)
 class Artifacts:
-    """What a trained model produced for people to look at.
-
-    Attributes:
-        files: Paths, each by a word for it.
-        notes: Sentences and samples for the summary.
-    """
+    """What a trained model produced for people to look at: paths by a word for each, and sentences."""
 
     files: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -57,29 +56,25 @@ class ExactMean(Metric):
     """
 
     full_state_update = False
-    units: Tensor
-    weight: Tensor
-    not_finite: Tensor
+    sums: Tensor  # int64[3]: values in parts of 1, weights, weights of values that are not finite
 
     def __init__(self) -> None:
         super().__init__()
-        for name in ("units", "weight", "not_finite"):
-            self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("sums", torch.zeros(3, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, values: Tensor, weights: Tensor | None = None) -> None:
-        """Add values, float[n, ...]; with weights, int64 or bool of the same shape, which count each."""
-        values = values.detach().float()
+        """Add values, float[n, ...], each counted by its weight, int64 or bool of the same shape; by default, 1."""
+        values = values.float()
         weights = torch.ones_like(values, dtype=torch.int64) if weights is None else weights.long()
         finite = values.isfinite()
-        self.units += ((torch.where(finite, values, 0.0) * _UNIT).round().long() * weights).sum()
-        self.weight += weights.sum()
-        self.not_finite += ((~finite) * weights).sum()
+        units = (torch.where(finite, values, 0.0) * _UNIT).round().long()
+        self.sums += torch.stack([(units * weights).sum(), weights.sum(), (~finite * weights).sum()])
 
     def compute(self) -> Tensor:
-        """The mean; not a number where one value was none, or nothing was added. On the CPU, float64."""
-        if not self.weight or self.not_finite:
-            return torch.tensor(math.nan, dtype=torch.float64)
-        return torch.tensor(int(self.units) / int(self.weight) / _UNIT, dtype=torch.float64)
+        """The mean, float64; not a number where one value was none, or nothing was added."""
+        units, weight, not_finite = self.sums.tolist()
+        mean = math.nan if not_finite or not weight else units / weight / _UNIT
+        return torch.tensor(mean, dtype=torch.float64)
 
 
 class RecipeModule(LightningModule):
@@ -95,12 +90,9 @@ class RecipeModule(LightningModule):
         history: By epoch, the metrics under ``train/...`` and ``val/...``.
     """
 
-    data_type: type[RecipeData] = RecipeData
-    """The data it learns from: a config that pairs it with other data is refused."""
-    shown: tuple[str, ...] = ("train/accuracy", "val/accuracy")
-    """The metrics in the summary's table."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Of AdamW."""
+    data_type: type[RecipeData] = RecipeData  # what it learns from: a config that pairs it with other data is refused
+    shown: tuple[str, ...] = ("train/accuracy", "val/accuracy")  # the metrics in the summary's table
+    betas: tuple[float, float] = (0.9, 0.999)  # of AdamW
 
     def __init__(self, learning_rate: float, weight_decay: float, warmup: float, seed: int = 1) -> None:
         super().__init__()
@@ -158,8 +150,8 @@ class RecipeModule(LightningModule):
     def update_metrics(self, stage: str, output: LossOutput, keep: Tensor | None = None) -> None:
         """Update the metrics of a stage with the samples that count."""
         for name, metric in self.metrics_of(stage).items():
-            values = output.updates.get(name, (output.losses,) if name == "loss" else ())
-            metric.update(*((value.detach() if keep is None else value.detach()[keep]) for value in values))
+            values = output.metric_arguments(name)
+            metric.update(*(values if keep is None else (value[keep] for value in values)))
 
     def end_pass(self, stage: str, epoch: int) -> dict[str, float]:
         """Compute the metrics of a pass over all ranks, note them in the history, and reset them. All ranks call this.
@@ -204,48 +196,48 @@ class RecipeModule(LightningModule):
     def metric_state(self) -> dict[str, Any]:
         """History and unfinished metrics over all ranks, as plain values for a checkpoint. All ranks call this."""
         unfinished: dict[str, dict[str, Any]] = {}
-        for stage in ("train", "val"):
-            for name, metric in self.metrics_of(stage).items():
-                metric.sync()
-                unfinished[f"{stage}/{name}"] = {key: _plain(value) for key, value in metric.metric_state.items()}
-                if metric._is_synced:  # noqa: SLF001 - `unsync` refuses a metric that one process alone has
-                    metric.unsync()
+        for stage, name, metric in self._each_metric():
+            metric.sync()
+            unfinished[f"{stage}/{name}"] = {
+                key: cast(Tensor, each).tolist() for key, each in metric.metric_state.items()
+            }
+            if metric._is_synced:  # noqa: SLF001 - `unsync` refuses a metric that one process alone has
+                metric.unsync()
         return {"history": {epoch: dict(values) for epoch, values in self.history.items()}, "unfinished": unfinished}
 
     def load_metric_state(self, state: Mapping[str, Any], is_first_rank: bool) -> None:
         """Continue from a checkpoint's metrics; the first rank takes the sums of all."""
         self.history = {int(epoch): dict(values) for epoch, values in state.get("history", {}).items()}
-        for key, values in state.get("unfinished", {}).items():
-            stage, _, name = key.partition("/")
-            metric = self.metrics_of(stage)[name]
+        for stage, name, metric in self._each_metric():
             metric.reset()
-            for each, value in values.items() if is_first_rank else ():
-                setattr(metric, each, torch.as_tensor(value, device=metric.device))
-                metric._update_count = 1  # noqa: SLF001 - else `compute` warns that nothing was added
+            held = state.get("unfinished", {}).get(f"{stage}/{name}", {}) if is_first_rank else {}
+            for key, value in held.items():
+                setattr(metric, key, torch.as_tensor(value, device=metric.device))
+
+    def _each_metric(self) -> Iterator[tuple[str, str, Metric]]:
+        for stage in ("train", "val"):
+            for name, metric in self.metrics_of(stage).items():
+                yield stage, name, metric
 
     # Lightning's hooks
 
     def configure_model(self) -> None:
-        """Make the weights."""
         self.build(self.trainer.datamodule)  # type: ignore[attr-defined]
 
     def training_step(self, batch: Batch, _batch_idx: int) -> Tensor:
         """The loss, times what Lightning divides by: ranks and accumulated micro-batches."""
-        loader = cast(StreamingDataLoader, self.trainer.train_dataloader)
-        micro_batch = loader.last_batch
-        assert micro_batch is not None
+        info = cast(StreamingDataLoader, self.trainer.train_dataloader).last_batch
+        assert info is not None
         parts = self.trainer.world_size * self.trainer.accumulate_grad_batches
-        keep = torch.from_numpy(~micro_batch.filler).to(self.device)
-        loss = self.training_loss(batch, keep, micro_batch.end - micro_batch.begin) * parts
+        keep = torch.from_numpy(~info.filler).to(self.device)
+        loss = self.training_loss(batch, keep, info.end - info.begin) * parts
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(keep))
         return loss
 
     def validation_step(self, batch: Batch, _batch_idx: int) -> None:
-        """Add the batch to the metrics."""
         self.evaluate(batch)
 
     def configure_optimizers(self) -> Any:
-        """The optimizer, and its schedule by steps."""
         optimizer = self.optimizer()
         schedule = self.schedule(optimizer, self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -254,32 +246,25 @@ class RecipeModule(LightningModule):
         """Note what a checkpoint at an epoch's very end had not computed yet: it belongs to the epoch before."""
         if self.current_epoch:
             self.end_pass("train", self.current_epoch - 1)
-        self.reset_metrics("train")
 
     def on_validation_epoch_start(self) -> None:
-        """Begin a pass."""
         self.reset_metrics("val")
 
     def on_validation_epoch_end(self) -> None:
         """Compute both passes before a checkpoint of this validation is written."""
-        if self.trainer.sanity_checking:
-            self.reset_metrics("val")
-            return
-        computed = {**self.end_pass("train", self.current_epoch), **self.end_pass("val", self.current_epoch)}
-        computed.pop("train/loss", None)  # in the log this is each step's
-        for name, value in computed.items():
-            self.log(name, value, prog_bar=name in self.shown)
+        if not self.trainer.sanity_checking:
+            computed = {**self.end_pass("train", self.current_epoch), **self.end_pass("val", self.current_epoch)}
+            computed.pop("train/loss", None)  # in the log this is each step's
+            for name, value in computed.items():
+                self.log(name, value, prog_bar=name in self.shown)
 
     def on_train_epoch_end(self) -> None:
-        """Compute the training metrics, also where this epoch had no validation."""
         self.end_pass("train", self.current_epoch)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the metrics."""
         checkpoint["recipe_metrics"] = self.metric_state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue the metrics."""
         self.load_metric_state(checkpoint.get("recipe_metrics", {}), self.trainer.is_global_zero)
 
 
@@ -289,7 +274,3 @@ def warmup_cosine(done: float, warmup: float) -> float:
         return 0.04 + 0.96 * done / warmup
     fallen = min(1.0, (done - warmup) / max(1e-9, 1 - warmup))
     return 0.002 + 0.998 * 0.5 * (1 + math.cos(math.pi * fallen))
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value

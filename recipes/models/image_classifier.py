@@ -148,4 +148,4 @@ def load_weights(network: nn.Module, path: str, num_classes: int) -> None:
     try:
         network.load_state_dict({**given, **{name: wanted[name] for name in head}})
     except RuntimeError as error:
-        raise ValueError(f"model.weights must fit model.arch; {path} does not: {str(error):.300}") from error
+        raise ValueError(f"model.weights must fit model.arch; {path} does not: {error!s:.300}") from error
