@@ -15,7 +15,7 @@ pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync")
 pytest.importorskip("torchvision", reason="the recipes need torchvision: uv sync")
 from support.recipe_runs import train
 
-from lightning_stream import LocalDataset
+from lightning_stream import StreamingDataset
 from lightning_stream.errors import FormatError, NotFoundError
 from recipes.data.captions import CaptionData
 from recipes.data.synthetic_text import captioned_shape
@@ -30,9 +30,8 @@ def captions(folder: Path, source: Path | str, **settings: Any) -> CaptionData:
 
 
 def samples(data: CaptionData) -> dict[str, tuple[str, bytes]]:
-    found = [
-        one for split in ("train", "val") for one in LocalDataset(f"{data.uri}/{split}", decoders={"image": bytes})
-    ]
+    sets = [StreamingDataset(remote=f"{data.uri}/{split}", decoders={"image": bytes}) for split in ("train", "val")]
+    found = [one for dataset in sets for one in dataset[:]]
     return {one["key"]: (one["caption"], one["image"]) for one in found}
 
 

@@ -37,7 +37,7 @@ def test_the_features_are_the_other_columns_of_numbers(tmp_path: Path) -> None:
     assert mean[-1] == pytest.approx(sum(prices) / len(prices))
     assert std[-1] > 100
     data.label = "prize"
-    with pytest.raises(ValueError, match="prize is not one.*price"):
+    with pytest.raises(ValueError, match=r"prize is not one.*price"):
         data.features  # noqa: B018
     with pytest.raises(ValueError, match="city is not one"):
         table(tmp_path, csv, features=["city"]).features  # noqa: B018

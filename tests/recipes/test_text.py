@@ -115,7 +115,7 @@ def test_what_is_not_text_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="text under 'text'; found content"):
         text(tmp_path, path)
     (tmp_path / "one.jsonl").write_bytes(json_lines(["one"]))
-    with pytest.raises(FormatError, match="the (train|val) split cannot be written"):
+    with pytest.raises(FormatError, match=r"the (train|val) split cannot be written"):
         text(tmp_path, tmp_path / "one.jsonl")
 
 
