@@ -49,15 +49,6 @@ def test_a_loop_and_lightning_learn_the_table_alike(spark: Any, table: str) -> N
     assert errors[0] < wine.mean_error(lambda _: 4.5, val.batches(64)) / 3
 
 
-def test_a_class_of_your_own_gives_the_same_samples(spark: Any, table: str) -> None:
-    rows, _ = wine.load(spark, table, "label", 0.2)
-    features = ["fixed acidity", "count"]
-    own, ready = wine.Table(rows, features, "label"), wine.StreamToTorchDataset(rows, features, "label")
-    assert len(own) == len(ready)
-    for index in (0, 17, len(own) - 1):
-        assert all(map(torch.equal, own[index], ready[index]))
-
-
 def test_a_label_that_is_not_a_column_is_an_error(spark: Any, table: str) -> None:
     with pytest.raises(SystemExit, match="no column 'quality'; it has fixed acidity, count, label"):
         wine.load(spark, table, "quality", 0.2)
