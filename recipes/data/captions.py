@@ -127,13 +127,11 @@ class CaptionData(RecipeData):
         if any(folder.glob("*.tar")):
             return glob(self.source, "*.tar")
         images = sorted(file for file in folder.rglob("*") if file.suffix.lower() in _IMAGES)
-        if not images:
-            hint = " Its parquet files list URLs: download the images with img2dataset." if _parquet(folder) else ""
-            raise FormatError(f"captioned images are tars, or .jpg files with .txt or .json; none in {folder}.{hint}")
+        lists = not images and any(folder.rglob("*.parquet"))
+        hint = " Its parquet files list URLs: download the images with img2dataset." if lists else ""
+        if not any(file.with_suffix(ending).exists() for file in images for ending in (".txt", ".json")):
+            found = f"none of the images in {folder} has a caption" if images else f"{folder} has neither"
+            raise FormatError(f"captioned images are tars, or .jpg files with .txt or .json beside; {found}.{hint}")
         files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in images]
         size = _IMAGES_OF_PARTITION
         return Inputs([files[begin : begin + size] for begin in range(0, len(files), size)], read_files)
-
-
-def _parquet(folder: Path) -> bool:
-    return any(folder.rglob("*.parquet"))

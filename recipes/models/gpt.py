@@ -145,7 +145,7 @@ class LanguageModel(RecipeModule):
         self.bos_token = data.tokenizer.bos_token
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            self.network = GPT(data.tokenizer.vocab_size, data.seq_len, self.d_model, self.n_layers, self.n_heads)
+            self.network = GPT(data.tokenizer.vocab_size, data.pack.seq_len, self.d_model, self.n_layers, self.n_heads)
 
     def compute_loss(self, batch: Batch) -> LossOutput:
         """The mean cross-entropy of each block; the metrics count tokens."""
