@@ -55,7 +55,7 @@ def test_an_image_folder_is_shuffled_by_its_listing(tmp_path: Path, samples_of: 
     for k in range(60):
         path = tmp_path / "in" / f"c{k // 20}" / f"{k}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"\xff\xd8\xff" + bytes([k]))
+        path.write_bytes(b"\xff\xd8\xff" + bytes([k]) + b"\xff\xd9")
     convert(tmp_path / "in", tmp_path / "out", **PLAIN, columns={"label": "int", "name": "str"}, shuffle=True)
     samples = samples_of(tmp_path / "out")
     assert len({sample["name"] for sample in samples}) == 60

@@ -24,14 +24,12 @@ class InputSplit:
         begin: Where it begins, in units of the kind of source: bytes, row groups, batches, rows.
         end: Where it ends; None for the file's end.
         num_bytes: Its size, about.
-        value: For `Inputs`: the input itself.
     """
 
     file: SourceFile
     begin: int
     end: int | None
     num_bytes: int
-    value: Any = None
 
 
 @dataclass(frozen=True)

@@ -62,11 +62,6 @@ class FunctionReader(Reader):
         """Return the reader for one conversion."""
         return FunctionReader(self.function, strict, as_rows)
 
-    def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:  # noqa: ARG002
-        """An input stays whole, and travels with its piece: no process gets the whole list."""
-        assert isinstance(file, InputItem)
-        return [InputSplit(SourceFile(file.root, file.name, 1, ""), 0, None, 1, file.value)]
-
     def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
         """Look at the first sample."""
         for encoding in (asked or {}).values():
@@ -81,7 +76,7 @@ class FunctionReader(Reader):
 
     def read(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield some hundred samples at a time."""
-        samples, where = iter(self.function(split.value)), split.file.uri
+        samples, where = iter(self.function(split.file.value)), split.file.uri
         while rows := list(islice(samples, _BATCH_SAMPLES)):
             if self.strict and not self.as_rows:
                 refuse_others(rows, columns, where)
@@ -102,10 +97,15 @@ class InputItem(SourceFile):
     def path(self) -> None:
         """There is no file."""
 
+    @property
+    def uri(self) -> str:
+        """Number and value, for messages."""
+        return f"input {self.name} ({self.value!r:.80})"
+
 
 def input_items(given: Inputs) -> tuple[InputItem, ...]:
     """Return the inputs, each with a digest of its whole value."""
     return tuple(
-        InputItem("input", f"{k:05} {each!r:.80}", 1, f"{given.stamp} {value_digest(each)}", value=each)
+        InputItem("input", f"{k:05}", 1, f"{given.stamp} {value_digest(each)}", value=each)
         for k, each in enumerate(given.inputs)
     )

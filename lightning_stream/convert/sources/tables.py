@@ -142,7 +142,7 @@ class ArrowReader(_TableReader):
         return _ArrowFile(reader.schema, reader) if is_file else _Table(reader.schema, reader)
 
 
-_WHOLE, _NUMBER = r"[+-]?(0|[1-9]\d{0,17})", r"[+-]?(0|[1-9]\d{0,14})?\.?\d*([eE][+-]?\d+)?"
+_WHOLE, _NUMBER = r"[+-]?(0|[1-9]\d{0,17})", r"[+-]?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE][+-]?\d+)?"
 _TRUTH = r"(?i)true|false"
 _PATTERNS = {"int64": f"^({_WHOLE})$", "float64": rf"^({_NUMBER})$", "uint8": f"^({_TRUTH})$"}
 
