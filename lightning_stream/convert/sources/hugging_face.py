@@ -1,4 +1,4 @@
-"""What Hugging Face's datasets write into an Arrow schema: images and class labels."""
+"""What Hugging Face's `datasets` notes in an Arrow schema: images, sounds, videos and class labels."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pyarrow.compute
 
 from lightning_stream.convert.arrow_schema import arrow_columns
 from lightning_stream.convert.sources.base import Found
-from lightning_stream.convert.sources.sniff import image_encoding
+from lightning_stream.convert.sources.images import image_encoding
 
 _FILES = ("Image", "Audio", "Video")  # features that are a struct of a file's bytes and its path
 
 
 def features_of(schema: pa.Schema, first: Any, asked: Mapping[str, str] | None) -> Found:
-    """The columns of a schema, with images and class labels as ``datasets`` notes them.
+    """Return the columns of a schema, with images and class labels as ``datasets`` notes them.
 
     Args:
         schema: Of Arrow or Parquet.
@@ -40,17 +40,17 @@ def features_of(schema: pa.Schema, first: Any, asked: Mapping[str, str] | None) 
     about: dict[str, Any] = {"schema": {field.name: str(field.type) for field in schema}}
     if classes:
         about["classes"] = {name: names for name, names in classes.items() if name in columns}
-    return Found(columns, about)
+    return Found(columns, about, media=tuple(images))
 
 
 def _shapes(features: Mapping[str, Any]) -> dict[str, str]:
-    """The shapes of array features that have one for all rows, as encodings say them."""
+    """Return the shapes of array features that have one shape for all rows, as encodings write them."""
     arrays = {name: kind["shape"] for name, kind in features.items() if str(kind.get("_type")).startswith("Array")}
     return {name: ",".join(map(str, shape)) for name, shape in arrays.items() if all(shape)}
 
 
 def image_bytes(column: pa.Array) -> pa.Array:
-    """The files of a column of them: a struct of bytes and a path, or plain bytes. Null where there is neither."""
+    """Return a column of structs of bytes and path, or of plain bytes, as bytes; null where there is neither."""
     if not pa.types.is_struct(column.type):
         return column
     data = pa.compute.struct_field(column, "bytes")
@@ -67,7 +67,7 @@ def image_bytes(column: pa.Array) -> pa.Array:
 
 
 def with_files(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch with its images as their files' bytes."""
+    """Return the batch with its images as their files' bytes."""
     noted = _noted(batch.schema)
     for k, field in enumerate(batch.schema):
         if noted.get(field.name, {}).get("_type") in _FILES and pa.types.is_struct(field.type):
