@@ -32,6 +32,12 @@ def order_in(state: Mapping[str, Any]) -> OrderConfig | None:
     return None if is_mosaic_state(state) else Position.from_state(state).order
 
 
+def resumed_at(position: Position, step: int, num_samples: int) -> str:
+    """The sentence that announces where a training run resumed."""
+    here, total = f"{position.position:,}", f"{num_samples:,}"
+    return f"Resumed at epoch {position.epoch}, step {step:,} ({here} of {total} samples of this epoch)."
+
+
 def position_in(
     state: Mapping[str, Any],
     dataset: Ordered,

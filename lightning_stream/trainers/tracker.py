@@ -233,17 +233,12 @@ class PositionTracker:
             )
         warnings.warn(f"{sentence}The data begins from its start", stacklevel=3)
 
-    def begin_run(self, steps_of_epoch: int, step_in_epoch: int) -> None:
-        """Check that all ranks stand at the same place, and say where a resumed run continues. Collective."""
+    def begin_run(self) -> None:
+        """Check that all ranks have the same position, and announce a resume. Collective."""
         check_ranks_agree(self.position)
         if self.is_resumed and not self._has_said:
             self._has_said = True
-            here = self.position
-            total = self.loader.num_samples
-            self.say(
-                f"Resumed at epoch {here.epoch}, step {step_in_epoch:,} of {steps_of_epoch:,} ({here.position:,} of "
-                f"{total:,} samples); order verified"
-            )
+            self.say(self.loader.resumed_at(self.position))
 
     def end_run(self) -> None:
         """Say what a resumed run lost and repeated, which is nothing."""
@@ -364,7 +359,7 @@ class PositionTracker:
         """Yield the batches of an epoch's rest, each taken up; call `stepped` after each optimizer step."""
         first = self.loader.batches_before(self.position)
         self.begin_epoch(first)
-        self.begin_run(-(-len(self.loader) // self.loader.accumulate), first // self.loader.accumulate)
+        self.begin_run()
         self._own = iter(self.loader)
         for number, batch in enumerate(self._own, first):
             self.take(number, self.num_steps)

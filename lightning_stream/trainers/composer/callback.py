@@ -88,7 +88,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         if tracker.is_of_mosaic and here.position == 0 and int(clock.batch_in_epoch) == 0:
             # At the end of an epoch that library saves the epoch that is over.
             tracker.move_to(replace(here, epoch=max(here.epoch, int(clock.epoch))))
-        tracker.begin_run(len(self.loader), int(clock.batch_in_epoch))
+        tracker.begin_run()
 
     def _limit(self, trainer: Any) -> int | None:
         """Batches of an epoch, where the trainer takes fewer than there are."""

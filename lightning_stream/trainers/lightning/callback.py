@@ -186,8 +186,8 @@ class StreamingCallback(Callback):
         if trainer.ckpt_path is not None and not self._was_asked:  # Lightning asks nobody if it lacks "callbacks"
             self._state_in({"global_step": trainer.global_step})
         check_loader(trainer, loader)
-        done = loader.batches_before(self.tracker.position)
-        self.tracker.begin_run(-(-len(loader) // loader.accumulate), done // loader.accumulate)
+        self.tracker.begin_run()
+        loader.check()  # logs before the progress bar is drawn
         loops.let_ranks_stop_together(trainer)
         if self.show_position:
             self._hide_position = loops.show_in_bar(trainer, self.tracker)

@@ -22,9 +22,11 @@ from lightning_stream.trainers.lightning.package import LightningDataModule
 
 DatasetLike = StreamingDataset | Mapping[str, Any] | str | os.PathLike[str]
 
-# Lightning warns of what does not hold here: our loaders' lengths are exact, and no validation data is no mistake.
+# Lightning warns of what does not hold here: our loaders' lengths are exact, no validation data is no mistake, and the
+# deprecated name of torch is one that Lightning uses.
 _OUT_OF_PLACE = (
     "Your `IterableDataset` has `__len__` defined",
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     "You defined a `validation_step` but have no `val_dataloader`",
 )
 
@@ -47,7 +49,8 @@ class StreamingDataModule(LightningDataModule):
         collate_fn: From a list of samples to a batch.
         tail: What happens to a training epoch's rest: ``"pad"``, ``"drop"`` or ``"exact"``. Evaluation is always exact.
         pin_memory: None pins where the trainer trains on CUDA.
-        prefetch_factor, persistent_workers, multiprocessing_context: As in `torch.utils.data.DataLoader`.
+        timeout, worker_init_fn, prefetch_factor, persistent_workers, multiprocessing_context: As in
+            `torch.utils.data.DataLoader`.
         replication: Groups of this many consecutive ranks get the same samples; None asks the trainer's strategy, which
             knows of tensor parallelism.
         prepare: Called once per node before anything is read, e.g. to convert the data.
@@ -74,6 +77,8 @@ class StreamingDataModule(LightningDataModule):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         tail: Tail = "pad",
         pin_memory: bool | None = None,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
         multiprocessing_context: Any = None,
@@ -104,8 +109,10 @@ class StreamingDataModule(LightningDataModule):
         self.replication = replication
         self.prepare = prepare
         self.on_mismatch: Literal["error", "warn"] = on_mismatch
-        self._worker_arguments = {
+        self._worker_arguments: dict[str, Any] = {
             "collate_fn": collate_fn,
+            "timeout": timeout,
+            "worker_init_fn": worker_init_fn,
             "prefetch_factor": prefetch_factor,
             "persistent_workers": persistent_workers,
             "multiprocessing_context": multiprocessing_context,
@@ -162,7 +169,7 @@ class StreamingDataModule(LightningDataModule):
     def _ignore_advice(self) -> None:
         self.teardown("")
         before = list(warnings.filters)
-        for advice in _OUT_OF_PLACE if self.datasets["val"] is None else _OUT_OF_PLACE[:1]:
+        for advice in _OUT_OF_PLACE if self.datasets["val"] is None else _OUT_OF_PLACE[:-1]:
             warnings.filterwarnings("ignore", advice)
         self._ignored = [one for one in warnings.filters if one not in before]
 

@@ -96,15 +96,17 @@ def missing_last(trainer: Any) -> StateError | None:
         return None
     root = Path(trainer.default_root_dir)
     folders = [Path(found) for one in trainer.checkpoint_callbacks if (found := getattr(one, "dirpath", None))]
-    found = [path for folder in folders or [root / "checkpoints"] for path in folder.glob("*.ckpt")]
-    found += [] if folders else root.glob("lightning_logs/*/checkpoints/*.ckpt")
+    # Where ModelCheckpoint saves if it is given no folder: each run of a logger has one of its own.
+    logged = [Path(one.save_dir or root) / str(one.name) for one in trainer.loggers]
+    defaults = [root / "checkpoints", *(found for folder in logged for found in folder.glob("*/checkpoints"))]
+    found = [path for folder in folders or defaults for path in folder.glob("*.ckpt")]
     if not found:
         return None
     newest = str(max(found, key=lambda path: path.stat().st_mtime))
     return StateError(
-        f'ckpt_path="last" continues from the last checkpoint, but none is marked as last among {len(found)} in '
-        f"{Path(newest).parent}: the run would begin from its start. Pass ModelCheckpoint(dirpath=..., save_last=True) "
-        f"from the first fit on, or name the file, e.g. ckpt_path={newest!r}"
+        f'ckpt_path="last" must find the last checkpoint, but none is marked as last for this run among the '
+        f"{len(found)} in {Path(newest).parent}: training would start again. Pass ModelCheckpoint(dirpath=..., "
+        f"save_last=True) from the first run on, or name the file: ckpt_path={newest!r}"
     )
 
 
