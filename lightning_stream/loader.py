@@ -40,13 +40,13 @@ class StreamingDataLoader(DataLoader[Any]):
     after a batch was handed out resumes at the next one, in this world or any other.
 
     Args:
-        dataset: What to load.
+        dataset: The data.
         batch_size: Samples per device and micro-batch. Defaults to the dataset's.
         global_batch_size: Samples of one optimizer step over all replicas, instead of `batch_size`.
         accumulate: Micro-batches of one optimizer step on each device.
         num_workers: Worker processes; 0 reads in this one.
         collate_fn: From a list of samples to a batch, or from ``(samples, rng)``: what it draws at random depends on
-            the batch's place in the run alone. The default makes dicts of tensors and lists.
+            the batch's position in the run alone. The default makes dicts of tensors and lists.
         tail: What happens to an epoch's last partial batch: ``"pad"`` fills it with flagged repeats (training),
             ``"exact"`` lets the last batches differ by a sample (evaluation), ``"drop"`` omits it.
         drop_last: True for ``tail="drop"``.
@@ -138,7 +138,7 @@ class StreamingDataLoader(DataLoader[Any]):
         batch = f"batch_size={size}" if size else f"global_batch_size={self.global_batch_size}"
         return f"{type(self).__name__}({self.streaming!r}, {batch}, num_workers={self.num_workers}, tail={self.tail!r})"
 
-    # What the batches are
+    # The batches
 
     @property
     def batch_size(self) -> int | None:
@@ -165,7 +165,7 @@ class StreamingDataLoader(DataLoader[Any]):
         return detect_world(given, source.replication or 1, source.data_dimension)
 
     def settings(self, resumed: OrderConfig | None = None) -> BatchSettings:
-        """What the batches are in this world, for a run that continues under these order settings.
+        """How the data is divided into batches in this world, for a run that continues with these order settings.
 
         They default to those of the loader's own position.
         """
@@ -182,7 +182,7 @@ class StreamingDataLoader(DataLoader[Any]):
         return self._source.order(settings.order)
 
     def __len__(self) -> int:
-        """Micro-batches of this rank in a full epoch, whatever was consumed of it already."""
+        """Micro-batches of this rank in a full epoch, including those consumed already."""
         return len(self.settings().micro_batches(self._source, Start()))
 
     def batches_before(self, position: Position) -> int:
@@ -209,7 +209,7 @@ class StreamingDataLoader(DataLoader[Any]):
         return LoaderIterator(self, moves=False)
 
     def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]:
-        """Say where an iteration begins, and begin to make its batches."""
+        """Start making an iteration's batches; returns where it begins."""
         iterator.moves &= not self.evaluation
         plain = plain_iterations_of(self.streaming)
         if iterator.moves:
@@ -237,7 +237,7 @@ class StreamingDataLoader(DataLoader[Any]):
         return start, self._workers.batches(pipeline, WorkerOptions.of(self))
 
     def note_batch(self, iterator: LoaderIterator, waited_s: float) -> None:
-        """Take note of a batch that is about to be handed out, and of the wait for it."""
+        """Note a batch that is about to be handed out, and the wait for it."""
         self._last = iterator.last_batch
         self.waited_s += waited_s
         self.longest_wait_s = max(self.longest_wait_s, waited_s)
@@ -250,7 +250,7 @@ class StreamingDataLoader(DataLoader[Any]):
                 self._progress.moved(iterator)
 
     def note_end(self, iterator: LoaderIterator) -> None:
-        """Take note that an iteration is over."""
+        """Note the end of an iteration."""
         if iterator.moves and self._driver is None:
             self._progress.ended(iterator)
 
@@ -331,7 +331,7 @@ class StreamingDataLoader(DataLoader[Any]):
         return found
 
     def state_after(self, num_samples: int | None) -> dict[str, Any]:
-        """The position after so many samples of the epoch, where nobody but the caller counts them."""
+        """The position after so many samples of the epoch; the caller counts them if no trainer does."""
         if num_samples is None or self._driver is None or self._driver.counts or self._last is None:
             return self.state_dict()
         here = replace(self.first_position(), epoch=self._last.epoch, position=num_samples)
@@ -345,19 +345,19 @@ class StreamingDataLoader(DataLoader[Any]):
         """Continue from a state: the next iteration starts there.
 
         Raises:
-            StateError: It cannot be continued over this data under these settings; says what differs.
+            StateError: It cannot be continued over this data with these settings; the message names the difference.
         """
         if self._driver is None:
             self._resume(self.accept(state))
-        elif self._driver.takes_states:  # else the trainer has read the same checkpoint by itself
+        elif self._driver.takes_states:  # else the trainer reads the same checkpoint itself
             self._driver.load(state)
 
     def driven_by(self, driver: Driver) -> None:
-        """Let a trainer say what was trained on, since a loader only sees what it hands out."""
+        """Let a trainer report what was trained on: a loader only knows what it hands out."""
         self._driver = driver
 
     def released(self) -> None:
-        """Let no trainer drive the loader any more: it stands where the training run ended."""
+        """End `driven_by`: the loader keeps the position at which the training run ended."""
         if self._driver is not None:
             self._progress.go_to(self.position)
         self._driver = self.begins_at = None
@@ -389,7 +389,7 @@ class StreamingDataLoader(DataLoader[Any]):
         return self._progress.builds_on(proven)
 
     def explain(self, position: Position | None = None) -> Explanation:
-        """Which epoch, batch and sample ids come next, here or after a position."""
+        """The next epoch, batch and sample ids, from here or from a position."""
         return explain(self._run(settings := self.settings()), position or self.position, world=settings.world)
 
     def trace(self, step: int, position: Position | None = None) -> TracedBatch:

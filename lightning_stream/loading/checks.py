@@ -1,4 +1,4 @@
-"""What a training run will need, checked before it starts: cache, downloads, and how well it shuffles."""
+"""Checks before a training run: the cache that it needs, its downloads, and the quality of its shuffle."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ReadAhead:
     Attributes:
         workers: Processes that read.
         batches: Micro-batches each of them looks ahead.
-        finished: Micro-batches each of them may have finished that nobody took yet.
+        finished: Finished micro-batches that may wait in each of them.
     """
 
     workers: int
@@ -53,8 +53,8 @@ class CacheNeed:
 
     Attributes:
         active_shards, active_bytes: What the order keeps active: used before, and to be used again.
-        entering_shards, entering_bytes: What the read-ahead may bring meanwhile; until they are unpacked, the
-            compressed files too.
+        entering_shards, entering_bytes: What the look-ahead may fetch in the meantime; with the compressed files, until
+            they are unpacked.
     """
 
     active_shards: int
@@ -71,7 +71,7 @@ class CacheNeed:
 def cache_need(
     reader: SampleReader, run: RunOrder, settings: BatchSettings, ahead: ReadAhead, window: int | None = None
 ) -> CacheNeed:
-    """What a node's cache must hold at once; under another window, where one is given."""
+    """The bytes a node's cache must hold at once; `window` replaces the run's own."""
     if window is not None:
         run = RunOrder(run.snapshot, run.weights, replace(run.config, window=window))
     nodes, active = settings.world.num_nodes, run.active_shards()

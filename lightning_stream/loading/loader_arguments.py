@@ -1,4 +1,4 @@
-"""What a `StreamingDataLoader` refuses when it is made."""
+"""The checks of a `StreamingDataLoader`'s arguments."""
 
 from __future__ import annotations
 
