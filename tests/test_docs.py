@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
+OF_TORCH = "DataLoader with IterableDataset: expected unspecified shuffle option"
 
 
 def _texts(source: Path) -> str:
@@ -24,12 +26,17 @@ def _texts(source: Path) -> str:
     return "\n".join(parts)
 
 
-def test_messages_that_the_troubleshooting_page_explains_are_messages_of_the_code() -> None:
-    said = "\n".join(_texts(one) for one in sorted((ROOT / "lightning_stream").rglob("*.py")))
-    headings = re.findall(r"^### `(.+?)`", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
-    assert len(headings) > 15
-    unsaid = [part for heading in headings for part in heading.split("…") if part.strip() not in said]
-    assert not unsaid
+def test_messages_that_the_pages_explain_are_messages_of_the_code() -> None:
+    messages = "\n".join(_texts(one) for one in sorted((ROOT / "lightning_stream").rglob("*.py")))
+    quoted = re.findall(r"^### `(.+?)`", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
+    assert len(quoted) > 15
+    quoted = [one for one in quoted if one != OF_TORCH]
+    for page in ("storage.md", "spark.md"):
+        table = (DOCS / page).read_text().split("## Typical errors")[1].split("\n## ")[0]
+        for row in table.splitlines():
+            quoted += re.findall(r"`([^`]+)`", row.split(" | ")[0])
+    absent = [part for one in quoted for part in re.split("…", one) if part.strip() not in messages]
+    assert not absent
 
 
 OF_OTHERS = {  # each constructor's keywords, in mosaicml-streaming 0.13 and LitData 0.2.76
@@ -72,15 +79,12 @@ def test_what_the_page_on_migrating_calls_the_same_is_an_argument_here() -> None
         assert theirs - set(signature(ours).parameters) <= {"extra_bytes_per_shard", "extra_bytes_per_sample"}
 
 
-@pytest.mark.parametrize("page", ["start.md", "migrating.md"])
-def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
-    for number, block in enumerate(blocks):
-        exec(compile(block, f"{page}, block {number}", "exec"), names)
-    assert list(tmp_path.rglob("index.json"))
+def test_the_drawings_are_those_that_the_code_makes() -> None:
+    names = runpy.run_path(str(DOCS / "drawings.py"))
+    for name, draw in names["DRAWINGS"].items():
+        assert draw().svg() == (DOCS / "drawings" / f"{name}.svg").read_text(), "run python docs/drawings.py docs/drawings"
+    shown = {one for page in DOCS.glob("*.md") for one in re.findall(r"\]\(drawings/(\w+)\.svg\)", page.read_text())}
+    assert shown == set(names["DRAWINGS"])
 
 
 @pytest.mark.skipif(
