@@ -91,6 +91,15 @@ def test_what_the_page_on_migrating_calls_the_same_is_an_argument_here() -> None
         assert theirs - set(signature(ours).parameters) <= {"extra_bytes_per_shard", "extra_bytes_per_sample"}
 
 
+def test_the_api_page_has_every_public_name() -> None:
+    import lightning_stream
+    import lightning_stream.spark
+
+    shown = set(re.findall(r"^::: \S+\.(\w+)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE))
+    public = {*lightning_stream._HOME, *lightning_stream.spark.__all__}
+    assert public <= shown
+
+
 def test_the_drawings_are_those_that_the_code_makes() -> None:
     names = runpy.run_path(str(DOCS / "drawings.py"))
     for name, draw in names["DRAWINGS"].items():
