@@ -24,6 +24,7 @@ PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").gl
 # What a block's title may give as the reason why no test runs it.
 REASONS = {"needs 4 GPUs", "needs a cluster", "needs a Databricks workspace", "needs a Hugging Face account"}
 SLOW: set[str] = {"docs/spark.md", "docs/multi_node.md"}
+WIDTH = 80
 LOGGERS = ("lightning_stream", "lightning.pytorch", "composer")
 
 
@@ -65,7 +66,7 @@ def test_blocks_are_narrow_and_say_why_they_are_not_run(page: str) -> None:
     for block in blocks_of(page):
         where = f"{page}:{block.line}"
         assert block.language in {"python", "bash", "text", "yaml", "toml"}, where
-        assert max(map(len, block.text.splitlines())) <= 80, f"{where}: longer lines are cut off in a browser"
+        assert max(map(len, block.text.splitlines())) <= WIDTH, f"{where}: longer lines are cut off in a browser"
         if block.is_skipped:
             assert block.title.removeprefix("Not run by the tests: ") in REASONS, where
 
@@ -157,3 +158,12 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(
         with capture.capturing():
             exec(compile("\n" * block.line + block.text, page, "exec"), names)
         printed = capture.text.getvalue()
+    if page == "README.md" and find_spec("lightning"):
+        assert (tmp_path / "checkpoints" / "last.ckpt").exists()
+
+
+def test_the_readme_is_short_and_names_the_two_commands_of_a_fresh_machine() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert readme.count("\n") <= 100
+    assert "uv run python train.py +data=flowers" in readme
+    assert "uv run pytest" in readme
