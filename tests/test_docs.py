@@ -100,6 +100,14 @@ def test_the_api_page_has_every_public_name() -> None:
     assert public <= shown
 
 
+def test_the_files_that_the_architecture_page_names_are_there() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    files = set(re.findall(r"`((?:\w+/)+(?:\w+\.py)?|\w+\.py)`", page))
+    absent = {one for one in files if not any((top / one).exists() for top in (ROOT / "lightning_stream", ROOT))}
+    assert len(files) > 30
+    assert not absent
+
+
 def test_the_drawings_are_those_that_the_code_makes() -> None:
     names = runpy.run_path(str(DOCS / "drawings.py"))
     for name, draw in names["DRAWINGS"].items():
