@@ -1,19 +1,44 @@
-"""Train from the command line: configs choose data, model, trainer, scale and store, and this runs them.
+"""Train on streamed shards: configs choose data, model, trainer, hardware and store.
 
-python train.py +data=flowers                                  drawings, no network needed
-python train.py +data=flowers data.photos=/path/to/photos      a folder of class folders, or a .tgz of one
-python train.py +data=flowers ckpt_path=last                   go on where the run was stopped
-python train.py --help                                         all choices; docs/configs.md tells more
-
-Installed from a wheel, ``lightning-stream train`` is the same with the configs that came with it.
+python train.py +data=flowers                              synthetic flowers, no network needed
+python train.py +data=flowers data.photos=/path/to/photos  a folder of class folders, or a .tgz of one
+python train.py +data=flowers ckpt_path=last               resume the run where it was stopped
+python train.py --help                                     all choices; see also docs/configs.md
 """
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-from lightning_stream.cli.train import run
+
+def start() -> None:
+    """Compose the config with Hydra, and run it. Exit codes: 1 error in the run, 2 config or data unusable."""
+    import hydra
+    from omegaconf import DictConfig
+
+    from recipes.checks import renamed_arguments
+
+    if problems := renamed_arguments(sys.argv[1:]):
+        print("Invalid config:", *problems, sep="\n  ", file=sys.stderr)
+        sys.exit(2)
+
+    @hydra.main(version_base="1.3", config_path="configs", config_name="train")
+    def run(config: DictConfig) -> None:
+        from recipes.train import main
+
+        main(config)
+
+    # `data` and `experiment` are in the defaults, empty: Hydra takes data=flowers, and people write +data=flowers.
+    sys.argv[1:] = [each[each.startswith(("+data=", "+experiment=")) :] for each in sys.argv[1:]]
+    try:
+        run()
+    except SystemExit as end:  # Hydra ends with 1 also where it cannot compose the config
+        sys.exit(2 if end.code == 1 and "recipes.train" not in sys.modules else end.code)
+
 
 if __name__ == "__main__":
-    run(sys.argv[1:], Path(__file__).parent / "configs")
+    try:
+        start()
+    except KeyboardInterrupt:
+        print("\nStopped.", file=sys.stderr)
+        sys.exit(130)

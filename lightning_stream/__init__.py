@@ -14,21 +14,22 @@ from lightning_stream.errors import LightningStreamError, missing_extra
 if TYPE_CHECKING:
     from lightning_stream.dataset import StreamingDataset
     from lightning_stream.formats.encodings import register_encoding
-    from lightning_stream.formats.encodings.jpeg import decode_jpeg as decode_jpeg
+    from lightning_stream.formats.encodings.jpeg import decode_jpeg
     from lightning_stream.loader import StreamingDataLoader
     from lightning_stream.local_dataset import LocalDataset
     from lightning_stream.order import Position, World
     from lightning_stream.reading.stream import Stream
-    from lightning_stream.spark import StreamToTorchDataset as StreamToTorchDataset
-    from lightning_stream.spark import dataframe_to_mds as dataframe_to_mds
-    from lightning_stream.trainers.audit import verify_delivery as verify_delivery
-    from lightning_stream.trainers.checkpoints import read_position as read_position
-    from lightning_stream.trainers.checkpoints import start_at as start_at
-    from lightning_stream.trainers.composer.spec import data_spec as data_spec
-    from lightning_stream.trainers.lightning.callback import StreamingCallback as StreamingCallback
-    from lightning_stream.trainers.lightning.data_module import StreamingDataModule as StreamingDataModule
-    from lightning_stream.trainers.tracker import PositionTracker as PositionTracker
-    from lightning_stream.trainers.transformers import StreamingTrainerCallback as StreamingTrainerCallback
+    from lightning_stream.spark import StreamToTorchDataset, dataframe_to_mds
+    from lightning_stream.trainers.audit import verify_delivery
+    from lightning_stream.trainers.checkpoints import read_position, start_at
+    from lightning_stream.trainers.composer.spec import data_spec
+    from lightning_stream.trainers.lightning.callback import StreamingCallback
+    from lightning_stream.trainers.lightning.data_module import StreamingDataModule
+    from lightning_stream.trainers.lightning.graceful_stop import GracefulStop, TrainingInterrupted
+    from lightning_stream.trainers.lightning.monitor import RunMonitor
+    from lightning_stream.trainers.lightning.sample_log import SampleLog
+    from lightning_stream.trainers.tracker import PositionTracker
+    from lightning_stream.trainers.transformers import StreamingTrainerCallback
     from lightning_stream.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter, merge_index
 
 __version__ = "0.1.0"
@@ -36,24 +37,28 @@ __version__ = "0.1.0"
 # Public name -> the module that has it.
 _HOME = {
     "CSVWriter": "writer",
+    "GracefulStop": "trainers.lightning.graceful_stop",
     "JSONWriter": "writer",
     "LocalDataset": "local_dataset",
     "MDSWriter": "writer",
     "Position": "order",
+    "PositionTracker": "trainers.tracker",
+    "RunMonitor": "trainers.lightning.monitor",
+    "SampleLog": "trainers.lightning.sample_log",
     "Stream": "reading.stream",
     "StreamToTorchDataset": "spark",
     "StreamingCallback": "trainers.lightning.callback",
     "StreamingDataLoader": "loader",
     "StreamingDataModule": "trainers.lightning.data_module",
     "StreamingDataset": "dataset",
+    "StreamingTrainerCallback": "trainers.transformers",
     "TSVWriter": "writer",
+    "TrainingInterrupted": "trainers.lightning.graceful_stop",
     "World": "order",
     "XSVWriter": "writer",
-    "PositionTracker": "trainers.tracker",
-    "StreamingTrainerCallback": "trainers.transformers",
     "data_spec": "trainers.composer.spec",
-    "decode_jpeg": "formats.encodings.jpeg",
     "dataframe_to_mds": "spark",
+    "decode_jpeg": "formats.encodings.jpeg",
     "merge_index": "writer",
     "read_position": "trainers.checkpoints",
     "register_encoding": "formats.encodings",
@@ -70,21 +75,30 @@ _EXTRA_OF = {
     "pyspark": "spark",
 }
 
-# What `import *` gives: nothing that needs a trainer or Spark.
 __all__ = [
     "CSVWriter",
+    "GracefulStop",
     "JSONWriter",
     "LightningStreamError",
     "LocalDataset",
     "MDSWriter",
     "Position",
     "PositionTracker",
+    "RunMonitor",
+    "SampleLog",
     "Stream",
+    "StreamToTorchDataset",
+    "StreamingCallback",
     "StreamingDataLoader",
+    "StreamingDataModule",
     "StreamingDataset",
+    "StreamingTrainerCallback",
     "TSVWriter",
+    "TrainingInterrupted",
     "World",
     "XSVWriter",
+    "data_spec",
+    "dataframe_to_mds",
     "decode_jpeg",
     "merge_index",
     "read_position",

@@ -52,8 +52,7 @@ class StreamingDataLoader(DataLoader[Any]):
         pin_memory, pin_memory_device, timeout, worker_init_fn, prefetch_factor, persistent_workers,
             multiprocessing_context: As in `torch.utils.data.DataLoader`.
         on_mismatch: What `load_state_dict` does where data or settings differ: ``"error"`` or ``"warn"``.
-        generator: Not needed: what is drawn at random depends on its place in the training run.
-        shuffle, sampler, batch_sampler, in_order: To be left out, since the dataset has the order.
+        generator, shuffle, sampler, batch_sampler, in_order: Not taken, since the dataset has the order and the seed.
 
     Raises:
         ValueError: Settings that contradict each other.
@@ -83,14 +82,14 @@ class StreamingDataLoader(DataLoader[Any]):
         shuffle: Literal[False] | None = None,
         sampler: None = None,
         batch_sampler: None = None,
-        generator: Any = None,  # noqa: ARG002 - torch's argument, which has nothing to decide here
+        generator: None = None,
         pin_memory_device: str = "",
         in_order: Literal[True] = True,
     ) -> None:
-        if shuffle or sampler is not None or batch_sampler is not None or not in_order:
+        if shuffle or (sampler, batch_sampler, generator) != (None, None, None) or not in_order:
             raise ValueError(
-                "the order is the dataset's: leave out shuffle, sampler, batch_sampler and in_order of its loader. To "
-                "shuffle, pass shuffle=True to the StreamingDataset"
+                "StreamingDataLoader does not take shuffle, sampler, batch_sampler, generator or in_order: the dataset "
+                "has the order. Pass shuffle=True and shuffle_seed= to the StreamingDataset"
             )
         if hasattr(self, "_get_batch_size"):
             raise TypeError(
@@ -116,6 +115,7 @@ class StreamingDataLoader(DataLoader[Any]):
         self._last: MicroBatch | None = None
         self._driver: Driver | None = None
         self.begins_at: Position | None = None  # where a state, or `set_epoch`, made the next training run begin
+        self.waited_s = self.longest_wait_s = 0.0  # of this loader's consumer for batches, over all iterations
         self.num_substituted = 0  # samples delivered to this rank in place of bad ones so far; all ranks' add up
         extra: dict[str, Any] = {"pin_memory_device": pin_memory_device} if pin_memory_device else {}
         super().__init__(
@@ -201,8 +201,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def __iter__(self) -> LoaderIterator:  # type: ignore[override]  # torch names its own iterator class
         """Make an iteration from the loaded state, or of the next epoch that was not begun yet."""
-        iterator = LoaderIterator(self)
-        return as_prepared(self, iterator) if is_prepared(self) else iterator
+        return as_prepared(self, LoaderIterator(self)) if is_prepared(self) else LoaderIterator(self)
 
     def look(self) -> LoaderIterator:
         """Make an iteration over a whole epoch that moves nothing, e.g. for statistics before training."""
@@ -239,9 +238,11 @@ class StreamingDataLoader(DataLoader[Any]):
         pipeline = Pipeline(self._source, settings, Start.of(start), self._collate)
         return start, self._workers.batches(pipeline, WorkerOptions.of(self))
 
-    def note_batch(self, iterator: LoaderIterator) -> None:
-        """Take note of a batch that is about to be handed out."""
+    def note_batch(self, iterator: LoaderIterator, waited_s: float) -> None:
+        """Take note of a batch that is about to be handed out, and of the wait for it."""
         self._last = iterator.last_batch
+        self.waited_s += waited_s
+        self.longest_wait_s = max(self.longest_wait_s, waited_s)
         if self._driver is not None:
             self._driver.note_batch(iterator)
         if iterator.moves:
@@ -387,8 +388,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def explain(self, position: Position | None = None) -> Explanation:
         """Which epoch, batch and sample ids come next, here or after a position."""
-        settings = self.settings()
-        return explain(self._run(settings), position or self.position, world=settings.world)
+        return explain(self._run(settings := self.settings()), position or self.position, world=settings.world)
 
     def trace(self, step: int, position: Position | None = None) -> TracedBatch:
         """Which samples an optimizer step of the epoch is made of, done or to come; `step` counts from its start.

@@ -378,7 +378,7 @@ def test_changed_data_or_settings_are_refused_with_what_differs(dataset: Streami
         ({"batch_size": 4, "tail": "pad", "drop_last": True}, "not both"),
         ({"batch_size": 4, "tail": "cut"}, "'pad', 'drop' or 'exact'"),
         ({"batch_size": 0}, "at least 1"),
-        ({"batch_size": 4, "shuffle": True}, "shuffle=True to the StreamingDataset"),
+        ({"batch_size": 4, "shuffle": True}, "shuffle=True and shuffle_seed= to the StreamingDataset"),
     ],
     ids=str,
 )
@@ -465,3 +465,30 @@ def test_workers_end_at_once_with_a_trainer_that_an_error_ends(shards: Path) -> 
     )
     assert run.returncode == 1
     assert "of the user" in run.stderr
+
+
+class Slow:
+    """A collate function that takes half a second by the clock of the test."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self, samples: list[Any]) -> list[Any]:
+        self.now_s += 0.5 if samples[0]["id"] else 2.0
+        return samples
+
+
+def test_a_loader_counts_the_seconds_that_its_consumer_waits(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow()
+    monkeypatch.setattr("lightning_stream.loading.iteration.perf_counter", lambda: slow.now_s)
+    loader = StreamingDataLoader(StreamingDataset(remote=shards), 8, collate_fn=slow)
+    for _ in loader:
+        slow.now_s += 100.0  # training does not count
+    assert (loader.waited_s, loader.longest_wait_s) == (2.0 + 0.5 * (len(loader) - 1), 2.0)
+
+
+def test_a_generator_is_refused_since_the_dataset_has_the_seed(shards: Path) -> None:
+    dataset = StreamingDataset(remote=shards)
+    StreamingDataLoader(dataset, 8, generator=None, pin_memory_device="", in_order=True)
+    with pytest.raises(ValueError, match=r"does not take shuffle, .*generator.* shuffle_seed= to the StreamingDataset"):
+        StreamingDataLoader(dataset, 8, generator=torch.Generator())  # type: ignore[arg-type]

@@ -9,12 +9,15 @@ from lightning_stream.errors import MissingExtraError
 
 PUBLIC = {
     "CSVWriter",
+    "GracefulStop",
     "JSONWriter",
     "LightningStreamError",
     "LocalDataset",
     "MDSWriter",
     "Position",
     "PositionTracker",
+    "RunMonitor",
+    "SampleLog",
     "Stream",
     "StreamToTorchDataset",
     "StreamingCallback",
@@ -23,6 +26,7 @@ PUBLIC = {
     "StreamingDataset",
     "StreamingTrainerCallback",
     "TSVWriter",
+    "TrainingInterrupted",
     "World",
     "XSVWriter",
     "data_spec",
@@ -36,25 +40,9 @@ PUBLIC = {
 }
 
 
-NEEDS_A_TRAINER_OR_SPARK = {
-    "StreamToTorchDataset",
-    "StreamingCallback",
-    "StreamingDataModule",
-    "StreamingTrainerCallback",
-    "data_spec",
-    "dataframe_to_mds",
-}
-
-
 def test_the_public_names_are_these() -> None:
     assert set(dir(lightning_stream)) >= PUBLIC
-    assert set(lightning_stream.__all__) == PUBLIC - NEEDS_A_TRAINER_OR_SPARK
-
-
-def test_a_star_import_needs_no_trainer() -> None:
-    names: dict[str, object] = {}
-    exec("from lightning_stream import *", names)
-    assert names["MDSWriter"] is lightning_stream.MDSWriter
+    assert set(lightning_stream.__all__) == PUBLIC
 
 
 @pytest.mark.filterwarnings("ignore")  # what optional packages say when imported

@@ -4,7 +4,7 @@
 
     from lightning_stream.convert import Inputs, convert
 
-    done = convert("photos/", "shards/", held_out=0.1)      # class folders of images
+    done = convert("photos/", "shards/", val_fraction=0.1)      # class folders of images
     done = convert("rows/*.parquet", "s3://bucket/rows")    # columns from the schema
     done = convert("texts.jsonl.gz", "texts", columns={"text": "str"}, compression="zstd:7")
     done = convert(Inputs(paths, samples_of_path), "mine")  # whatever a function gives for each path
@@ -21,12 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_stream.convert.api import convert
-    from lightning_stream.convert.conversion import Converted
+    from lightning_stream.convert.conversion import ConversionResult, read_manifest
     from lightning_stream.convert.sources.function import Inputs
 
-_HOME = {"convert": "api", "Converted": "conversion", "Inputs": "sources.function"}
+_HOME = {
+    "convert": "api",
+    "ConversionResult": "conversion",
+    "Inputs": "sources.function",
+    "read_manifest": "conversion",
+}
 
-__all__ = ["Converted", "Inputs", "convert"]
+__all__ = ["ConversionResult", "Inputs", "convert", "read_manifest"]
 
 
 def __getattr__(name: str) -> Any:

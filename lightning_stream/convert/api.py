@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from lightning_stream.convert.conversion import Conversion, Converted, Settings, writer_settings
+from lightning_stream.convert.conversion import Conversion, ConversionResult, Settings, writer_settings
 from lightning_stream.convert.files import Places
 from lightning_stream.convert.nulls import NullRule
 from lightning_stream.convert.plan import part_size
@@ -31,29 +31,31 @@ def convert(
     out: Out,
     *,
     columns: Mapping[str, str] | None = None,
-    compression: str | None = "zstd",
+    compression: str | None = "auto",
     hashes: Iterable[str] | None = None,
     size_limit: int | str | None = "64mb",
     num_workers: int | None = None,
     kind: str | None = None,
     transform: Callable[[dict[str, Any]], Any] | None = None,
-    transform_rows: Callable[[Iterator[dict[str, Any]]], Iterable[Mapping[str, Any]]] | None = None,
+    transform_partition: Callable[[Iterator[dict[str, Any]]], Iterable[Mapping[str, Any]]] | None = None,
     fill_nulls: Mapping[str, Any] | None = None,
     drop_nulls: bool = False,
-    held_out: float | None = None,
-    held_out_by: str | None = None,
+    val_fraction: float | None = None,
+    group_by: str | None = None,
     shuffle: bool = False,
     seed: int = 0,
-    scratch: str | os.PathLike[str] | None = None,
+    tmp_dir: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
+    force: bool = False,
     keep_local: bool = False,
     progress_bar: bool = False,
-    part_bytes: int | str | None = None,
+    partition_bytes: int | str | None = None,
     source_options: Mapping[str, Any] | None = None,
     source_store_options: Mapping[str, Any] | None = None,
     store_options: Mapping[str, Any] | None = None,
     exist_ok: bool = False,
-) -> Converted:
+    **former: NoReturn,
+) -> ConversionResult:
     """Write files of rows as an MDS dataset, in parallel processes.
 
     Example::
@@ -71,7 +73,8 @@ def convert(
         out: Where to: a local folder, a URL, or (local folder, URL).
         columns: Encodings by column name: only these are written. None for all, inferred from the source's schema, or
             from its first rows where it has none.
-        compression: E.g. ``"zstd"`` or ``"zstd:7"``; None for none.
+        compression: E.g. ``"zstd"`` or ``"zstd:7"``; None for none. ``"auto"`` is zstd, but none where a column holds
+            images, sound or video, which are compressed already.
         hashes: Digests of every file that the index holds; None for ``["xxh3_64"]``, ``[]`` for none.
         size_limit: Bytes of a shard, as a number or ``"64mb"``.
         num_workers: Processes; None for one per processor. 1 writes in this process.
@@ -79,20 +82,21 @@ def convert(
         transform: Called with each row (a dict of Python values); gives a sample, None to leave the row out, or an
             iterable of samples. For repeatable files it must be deterministic. Without ``columns``, the first sample
             decides them.
-        transform_rows: Called instead with the rows of each part, as an iterator; gives their samples: for what needs
-            several rows at once, e.g. texts to blocks of tokens. Parts are as ``part_bytes`` says.
+        transform_partition: Called instead with an iterator over the rows of a partition; gives its samples: for what needs
+            several rows at once, e.g. texts to blocks of tokens. Parts are as ``partition_bytes`` says.
         fill_nulls: Values to write in the place of nulls, by column.
         drop_nulls: Leave out rows with nulls in columns that have no null (all but json).
-        held_out: Share of the rows that goes into ``out/val``, while the others go into ``out/train``.
-        held_out_by: A column: rows with the same value there are held out together.
+        val_fraction: Share of the rows that goes into ``out/val``, while the others go into ``out/train``.
+        group_by: A column: rows with the same value there are held out together.
         shuffle: Write the rows in a random order over the whole source: good where it lies sorted, e.g. by class. Rows
             pass through files on this machine, about as large as the dataset without compression.
         seed: Chooses the random order, and which rows are held out.
-        scratch: A folder for those files; None for one beside a local ``out``, else among temporary files.
+        tmp_dir: A folder for those files; None for one beside a local ``out``, else among temporary files.
         overwrite: Replace the dataset at ``out`` as a whole, at the end, if it is not this very dataset.
+        force: Write the dataset again even if it is there already, from the same source and settings.
         keep_local: With a pair, keep the local copies too.
         progress_bar: Show a line that counts rows on stderr.
-        part_bytes: Bytes of the source that one process writes at a time, e.g. ``"256mb"``. None chooses by its size.
+        partition_bytes: Bytes of the source that one process writes at a time, e.g. ``"256mb"``. None: by its size.
         source_options: For the reader, e.g. ``{"delimiter": ";"}``.
         source_store_options: For the store of the source.
         store_options: For the store of ``out``.
@@ -106,31 +110,51 @@ def convert(
         LightningStreamError: Workers died over and over.
     """
     begin = time.perf_counter()
+    _refuse_former(former)
     if IN_WORKER in os.environ:
         raise RuntimeError(
             "a worker process imports the script that its functions are in, and came upon convert() there. Put what "
             "the script does under: if __name__ == '__main__'."
         )
     found = open_source(source, kind, source_options, source_store_options)
-    if held_out is None and held_out_by is not None:
-        raise ValueError("held_out_by says which rows stay together; it needs held_out, the share of them.")
+    if val_fraction is None and group_by is not None:
+        raise ValueError("group_by says which rows stay together; it needs val_fraction, the share of them.")
     settings = Settings(
         out=_placed(out),
         keep_local=keep_local,
         store_options=store_options,
         columns=None if columns is None else dict(columns),
         writer=writer_settings(compression, hashes, size_limit),
-        transform=Transform(transform, transform_rows),
+        transform=Transform(transform, transform_partition),
         nulls=NullRule(dict(fill_nulls or {}), drop_nulls),
-        held_out=None if held_out is None else HeldOut(held_out, seed, held_out_by),
-        part_bytes=part_size(found) if part_bytes is None else max(1, parse_bytes(part_bytes, "part_bytes")),
+        val_fraction=None if val_fraction is None else HeldOut(val_fraction, seed, group_by),
+        partition_bytes=part_size(found)
+        if partition_bytes is None
+        else max(1, parse_bytes(partition_bytes, "partition_bytes")),
         shuffle_seed=seed if shuffle else None,
-        overwrite=overwrite or exist_ok,
-        scratch=None if scratch is None else os.fspath(scratch),
+        overwrite=overwrite or exist_ok or force,
+        force=force,
+        tmp_dir=None if tmp_dir is None else os.fspath(tmp_dir),
     )
     conversion = Conversion(found, settings)
     with _alone(settings.out):
         return conversion.run(_processes(num_workers), progress_bar, begin)
+
+
+_FORMER = {
+    "held_out": "val_fraction",
+    "held_out_by": "group_by",
+    "transform_rows": "transform_partition",
+    "part_bytes": "partition_bytes",
+    "scratch": "tmp_dir",
+}
+
+
+def _refuse_former(given: Mapping[str, Any]) -> None:
+    for name in given:
+        if name in _FORMER:
+            raise TypeError(f"convert() has no argument {name!r} any more; it is now {_FORMER[name]!r}.")
+        raise TypeError(f"convert() got an unexpected keyword argument {name!r}.")
 
 
 def _placed(out: Any) -> Any:

@@ -13,7 +13,7 @@ from lightning_stream.errors import LightningStreamError, MissingExtraError
 
 _EXAMPLES = """
 examples:
-  python -m lightning_stream.convert photos/ shards/ --held-out 0.1
+  python -m lightning_stream.convert photos/ shards/ --val-fraction 0.1
   python -m lightning_stream.convert 'rows/*.parquet' s3://bucket/rows --workers 8
   python -m lightning_stream.convert texts.jsonl.gz texts --column text=str --compression zstd:7
   python -m lightning_stream.convert table.csv rows --fill 'age=0' --source-option delimiter=';'
@@ -38,14 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             kind=given.kind,
             fill_nulls={name: _value(text) for name, text in given.fill},
             drop_nulls=given.drop_nulls,
-            held_out=given.held_out,
-            held_out_by=given.held_out_by,
+            val_fraction=given.val_fraction,
+            group_by=given.group_by,
             shuffle=given.shuffle,
             seed=given.seed,
-            scratch=given.scratch,
+            tmp_dir=given.tmp_dir,
             overwrite=given.overwrite,
             progress_bar=not given.quiet,
-            part_bytes=given.part_bytes,
+            partition_bytes=given.partition_bytes,
             source_options={name: _value(text) for name, text in given.source_option},
             source_store_options={name: _value(text) for name, text in given.source_store_option} or None,
             store_options={name: _value(text) for name, text in given.store_option} or None,
@@ -68,18 +68,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("out", help="a folder or URL for the dataset")
     parser.add_argument("--kind", help="what the files are, where their names do not tell")
     _add_pairs(parser, "--column", "NAME=ENCODING", "write this column, so encoded; may be repeated (default: all)")
-    parser.add_argument("--compression", default="zstd", help="e.g. zstd:7, gz, br, none (default: zstd)")
+    parser.add_argument(
+        "--compression", default="auto", help="e.g. zstd:7, gz, br, none (default: zstd, none for images)"
+    )
     parser.add_argument("--hashes", default="xxh3_64", help="digests in the index, with commas (default: xxh3_64)")
     parser.add_argument("--size-limit", default="64mb", help="bytes of a shard (default: 64mb)")
     parser.add_argument("--workers", type=int, help="processes (default: one per processor)")
-    parser.add_argument("--part-bytes", help="bytes of the source that are written at a time (default: by its size)")
+    parser.add_argument(
+        "--partition-bytes", help="bytes of the source that are written at a time (default: by its size)"
+    )
     _add_pairs(parser, "--fill", "NAME=VALUE", "write this in the place of a column's nulls; may be repeated")
     parser.add_argument("--drop-nulls", action="store_true", help="leave out rows with nulls")
-    parser.add_argument("--held-out", type=float, metavar="SHARE", help="write OUT/train and OUT/val, e.g. 0.1")
-    parser.add_argument("--held-out-by", metavar="COLUMN", help="hold out rows with the same value there together")
+    parser.add_argument("--val-fraction", type=float, metavar="SHARE", help="write OUT/train and OUT/val, e.g. 0.1")
+    parser.add_argument("--group-by", metavar="COLUMN", help="hold out rows with the same value there together")
     parser.add_argument("--shuffle", action="store_true", help="write the rows in a random order over the whole source")
     parser.add_argument("--seed", type=int, default=0, help="of the order and of the rows held out (default: 0)")
-    parser.add_argument("--scratch", metavar="FOLDER", help="where a shuffle keeps rows meanwhile")
+    parser.add_argument("--tmp_dir", metavar="FOLDER", help="where a shuffle keeps rows meanwhile")
     parser.add_argument("--overwrite", "--exist-ok", action="store_true", help="replace another dataset at OUT")
     parser.add_argument("--quiet", action="store_true", help="no progress line")
     _add_pairs(parser, "--source-option", "NAME=VALUE", "for the reader, e.g. delimiter=;")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -38,12 +39,14 @@ from lightning_stream.formats.codecs import check_compression
 from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.formats.sizes import parse_bytes
-from lightning_stream.stores import Store
+from lightning_stream.stores import Store, open_store
 from lightning_stream.writer.infer import infer_columns
 from lightning_stream.writer.place import digest_of
 
 _LOG = logging.getLogger(__name__)
 _VERSION = 1
+AUTO = "auto"
+_IMAGES = ("jpeg", "png", "jpeg_array", "jpegs_array")
 _REPLACE = "pass overwrite=True"
 _FILL = "Fill them (fill_nulls={column: value}), leave the rows out (drop_nulls=True), or ask for 'json' in columns=."
 
@@ -59,11 +62,12 @@ class Settings:
     writer: Mapping[str, Any]
     transform: Transform
     nulls: NullRule
-    held_out: HeldOut | None
-    part_bytes: int
+    val_fraction: HeldOut | None
+    partition_bytes: int
     shuffle_seed: int | None
     overwrite: bool
-    scratch: str | None
+    force: bool
+    tmp_dir: str | None
 
     def told(self) -> dict[str, Any]:
         """Those that decide what is written, as json knows it."""
@@ -73,31 +77,33 @@ class Settings:
             **{name: self.writer[name] for name in ("compression", "hashes", "size_limit")},
             "transform": self.transform.told,
             "nulls": asdict(self.nulls),
-            "held_out": None if self.held_out is None else asdict(self.held_out),
-            "part_bytes": self.part_bytes,
+            "val_fraction": None if self.val_fraction is None else asdict(self.val_fraction),
+            "partition_bytes": self.partition_bytes,
             "shuffle_seed": self.shuffle_seed,
         }
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConversionResult:
     """What was written.
 
     Attributes:
-        place: Folder or URL of the dataset, or of its splits.
+        uri: Folder or URL of the dataset, or of its splits.
         num_samples: By split; ``""`` is the whole.
         num_shards: By split.
         num_bytes: Bytes stored.
         columns: Encoding by column name.
+        classes: Class names by column: label k is the k-th name.
         seconds: How long it took.
         is_new: False if it was there already, from the same source and settings.
     """
 
-    place: str
+    uri: str
     num_samples: dict[str, int]
     num_shards: dict[str, int]
     num_bytes: int
     columns: dict[str, str]
+    classes: dict[str, list[str]]
     seconds: float
     is_new: bool
 
@@ -108,9 +114,9 @@ class Converted:
 
     def __str__(self) -> str:
         splits = ", ".join(f"{count:,} {split or 'samples'}" for split, count in self.num_samples.items())
-        told = f"{splits} in {sum(self.num_shards.values()):,} shards, {self.num_bytes / 1e6:,.1f} MB, at {self.place}"
+        told = f"{splits} in {sum(self.num_shards.values()):,} shards, {self.num_bytes / 1e6:,.1f} MB, at {self.uri}"
         if not self.is_new:
-            return f"{told}: there already, from the same source and settings"
+            return f"reusing the existing dataset (same source and settings; force=True writes it again): {told}"
         return f"{told}, in {self.seconds:,.1f} s ({self.total / max(self.seconds, 1e-9):,.0f} per s)"
 
 
@@ -135,10 +141,10 @@ class Conversion:
         if settings.shuffle_seed is not None and source.reader.is_listing:
             self._source = shuffled_listing(source, settings.shuffle_seed)
         elif settings.shuffle_seed is not None:
-            folder = spill_folder(self._job(settings.out, {}), settings.scratch)
-            self._buckets = buckets_of(source, settings.part_bytes, settings.shuffle_seed, folder)
+            folder = spill_folder(self._job(settings.out, {}), settings.tmp_dir)
+            self._buckets = buckets_of(source, settings.partition_bytes, settings.shuffle_seed, folder)
 
-    def run(self, num_workers: int, progress_bar: bool, began: float) -> Converted:
+    def run(self, num_workers: int, progress_bar: bool, began: float) -> ConversionResult:
         """Write what is missing, and publish it.
 
         Raises:
@@ -146,10 +152,11 @@ class Conversion:
         """
         places = self._places()
         held = self._held(places)
-        if len(held) == len(places):
+        if len(held) == len(places) and not self._settings.force:
             return self._result(held, began, is_new=False)
         self._refuse_other(places)
         found, columns = self._columns()
+        held = {} if self._settings.force else held
         jobs = {split: self._job(out, columns) for split, out in places.items() if split not in held}
         begun = {split: Publication.begin(job, self._settings.overwrite, _REPLACE) for split, job in jobs.items()}
         with Digests(self._listed) as digests:
@@ -179,7 +186,7 @@ class Conversion:
     def _places(self) -> dict[str, Any]:
         """Where each split goes."""
         out = self._settings.out
-        if self._settings.held_out is None:
+        if self._settings.val_fraction is None:
             return {"": out}
         return {
             split: tuple(f"{one}/{split}" for one in out) if isinstance(out, tuple) else f"{out}/{split}"
@@ -188,7 +195,8 @@ class Conversion:
 
     def _job(self, out: Any, columns: Mapping[str, str]) -> Job:
         settings = self._settings
-        return Job(out, settings.keep_local, settings.store_options, columns, settings.writer, self.fingerprint)
+        writer = {**settings.writer, "compression": _compression(settings.writer["compression"], columns)}
+        return Job(out, settings.keep_local, settings.store_options, columns, writer, self.fingerprint)
 
     def _held(self, places: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """The manifests of the splits that are there, whole, from this source and these settings."""
@@ -249,7 +257,7 @@ class Conversion:
         found = source.reader.find_columns(source.files, None)
         if settings.columns is not None:
             return found, dict(settings.columns)
-        spans = source.reader.spans(source.files[0], settings.part_bytes)
+        spans = source.reader.spans(source.files[0], settings.partition_bytes)
         for sample, _ in islice(settings.transform.samples(self._reader.read_all(spans, found.columns)), 1):
             return found, infer_columns(sample)
         raise ValueError("transform gave no sample for the first file, to infer columns from. Pass columns=.")
@@ -259,12 +267,12 @@ class Conversion:
     ) -> tuple[dict[str, list[Receipt]], dict[str, Any]]:
         """The receipts of all parts, by split, in order; and statistics that are not in them."""
         settings, source = self._settings, self._source
-        parts = parts_of(source, settings.part_bytes)
+        parts = parts_of(source, settings.partition_bytes)
         done = frozenset.intersection(*(publication.done for publication in begun.values()))
         jobs = {split: publication.job for split, publication in begun.items()}
         if done:
             _LOG.info("continuing an earlier run: %d parts are written already", len(done))
-        work = Work(self._reader, found.columns, jobs, settings.transform, settings.nulls, settings.held_out)
+        work = Work(self._reader, found.columns, jobs, settings.transform, settings.nulls, settings.val_fraction)
 
         def run(task: Any, pieces: Sequence[Any], phase: str) -> dict[int, dict[str, Receipt]]:
             progress = Progress(len(pieces), phase, progress_bar)
@@ -283,18 +291,50 @@ class Conversion:
             receipts[number] = {split: _earlier(job, number) for split, job in jobs.items()}
         return {split: [receipts[number][split] for number in sorted(receipts)] for split in jobs}, statistics
 
-    def _result(self, manifests: Mapping[str, Mapping[str, Any]], began: float, *, is_new: bool) -> Converted:
+    def _result(self, manifests: Mapping[str, Mapping[str, Any]], began: float, *, is_new: bool) -> ConversionResult:
         out = self._settings.out
-        first = next(iter(manifests.values()))
-        return Converted(
-            str(out[-1] if isinstance(out, tuple) else out),
-            {split: manifest["num_samples"] for split, manifest in manifests.items()},
-            {split: manifest["num_shards"] for split, manifest in manifests.items()},
-            sum(manifest["num_bytes"] for manifest in manifests.values()),
-            dict(first["columns"]),
-            time.perf_counter() - began,
-            is_new,
-        )
+        uri = str(out[-1] if isinstance(out, tuple) else out)
+        return _result_of(uri, manifests, time.perf_counter() - began, is_new)
+
+
+def read_manifest(uri: str | os.PathLike[str], **store_options: Any) -> ConversionResult:
+    """Columns, class names and counts of a dataset that `convert` wrote.
+
+    Example::
+
+        classes = read_manifest("s3://bucket/photos").classes["label"]  # ["daisy", "rose"]
+
+    Args:
+        uri: Folder or URL of the dataset, or of the folder that holds its ``train`` and ``val``.
+        **store_options: For its store.
+
+    Raises:
+        NotFoundError: There is no such dataset.
+    """
+    root = os.fspath(uri).rstrip("/")
+    store = open_store(root, store_options or None)
+    whole = _manifest(store)
+    if whole is not None:
+        return _result_of(root, {"": whole}, 0.0, False)
+    splits = {split: _manifest(store, f"{split}/{MANIFEST}") for split in (TRAIN, VAL)}
+    found = {split: manifest for split, manifest in splits.items() if manifest is not None}
+    if not found:
+        raise NotFoundError(f"convert writes {MANIFEST} beside a dataset; {store.url} has none. Check the path.")
+    return _result_of(root, found, 0.0, False)
+
+
+def _result_of(uri: str, manifests: Mapping[str, Mapping[str, Any]], seconds: float, is_new: bool) -> ConversionResult:
+    first = next(iter(manifests.values()))
+    return ConversionResult(
+        uri,
+        {split: manifest["num_samples"] for split, manifest in manifests.items()},
+        {split: manifest["num_shards"] for split, manifest in manifests.items()},
+        sum(manifest["num_bytes"] for manifest in manifests.values()),
+        dict(first["columns"]),
+        dict(first.get("classes", {})),
+        seconds,
+        is_new,
+    )
 
 
 def writer_settings(
@@ -306,20 +346,26 @@ def writer_settings(
         ValueError: One that is none.
     """
     return {
-        "compression": check_compression(compression),
+        "compression": AUTO if compression == AUTO else check_compression(compression),
         "hashes": list(hashes_to_write(hashes)),
         "size_limit": None if size_limit is None else parse_bytes(size_limit, "size_limit"),
         "max_workers": 1,
     }
 
 
+def _compression(asked: str | None, columns: Mapping[str, str]) -> str | None:
+    if asked != AUTO:
+        return asked
+    return None if any(encoding in _IMAGES for encoding in columns.values()) else "zstd"
+
+
 def _earlier(job: Job, number: int) -> Receipt:
     return Receipt.from_bytes(job.store.read(receipt_name(job.fingerprint, number)))
 
 
-def _manifest(store: Store) -> dict[str, Any] | None:
+def _manifest(store: Store, name: str = MANIFEST) -> dict[str, Any] | None:
     try:
-        found = json.loads(store.read(MANIFEST))
+        found = json.loads(store.read(name))
     except (NotFoundError, ValueError):
         return None
     return found if isinstance(found, dict) else None

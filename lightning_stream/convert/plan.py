@@ -40,16 +40,16 @@ def part_size(source: Source) -> int:
     return max(_SMALLEST, min(_LARGEST, total // _PARTS))
 
 
-def parts_of(source: Source, part_bytes: int) -> list[Part]:
+def parts_of(source: Source, partition_bytes: int) -> list[Part]:
     """The parts, in the order of the files."""
     parts: list[Part] = []
     gathered: list[Span] = []
     num_bytes = 0
     for file in source.files:
-        for span in source.reader.spans(file, part_bytes):
+        for span in source.reader.spans(file, partition_bytes):
             gathered.append(span)
             num_bytes += span.num_bytes
-            if num_bytes >= part_bytes:
+            if num_bytes >= partition_bytes:
                 parts.append(Part(len(parts), tuple(gathered)))
                 gathered, num_bytes = [], 0
     if gathered:

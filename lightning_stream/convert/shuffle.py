@@ -98,17 +98,17 @@ def shuffled_listing(source: Source, seed: int) -> Source:
     return replace(source, files=tuple(source.files[k] for k in order.tolist()))
 
 
-def buckets_of(source: Source, part_bytes: int, seed: int, folder: Path) -> Buckets:
+def buckets_of(source: Source, partition_bytes: int, seed: int, folder: Path) -> Buckets:
     """So many that each is at most a part, and 64 MiB of the source."""
     total = sum(file.num_bytes for file in source.files)
-    return Buckets(str(folder), max(1, -(-total // min(part_bytes, _BUCKET_BYTES))), seed)
+    return Buckets(str(folder), max(1, -(-total // min(partition_bytes, _BUCKET_BYTES))), seed)
 
 
-def spill_folder(job: Job, scratch: str | None) -> Path:
+def spill_folder(job: Job, tmp_dir: str | None) -> Path:
     """Where a conversion spills: beside a local dataset, else among this machine's temporary files."""
     name = f"spill-{job.fingerprint}"
-    if scratch is not None:
-        return Path(scratch).expanduser().absolute() / name
+    if tmp_dir is not None:
+        return Path(tmp_dir).expanduser().absolute() / name
     if is_remote(job.kept_at):
         return Path(tempfile.gettempdir()) / f"lightning_stream-{name}"
     place = Path(job.kept_at)
@@ -135,7 +135,7 @@ def write_shuffled(
     if missing:
         Path(buckets.folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         unspilled = [part for part in parts if any(buckets.meta(split, part.number) is None for split in work.jobs)]
-        scatter = Scatter(work.reader, work.read, work.jobs, work.transform, work.nulls, work.held_out, buckets)
+        scatter = Scatter(work.reader, work.read, work.jobs, work.transform, work.nulls, work.val_fraction, buckets)
         spilled = run(scatter, unspilled, "reading")
         if not all(receipt.is_good for each in spilled.values() for receipt in each.values()):
             return spilled, {}

@@ -30,7 +30,7 @@ class HeldOut:
 
     def __post_init__(self) -> None:
         if not 0 < self.share < 1:
-            raise ValueError(f"held_out must be a share of the rows, in (0, 1); got {self.share}.")
+            raise ValueError(f"val_fraction must be a share of the rows, in (0, 1); got {self.share}.")
 
     def of_rows(self, part: int, row: int, num_rows: int, values: Mapping[str, Any]) -> dict[str, NDArray[np.int64]]:
         """Which rows of a batch go where.
@@ -61,7 +61,7 @@ class HeldOut:
     def _keys(self, values: Mapping[str, Any]) -> Any:
         assert self.key is not None
         if self.key not in values:
-            raise ValueError(f"held_out_by names the column {self.key!r}; there are {', '.join(values)}.")
+            raise ValueError(f"group_by names the column {self.key!r}; there are {', '.join(values)}.")
         found = values[self.key]
         return found.tolist() if isinstance(found, np.ndarray) else found
 

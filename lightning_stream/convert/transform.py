@@ -26,7 +26,7 @@ class Transform:
 
     def __post_init__(self) -> None:
         if self.of_row is not None and self.of_rows is not None:
-            raise ValueError("pass transform= or transform_rows=, not both.")
+            raise ValueError("pass transform= or transform_partition=, not both.")
 
     @property
     def is_given(self) -> bool:
@@ -46,8 +46,8 @@ class Transform:
         """
         if self.of_rows is not None:
             rows = (row for batch in batches for row in rows_of(batch))
-            for sample in _iterable(self.of_rows(rows), "transform_rows"):
-                yield _sample(sample, "transform_rows"), ""
+            for sample in _iterable(self.of_rows(rows), "transform_partition"):
+                yield _sample(sample, "transform_partition"), ""
             return
         assert self.of_row is not None
         for batch in batches:

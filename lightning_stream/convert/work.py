@@ -32,7 +32,7 @@ class Work:
             left out.
         transform: What becomes of rows.
         nulls: What becomes of null values.
-        held_out: Which rows go to the split that is held out; None where there is one dataset.
+        val_fraction: Which rows go to the split that is held out; None where there is one dataset.
     """
 
     reader: Reader
@@ -40,7 +40,7 @@ class Work:
     jobs: Mapping[str, Job]
     transform: Transform
     nulls: NullRule
-    held_out: HeldOut | None
+    val_fraction: HeldOut | None
 
     def run(self, part: Part, tell: Tell) -> dict[str, Receipt]:
         """Write a part, and then its receipts; give them by split.
@@ -102,15 +102,15 @@ class Work:
                 tell(row)
 
     def _split(self, part: int, row: int, sample: Mapping[str, Any]) -> str:
-        return "" if self.held_out is None else self.held_out.of_sample(part, row, sample)
+        return "" if self.val_fraction is None else self.val_fraction.of_sample(part, row, sample)
 
     def _add(
         self, outs: Mapping[str, _Out], values: dict[str, Any], part: int, row: int, num_rows: int, where: str
     ) -> None:
-        if self.held_out is None:
+        if self.val_fraction is None:
             outs[""].add(values, where)
             return
-        for split, kept in self.held_out.of_rows(part, row, num_rows, values).items():
+        for split, kept in self.val_fraction.of_rows(part, row, num_rows, values).items():
             if len(kept) and split in outs:
                 outs[split].add({name: taken(column, kept) for name, column in values.items()}, where)
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
+from time import perf_counter
 from typing import Any, Protocol
 
 from lightning_stream.loading.progress import position_after
@@ -54,8 +55,8 @@ class Loads(Protocol):
     def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]:
         """Say where an iteration begins, and begin to make its batches."""
 
-    def note_batch(self, iterator: LoaderIterator) -> None:
-        """Take note of a batch that is about to be handed out."""
+    def note_batch(self, iterator: LoaderIterator, waited_s: float) -> None:
+        """Take note of a batch that is about to be handed out, and of the seconds that its consumer waited for it."""
 
     def note_end(self, iterator: LoaderIterator) -> None:
         """Take note that an iteration is over."""
@@ -101,6 +102,7 @@ class LoaderIterator:
     def __next__(self) -> Any:
         if self._is_over:
             raise StopIteration
+        began = perf_counter()
         try:
             if self._made is None:
                 self.start, self._made = self._loader.begin_iteration(self)
@@ -111,7 +113,7 @@ class LoaderIterator:
             self.close()
             raise
         self.num_batches += 1
-        self._loader.note_batch(self)
+        self._loader.note_batch(self, perf_counter() - began)
         return batch
 
     @property

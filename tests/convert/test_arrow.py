@@ -72,7 +72,7 @@ def test_a_file_is_cut_between_row_groups_and_rows_keep_their_order(tmp_path: Pa
         table = pa.table({"k": list(range(part * 1000, part * 1000 + 1000))})
         pq.write_table(table, tmp_path / "in" / f"{part}.parquet", row_group_size=100, compression="none")
     (tmp_path / "in" / "_SUCCESS").write_text("")
-    done = convert(tmp_path / "in", tmp_path / "out", **PLAIN, part_bytes=1500)
+    done = convert(tmp_path / "in", tmp_path / "out", **PLAIN, partition_bytes=1500)
     assert [sample["k"] for sample in samples_of(tmp_path / "out")] == list(range(2000))
     assert done.num_shards[""] > 4
 
@@ -134,7 +134,7 @@ def test_arrow_files_and_streams_give_the_same_rows(tmp_path: Path, samples_of: 
     table = pa.table({"k": list(range(1000)), "t": [f"t{k}" for k in range(1000)]})
     with getattr(pa.ipc, make)(str(tmp_path / "in.arrow"), table.schema) as out:
         out.write_table(table, max_chunksize=64)
-    done = convert(tmp_path / "in.arrow", tmp_path / "out", **PLAIN, part_bytes=4000)
+    done = convert(tmp_path / "in.arrow", tmp_path / "out", **PLAIN, partition_bytes=4000)
     assert [(s["k"], s["t"]) for s in samples_of(tmp_path / "out")] == [(k, f"t{k}") for k in range(1000)]
     assert done.num_shards[""] > 2
 

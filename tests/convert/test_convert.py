@@ -25,7 +25,7 @@ PLAIN: dict[str, Any] = {"compression": None, "num_workers": 1}
 def test_json_lines_come_back_in_order_and_with_inferred_columns(
     rows_file: Path, tmp_path: Path, samples_of: Any
 ) -> None:
-    done = convert(rows_file, tmp_path / "out", **PLAIN, part_bytes="20kb")
+    done = convert(rows_file, tmp_path / "out", **PLAIN, partition_bytes="20kb")
     assert done.columns == {"k": "int64", "x": "float64", "text": "str", "tokens": "ndarray:int64"}
     assert done.num_samples == {"": 3000}
     samples = samples_of(tmp_path / "out")
@@ -37,15 +37,17 @@ def test_json_lines_come_back_in_order_and_with_inferred_columns(
 
 def test_the_files_do_not_depend_on_the_number_of_processes(rows_file: Path, tmp_path: Path, files_of: Any) -> None:
     for count in (1, 2):
-        convert(rows_file, tmp_path / str(count), part_bytes="30kb", num_workers=count)
+        convert(rows_file, tmp_path / str(count), partition_bytes="30kb", num_workers=count)
     assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
 
 
-@pytest.mark.parametrize("part_bytes", [5, 60, 1000])
-def test_lines_fall_to_one_part_each_wherever_a_file_is_cut(tmp_path: Path, samples_of: Any, part_bytes: int) -> None:
+@pytest.mark.parametrize("partition_bytes", [5, 60, 1000])
+def test_lines_fall_to_one_part_each_wherever_a_file_is_cut(
+    tmp_path: Path, samples_of: Any, partition_bytes: int
+) -> None:
     texts = ["", "a", "bb" * 30, "\u20ac", "c", "", "d" * 100]
     (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"t": text}) for text in texts))  # no newline at the end
-    convert(tmp_path / "in.jsonl", tmp_path / "out", **PLAIN, part_bytes=part_bytes)
+    convert(tmp_path / "in.jsonl", tmp_path / "out", **PLAIN, partition_bytes=partition_bytes)
     assert [sample["t"] for sample in samples_of(tmp_path / "out")] == texts
 
 
@@ -133,15 +135,15 @@ def test_a_transform_of_rows_sees_all_of_a_part_in_order(rows_file: Path, tmp_pa
         for begin in range(0, len(held) - 63, 64):
             yield {"tokens": np.array(held[begin : begin + 64], np.int32)}
 
-    convert(rows_file, tmp_path / "out", **PLAIN, transform_rows=blocks, columns={"tokens": "ndarray:int32:64"})
+    convert(rows_file, tmp_path / "out", **PLAIN, transform_partition=blocks, columns={"tokens": "ndarray:int32:64"})
     tokens = [token for k in range(3000) for token in range(k % 5 + 1)]
     found = np.concatenate([sample["tokens"] for sample in samples_of(tmp_path / "out")])
     assert found.tolist() == tokens[: len(found)]
     assert len(tokens) - len(found) < 64
     with pytest.raises(ValueError, match="not both"):
-        convert(rows_file, tmp_path / "out2", **PLAIN, transform_rows=blocks, transform=dict)
+        convert(rows_file, tmp_path / "out2", **PLAIN, transform_partition=blocks, transform=dict)
     with pytest.raises(TypeError, match="one of them is int"):
-        convert(rows_file, tmp_path / "out2", **PLAIN, transform_rows=lambda rows: [row["k"] for row in rows])
+        convert(rows_file, tmp_path / "out2", **PLAIN, transform_partition=lambda rows: [row["k"] for row in rows])
 
 
 def test_values_beyond_inferred_columns_are_refused_and_seen_by_a_transform(tmp_path: Path, samples_of: Any) -> None:
@@ -170,14 +172,14 @@ def test_a_transform_that_carries_other_values_makes_another_dataset(rows_file: 
 
 
 def test_held_out_rows_are_a_share_and_the_rest_is_the_rest(rows_file: Path, tmp_path: Path, samples_of: Any) -> None:
-    done = convert(rows_file, tmp_path / "out", **PLAIN, held_out=0.1, part_bytes="40kb")
+    done = convert(rows_file, tmp_path / "out", **PLAIN, val_fraction=0.1, partition_bytes="40kb")
     train, val = ([s["k"] for s in samples_of(tmp_path / "out" / name)] for name in ("train", "val"))
     assert sorted(train + val) == list(range(3000))
     assert done.num_samples == {"train": len(train), "val": len(val)}
     assert 200 < len(val) < 400
     convert(rows_file, tmp_path / "whole", **PLAIN)
     with pytest.raises(FileExistsError, match="without splits"):
-        convert(rows_file, tmp_path / "whole", **PLAIN, held_out=0.1, exist_ok=True)
+        convert(rows_file, tmp_path / "whole", **PLAIN, val_fraction=0.1, exist_ok=True)
 
 
 def test_rows_of_one_key_are_held_out_together_also_when_the_source_grows(tmp_path: Path, samples_of: Any) -> None:
@@ -186,7 +188,7 @@ def test_rows_of_one_key_are_held_out_together_also_when_the_source_grows(tmp_pa
     for count in (200, 400):
         (tmp_path / "in.jsonl").write_text("".join(lines[:count]))
         out = tmp_path / f"out{count}"
-        convert(tmp_path / "in.jsonl", out, **PLAIN, held_out=0.3, held_out_by="author")
+        convert(tmp_path / "in.jsonl", out, **PLAIN, val_fraction=0.3, group_by="author")
         authors = [{s["author"] for s in samples_of(out / split)} for split in ("train", "val")]
         assert not authors[0] & authors[1]
         held.append(authors[1])
@@ -203,7 +205,7 @@ def test_a_finished_conversion_is_found_and_a_changed_one_refused_by_name(
     assert not again.is_new
     assert again.total == 3000
     assert files_of(out) == before
-    with pytest.raises(FileExistsError, match="compression was None, is 'zstd'"):
+    with pytest.raises(FileExistsError, match="compression was None, is 'auto'"):
         convert(rows_file, out, num_workers=1)
     rows_file.write_text(rows_file.read_text() + '{"k": 3000, "x": 0.0, "text": "", "tokens": [1]}\n')
     with pytest.raises(FileExistsError, match=r"changed: rows\.jsonl"):
@@ -265,7 +267,7 @@ def test_a_script_without_a_guard_may_use_processes(rows_file: Path, tmp_path: P
     script = tmp_path / "script.py"
     script.write_text(
         "from lightning_stream.convert import convert\n"
-        f"print(convert({str(rows_file)!r}, {str(tmp_path / 'out')!r}, num_workers=2, part_bytes=50_000))\n"
+        f"print(convert({str(rows_file)!r}, {str(tmp_path / 'out')!r}, num_workers=2, partition_bytes=50_000))\n"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
     assert done.stdout.count("3,000 samples") == 1
@@ -274,7 +276,7 @@ def test_a_script_without_a_guard_may_use_processes(rows_file: Path, tmp_path: P
 @pytest.mark.slow
 def test_a_transform_of_a_script_needs_the_guard_and_says_so(rows_file: Path, tmp_path: Path) -> None:
     function = "from lightning_stream.convert import convert\ndef only_k(row):\n    return {'k': row['k']}\n"
-    call = f"convert({str(rows_file)!r}, 'out', num_workers=2, part_bytes=50_000, transform=only_k)"
+    call = f"convert({str(rows_file)!r}, 'out', num_workers=2, partition_bytes=50_000, transform=only_k)"
     (tmp_path / "script.py").write_text(f"{function}print({call})\n")
     command = [sys.executable, "script.py"]
     failed = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)

@@ -28,7 +28,7 @@ def test_mosaicml_streaming_reads_the_same_samples(
     python = os.environ.get("LIGHTNING_STREAM_MOSAIC_PYTHON")
     if not python:
         pytest.skip("LIGHTNING_STREAM_MOSAIC_PYTHON=/path/to/python names none that has mosaicml-streaming")
-    convert(rows_file, tmp_path / "out", compression=None, num_workers=1, part_bytes="30kb", shuffle=shuffle)
+    convert(rows_file, tmp_path / "out", compression=None, num_workers=1, partition_bytes="30kb", shuffle=shuffle)
     command = [python, "-W", "ignore", "-c", READER, str(tmp_path / "out")]
     read = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
     ours = [{**sample, "tokens": sample["tokens"].tolist()} for sample in samples_of(tmp_path / "out")]

@@ -24,7 +24,7 @@ def sorted_rows(tmp_path: Path) -> Path:
 
 
 def test_every_row_comes_once_and_classes_are_mixed(sorted_rows: Path, tmp_path: Path, samples_of: Any) -> None:
-    convert(sorted_rows, tmp_path / "out", **PLAIN, shuffle=True, part_bytes="20kb")
+    convert(sorted_rows, tmp_path / "out", **PLAIN, shuffle=True, partition_bytes="20kb")
     samples = samples_of(tmp_path / "out")
     assert sorted(sample["k"] for sample in samples) == list(range(4000))
     assert all(sample["label"] == sample["k"] // 400 and len(sample["text"]) == sample["k"] % 7 for sample in samples)
@@ -38,7 +38,13 @@ def test_every_row_comes_once_and_classes_are_mixed(sorted_rows: Path, tmp_path:
 def test_the_seed_decides_the_order_and_processes_do_not(sorted_rows: Path, tmp_path: Path, files_of: Any) -> None:
     for name, seed, count in (("a", 0, 1), ("b", 0, 2), ("c", 1, 1)):
         convert(
-            sorted_rows, tmp_path / name, shuffle=True, seed=seed, num_workers=count, part_bytes="60kb", held_out=0.2
+            sorted_rows,
+            tmp_path / name,
+            shuffle=True,
+            seed=seed,
+            num_workers=count,
+            partition_bytes="60kb",
+            val_fraction=0.2,
         )
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b") != files_of(tmp_path / "c")
 

@@ -91,7 +91,7 @@ def test_texts_are_samples_by_file_or_by_line(tmp_path: Path, samples_of: Any) -
     (tmp_path / "in" / "b.txt").write_text("vier")
     convert(tmp_path / "in", tmp_path / "files", **PLAIN)
     assert [sample["name"] for sample in samples_of(tmp_path / "files")] == ["a.txt", "b.txt"]
-    convert(tmp_path / "in", tmp_path / "lines", **PLAIN, source_options={"lines": True}, part_bytes=5)
+    convert(tmp_path / "in", tmp_path / "lines", **PLAIN, source_options={"lines": True}, partition_bytes=5)
     assert [sample["text"] for sample in samples_of(tmp_path / "lines")] == ["eins", "zwei", "d\u00fcr", "vier"]
     (tmp_path / "in" / "c.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(FormatError, match=r"c\.txt.*UTF-8"):
@@ -101,7 +101,9 @@ def test_texts_are_samples_by_file_or_by_line(tmp_path: Path, samples_of: Any) -
 def test_arrays_are_rows_along_their_first_axis(tmp_path: Path, samples_of: Any) -> None:
     array = np.arange(600, dtype=np.int32).reshape(100, 6)
     np.save(tmp_path / "a.npy", array)
-    done = convert(tmp_path / "a.npy", tmp_path / "a", **PLAIN, part_bytes=500, source_options={"column": "tokens"})
+    done = convert(
+        tmp_path / "a.npy", tmp_path / "a", **PLAIN, partition_bytes=500, source_options={"column": "tokens"}
+    )
     assert done.columns == {"tokens": "ndarray:int32:6"}
     np.testing.assert_array_equal(np.stack([s["tokens"] for s in samples_of(tmp_path / "a")]), array)
     np.savez(tmp_path / "b.npz", x=array[:, :2].astype(np.float16), y=np.arange(100) % 2 == 0)
@@ -152,7 +154,7 @@ def test_lines_that_are_no_json_object_are_refused_with_their_number(tmp_path: P
 
 def test_a_json_array_is_read_as_rows(tmp_path: Path, samples_of: Any) -> None:
     (tmp_path / "in.json").write_text(json.dumps([{"a": k} for k in range(5)], indent=1))
-    convert(tmp_path / "in.json", tmp_path / "out", **PLAIN, part_bytes=10)
+    convert(tmp_path / "in.json", tmp_path / "out", **PLAIN, partition_bytes=10)
     assert [s["a"] for s in samples_of(tmp_path / "out")] == list(range(5))
 
 

@@ -21,7 +21,7 @@ def test_a_source_in_a_store_gives_the_same_shards_in_a_store(rows_file: Path, t
     data = rows_file.read_bytes()
     open_store(source).put("folder/rows.jsonl", data)
     open_store(source).put("folder/notes.txt", b"not rows")
-    settings: dict[str, Any] = {"num_workers": 1, "part_bytes": "40kb"}
+    settings: dict[str, Any] = {"num_workers": 1, "partition_bytes": "40kb"}
     convert(f"{source}/folder", out, **settings)
     convert(rows_file, tmp_path / "local", **settings)
     stored = {entry.name: open_store(out).read(entry.name) for entry in open_store(out).list("")}
@@ -75,7 +75,7 @@ def test_several_processes_read_from_and_write_to_s3(rows_file: Path, tmp_path: 
         client.create_bucket(Bucket="bucket")
         client.put_object(Bucket="bucket", Key="in/rows.jsonl", Body=rows_file.read_bytes())
         options = {"endpoint_url": endpoint, "access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
-        given: dict[str, Any] = {"part_bytes": "40kb", "source_store_options": options, "store_options": options}
+        given: dict[str, Any] = {"partition_bytes": "40kb", "source_store_options": options, "store_options": options}
         assert convert("s3://bucket/in", "s3://bucket/out", num_workers=2, **given).total == 3000
         assert not convert("s3://bucket/in", "s3://bucket/out", **given).is_new
         client.put_object(Bucket="bucket", Key="in/rows.jsonl", Body=rows_file.read_bytes().replace(b"rt 0", b"rt 1"))
@@ -83,6 +83,6 @@ def test_several_processes_read_from_and_write_to_s3(rows_file: Path, tmp_path: 
             convert("s3://bucket/in", "s3://bucket/out", **given)
         store = open_store("s3://bucket/out", options)
         stored = {entry.name: store.read(entry.name) for entry in store.list("") if entry.name != "manifest.json"}
-    convert(rows_file, tmp_path / "local", num_workers=1, part_bytes="40kb")
+    convert(rows_file, tmp_path / "local", num_workers=1, partition_bytes="40kb")
     local = files_of(tmp_path / "local")
     assert stored == {name: data for name, data in local.items() if name != "manifest.json"}

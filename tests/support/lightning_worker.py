@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightning_stream import StreamingDataModule
+from lightning_stream import GracefulStop, StreamingDataModule
 from support.lightning_runs import Recorder, Run, keep_all
 
 
@@ -159,6 +159,8 @@ def main() -> None:
         callbacks.append(StopAt(stop))
     if (ending := options.pop("ends", None)) is not None:
         callbacks.append(EndsRank(*ending))
+    if (agree_every := options.pop("graceful", None)) is not None:
+        callbacks.append(GracefulStop(out / "graceful", agree_every_n_steps=agree_every))
     if options.get("strategy") == "fsdp2":
         options |= {"strategy": ModelParallelStrategy(options["devices"], 1), "recorder": Sharded}
     if options.get("strategy") == "pairs":

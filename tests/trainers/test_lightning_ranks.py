@@ -119,6 +119,21 @@ def test_ctrl_c_of_all_ranks_ends_the_run_and_it_continues(shards: Path, tmp_pat
     assert steps_of(tmp_path / "bad", end=step) | steps_of(tmp_path / "again") == whole
 
 
+@pytest.mark.parametrize(("launcher", "signalled"), [("torchrun", [1]), ("lightning", [0]), ("torchrun", [0, 1])])
+def test_a_signal_to_any_rank_lets_all_ranks_save_the_same_step(
+    shards: Path, tmp_path: Path, launcher: str, signalled: list[int]
+) -> None:
+    whole = Run(shards, tmp_path / "whole", every_n_train_steps=STEPS).steps
+    ends = (5, signalled, int(signal.SIGTERM))
+    codes, said = end_of(start(tmp_path / "bad", shards, launcher, every=99, graceful=4, ends=ends))
+    assert codes != [0], said[-3000:]
+    path = tmp_path / "bad" / "graceful" / "last.ckpt"
+    assert torch.load(path, weights_only=True)["global_step"] == 8, said[-3000:]
+    codes, said = end_of(start(tmp_path / "again", shards, launcher, ckpt=str(path)))
+    assert codes == [0], said[-3000:]
+    assert steps_of(tmp_path / "bad", end=8) | steps_of(tmp_path / "again") == whole
+
+
 def test_two_tasks_of_a_requeued_slurm_job_continue_by_themselves(shards: Path, tmp_path: Path) -> None:
     whole = Run(shards, tmp_path / "whole", every_n_train_steps=STEPS).steps
     codes, said = end_of(start(tmp_path / "job", shards, "slurm", every=99, ends=(5, [0, 1], 10), max_steps=7))

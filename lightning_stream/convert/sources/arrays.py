@@ -44,13 +44,13 @@ class NumpyReader(Reader):
             get_encoding(encoding)
         return Found(dict(asked or known), {})
 
-    def spans(self, file: SourceFile, part_bytes: int) -> list[Span]:
+    def spans(self, file: SourceFile, partition_bytes: int) -> list[Span]:
         """Between rows, where a ``.npy`` file is larger than a part."""
-        if file.num_bytes <= part_bytes or file.ending != ".npy":
+        if file.num_bytes <= partition_bytes or file.ending != ".npy":
             return [Span(file, 0, None, file.num_bytes)]
         with self._opened(file) as arrays:
             num_rows = len(next(iter(arrays.values())))
-        count = min(num_rows, round(file.num_bytes / part_bytes))
+        count = min(num_rows, round(file.num_bytes / partition_bytes))
         cuts = [num_rows * k // count for k in range(count + 1)]
         return [Span(file, cuts[k], cuts[k + 1], file.num_bytes // count) for k in range(count)]
 

@@ -78,8 +78,8 @@ class Reader(ABC):
             ValueError: No such column, or values that no encoding fits.
         """
 
-    def spans(self, file: SourceFile, part_bytes: int) -> list[Span]:  # noqa: ARG002 - for kinds that can be cut
-        """Where a file can be cut into pieces of about ``part_bytes``. The same for the same file."""
+    def spans(self, file: SourceFile, partition_bytes: int) -> list[Span]:  # noqa: ARG002 - for kinds that can be cut
+        """Where a file can be cut into pieces of about ``partition_bytes``. The same for the same file."""
         return [Span(file, 0, None, file.num_bytes)]
 
     @abstractmethod

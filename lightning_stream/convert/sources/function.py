@@ -19,17 +19,17 @@ _BATCH_SAMPLES = 256
 
 @dataclass(frozen=True)
 class Inputs:
-    """A source of your own, for `convert`: ``read(each)`` gives the samples (dicts) of each input, in order.
+    """A source of your own, for `convert`: ``function(each)`` gives the samples (dicts) of each input, in order.
 
     Attributes:
         inputs: What is read, e.g. paths, or ranges of numbers. Each is a part by itself, written by one process.
-        read: Gives its samples. With several processes, a function of a module. The same input must give the same
+        function: Gives its samples. With several processes, a function of a module. The same input must give the same
             samples each time.
         stamp: Changes when what is read changes: then the dataset is another. Inputs tell by their ``repr``.
     """
 
     inputs: Sequence[Any]
-    read: Callable[[Any], Iterable[Mapping[str, Any]]]
+    function: Callable[[Any], Iterable[Mapping[str, Any]]]
     stamp: str = ""
 
 
@@ -55,7 +55,7 @@ class FunctionReader(Reader):
     @property
     def settings(self) -> Mapping[str, Any]:
         """The function's source."""
-        return {"kind": self.kind, "read": source_text(self.given.read)}
+        return {"kind": self.kind, "read": source_text(self.given.function)}
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
@@ -63,7 +63,7 @@ class FunctionReader(Reader):
         stamp = self.given.stamp
         return tuple(SourceFile("input", f"{k:05} {each!r:.200}", 1, stamp) for k, each in enumerate(self.given.inputs))
 
-    def spans(self, file: SourceFile, part_bytes: int) -> list[Span]:  # noqa: ARG002 - an input stays whole
+    def spans(self, file: SourceFile, partition_bytes: int) -> list[Span]:  # noqa: ARG002 - an input stays whole
         """Its number is where it begins."""
         return [Span(file, int(file.name.split(" ")[0]), None, 1)]
 
@@ -74,13 +74,13 @@ class FunctionReader(Reader):
         if asked is not None:
             return Found(dict(asked), {})
         for each in self.given.inputs:
-            for sample in islice(self.given.read(each), 1):
+            for sample in islice(self.given.function(each), 1):
                 return Found(infer_columns(sample), {})
         raise ValueError("the inputs give no sample: there is nothing to write.")
 
     def read(self, span: Span, columns: Mapping[str, str]) -> Iterator[Batch]:
         """Some hundred samples at a time."""
-        samples = iter(self.given.read(self.given.inputs[span.begin]))
+        samples = iter(self.given.function(self.given.inputs[span.begin]))
         where = f"input {span.file.name}"
         while rows := list(islice(samples, _BATCH_SAMPLES)):
             if self.strict and not self.as_rows:

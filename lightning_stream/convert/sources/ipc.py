@@ -30,16 +30,16 @@ class IpcReader(Reader):
             first = next((batch for batch in file.batches(0, None) if batch.num_rows), None)
             return features_of(file.schema, first, asked)
 
-    def spans(self, file: SourceFile, part_bytes: int) -> list[Span]:
+    def spans(self, file: SourceFile, partition_bytes: int) -> list[Span]:
         """Between record batches, where a file of this machine is larger than a part."""
-        if file.num_bytes <= part_bytes or file.path is None:
+        if file.num_bytes <= partition_bytes or file.path is None:
             return [Span(file, 0, None, file.num_bytes)]
         with _opened(file) as opened:
             sizes = [batch.nbytes for batch in opened.batches(0, None)]
         spans, begin, size = [], 0, 0
         for k, num_bytes in enumerate(sizes):
             size += num_bytes
-            if size >= part_bytes or k == len(sizes) - 1:
+            if size >= partition_bytes or k == len(sizes) - 1:
                 spans.append(Span(file, begin, k + 1, size))
                 begin, size = k + 1, 0
         return spans

@@ -23,11 +23,11 @@ _SAMPLED_PLACES = 8
 DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError)
 
 
-def line_spans(file: SourceFile, part_bytes: int) -> list[Span]:
+def line_spans(file: SourceFile, partition_bytes: int) -> list[Span]:
     """A file of lines in pieces; one that is compressed stays whole."""
-    if file.is_packed or file.num_bytes <= part_bytes:
+    if file.is_packed or file.num_bytes <= partition_bytes:
         return [Span(file, 0, None, file.num_bytes)]
-    count = round(file.num_bytes / part_bytes)
+    count = round(file.num_bytes / partition_bytes)
     cuts = [file.num_bytes * k // count for k in range(count + 1)]
     return [Span(file, begin, end, end - begin) for begin, end in pairwise(cuts)]
 
@@ -88,9 +88,9 @@ class JsonlReader(Reader):
                     rows += found
         return Found(infer_rows(rows, asked, files[0].root), {})
 
-    def spans(self, file: SourceFile, part_bytes: int) -> list[Span]:
+    def spans(self, file: SourceFile, partition_bytes: int) -> list[Span]:
         """Anywhere, unless it is compressed, or one array of objects."""
-        return super().spans(file, part_bytes) if _is_array(file) else line_spans(file, part_bytes)
+        return super().spans(file, partition_bytes) if _is_array(file) else line_spans(file, partition_bytes)
 
     def read(self, span: Span, columns: Mapping[str, str]) -> Iterator[Batch]:
         """A few MiB of lines at a time."""

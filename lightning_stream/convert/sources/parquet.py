@@ -30,9 +30,9 @@ class ParquetReader(Reader):
             first = next(file.iter_batches(1), None)
             return features_of(file.schema_arrow, first, asked)
 
-    def spans(self, file: SourceFile, part_bytes: int) -> list[Span]:
+    def spans(self, file: SourceFile, partition_bytes: int) -> list[Span]:
         """Between row groups, where a file is larger than a part."""
-        if file.num_bytes <= part_bytes:
+        if file.num_bytes <= partition_bytes:
             return [Span(file, 0, None, file.num_bytes)]
         with _opened(file) as opened:
             meta = opened.metadata
@@ -40,7 +40,7 @@ class ParquetReader(Reader):
         spans, begin = [], 0
         for k in range(len(sizes)):
             size = sum(sizes[begin : k + 1])
-            if size >= part_bytes or k == len(sizes) - 1:
+            if size >= partition_bytes or k == len(sizes) - 1:
                 spans.append(Span(file, begin, k + 1, size))
                 begin = k + 1
         return spans

@@ -40,9 +40,9 @@ class TextReader(Reader):
             get_encoding(encoding)
         return Found(dict(asked or known), {})
 
-    def spans(self, file: SourceFile, part_bytes: int) -> list[Span]:
+    def spans(self, file: SourceFile, partition_bytes: int) -> list[Span]:
         """Between lines, if those are the samples."""
-        return line_spans(file, part_bytes) if self.lines else super().spans(file, part_bytes)
+        return line_spans(file, partition_bytes) if self.lines else super().spans(file, partition_bytes)
 
     def read(self, span: Span, columns: Mapping[str, str]) -> Iterator[Batch]:
         """A few MiB of lines at a time, or the file."""

@@ -1,1 +1,0 @@
-"""The configs of ``train.py``: in a wheel they are ``pkg://lightning_stream.configs``."""

@@ -1,0 +1,1 @@
+"""What the recipes train on: each module converts its sources to MDS shards and streams them."""

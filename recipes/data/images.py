@@ -1,0 +1,288 @@
+"""Images with labels: class folders, archives of them, synthetic flowers, CIFAR-10 and ImageNet."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+import shutil
+import tarfile
+import urllib.error
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.transforms import v2
+
+from lightning_stream.convert import Inputs
+from lightning_stream.errors import FormatError, NotFoundError, UnavailableError
+from lightning_stream.stores import open_store
+from recipes.data.base import RecipeData
+from recipes.data.synthetic import write_flowers
+
+_FLOWERS_URL = "https://storage.googleapis.com/download.tensorflow.org/example_images/flower_photos.tgz"
+_FLOWERS_SHA256 = "4c54ace7911aaffe13a365c34f650e71dd5bf1be0a58b464e5a7183e3e595d9c"
+_CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_CIFAR10_FILES = {"train": [f"data_batch_{number}.bin" for number in range(1, 6)], "val": ["test_batch.bin"]}
+_TRAIN_TAR, _VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
+_VAL_LABELS = ("imagenet_2012_validation_synset_labels.txt", "LOC_val_solution.csv")
+_CLASSES = "classes.json"
+
+
+class ImageData(RecipeData):
+    """Class folders of images, streamed as ``{"image": uint8[n, 3, h, w], "label": int64[n]}``.
+
+    Args:
+        source: ``<folder>/<class>/*.jpg``, ``<folder>/train|val/<class>/*.jpg``, a .tar or .tgz of such a folder, the
+            URL of one, ``synthetic`` for drawn flowers, or ``download`` for TensorFlow's 3,670 flower photos.
+        photos: Another name of `source`.
+        source_sha256: Digest that a downloaded file must have; None to accept any.
+        synthetic_count: Number of drawings.
+        downloads: Folder for downloaded, extracted and drawn images.
+        image_size: Height and width after the transforms, in pixels.
+        crop_scale_min: Least share of an image's area that a random crop keeps.
+        color_jitter: How far brightness, contrast and saturation may change.
+        shared: As in `RecipeData`.
+    """
+
+    class_names: tuple[str, ...] = ()
+    """Where neither the source nor the manifest has them."""
+
+    def __init__(
+        self,
+        *,
+        source: str | None = None,
+        photos: str | None = None,
+        source_sha256: str | None = None,
+        synthetic_count: int = 1000,
+        downloads: str = "runs/downloads",
+        image_size: int = 64,
+        crop_scale_min: float = 0.4,
+        color_jitter: float = 0.25,
+        **shared: Any,
+    ) -> None:
+        source = photos or source
+        settings = {"synthetic_count": synthetic_count} if source == "synthetic" else {}
+        transforms = {
+            "train_transform": ImageTransform(augmentation(image_size, crop_scale_min, color_jitter)),
+            "val_transform": ImageTransform(v2.Compose([v2.Resize(image_size), v2.CenterCrop(image_size)])),
+        }
+        super().__init__(source=source, **{"settings": settings, **transforms, **shared})
+        self.source_sha256, self.synthetic_count, self.downloads = source_sha256, synthetic_count, Path(downloads)
+
+    def convert_source(self) -> None:
+        """Convert class folders; the shards mix the classes."""
+        self.convert(str(self.source_folder()), shuffle=True)
+
+    def source_folder(self) -> Path:
+        """The source as a folder: downloaded, extracted or drawn, unless that was done."""
+        source = str(self.source)
+        if source == "synthetic":
+            draw = partial(write_flowers, count=self.synthetic_count)
+            return _written_once(self.downloads / f"synthetic_flowers-{self.synthetic_count}", draw)
+        is_flowers = source == "download"
+        url, sha256 = (_FLOWERS_URL, _FLOWERS_SHA256) if is_flowers else (source, self.source_sha256)
+        path = Path(url)
+        if url.startswith(("http://", "https://")):
+            path = _download(url, self.downloads, sha256)
+        if path.is_file():
+            name = f"{path.name.partition('.')[0]}-{path.stat().st_size}-{path.stat().st_mtime_ns}"
+            path = _written_once(self.downloads / name, partial(_extract, path))
+            inside = [one for one in path.iterdir() if one.is_dir()]
+            return inside[0] if len(inside) == 1 else path
+        if not path.is_dir():
+            raise NotFoundError(
+                f"data.source must be a folder, an archive, a URL, synthetic or download; found {source}."
+            )
+        return path
+
+    def write_classes(self, classes: tuple[str, ...]) -> None:
+        """Keep the classes of a source whose conversion does not know them."""
+        open_store(self.uri).put(_CLASSES, json.dumps(classes).encode())
+
+    @cached_property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes; a label is a place in here."""
+        found = self.manifest.classes.get("label")
+        return tuple(found or json.loads(open_store(self.uri).read(_CLASSES)))
+
+    @property
+    def title(self) -> str:
+        """What the images are."""
+        return "synthetic flowers, not photos" if self.source == "synthetic" else super().title
+
+
+class Cifar10Data(ImageData):
+    """CIFAR-10 from ``cifar-10-binary.tar.gz``, or the folder in it; arguments as in `ImageData`.
+
+    Args:
+        padding: Pixels by which training images are shifted at most.
+        shared: As in `ImageData`.
+    """
+
+    def __init__(self, *, padding: int = 4, **shared: Any) -> None:
+        augment = v2.Compose([v2.RandomCrop(32, padding=padding), v2.RandomHorizontalFlip()])
+        super().__init__(train_transform=ImageTransform(augment), val_transform=ImageTransform(v2.Identity()), **shared)
+
+    def convert_source(self) -> None:
+        """Convert both splits. The archive for Python is refused: it holds pickles, which run code when loaded."""
+        folder = self.source_folder()
+        for split, names in _CIFAR10_FILES.items():
+            paths = [str(path) for name in names for path in folder.rglob(name)]
+            if not paths:
+                raise NotFoundError(
+                    f"no {names[0]} in {self.source}. Pass cifar-10-binary.tar.gz (the archive for Python holds "
+                    "pickles, which this recipe does not read) or the folder in it."
+                )
+            self.convert(Inputs(paths, read_cifar10), split)
+        self.write_classes(_CIFAR10)
+
+
+class ImageNetData(ImageData):
+    """ImageNet (ILSVRC2012): a folder of its two tars and the labels of the val images, or of train/ and val/ folders.
+
+    The images are read from the tars in place, byte for byte. Arguments as in `ImageData`.
+    """
+
+    def convert_source(self) -> None:
+        """Convert both splits; the shards mix the classes."""
+        folder = self.source_folder()
+        if (folder / "train").is_dir():
+            super().convert_source()
+            return
+        with _tar(folder / _TRAIN_TAR) as tar:
+            members = sorted((each.name.removesuffix(".tar"), each.offset_data) for each in tar if each.isreg())
+        labels = {synset: label for label, (synset, _) in enumerate(members)}
+        inputs = [(str(folder / _TRAIN_TAR), synset, offset, labels[synset]) for synset, offset in members]
+        self.convert(Inputs(inputs, read_synset), "train", shuffle=True)
+        val = val_inputs(folder, labels)
+        self.convert(Inputs([val[at : at + 1000] for at in range(0, len(val), 1000)], read_ranges), "val")
+        self.write_classes(tuple(labels))
+
+
+class ImageTransform:
+    """A sample's image, decoded or an array uint8[3, h, w], as a transformed tensor, with its label.
+
+    Args:
+        transform: Of torchvision; it draws from torch's generator, which the loader seeds for each sample.
+    """
+
+    def __init__(self, transform: Callable[[Tensor], Tensor]) -> None:
+        self.transform = transform
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """``{"image": uint8[3, h, w], "label": int}``."""
+        return {"image": self.transform(as_tensor(sample["image"])).contiguous(), "label": sample["label"]}
+
+
+def augmentation(size: int, crop_scale_min: float, jitter: float) -> Callable[[Tensor], Tensor]:
+    """Random crop, mirror and colours."""
+    crop = v2.RandomResizedCrop(size, scale=(crop_scale_min, 1.0), antialias=True)
+    return v2.Compose([crop, v2.RandomHorizontalFlip(), v2.ColorJitter(jitter, jitter, jitter)])
+
+
+def as_tensor(image: Any) -> Tensor:
+    """A PIL image or an array uint8[3, h, w] as a tensor uint8[3, h, w]."""
+    if isinstance(image, np.ndarray):
+        return torch.from_numpy(image.copy())
+    return v2.functional.pil_to_tensor(image.convert("RGB"))
+
+
+def read_cifar10(path: str) -> Iterator[dict[str, Any]]:
+    """The samples of a binary batch: a byte of label, then 3 x 32 x 32 bytes of pixels."""
+    data = np.fromfile(path, np.uint8)
+    if not data.size or data.size % 3073:
+        raise FormatError(f"a batch has samples of 3,073 bytes; {path} has {data.size:,} bytes. Fetch it again.")
+    for row in data.reshape(-1, 3073):
+        yield {"image": row[1:].reshape(3, 32, 32), "label": int(row[0])}
+
+
+def read_synset(where: tuple[str, str, int, int]) -> Iterator[dict[str, Any]]:
+    """The samples of a tar within ImageNet's train tar: (outer tar, synset, offset in bytes, label)."""
+    outer, synset, offset, label = where
+    with Path(outer).open("rb") as file:
+        file.seek(offset)
+        with tarfile.open(fileobj=file, mode="r|") as tar:
+            for member in tar:
+                held = tar.extractfile(member)
+                if held is not None:
+                    yield {"image": held.read(), "label": label, "name": f"{synset}/{member.name}"}
+
+
+def read_ranges(ranges: list[tuple[str, str, int, int, int]]) -> Iterator[dict[str, Any]]:
+    """Samples by their ranges of bytes: (tar, name, offset, size, label)."""
+    with Path(ranges[0][0]).open("rb") as file:
+        for _, name, offset, size, label in ranges:
+            yield {"image": os.pread(file.fileno(), size, offset), "label": label, "name": name}
+
+
+def val_inputs(folder: Path, labels: dict[str, int]) -> list[tuple[str, str, int, int, int]]:
+    """The images of ImageNet's val tar, see `read_ranges`. One of two files must say which synset each image shows."""
+    with _tar(folder / _VAL_TAR) as tar:
+        members = {PurePosixPath(each.name).name: each for each in tar if each.isreg()}
+    lines, table = (folder / name for name in _VAL_LABELS)
+    if lines.exists():
+        synsets = dict(zip(sorted(members), lines.read_text().split(), strict=True))
+    elif table.exists():
+        with table.open(newline="") as file:
+            synsets = {f"{row['ImageId']}.JPEG": row["PredictionString"].split()[0] for row in csv.DictReader(file)}
+    else:
+        raise NotFoundError(f"the labels of the val images are in {' or '.join(_VAL_LABELS)}; {folder} has neither.")
+    return [
+        (str(folder / _VAL_TAR), f"{synsets[name]}/{name}", each.offset_data, each.size, labels[synsets[name]])
+        for name, each in sorted(members.items())
+    ]
+
+
+def _tar(path: Path) -> tarfile.TarFile:
+    try:
+        return tarfile.open(path, "r:")
+    except (FileNotFoundError, tarfile.TarError) as error:
+        raise NotFoundError(
+            f"ImageNet is a folder with train/ and val/, or with {_TRAIN_TAR} and {_VAL_TAR}; reading {path} failed: "
+            f"{error}"
+        ) from error
+
+
+def _download(url: str, folder: Path, sha256: str | None) -> Path:
+    path = folder / f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{PurePosixPath(url.partition('?')[0]).name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        try:
+            torch.hub.download_url_to_file(url, str(path), hash_prefix=sha256)
+        except (urllib.error.URLError, OSError) as error:
+            raise UnavailableError(
+                f"{url} could not be downloaded: {getattr(error, 'reason', error)}. Download it elsewhere and pass "
+                "data.source=<path of the archive>, or use data.source=synthetic."
+            ) from error
+        except RuntimeError as error:
+            raise FormatError(f"{url}: {error}. Set data.source_sha256 if the publisher changed the file.") from error
+    return path
+
+
+def _extract(archive: Path, folder: Path) -> None:
+    try:
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
+    except (tarfile.TarError, EOFError) as error:
+        raise FormatError(
+            f"{archive} must be a whole .tar or .tgz; reading it failed: {error}. Fetch it again."
+        ) from error
+
+
+def _written_once(folder: Path, write: Callable[[Path], None]) -> Path:
+    """A folder that is whole or absent."""
+    if not folder.exists():
+        draft = folder.with_name(f".{folder.name}.{os.getpid()}")
+        draft.mkdir(parents=True)
+        try:
+            write(draft)
+            draft.rename(folder)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    return folder

@@ -1,0 +1,344 @@
+"""Text as streamed blocks of tokens: documents are tokenized and packed into blocks once, and no token is lost.
+
+A block is a sample ``{"tokens": uint16[seq_len], "documents": int32[seq_len]}`` (uint32 for large vocabularies). Each
+document begins with the bos token. ``documents`` numbers the document of each token, for masking; padding has -1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from lightning_stream import Stream, StreamingDataset
+from lightning_stream.convert import Inputs
+from lightning_stream.errors import FormatError, NotFoundError, missing_extra
+from lightning_stream.stores import open_store
+from recipes.data.base import RecipeData
+from recipes.data.synthetic_text import story
+
+SYNTHETIC, BYTES = "synthetic", "bytes"
+PADDING = -1
+_BOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "<s>", "</s>", "<eos>", "[SEP]")
+_STORIES_OF_PARTITION = 500
+_TEXT_FILES = (".txt", ".text", ".md")
+
+
+class ByteTokenizer:
+    """Each byte of the UTF-8 text is a token."""
+
+    vocab_size, bos_token, fingerprint = 257, 256, BYTES
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """The tokens of a text, without the bos token."""
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of some tokens; invalid UTF-8 becomes replacement characters."""
+        return bytes(token for token in tokens if token < self.bos_token).decode(errors="replace")
+
+
+class FileTokenizer:
+    """A Hugging Face ``tokenizer.json``.
+
+    Args:
+        path: The file.
+        bos_token: The token that begins each document; None for the first usual one that the file has.
+
+    Raises:
+        MissingExtraError: `tokenizers` is not installed.
+        ValueError: The file has no such token.
+    """
+
+    def __init__(self, path: str, bos_token: str | None = None) -> None:
+        try:
+            tokenizers: Any = importlib.import_module("tokenizers")
+        except ModuleNotFoundError as error:
+            raise missing_extra("tokenizers", "text", f"the tokenizer in {path}") from error
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(Path(path).expanduser()))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab_size = int(self._tokenizer.get_vocab_size())
+        names = (bos_token,) if bos_token else _BOS_TOKENS
+        found = [token for name in names if (token := self._tokenizer.token_to_id(name)) is not None]
+        if not found:
+            raise ValueError(
+                f"each document begins with a bos token; {path} has none of {', '.join(names)}. Set data.bos_token to "
+                "a token of this tokenizer."
+            )
+        self.bos_token = int(found[0])
+        digest = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()[:16]
+        self.fingerprint = f"{digest}-{self.bos_token}"
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """The tokens of a text, without those that the tokenizer adds around one."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of some tokens."""
+        text: str = self._tokenizer.decode([token for token in tokens if token != self.bos_token])
+        return text
+
+
+Tokenizer: TypeAlias = "ByteTokenizer | FileTokenizer"
+
+
+@dataclass(frozen=True)
+class PackBlocks:
+    """Packs the documents of a partition into blocks of one length; `convert` calls it in its workers.
+
+    Attributes:
+        tokenizer: ``bytes``, or the path of a ``tokenizer.json``.
+        bos_token: See `FileTokenizer`.
+        seq_len: Tokens of a block.
+        text_key: The column of the text.
+        separator: What divides a text into documents; None where each text is one.
+        val_fraction: Share of the documents in the validation split, chosen by a hash of their text.
+        split: ``train`` or ``val``, of which only that split's documents are packed; None for all.
+        is_single: Whether the source is one document, which is cut in two at a line's end.
+        fingerprint: The tokenizer's: with another one, `convert` makes another dataset.
+    """
+
+    tokenizer: str = BYTES
+    bos_token: str | None = None
+    seq_len: int = 128
+    text_key: str = "text"
+    separator: str | None = None
+    val_fraction: float = 0.0
+    split: str | None = None
+    is_single: bool = False
+    fingerprint: str = ""
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer of these blocks."""
+        return ByteTokenizer() if self.tokenizer == BYTES else FileTokenizer(self.tokenizer, self.bos_token)
+
+    def __call__(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, NDArray[Any]]]:
+        """Pack a partition; its last block is padded."""
+        tokenizer = self.load_tokenizer()
+        dtype = token_dtype(tokenizer.vocab_size)
+        tokens, documents = np.empty(0, np.int64), np.empty(0, np.int32)
+        for number, text in enumerate(self.texts(rows)):
+            encoded = tokenizer.encode(text)
+            tokens = np.concatenate([tokens, [tokenizer.bos_token], encoded])
+            documents = np.concatenate([documents, np.full(len(encoded) + 1, number, np.int32)])
+            whole = len(tokens) // self.seq_len * self.seq_len
+            yield from self._blocks(tokens[:whole].astype(dtype), documents[:whole])
+            tokens, documents = tokens[whole:], documents[whole:]
+        padding = (0, -len(tokens) % self.seq_len)
+        tokens = np.pad(tokens, padding, constant_values=tokenizer.bos_token)
+        yield from self._blocks(tokens.astype(dtype), np.pad(documents, padding, constant_values=PADDING))
+
+    def texts(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+        """The documents of the split."""
+        for row in rows:
+            text = row.get(self.text_key)
+            if not isinstance(text, str):
+                found = ", ".join(sorted(row))
+                raise FormatError(f"each row must have text under {self.text_key!r}; found {found}. Set data.text_key.")
+            parts = [text] if self.separator is None else text.split(self.separator)
+            if self.is_single:
+                cut = int(len(text) * (1 - self.val_fraction))
+                cut = text.rfind("\n", 0, cut) + 1 or cut
+                parts = [text[:cut] if self.split == "train" else text[cut:]]
+            for part in parts:
+                if part.strip() and (self.is_single or self.split in (None, split_of(part, self.val_fraction))):
+                    yield part
+
+    def _blocks(self, tokens: NDArray[Any], documents: NDArray[Any]) -> Iterator[dict[str, NDArray[Any]]]:
+        for begin in range(0, len(tokens), self.seq_len):
+            block = slice(begin, begin + self.seq_len)
+            yield {"tokens": tokens[block], "documents": documents[block]}
+
+
+def token_dtype(vocab_size: int) -> str:
+    """The smallest dtype that holds every token."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def split_of(text: str, val_fraction: float) -> str:
+    """The split of a document, by a hash of its text: equal documents are never in both."""
+    return "val" if xxhash.xxh3_64_intdigest(text.encode()) / 2**64 < val_fraction else "train"
+
+
+def read_stories(numbers: tuple[int, int, int]) -> Iterator[dict[str, str]]:
+    """Synthetic stories as rows: of a seed, from a first to a last number."""
+    seed, begin, end = numbers
+    return ({"text": story(number, seed)} for number in range(begin, end))
+
+
+class TextData(RecipeData):
+    """Streams blocks of tokens: ``{"tokens": uint16[n, seq_len], "documents": int32[n, seq_len]}`` a batch.
+
+    Args:
+        source: ``synthetic`` (stories), a text file, JSON lines (plain, ``.gz``, ``.zst``), or a folder of such.
+        separator: What divides the texts into documents, e.g. two line ends; None where each is one.
+        text_key: The column of the text in JSON lines.
+        train_files, val_files: Patterns of files in the folder, e.g. ``c4-train.*``; None divides by `val_fraction`.
+        synthetic_count, synthetic_seed: How many stories, and which.
+        tokenizer, bos_token, seq_len: See `PackBlocks`.
+        **shared: See `RecipeData`.
+    """
+
+    token_column = "tokens"
+
+    def __init__(
+        self,
+        *,
+        separator: str | None = None,
+        text_key: str = "text",
+        train_files: str | None = None,
+        val_files: str | None = None,
+        synthetic_count: int = 1000,
+        synthetic_seed: int = 1,
+        tokenizer: str = BYTES,
+        bos_token: str | None = None,
+        seq_len: int = 128,
+        **shared: Any,
+    ) -> None:
+        if (train_files is None) != (val_files is None):
+            raise ValueError("set both data.train_files and data.val_files, or neither; found one of them.")
+        separator = separator and separator.replace("\\n", "\n")  # as it arrives from a command line
+        self.pack = PackBlocks(tokenizer, bos_token, seq_len, text_key, separator)
+        self.files = {"train": train_files, "val": val_files}
+        self.synthetic = (synthetic_count, synthetic_seed)
+        settings = {**asdict(self.pack), **self.files, "synthetic": self.synthetic}
+        super().__init__(settings=settings, **{"name": "text", **shared})
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of these blocks."""
+        return self.pack.load_tokenizer()
+
+    @property
+    def title(self) -> str:
+        """What the samples are."""
+        made = "synthetic stories" if self.source == SYNTHETIC else self.source or self.uri
+        return f"blocks of {self.pack.seq_len} tokens from {made}"
+
+    def prepare_data(self) -> None:
+        """Convert the source once; without one, check that the dataset has these tokens.
+
+        Raises:
+            NotFoundError: There is no dataset.
+            FormatError: The dataset was made with another tokenizer or another length of blocks.
+        """
+        super().prepare_data()
+        expected = {"tokenizer": self.tokenizer.fingerprint, "seq_len": self.pack.seq_len}
+        try:
+            found = json.loads(open_store(self.uri).read("text.json"))
+        except NotFoundError as error:
+            raise NotFoundError(f"no converted text at {self.uri}. Set data.source to the text to convert.") from error
+        if found != expected:
+            raise FormatError(
+                f"the blocks at {self.uri} were made with {found}; found {expected}. Set data.tokenizer, "
+                "data.bos_token and data.seq_len to theirs."
+            )
+
+    def convert_source(self) -> None:
+        """Write the blocks of both splits."""
+        made = {"tokenizer": self.tokenizer.fingerprint, "seq_len": self.pack.seq_len}
+        dtype = token_dtype(self.tokenizer.vocab_size)
+        columns = {"tokens": f"ndarray:{dtype}:{self.pack.seq_len}", "documents": f"ndarray:int32:{self.pack.seq_len}"}
+        pack = replace(self.pack, fingerprint=made["tokenizer"], val_fraction=self.val_fraction or 0.0)
+        for split, pattern in self.files.items():
+            is_single = self.pack.separator is None and Path(str(self.source)).suffix in _TEXT_FILES
+            of_split = replace(pack, split=None if pattern else split, is_single=is_single)
+            try:
+                self.convert(self._files(pattern), split, columns=columns, transform_partition=of_split)
+            except ValueError as error:
+                advice = "Both splits need documents: set data.separator, data.val_fraction or the patterns."
+                raise FormatError(f"the {split} split cannot be written: {error} {advice}") from error
+        open_store(self.uri).put("text.json", json.dumps(made).encode())
+
+    def _files(self, pattern: str | None) -> Any:
+        """What `convert` reads."""
+        if self.source == SYNTHETIC:
+            count, seed = self.synthetic
+            begins = range(0, count, _STORIES_OF_PARTITION)
+            return Inputs([(seed, one, min(one + _STORIES_OF_PARTITION, count)) for one in begins], read_stories)
+        if pattern is None:
+            return self.source
+        return f"{self.source}/{pattern}" if "://" in str(self.source) else glob(str(self.source), pattern)
+
+
+def glob(folder: str, pattern: str) -> list[str]:
+    """The files of a folder that match a pattern; characters like ``[`` in the folder's own name are literal.
+
+    Raises:
+        NotFoundError: There are none.
+    """
+    found = sorted(str(file) for file in Path(folder).glob(pattern) if file.is_file())
+    if not found:
+        raise NotFoundError(f"no files {pattern} in {folder}. Check data.source, or the pattern.")
+    return found
+
+
+class TextMixture(TextData):
+    """Several texts as one stream: trained on in proportions; validation has each block of all once.
+
+    Args:
+        parts: By name, the settings of a text (``source``, ``separator``, ``synthetic_seed`` ...) and ``proportion``:
+            its share of the training blocks, relative to the others'.
+        batching_method: ``stratified`` (each batch has each part's share), ``random``, ``per_stream`` (each batch is
+            from one part) or ``device_per_stream``.
+        epoch_size: Blocks of an epoch; None for as many as there are.
+        **shared: See `TextData` and `RecipeData`; the same for all parts.
+
+    Raises:
+        ValueError: There is no part, or a proportion is not above 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        parts: Mapping[str, Mapping[str, Any]],
+        batching_method: str = "stratified",
+        epoch_size: int | str | None = None,
+        remote: str,
+        local: str,
+        **shared: Any,
+    ) -> None:
+        super().__init__(remote=remote, local=local, **{"name": "mixture", **shared})
+        proportions = {name: float(part.get("proportion", 1.0)) for name, part in parts.items()}
+        if not parts or min(proportions.values()) <= 0:
+            raise ValueError(f"a mixture needs parts, each with a proportion above 0; found {proportions}.")
+        self.parts = {
+            name: TextData(
+                remote=f"{remote}/{name}",
+                local=f"{local}/{name}",
+                **{**shared, "name": name, **{key: value for key, value in part.items() if key != "proportion"}},
+            )
+            for name, part in parts.items()
+        }
+        common = {"cache_limit": shared.get("cache_limit"), "shuffle_seed": shared.get("seed", 1)}
+        common["num_canonical_nodes"] = shared.get("num_canonical_nodes")
+        order = {"shuffle": True, "batching_method": batching_method, "epoch_size": epoch_size}
+        self.datasets["train"] = StreamingDataset(streams=self._streams("train", proportions), **order, **common)
+        self.datasets["val"] = StreamingDataset(streams=self._streams("val", dict.fromkeys(parts)), **common)
+
+    def _streams(self, split: str, proportions: Mapping[str, float | None]) -> list[Stream]:
+        locals_ = {name: part.datasets[split].streams[0].local for name, part in self.parts.items()}
+        return [
+            Stream(f"{part.uri}/{split}", local=locals_[name], proportion=proportions[name])
+            for name, part in self.parts.items()
+        ]
+
+    @property
+    def title(self) -> str:
+        """What the samples are."""
+        return f"a mixture of {', '.join(f'{name} ({part.title})' for name, part in self.parts.items())}"
+
+    def prepare_data(self) -> None:
+        """Convert each part once."""
+        for part in self.parts.values():
+            part.prepare_data()

@@ -1,0 +1,1 @@
+"""What the recipes train: Lightning modules that any of the trainers can run."""

@@ -1,0 +1,276 @@
+"""What all models of the recipes share: exact losses and metrics on any number of devices, and the optimizer."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import Metric
+
+from lightning_stream.loader import StreamingDataLoader
+from recipes.data.base import RecipeData
+
+Batch = Mapping[str, Any]
+_UNIT = 2**24  # losses are added as whole numbers of this part of 1: finer than float32 near 1; 5e11 fit into int64
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """What a model makes of a batch of n samples.
+
+    Attributes:
+        losses: float[n], with gradient: training lowers their mean over the samples of an optimizer step.
+        updates: By metric, the arguments of its ``update``, of n rows each. `losses` update a ``loss`` that is absent.
+    """
+
+    losses: Tensor
+    updates: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
+
+    def metric_arguments(self, name: str) -> tuple[Tensor, ...]:
+        """What updates the metric of this name, without a gradient."""
+        values = self.updates.get(name, (self.losses,) if name == "loss" else ())
+        return tuple(value.detach() for value in values)
+
+
+@dataclass(frozen=True)
+class Artifacts:
+    """What a trained model produced for people to look at: paths by a word for each, and sentences."""
+
+    files: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+class ExactMean(Metric):
+    """A weighted mean that is the same to the last bit on any number of devices, since it adds whole numbers.
+
+    Sums of floats depend on what was added first. Here each value is rounded to a multiple of 2**-24.
+    """
+
+    full_state_update = False
+    sums: Tensor  # int64[3]: values in parts of 1, weights, weights of values that are not finite
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("sums", torch.zeros(3, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, values: Tensor, weights: Tensor | None = None) -> None:
+        """Add values, float[n, ...], each counted by its weight, int64 or bool of the same shape; by default, 1."""
+        values = values.float()
+        weights = torch.ones_like(values, dtype=torch.int64) if weights is None else weights.long()
+        finite = values.isfinite()
+        units = (torch.where(finite, values, 0.0) * _UNIT).round().long()
+        self.sums += torch.stack([(units * weights).sum(), weights.sum(), (~finite * weights).sum()])
+
+    def compute(self) -> Tensor:
+        """The mean, float64; not a number where one value was none, or nothing was added."""
+        units, weight, not_finite = self.sums.tolist()
+        mean = math.nan if not_finite or not weight else units / weight / _UNIT
+        return torch.tensor(mean, dtype=torch.float64)
+
+
+class RecipeModule(LightningModule):
+    """A model of a recipe. A subclass defines `build` and `compute_loss`, and `make_metrics`, `describe` and `show`.
+
+    Args:
+        learning_rate: Its highest value.
+        weight_decay: Of all weights with more than one dimension.
+        warmup: Share of the run in which the learning rate rises; it falls along a cosine after.
+        seed: Of the initial weights.
+
+    Attributes:
+        history: By epoch, the metrics under ``train/...`` and ``val/...``.
+    """
+
+    data_type: type[RecipeData] = RecipeData  # what it learns from: a config that pairs it with other data is refused
+    shown: tuple[str, ...] = ("train/accuracy", "val/accuracy")  # the metrics in the summary's table
+    betas: tuple[float, float] = (0.9, 0.999)  # of AdamW
+
+    def __init__(self, learning_rate: float, weight_decay: float, warmup: float, seed: int = 1) -> None:
+        super().__init__()
+        self.learning_rate, self.weight_decay, self.warmup, self.seed = learning_rate, weight_decay, warmup, seed
+        self.history: dict[int, dict[str, float]] = {}
+        self.metrics = nn.ModuleDict({f"{stage}_": nn.ModuleDict(self.make_metrics()) for stage in ("train", "val")})
+
+    def build(self, data: RecipeData) -> None:
+        """Make the weights, unless that was done. The data is converted by now."""
+        raise NotImplementedError
+
+    def compute_loss(self, batch: Batch) -> LossOutput:
+        """Compute each sample's loss, and what updates the metrics."""
+        raise NotImplementedError
+
+    def make_metrics(self) -> dict[str, Metric]:
+        """New metrics of one pass, by name. A constructor's attributes are not there yet."""
+        return {"accuracy": ExactMean(), "loss": ExactMean()}
+
+    def describe(self, data: RecipeData) -> str:  # noqa: ARG002
+        """The result in one sentence, for the summary."""
+        values = self.history.get(max(self.history, default=0), {})
+        found = [f"{name} {values[name]:.4g}" for name in self.shown if name in values]
+        return f"After the last epoch: {', '.join(found)}." if found else "Nothing was validated."
+
+    def show(self, data: RecipeData, folder: Path) -> Artifacts:  # noqa: ARG002
+        """Write files into `folder` that show the trained model at work. By default, none."""
+        return Artifacts()
+
+    # Used by every trainer
+
+    def training_loss(self, batch: Batch, keep: Tensor, total: int) -> Tensor:
+        """This micro-batch's part of the mean loss of its optimizer step; also updates the training metrics.
+
+        The sum over ranks and micro-batches is the mean over the step's samples, each counted once. A trainer that
+        averages gradients over ranks or micro-batches multiplies by their number.
+
+        Args:
+            batch: n samples.
+            keep: bool[n]; False where a sample is padding.
+            total: Samples of the optimizer step over all ranks, without padding.
+        """
+        output = self.compute_loss(batch)
+        self.update_metrics("train", output, keep)
+        return (output.losses * keep).sum() / total
+
+    def evaluate(self, batch: Batch) -> None:
+        """Add a batch of the validation split to its metrics."""
+        self.update_metrics("val", self.compute_loss(batch))
+
+    def metrics_of(self, stage: str) -> dict[str, Metric]:
+        """The metrics of ``train`` or ``val``, by name."""
+        return dict(cast(Iterable[tuple[str, Metric]], cast(nn.ModuleDict, self.metrics[f"{stage}_"]).items()))
+
+    def update_metrics(self, stage: str, output: LossOutput, keep: Tensor | None = None) -> None:
+        """Update the metrics of a stage with the samples that count."""
+        for name, metric in self.metrics_of(stage).items():
+            values = output.metric_arguments(name)
+            metric.update(*(values if keep is None else (value[keep] for value in values)))
+
+    def end_pass(self, stage: str, epoch: int) -> dict[str, float]:
+        """Compute the metrics of a pass over all ranks, note them in the history, and reset them. All ranks call this.
+
+        Returns:
+            The metrics as ``train/...`` or ``val/...``; nothing where no sample was counted.
+        """
+        metrics = self.metrics_of(stage)
+        with warnings.catch_warnings():  # a rank without samples must take part in the sum all the same
+            warnings.filterwarnings("ignore", ".*``compute`` method of metric.*before the ``update`` method.*")
+            computed = {f"{stage}/{name}": float(metric.compute()) for name, metric in metrics.items()}
+        self.reset_metrics(stage)
+        if all(math.isnan(value) for value in computed.values()):
+            return {}
+        self.history.setdefault(epoch, {}).update(computed)
+        return computed
+
+    def reset_metrics(self, stage: str) -> None:
+        """Begin a pass."""
+        for metric in self.metrics_of(stage).values():
+            metric.reset()
+
+    def optimizer(self) -> Optimizer:
+        """AdamW; biases and norms are not decayed."""
+        weights = [weight for weight in self.parameters() if weight.requires_grad]
+        groups = [
+            {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": self.weight_decay},
+            {"params": [weight for weight in weights if weight.ndim <= 1], "weight_decay": 0.0},
+        ]
+        return AdamW(groups, self.learning_rate, self.betas)
+
+    def schedule(self, optimizer: Optimizer, total_steps: float) -> LambdaLR:
+        """Linear warmup, then cosine decay, over the optimizer steps of the run.
+
+        A run whose length is not known (`total_steps` is inf, e.g. with ``max_time`` alone) keeps the learning rate.
+        """
+        if math.isinf(total_steps):
+            return LambdaLR(optimizer, lambda _: 1.0)
+        total, warmup = max(1, total_steps), self.warmup
+        return LambdaLR(optimizer, lambda step: warmup_cosine(step / total, warmup))
+
+    def metric_state(self) -> dict[str, Any]:
+        """History and unfinished metrics over all ranks, as plain values for a checkpoint. All ranks call this."""
+        unfinished: dict[str, dict[str, Any]] = {}
+        for stage, name, metric in self._each_metric():
+            metric.sync()
+            unfinished[f"{stage}/{name}"] = {
+                key: cast(Tensor, each).tolist() for key, each in metric.metric_state.items()
+            }
+            if metric._is_synced:  # noqa: SLF001 - `unsync` refuses a metric that one process alone has
+                metric.unsync()
+        return {"history": {epoch: dict(values) for epoch, values in self.history.items()}, "unfinished": unfinished}
+
+    def load_metric_state(self, state: Mapping[str, Any], is_first_rank: bool) -> None:
+        """Continue from a checkpoint's metrics; the first rank takes the sums of all."""
+        self.history = {int(epoch): dict(values) for epoch, values in state.get("history", {}).items()}
+        for stage, name, metric in self._each_metric():
+            metric.reset()
+            held = state.get("unfinished", {}).get(f"{stage}/{name}", {}) if is_first_rank else {}
+            for key, value in held.items():
+                setattr(metric, key, torch.as_tensor(value, device=metric.device))
+
+    def _each_metric(self) -> Iterator[tuple[str, str, Metric]]:
+        for stage in ("train", "val"):
+            for name, metric in self.metrics_of(stage).items():
+                yield stage, name, metric
+
+    # Lightning's hooks
+
+    def configure_model(self) -> None:
+        self.build(self.trainer.datamodule)  # type: ignore[attr-defined]
+
+    def training_step(self, batch: Batch, _batch_idx: int) -> Tensor:
+        """The loss, times what Lightning divides by: ranks and accumulated micro-batches."""
+        info = cast(StreamingDataLoader, self.trainer.train_dataloader).last_batch
+        assert info is not None
+        parts = self.trainer.world_size * self.trainer.accumulate_grad_batches
+        keep = torch.from_numpy(~info.filler).to(self.device)
+        loss = self.training_loss(batch, keep, info.end - info.begin) * parts
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(keep))
+        return loss
+
+    def validation_step(self, batch: Batch, _batch_idx: int) -> None:
+        self.evaluate(batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer()
+        schedule = self.schedule(optimizer, self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_train_epoch_start(self) -> None:
+        """Note what a checkpoint at an epoch's very end had not computed yet: it belongs to the epoch before."""
+        if self.current_epoch:
+            self.end_pass("train", self.current_epoch - 1)
+
+    def on_validation_epoch_start(self) -> None:
+        self.reset_metrics("val")
+
+    def on_validation_epoch_end(self) -> None:
+        """Compute both passes before a checkpoint of this validation is written."""
+        if not self.trainer.sanity_checking:
+            computed = {**self.end_pass("train", self.current_epoch), **self.end_pass("val", self.current_epoch)}
+            computed.pop("train/loss", None)  # in the log this is each step's
+            for name, value in computed.items():
+                self.log(name, value, prog_bar=name in self.shown)
+
+    def on_train_epoch_end(self) -> None:
+        self.end_pass("train", self.current_epoch)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["recipe_metrics"] = self.metric_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.load_metric_state(checkpoint.get("recipe_metrics", {}), self.trainer.is_global_zero)
+
+
+def warmup_cosine(done: float, warmup: float) -> float:
+    """The learning rate's multiplier when a share `done` of the run is over: linear warmup, then cosine decay."""
+    if done < warmup:
+        return 0.04 + 0.96 * done / warmup
+    fallen = min(1.0, (done - warmup) / max(1e-9, 1 - warmup))
+    return 0.002 + 0.998 * 0.5 * (1 + math.cos(math.pi * fallen))

@@ -1,0 +1,188 @@
+"""A small GPT: it learns to predict the next token of streamed blocks, and writes a sample of text at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics import Metric
+
+from recipes.data.base import RecipeData
+from recipes.data.text import PADDING, TextData
+from recipes.models.base import Artifacts, Batch, ExactMean, LossOutput, RecipeModule
+
+_SHOWN_CHARACTERS = 300
+
+
+class GPT(nn.Module):
+    """Decoder-only transformer without dropout.
+
+    Args:
+        vocab_size: Number of tokens.
+        seq_len: Longest sequence.
+        d_model: Embedding dimension.
+        n_layers: Number of blocks.
+        n_heads: Attention heads; they divide `d_model`.
+    """
+
+    def __init__(self, vocab_size: int, seq_len: int, d_model: int, n_layers: int, n_heads: int) -> None:
+        super().__init__()
+        if d_model % n_heads:
+            raise ValueError(f"n_heads must divide d_model; found d_model={d_model}, n_heads={n_heads}.")
+        self.seq_len = seq_len
+        self.token_embedding = nn.Embedding(vocab_size, d_model)
+        self.position_embedding = nn.Embedding(seq_len, d_model)
+        self.blocks = nn.ModuleList([Block(d_model, n_heads) for _ in range(n_layers)])
+        self.norm = nn.LayerNorm(d_model)
+        for name, weight in self.named_parameters():
+            if weight.ndim > 1:  # GPT-2's initialization: residual projections shrink with the depth
+                nn.init.normal_(weight, std=0.02 / (2 * n_layers) ** 0.5 if name.endswith("_out.weight") else 0.02)
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Predict the token after each one.
+
+        Args:
+            tokens: int64[n, t].
+            documents: int[n, t], the document of each token; positions and attention restart with each document. None
+                treats a block as one document.
+
+        Returns:
+            Logits, float[n, t, vocab_size].
+        """
+        length = tokens.shape[1]
+        positions = torch.arange(length, device=tokens.device)
+        mask = None
+        if documents is not None:
+            is_first = torch.ones_like(documents, dtype=torch.bool)
+            is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+            positions = positions - torch.where(is_first, positions, 0).cummax(1).values
+            causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+            mask = (causal & (documents[:, :, None] == documents[:, None, :]))[:, None]
+        hidden = self.token_embedding(tokens) + self.position_embedding(positions)
+        for block in self.blocks:
+            hidden = block(hidden, mask)
+        return functional.linear(self.norm(hidden), self.token_embedding.weight)
+
+
+class Block(nn.Module):
+    """Pre-norm self-attention and a two-layer perceptron, each with a residual connection."""
+
+    def __init__(self, d_model: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
+        self.attention_out = nn.Linear(d_model, d_model, bias=False)
+        self.mlp_in = nn.Linear(d_model, 4 * d_model, bias=False)
+        self.mlp_out = nn.Linear(4 * d_model, d_model, bias=False)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """Transform float[n, t, d_model]; `mask` is bool[n, 1, t, t], or None for plain causal attention."""
+        n, length, width = hidden.shape
+        qkv = self.qkv(self.attention_norm(hidden)).reshape(n, length, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(*qkv, attn_mask=mask, is_causal=mask is None)
+        hidden = hidden + self.attention_out(attended.transpose(1, 2).reshape(n, length, width))
+        out: Tensor = hidden + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(hidden))))
+        return out
+
+
+class Perplexity(ExactMean):
+    """e to the mean loss; inf where that is too large for a float."""
+
+    def compute(self) -> Tensor:
+        """The perplexity, float64."""
+        return super().compute().exp()
+
+
+class LanguageModel(RecipeModule):
+    """Learns to predict the next token inside blocks of packed documents.
+
+    A document begins with the bos token, which is predicted too: so the model learns where a document ends. Padding is
+    neither attended to nor predicted.
+
+    Args:
+        d_model, n_layers, n_heads: See `GPT`.
+        mask_documents: Whether positions and attention restart with each document of a block.
+        sample_tokens: Tokens of the text sample that is written at the end; 0 for none.
+        learning_rate, weight_decay, warmup, seed: See `RecipeModule`.
+    """
+
+    data_type = TextData
+    shown = ("train/loss", "val/loss", "val/perplexity", "val/accuracy")
+    betas = (0.9, 0.95)
+
+    def __init__(
+        self,
+        *,
+        d_model: int = 128,
+        n_layers: int = 4,
+        n_heads: int = 4,
+        mask_documents: bool = True,
+        sample_tokens: int = 300,
+        learning_rate: float = 0.002,
+        weight_decay: float = 0.1,
+        warmup: float = 0.05,
+        seed: int = 1,
+    ) -> None:
+        super().__init__(learning_rate, weight_decay, warmup, seed)
+        self.d_model, self.n_layers, self.n_heads = d_model, n_layers, n_heads
+        self.mask_documents = mask_documents
+        self.sample_tokens = sample_tokens
+        self.bos_token = -1
+        self.network: GPT | None = None
+
+    def make_metrics(self) -> dict[str, Metric]:
+        """Means over tokens."""
+        return {"loss": ExactMean(), "accuracy": ExactMean(), "perplexity": Perplexity()}
+
+    def build(self, data: RecipeData) -> None:
+        """Make the network for the data's tokenizer and blocks."""
+        if self.network is not None:
+            return
+        assert isinstance(data, TextData)
+        self.bos_token = data.tokenizer.bos_token
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            self.network = GPT(data.tokenizer.vocab_size, data.pack.seq_len, self.d_model, self.n_layers, self.n_heads)
+
+    def compute_loss(self, batch: Batch) -> LossOutput:
+        """The mean cross-entropy of each block; the metrics count tokens."""
+        assert self.network is not None
+        tokens, documents = batch["tokens"].long(), batch["documents"]
+        logits = self.network(tokens, documents if self.mask_documents else None)[:, :-1]
+        targets = tokens[:, 1:]
+        losses = functional.cross_entropy(logits.transpose(1, 2).float(), targets, reduction="none")
+        continues = documents[:, 1:] == documents[:, :-1]
+        counts = (continues | (targets == self.bos_token)) & (documents[:, 1:] != PADDING)
+        means = (losses * counts).sum(1) / counts.sum(1).clamp(min=1)
+        right = (logits.argmax(2) == targets).float()
+        return LossOutput(
+            means, {"loss": (losses, counts), "accuracy": (right, counts), "perplexity": (losses, counts)}
+        )
+
+    def show(self, data: RecipeData, folder: Path) -> Artifacts:
+        """Write a sample of text."""
+        if not self.sample_tokens:
+            return Artifacts()
+        assert isinstance(data, TextData)
+        text = data.tokenizer.decode(self.generate(self.sample_tokens))
+        path = folder / "sample.txt"
+        path.write_text(text, encoding="utf-8")
+        shown = text[:_SHOWN_CHARACTERS].strip()
+        return Artifacts({"sample": str(path)}, ("Sample:", *(f"    {line}" for line in shown.splitlines() if line)))
+
+    @torch.inference_mode()
+    def generate(self, count: int, temperature: float = 0.8) -> list[int]:
+        """Draw tokens one by one from the beginning of a document; the same for the same weights."""
+        assert self.network is not None
+        self.eval()
+        rng = torch.Generator().manual_seed(self.seed)
+        tokens = [self.bos_token]
+        for _ in range(count):
+            begin = max(i for i, one in enumerate(tokens) if one == self.bos_token) if self.mask_documents else 0
+            context = tokens[max(begin, len(tokens) - self.network.seq_len) :]
+            logits = self.network(torch.tensor([context], device=self.device))[0, -1].float().cpu()
+            tokens.append(int(torch.multinomial((logits / temperature).softmax(0), 1, generator=rng)))
+        return tokens

@@ -1,0 +1,1 @@
+"""Trainers beside Lightning: a plain torch loop, and Composer."""

@@ -1,0 +1,128 @@
+"""The recipes' models and data under MosaicML Composer: the same streamed samples, another trainer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from composer import ComposerModel, Trainer
+from composer.utils import dist
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_stream.trainers.composer.spec import data_spec, name_node
+from recipes.data.base import RecipeData
+from recipes.models.base import Batch, LossOutput, RecipeModule
+from recipes.report import RunFigures
+from recipes.trainers.torch_loop import on_first_rank
+
+_DEVICES = {"auto": None, "cuda": "gpu"}
+_PRECISIONS = {"32-true": "fp32", "bf16-mixed": "amp_bf16", "16-mixed": "amp_fp16"}
+
+
+class ComposerTrainer:
+    """Trains a recipe's model on its data under Composer.
+
+    The arguments are those of configs/trainer/composer.yaml; `options` are more of Composer's `Trainer`.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: str,
+        max_epochs: int = 10,
+        max_steps: int = -1,
+        accelerator: str = "auto",
+        precision: str = "32-true",
+        val_check_interval: int | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        save_interval: str = "20ba",
+        num_kept: int = 2,
+        seed: int = 1,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.max_epochs, self.max_steps = max_epochs, max_steps
+        self.options = {
+            "device": _DEVICES.get(accelerator, accelerator),
+            "precision": _PRECISIONS.get(precision, precision),
+            "eval_interval": f"{val_check_interval}ba" if val_check_interval else f"{check_val_every_n_epoch or 1}ep",
+            "save_folder": str(Path(folder) / "composer"),
+            "save_interval": save_interval,
+            "save_num_checkpoints_to_keep": num_kept,
+            "seed": seed,
+            **(options or {}),
+        }
+
+    def fit(
+        self, model: RecipeModule, data: RecipeData, ckpt_path: str | None = None, logger: Any = None
+    ) -> RunFigures:
+        """Train; the model's `history` holds the last metrics afterwards. Composer's own loggers are in `options`."""
+        name_node()
+        if dist.get_world_size() > 1:
+            dist.initialize_dist(self.options["device"])
+        on_first_rank(data.prepare_data)
+        model.build(data)
+        workers: dict[str, Any] = {"num_workers": data.num_workers, "persistent_workers": data.num_workers > 0}
+        sizes: dict[str, Any] = {"global_batch_size": data.global_batch_size, "tail": data.tail}
+        train = data_spec(data.train_dataset, token_column=data.token_column, **sizes, **workers)
+        val = data_spec(data.val_dataset, batch_size=data.eval_batch_size, evaluation=True, **workers)
+        optimizer, epoch_steps = model.optimizer(), len(train.dataloader)
+        is_limited = self.max_steps >= 0 and (self.max_epochs < 0 or self.max_steps < self.max_epochs * epoch_steps)
+        trainer = Trainer(
+            model=_ComposerRecipe(model),
+            train_dataloader=train,
+            eval_dataloader=val,
+            optimizers=optimizer,
+            schedulers=model.schedule(optimizer, self.max_steps if is_limited else self.max_epochs * epoch_steps),
+            step_schedulers_every_batch=True,
+            max_duration=f"{self.max_steps}ba" if is_limited else f"{self.max_epochs}ep",
+            save_overwrite=True,
+            save_latest_filename="latest-rank{rank}.pt",
+            load_path=ckpt_path,
+            **self.options,
+        )
+        first = trainer.state.timestamp
+        began = time.perf_counter()
+        trainer.fit()
+        last, state = trainer.state.timestamp, trainer.state
+        figures = RunFigures(
+            int(last.sample) - int(first.sample), int(last.batch) - int(first.batch), time.perf_counter() - began
+        )
+        found = (("train", state.train_metrics), ("val", state.eval_metrics["eval"]))
+        computed = {
+            f"{stage}/{name}": float(metric.compute()) for stage, metrics in found for name, metric in metrics.items()
+        }
+        model.history[max(0, -(-int(last.batch) // epoch_steps) - 1)] = computed
+        if logger is not None:
+            logger.log_metrics(computed, step=int(last.batch))
+        trainer.close()
+        return figures
+
+
+class _ComposerRecipe(ComposerModel):  # type: ignore[misc]  # Composer has no types
+    """A recipe's model, built already, as Composer trains it."""
+
+    def __init__(self, model: RecipeModule) -> None:
+        super().__init__()
+        self.model = model
+        for stage in ("train", "val"):
+            for name, metric in model.metrics_of(stage).items():
+                metric.recipe_name = name  # type: ignore[assignment]  # survives the copies that Composer makes
+
+    def forward(self, batch: Batch) -> LossOutput:
+        return self.model.compute_loss(batch)
+
+    def loss(self, outputs: LossOutput, _batch: Batch) -> Tensor:
+        # Composer weighs the mean of a micro-batch by the samples that count.
+        return outputs.losses.mean()
+
+    def eval_forward(self, batch: Batch, outputs: LossOutput | None = None) -> LossOutput:
+        return self.forward(batch) if outputs is None else outputs
+
+    def update_metric(self, _batch: Batch, outputs: LossOutput, metric: Any) -> None:
+        metric.update(*outputs.metric_arguments(metric.recipe_name))
+
+    def get_metrics(self, is_train: bool) -> dict[str, Metric]:
+        return self.model.metrics_of("train" if is_train else "val")

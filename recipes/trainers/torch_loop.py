@@ -1,0 +1,306 @@
+"""A plain torch loop: a recipe's model on its streamed data, in one process or in those that torchrun started.
+
+It shows where a `StreamingDataLoader` belongs, what a checkpoint must hold of it, and how each sample of an optimizer
+step counts once on any number of devices. A step computes what it computes under Lightning, to the bit.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from lightning_stream.errors import StateError
+from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.loading.distributed import detect_world
+from lightning_stream.loading.plain import STATE_KEY
+from lightning_stream.loading.randomness import sample_seed
+from lightning_stream.shared_files import publish
+from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted
+from recipes.data.base import RecipeData
+from recipes.models.base import RecipeModule
+from recipes.report import RunFigures
+
+_FORMAT = "recipes.torch_loop/1"
+_AGREE_EVERY = 10  # optimizer steps after which several processes agree whether one got a signal
+_CONVERSION_LIMIT = timedelta(days=30)  # others wait so long for the first process; torch's default is 10 or 30 minutes
+
+
+def on_first_rank(task: Callable[[], object]) -> None:
+    """Do a task that may take hours on the first of all processes, while the others wait."""
+    group = dist.new_group(backend="gloo", timeout=_CONVERSION_LIMIT) if dist.is_initialized() else None
+    if group is None or dist.get_rank() == 0:
+        task()
+    if group is not None:
+        dist.barrier(group)
+
+
+class TorchTrainer:
+    """Trains a recipe's model on its data in a plain loop; see configs/trainer/torch.yaml for the arguments.
+
+    Epochs and steps are those of the whole run, resumes included; -1 is no limit. A checkpoint follows each epoch.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: str,
+        max_epochs: int = 10,
+        max_steps: int = -1,
+        accelerator: str = "auto",
+        precision: str = "32-true",
+        accumulate_grad_batches: int = 1,
+        val_check_interval: int | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        gradient_clip_val: float | None = None,
+        save_every_n_steps: int = 20,
+        log_every_n_steps: int = 5,
+        enable_progress_bar: bool = True,
+        seed: int = 1,
+    ) -> None:
+        if precision not in ("32-true", "bf16-mixed"):
+            raise ValueError(f"precision must be 32-true or bf16-mixed in a plain loop; found {precision!r}.")
+        if max_epochs < 0 and max_steps < 0:
+            raise ValueError("max_epochs and max_steps are both -1, so the run would never end. Set one of them.")
+        self.path, self.seed = Path(folder) / "torch" / "last.pt", seed
+        self.max_epochs, self.max_steps = max_epochs, max_steps
+        self.on_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
+        self.half, self.accumulate, self.clip = precision == "bf16-mixed", accumulate_grad_batches, gradient_clip_val
+        self.val_steps, self.val_epochs = val_check_interval, check_val_every_n_epoch
+        self.save_every, self.log_every, self.shows_bar = save_every_n_steps, log_every_n_steps, enable_progress_bar
+
+    def fit(
+        self, model: RecipeModule, data: RecipeData, ckpt_path: str | None = None, logger: Any = None
+    ) -> RunFigures:
+        """Train; the model's `history` holds the metrics afterwards.
+
+        Args:
+            model: What to train.
+            data: What to train on.
+            ckpt_path: A checkpoint of this trainer to resume from.
+            logger: One of Lightning's loggers, on the first rank.
+
+        Raises:
+            StateError: The checkpoint cannot be resumed from.
+            TrainingInterrupted: A signal ended the run; a checkpoint was saved.
+        """
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if self.on_gpu else torch.device("cpu")
+        with ExitStack() as stack:
+            if self.on_gpu:
+                torch.cuda.set_device(device)
+            if detect_world().num_ranks > 1 and not dist.is_initialized():
+                dist.init_process_group("nccl" if self.on_gpu else "gloo")
+                stack.callback(dist.destroy_process_group)
+            on_first_rank(data.prepare_data)
+            run = _Run(self, model, data, device, logger)
+            stack.callback(run.close)
+            if ckpt_path is not None:
+                run.load(ckpt_path)
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                stack.callback(signal.signal, signum, signal.signal(signum, run.remember))
+            run.train()
+        return run.figures
+
+
+class _Loss(nn.Module):
+    """The model's loss as a forward pass, which DDP can wrap."""
+
+    def __init__(self, model: RecipeModule) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *arguments: Any) -> Tensor:
+        return self.model.training_loss(*arguments)
+
+
+class _Run:
+    """A run in progress, in one of its processes."""
+
+    def __init__(self, settings: TorchTrainer, model: Any, data: RecipeData, device: torch.device, logger: Any) -> None:
+        self.settings, self.model, self.device, self.logger, self.world = (
+            settings,
+            model,
+            device,
+            logger,
+            detect_world(),
+        )
+        model.build(data)
+        model.to(device)
+        common: dict[str, Any] = {"num_workers": data.num_workers, "persistent_workers": data.num_workers > 0}
+        common |= {"pin_memory": settings.on_gpu, "world": self.world}
+        size, accumulate = data.global_batch_size, settings.accumulate
+        self.loader = StreamingDataLoader(
+            data.train_dataset, global_batch_size=size, accumulate=accumulate, tail=data.tail, **common
+        )
+        val_size = data.eval_batch_size or self.loader.batch_size
+        self.val_loader = StreamingDataLoader(data.val_dataset, val_size, evaluation=True, **common)
+        self.loss: nn.Module = _Loss(model)
+        if self.world.num_ranks > 1:
+            self.loss = DistributedDataParallel(self.loss, device_ids=[device.index] if settings.on_gpu else None)
+        self.optimizer = model.optimizer()
+        steps = settings.max_epochs * -(-len(self.loader) // accumulate)
+        self.total_steps = min(limit for limit in (steps, settings.max_steps) if limit >= 0)
+        self.schedule = model.schedule(self.optimizer, self.total_steps)
+        self.step, self.signum, self.figures = 0, 0, RunFigures()
+
+    def train(self) -> None:
+        """Train from where the loader is to the end of the run."""
+        while self.step < self.total_steps:
+            epoch, every = self.loader.position.epoch, self.settings.val_epochs
+            self._train_epoch(epoch)
+            if self.step >= self.total_steps or (every and (epoch + 1) % every == 0):
+                self._validate(epoch)
+            else:
+                self.model.end_pass("train", epoch)
+            self.save()
+            self._stop_if_asked()
+        self.figures.waited_s = self.loader.waited_s
+
+    def _train_epoch(self, epoch: int) -> None:
+        self.model.train()
+        loss = torch.zeros((), device=self.device)
+        began, validated_s = time.perf_counter(), self.figures.validation_s
+        done = self.loader.batches_before(self.loader.position)
+        off = not self.settings.shows_bar or self.world.rank > 0
+        with tqdm(total=len(self.loader), initial=done, desc=f"Epoch {epoch}", disable=off, file=sys.stderr) as bar:
+            for number, batch in enumerate(self.loader, done):
+                # Each micro-batch has its own seed, so dropout draws the same after a resume.
+                torch.manual_seed(sample_seed(self.settings.seed, self.step * 65536 + self.world.rank, number))
+                info: Any = self.loader.last_batch
+                loss += self._backward(_to(batch, self.device), info)
+                bar.update()
+                if info.completes_step:
+                    self._optimize(loss, epoch)
+                    loss = torch.zeros_like(loss)
+                    self._after_step(info)
+                if self.step >= self.total_steps:
+                    break
+        self.figures.training_s += time.perf_counter() - began - (self.figures.validation_s - validated_s)
+
+    def _backward(self, batch: Any, info: Any) -> Tensor:
+        """Add a micro-batch's gradient; gives its part of the step's loss in this process."""
+        keep = torch.from_numpy(~info.filler).to(self.device)
+        self.figures.num_samples += info.num_samples * self.world.num_ranks
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.half):
+            loss: Tensor = self.loss(batch, keep, info.end - info.begin)
+        torch.autograd.backward(loss * self.world.num_ranks)  # DDP computes the mean over processes, not the sum
+        return loss.detach()
+
+    def _optimize(self, loss: Tensor, epoch: int) -> None:
+        if self.settings.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        rate = self.schedule.get_last_lr()[0]
+        self.schedule.step()
+        self.step += 1
+        self.figures.num_steps += 1
+        if self.step % self.settings.log_every == 0:
+            self._log({"train/loss": float(_summed(loss)), "learning_rate": rate, "epoch": epoch})
+
+    def _log(self, values: Mapping[str, float]) -> None:
+        if self.logger is not None:
+            self.logger.log_metrics(dict(values), step=self.step - 1)  # Lightning counts steps from 0
+
+    def _validate(self, epoch: int) -> None:
+        began = time.perf_counter()
+        self.model.eval()
+        self.model.reset_metrics("val")
+        for batch in self.val_loader:
+            with torch.inference_mode(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.half):
+                self.model.evaluate(_to(batch, self.device))
+        computed = {**self.model.end_pass("train", epoch), **self.model.end_pass("val", epoch)}
+        computed.pop("train/loss", None)
+        self._log({**computed, "epoch": epoch})
+        self.figures.validation_s += time.perf_counter() - began
+        self.model.train()
+
+    def _after_step(self, info: Any) -> None:
+        if info.ends_epoch or self.step >= self.total_steps:
+            return  # the end of the epoch validates and saves
+        if self.settings.val_steps and self.step % self.settings.val_steps == 0:
+            self._validate(info.epoch)
+        if self.step % self.settings.save_every == 0:
+            self.save()
+        if self.world.num_ranks == 1 or self.step % _AGREE_EVERY == 0:
+            self._stop_if_asked(save=True)
+
+    def save(self) -> None:
+        """Write a checkpoint, whole or not at all. All processes call this; the first writes."""
+        metrics, path = self.model.metric_state(), self.settings.path
+        if self.world.rank:
+            return
+        parts = {name: part.state_dict() for name, part in self._parts().items()}
+        # The position is the same on every rank. It is where Lightning keeps it, so `explain` finds it, too.
+        position = {STATE_KEY: {"position": self.loader.state_dict()}}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"draft-{secrets.token_hex(8)}")
+        try:
+            torch.save(
+                {"format": _FORMAT, **parts, "step": self.step, "metrics": metrics, "callbacks": position}, draft
+            )
+            publish(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def load(self, path: str) -> None:
+        """Resume from a checkpoint, which any number of processes may have written."""
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        if content.get("format") != _FORMAT:
+            raise StateError(f"{path} must be a checkpoint of trainer=torch. Choose the trainer that wrote it.")
+        for name, part in self._parts().items():
+            part.load_state_dict(content[name])
+        self.step = content["step"]
+        self.model.load_metric_state(content["metrics"], self.world.rank == 0)
+        self.loader.load_state_dict(content["callbacks"][STATE_KEY]["position"])
+        here = self.loader.position
+        if self.world.rank == 0:
+            print(f"Resumed at epoch {here.epoch}, step {self.step:,} ({here.position:,} samples of this epoch).")
+
+    def _parts(self) -> dict[str, Any]:
+        return {"state_dict": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+
+    def remember(self, signum: int, _frame: object) -> None:
+        """Stop at the end of the next step, after a first signal; at once, after a second."""
+        if self.signum:
+            raise KeyboardInterrupt
+        self.signum = signum
+        os.write(2, b"\nFinishing this step, then saving a checkpoint (again to quit now).\n")
+
+    def _stop_if_asked(self, save: bool = False) -> None:
+        if int(_summed(torch.tensor(int(self.signum > 0), device=self.device))):
+            if save:
+                self.save()
+            raise TrainingInterrupted(self.signum or signal.SIGTERM, self.settings.path)
+
+    def close(self) -> None:
+        """End the workers."""
+        self.loader.close()
+        self.val_loader.close()
+
+
+def _summed(value: Tensor) -> Tensor:
+    """The sum over all processes, which all call this."""
+    if dist.is_initialized():
+        value = value.clone()
+        dist.all_reduce(value)
+    return value
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    return {name: _to(value, device) for name, value in batch.items()} if isinstance(batch, Mapping) else batch

@@ -1,0 +1,232 @@
+"""`RunMonitor`, `SampleLog` and `GracefulStop`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning.pytorch")
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from support.lightning_runs import EPOCHS, NUM_SAMPLES, Recorder, Run, expect_exact
+from support.lightning_stops import At, Stopped, StopsIn, saved_on_exception
+
+from lightning_stream import GracefulStop, RunMonitor, SampleLog, TrainingInterrupted
+from lightning_stream.trainers.lightning import graceful_stop, monitor
+
+STEPS_PER_EPOCH = 11
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:.*{text}.*")  # Lightning's own
+    for text in (
+        "callbacks used to create the checkpoint",
+        "was called without a model",
+        "no last checkpoint",
+        "You def",
+    )
+]
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    monotonic = perf_counter
+
+
+class Takes(Callback):
+    """Lets some hooks of a run take time."""
+
+    def __init__(self, clock: Clock, **seconds: float) -> None:
+        self.clock, self.seconds = clock, seconds
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.clock.now_s += self.seconds["step"]
+
+    def on_validation_epoch_start(self, *_: Any) -> None:
+        self.clock.now_s += self.seconds["validation"]
+
+
+def logged_samples(folder: Path) -> dict[int, list[int]]:
+    lines = [json.loads(line) for line in (folder / "rank-0.jsonl").read_text().splitlines()]
+    assert len({line["step"] for line in lines}) == len(lines)
+    return {line["step"] - 1: sorted(line["ids"]) for line in lines}
+
+
+# RunMonitor
+
+
+def test_the_monitor_counts_samples_steps_and_seconds(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, measured = Clock(), RunMonitor()
+    monkeypatch.setattr(monitor, "time", clock)
+    callbacks = [Takes(clock, step=0.5, validation=100.0), measured]
+    run = Run(shards, tmp_path, callbacks=callbacks, logger=CSVLogger(tmp_path), log_every_n_steps=3)
+    assert (measured.num_samples, measured.num_steps) == (EPOCHS * NUM_SAMPLES, EPOCHS * STEPS_PER_EPOCH)
+    assert measured.training_s == EPOCHS * STEPS_PER_EPOCH * 0.5
+    assert measured.validation_s == EPOCHS * 100.0
+    assert measured.samples_per_s == measured.num_samples / measured.training_s
+    assert 0 < measured.longest_wait_s < measured.waited_s == pytest.approx(run.trainer.train_dataloader.waited_s)
+    (table,) = tmp_path.glob("lightning_logs/*/metrics.csv")
+    header, first = table.read_text().splitlines()[:2]
+    row = dict(zip(header.split(","), first.split(","), strict=True))
+    assert (row["step"], float(row["data/samples_per_s"])) == ("2", 32.0)
+    assert float(row["data/waited_ms"]) > 0
+
+
+def test_a_second_fit_is_measured_from_zero(shards: Path, tmp_path: Path) -> None:
+    measured = RunMonitor()
+    run = Run(shards, tmp_path, callbacks=[measured], max_epochs=1)
+    run.trainer.fit_loop.max_epochs = 3
+    run.fit(None)
+    assert (measured.num_samples, measured.num_steps) == (2 * NUM_SAMPLES, 2 * STEPS_PER_EPOCH)
+
+
+def test_the_monitor_refuses_another_loader(tmp_path: Path) -> None:
+    loader = torch.utils.data.DataLoader(torch.zeros(4, 4), batch_size=2)
+    trainer = Trainer(
+        default_root_dir=tmp_path, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, accelerator="cpu", callbacks=[RunMonitor()], num_sanity_val_steps=0, max_epochs=1,
+    )  # fmt: skip
+    with pytest.raises(TypeError, match="RunMonitor reads the batches of a StreamingDataLoader; found DataLoader"):
+        trainer.fit(Recorder(), loader)
+
+
+# SampleLog
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize(
+    "stop", [At("training_step", 5), At("on_before_zero_grad", 5), At("on_train_batch_end", 13)], ids=str
+)
+def test_the_sample_log_of_a_stopped_and_resumed_run_is_that_of_a_whole_one(
+    shards: Path, tmp_path: Path, stop: At, accumulate: int
+) -> None:
+    whole = Run(shards, tmp_path / "whole", accumulate_grad_batches=accumulate).steps
+    options: dict[str, Any] = {"accumulate_grad_batches": accumulate}
+    folder = tmp_path / "samples"
+    if stop.hook == "on_train_batch_end":
+        stop = replace(stop, micro=accumulate - 1)
+    first = [SampleLog(folder), saved_on_exception(tmp_path, "OnExceptionCheckpoint")]
+    Run(shards, tmp_path, callbacks=first, raises=Stopped, recorder=lambda: StopsIn(stop), **options)
+    (saved,) = tmp_path.glob("*.ckpt")
+    with (folder / "rank-0.jsonl").open("a") as file:
+        file.write('{"step": 4, "ep')  # a process that was killed while it wrote
+    Run(shards, tmp_path, saved, callbacks=[SampleLog(folder)], **options)
+    assert logged_samples(folder) == whole
+
+
+def test_a_run_from_the_start_replaces_the_sample_log(shards: Path, tmp_path: Path) -> None:
+    Run(shards, tmp_path, callbacks=[SampleLog(tmp_path)], max_steps=7)
+    whole = Run(shards, tmp_path, callbacks=[SampleLog(tmp_path)], max_steps=3)
+    assert logged_samples(tmp_path) == whole.steps
+
+
+# GracefulStop
+
+
+class Signals(Callback):
+    """Sends signals to this process in a hook of a step."""
+
+    def __init__(self, step: int, *signals: int, hook: str = "on_train_batch_start") -> None:
+        self.step, self.signals = step, signals
+        setattr(self, hook, self.send)
+
+    def send(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step and not trainer.sanity_checking:
+            for signum in self.signals:
+                os.kill(os.getpid(), signum)
+
+
+@pytest.mark.parametrize(
+    ("hook", "signum", "saved_step"),
+    [
+        ("on_train_batch_start", signal.SIGINT, 6),
+        ("on_train_batch_start", signal.SIGTERM, 6),
+        ("on_validation_start", signal.SIGTERM, 11),
+    ],
+)
+def test_a_signal_saves_the_step_it_came_in_and_the_run_resumes_exactly(
+    shards: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], hook: str, signum: int, saved_step: int
+) -> None:
+    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    whole = Run(shards, tmp_path / "whole")
+    stop = GracefulStop(tmp_path / "ckpt")
+    callbacks = [stop, Signals(saved_step - (hook == "on_train_batch_start"), signum, hook=hook)]
+    stopped = Run(shards, tmp_path, callbacks=callbacks, raises=TrainingInterrupted)
+    error, path = stopped.error, tmp_path / "ckpt" / "last.ckpt"
+    assert isinstance(error, TrainingInterrupted)
+    assert (error.signum, error.saved) == (signum, str(path))
+    name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[signal.Signals(signum)]
+    message = f"{name}: finishing this step, then saving a checkpoint (again to quit now)."
+    assert message in capfd.readouterr().err
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
+    assert torch.load(path, weights_only=True)["global_step"] == saved_step
+    expect_exact(whole, Run(shards, tmp_path, path), saved_step)
+
+
+def test_a_signal_inside_an_accumulation_waits_for_the_whole_step(shards: Path, tmp_path: Path) -> None:
+    callbacks = [GracefulStop(tmp_path), Signals(2, signal.SIGTERM)]
+    Run(shards, tmp_path, callbacks=callbacks, raises=TrainingInterrupted, accumulate_grad_batches=4)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
+
+
+def test_the_same_signal_from_terminal_and_launcher_counts_once(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graceful_stop, "time", Clock())
+    callbacks = [GracefulStop(tmp_path), Signals(5, signal.SIGINT, signal.SIGINT, signal.SIGTERM)]
+    Run(shards, tmp_path, callbacks=callbacks, raises=TrainingInterrupted)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 6
+
+
+def test_a_second_signal_ends_the_run_at_once(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(graceful_stop, "time", clock)
+    callbacks = [GracefulStop(tmp_path), Signals(5, signal.SIGTERM), Takes(clock, step=2.0), Signals(5, signal.SIGTERM)]
+    run = Run(shards, tmp_path, callbacks=callbacks, raises=(KeyboardInterrupt, SystemExit))
+    assert run.error is not None
+    assert "Quitting now" in capfd.readouterr().err
+    assert not (tmp_path / "last.ckpt").exists()
+
+
+def test_the_progress_bar_is_not_drawn_below_what_a_program_prints_after_the_stop(
+    shards: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run() -> None:
+        bar = TQDMProgressBar(refresh_rate=1)
+        callbacks = [bar, GracefulStop(tmp_path), Signals(5, signal.SIGTERM)]
+        options: dict[str, Any] = {"enable_progress_bar": True, "raises": TrainingInterrupted, "val": False}
+        print("Stopped.", Run(shards, tmp_path, callbacks=callbacks, **options).error, file=sys.stderr)
+
+    run()  # the bar is gone when it returns
+    *_, last = [line for line in re.split(r"[\r\n]", capfd.readouterr().err) if line.strip()]
+    assert last.startswith("Stopped. SIGTERM ended training; resume with ckpt_path=")
+
+
+def test_a_checkpoint_may_be_saved_at_a_url(tmp_path: Path) -> None:
+    assert GracefulStop("s3://bucket/runs/a/")._path == "s3://bucket/runs/a/last.ckpt"
+
+
+def test_launchers_can_copy_the_callbacks_to_their_processes(tmp_path: Path) -> None:
+    for one in (RunMonitor(), SampleLog(tmp_path), GracefulStop(tmp_path)):
+        assert type(pickle.loads(pickle.dumps(one))) is type(one)
