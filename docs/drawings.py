@@ -1,163 +1,179 @@
-"""The drawings of the concepts page, made from the order itself whenever the site is built.
+"""The drawings of the documentation, made from the order itself.
 
-`on_pre_build` is MkDocs' hook; ``python docs/drawings.py FOLDER`` makes the drawings alone.
+``python docs/drawings.py docs/drawings`` writes them. They are committed, and a test checks that this file still makes
+the same. Colors follow the light or dark mode of the reader.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("svg")
-import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World
 from lightning_stream.order.quality import measure
 
-INK, FAINT = "#3a3f58", "#9aa0b5"
-NODES = ("#5b6ee1", "#e0793b", "#2f9e77", "#b8478f")
-mpl.rcParams |= {
-    "svg.hashsalt": "lightning-stream",  # the same drawing is the same file
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": FAINT,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
+COLORS = {"a": "#5b6ee1", "b": "#e0793b", "c": "#2f9e77", "d": "#b8478f"}  # one for each rank or canonical node
+STYLE = (
+    "text{font:12px system-ui,sans-serif;fill:#3a3f58}.n{font-size:11px}path{fill:none}"
+    ".axis{stroke:#9aa0b5}.ink{stroke:#3a3f58}rect{fill-opacity:.25}"
+    + "".join(f"path.{name}{{stroke:{color}}}rect.{name}{{fill:{color}}}" for name, color in COLORS.items())
+    + "@media(prefers-color-scheme:dark){text{fill:#d5d9e6}.ink{stroke:#d5d9e6}rect{fill-opacity:.4}}"
+)
 
 
-def run_over(
-    shards: int, per_shard: int, batch_size: int, *, nodes: int, window: int | None, shuffle: bool = True
-) -> RunOrder:
-    """The order of a run over equal shards."""
-    config = OrderConfig.resolve(batch_size=batch_size, shuffle=shuffle, seed=7, canonical_nodes=nodes, window=window)
+@dataclass
+class Drawing:
+    """An SVG picture that grows by rectangles, paths and texts."""
+
+    width: int
+    height: int
+    parts: list[str] = field(default_factory=list)
+
+    def rect(self, x: float, y: float, width: float, height: float, kind: str) -> None:
+        """A filled rectangle."""
+        self.parts.append(f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"/>')
+
+    def path(self, steps: str, kind: str, width: float = 1, more: str = "") -> None:
+        """A line along SVG path steps."""
+        self.parts.append(f'<path class="{kind}" d="{steps}" stroke-width="{width:g}"{more}/>')
+
+    def text(self, x: float, y: float, text: str, anchor: str = "middle", kind: str = "", more: str = "") -> None:
+        """A line of text."""
+        named = f' class="{kind}"' if kind else ""
+        self.parts.append(f'<text{named} x="{x:g}" y="{y:g}" text-anchor="{anchor}"{more}>{text}</text>')
+
+    def axes(self, box: tuple[int, int, int, int], x_label: str, y_label: str) -> None:
+        """Two axes with labels, along the left and the lower side of a box (left, top, right, bottom)."""
+        left, top, right, bottom = box
+        self.path(f"M{left} {top}V{bottom}H{right}", "axis")
+        self.text((left + right) / 2, bottom + 36, x_label)
+        middle = (top + bottom) // 2
+        self.text(14, middle, y_label, more=f' transform="rotate(-90 14 {middle})"')
+
+    def svg(self) -> str:
+        """The whole file."""
+        size = f'viewBox="0 0 {self.width} {self.height}" width="{self.width}" height="{self.height}"'
+        body = "\n".join(self.parts)
+        return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{STYLE}</style>\n{body}\n</svg>\n'
+
+
+def run_over(shards: int, per_shard: int, batch_size: int, *, nodes: int, window: int) -> RunOrder:
+    """The order of a training run over equal shards."""
+    config = OrderConfig.resolve(batch_size=batch_size, shuffle=True, seed=7, canonical_nodes=nodes, window=window)
     return RunOrder(Snapshot.of([[per_shard] * shards]), (StreamWeights(),), config)
 
 
-def draw_window() -> Figure:
-    """Which shards each position of an epoch comes from, as the window rolls on."""
-    run = run_over(24, 40, 16, nodes=2, window=3)
-    order = run.epoch(0)
-    ids = order.ids(0, run.num_samples)
-    positions, nodes = np.arange(run.num_samples), order.canonical(0, run.num_samples)
-    figure, axes = plt.subplots(figsize=(7.6, 3.6))
-    rows = first_use_rows(run.snapshot.shards_of(ids))
-    for node in range(2):
-        own = nodes == node
-        axes.scatter(positions[own], rows[own], s=7, color=NODES[node], lw=0, label=f"canonical node {node}")
-    axes.set_xlabel("position in the epoch")
-    axes.set_ylabel("shard, by first use")
-    axes.legend(frameon=False, loc="upper left", markerscale=2)
-    return figure
+def shares(run: RunOrder, k: int, ranks: int) -> list[list[int]]:
+    """The sample ids of global batch `k` on each of `ranks` ranks."""
+    worlds = [World(rank, ranks, ranks) for rank in range(ranks)]
+    plans = [BatchPlan(run.epoch(0), batch_size=8, world=world, tail="pad") for world in worlds]
+    return [list(plan.share(k).ids) for plan in plans]
 
 
-def first_use_rows(shards: np.ndarray) -> np.ndarray:
-    """For each entry, the rank of its shard in order of first use."""
-    _, first, inverse = np.unique(shards, return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first))[inverse]
-
-
-def draw_worlds() -> Figure:
+def draw_worlds() -> Drawing:
     """The same global batches over one, two and four ranks."""
     run = run_over(8, 8, 8, nodes=4, window=2)
-    figure, panels = plt.subplots(1, 3, figsize=(7.6, 3.2), sharey=True)
-    for axes, ranks in zip(panels, (1, 2, 4), strict=True):
-        for rank in range(ranks):
-            plan = BatchPlan(run.epoch(0), batch_size=8, world=World(rank, ranks, ranks), tail="pad")
-            for k in range(4):
-                share = plan.share(k).ids
-                for place, sample in enumerate(share):
-                    cell(axes, rank * len(share) + place, k, str(sample), NODES[rank])
-        axes.set_title(f"{ranks} rank{'s' if ranks > 1 else ''}", fontsize=10, color=INK)
-        frame(axes, 8, 3.6, -0.6)
-    panels[0].set_ylabel("global batch")
-    panels[0].set_yticks(range(4))
-    return figure
+    drawing = Drawing(760, 172)
+    for k in range(4):
+        drawing.text(76, 57 + 32 * k, f"batch {k}", anchor="end")
+    for panel, ranks in enumerate((1, 2, 4)):
+        left = 86 + 226 * panel
+        drawing.text(left + 104, 24, f"{ranks} rank{'s' if ranks > 1 else ''}")
+        for k in range(4):
+            cells = [(rank, sample) for rank, ids in enumerate(shares(run, k, ranks)) for sample in ids]
+            for i, (rank, sample) in enumerate(cells):
+                drawing.rect(left + 26 * i, 38 + 32 * k, 25, 29, "abcd"[rank])
+                drawing.text(left + 26 * i + 12.5, 57 + 32 * k, str(sample), kind="n")
+    return drawing
 
 
-def draw_resume() -> Figure:
-    """A run on four ranks that stops after its third step and goes on with two."""
+def draw_resume() -> Drawing:
+    """A training run on four ranks that stops after its third step and continues on two."""
     run = run_over(8, 8, 8, nodes=4, window=2)
-    figure, axes = plt.subplots(figsize=(7.6, 2.6))
+    drawing = Drawing(760, 274)
+    drawing.text(368, 20, "4 ranks", anchor="end")
+    drawing.text(392, 20, "2 ranks, resumed at sample 24", anchor="start")
+    drawing.path("M380 8V248", "ink", 1.5, ' stroke-dasharray="5 4"')
     for k in range(7):
-        ranks = 4 if k < 3 else 2
-        for rank in range(ranks):
-            world = World(rank, ranks, ranks)
-            start = 0 if k < 3 else 3 * 8
-            plan = BatchPlan(run.epoch(0), batch_size=8, world=world, tail="pad", start=start)
-            share = plan.share(k if k < 3 else k - 3).ids
-            for place, sample in enumerate(share):
-                cell(axes, k * 1.0, 7 - (rank * len(share) + place), str(sample), NODES[rank])
-    axes.axvline(2.5, color=INK, lw=1.2, ls="--")
-    axes.text(2.44, 8.0, "4 ranks", ha="right", va="bottom", fontsize=9)
-    axes.text(2.56, 8.0, "2 ranks, position 24", ha="left", va="bottom", fontsize=9)
-    frame(axes, 7, -0.6, 8.6)
-    axes.set_xticks(range(7))
-    axes.set_xlabel("optimizer step")
-    return figure
+        left = 66 + 90 * k + (16 if k < 3 else 66)
+        cells = [(rank, sample) for rank, ids in enumerate(shares(run, k, 4 if k < 3 else 2)) for sample in ids]
+        for i, (rank, sample) in enumerate(cells):
+            drawing.rect(left, 32 + 25 * i, 60, 23, "abcd"[rank])
+            drawing.text(left + 30, 48 + 25 * i, str(sample), kind="n")
+        drawing.text(left + 30, 250, f"step {k + 1}")
+    drawing.text(380, 270, "each color is a rank; the numbers are sample ids", kind="n")
+    return drawing
 
 
-def cell(axes: Axes, x: float, y: float, text: str, color: str) -> None:
-    """One sample in its square."""
-    axes.add_patch(Rectangle((x - 0.47, y - 0.44), 0.94, 0.88, facecolor=color, alpha=0.22, lw=0))
-    axes.text(x, y, text, ha="center", va="center", fontsize=7.5)
+def draw_window() -> Drawing:
+    """Which shards each position of an epoch comes from, as the window rolls over the shards."""
+    run = run_over(24, 40, 16, nodes=2, window=3)
+    order = run.epoch(0)
+    shards = run.snapshot.shards_of(order.ids(0, run.num_samples))
+    nodes = order.canonical(0, run.num_samples)
+    _, first, inverse = np.unique(shards, return_index=True, return_inverse=True)
+    rows = np.argsort(np.argsort(first))[inverse]
+    drawing = Drawing(760, 360)
+    drawing.axes((50, 14, 746, 316), "position in the epoch", "shard, by first use")
+    for node in range(2):
+        points = [f"M{54 + 0.72 * at:g} {306 - 12 * int(rows[at])}h0" for at in np.flatnonzero(nodes == node)]
+        drawing.path("".join(points), "ab"[node], 4, ' stroke-linecap="round"')
+        drawing.rect(70, 22 + 20 * node, 10, 10, "ab"[node])
+        drawing.text(86, 32 + 20 * node, f"canonical node {node}", anchor="start")
+    return drawing
 
 
-def frame(axes: Axes, width: int, low: float, high: float) -> None:
-    """Room for columns of cells between two heights, without scales."""
-    axes.set(xlim=(-0.6, width - 0.4), ylim=(low, high), xticks=[], yticks=[])
-    for side in ("left", "bottom"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(length=0)
-
-
-def draw_cache() -> Figure:
+def draw_cache() -> Drawing:
     """From when to when each shard is needed: what the cache must hold."""
     run = run_over(40, 60, 16, nodes=2, window=4)
     shards = run.snapshot.shards_of(run.epoch(0).ids(0, run.num_samples))
     spans = sorted((int(at[0]), int(at[-1])) for at in (np.flatnonzero(shards == one) for one in range(40)))
-    figure, (above, below) = plt.subplots(2, 1, figsize=(7.6, 3.8), sharex=True, height_ratios=(2.2, 1))
-    for row, (first, last) in enumerate(spans):
-        above.plot([first, last], [row, row], color=NODES[0], lw=2.4, solid_capstyle="butt")
+    drawing = Drawing(760, 380)
+    drawing.path("M50 10V222", "axis")
+    drawing.text(14, 116, "shards in use", more=' transform="rotate(-90 14 116)"')
+    scale = 690 / run.num_samples
+    lines = [
+        f"M{52 + scale * begin:.0f} {220 - 5.3 * row:.0f}H{52 + scale * end:.0f}"
+        for row, (begin, end) in enumerate(spans)
+    ]
+    drawing.path("".join(lines), "a", 3)
     changes = np.zeros(run.num_samples + 1, np.int64)
-    for first, last in spans:
-        changes[[first, last + 1]] += (1, -1)
+    for begin, end in spans:
+        changes[[begin, end + 1]] += (1, -1)
     edges = np.flatnonzero(changes)
-    below.stairs(np.cumsum(changes)[edges[:-1]], edges, fill=True, color=NODES[0], alpha=0.3)
-    above.set_ylabel("shards in use")
-    below.set_ylabel("at once")
-    below.set_ylim(0)
-    below.set_xlabel("position in the epoch")
-    return figure
+    counts = np.cumsum(changes)[edges]
+    for begin, end, count in zip(edges[:-1], edges[1:], counts, strict=False):
+        drawing.rect(
+            round(52 + scale * begin, 1), 336 - 8 * int(count), round(scale * (end - begin), 1), 8 * int(count), "a"
+        )
+    drawing.axes((50, 246, 746, 336), "position in the epoch", "at once")
+    drawing.text(46, 340, "0", anchor="end", kind="n")
+    drawing.text(46, 340 - 8 * int(counts.max()), str(counts.max()), anchor="end", kind="n")
+    return drawing
 
 
-def draw_quality() -> Figure:
-    """How well settings of the window mix rows that lie sorted on disk."""
-    windows = (1, 2, 4, 8, 16, 25)
-    found = [measure(run_over(400, 600, 256, nodes=16, window=window), batch_size=256) for window in windows]
-    figure, axes = plt.subplots(figsize=(7.6, 3.0))
-    active = [one.active_shards for one in found]
-    axes.plot(active, [one.mean for one in found], "o-", color=NODES[0], label="window, middle of the epoch")
-    axes.plot(active, [one.first for one in found], "o:", color=NODES[0], alpha=0.6, label="first sixteenth")
-    axes.axhline(found[0].random, color=FAINT, ls="--", lw=1)
-    axes.text(active[-1], found[0].random + 1, "a truly random order", ha="right", va="bottom", fontsize=9)
-    axes.set_ylim(0, 100)
-    axes.set_xlabel("active shards, of 400 (cache: that many)")
-    axes.set_ylabel("blocks of 100 in a batch")
-    axes.legend(frameon=False, loc="lower right")
-    return figure
+def draw_quality() -> Drawing:
+    """How well settings of the window mix rows that are sorted on disk."""
+    found = [measure(run_over(400, 600, 256, nodes=16, window=one), batch_size=256) for one in (1, 2, 4, 8, 16, 25)]
+    drawing = Drawing(760, 320)
+    drawing.axes((50, 14, 746, 276), "open shards, of 400 (the cache holds as many)", "blocks of 100 in a batch")
+    for share in (0, 50, 100):
+        drawing.text(46, 280 - 2.5 * share, str(share), anchor="end", kind="n")
+    random = 276 - 2.5 * found[0].random
+    drawing.path(f"M50 {random:.1f}H746", "axis", 1, ' stroke-dasharray="5 4"')
+    drawing.text(746, round(random - 6, 1), "a random order", anchor="end")
+    for name, more in (("mean", ""), ("first", ' stroke-dasharray="2 4"')):
+        points = [(50 + 1.65 * one.active_shards, 276 - 2.5 * getattr(one, name)) for one in found]
+        drawing.path("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points), "a", 2, more)
+        drawing.path("".join(f"M{x:.1f} {y:.1f}h0" for x, y in points), "a", 7, ' stroke-linecap="round"')
+    for one in found:
+        drawing.text(50 + 1.65 * one.active_shards, 292, str(one.active_shards), kind="n")
+    drawing.text(740, 240, "solid: middle of the epoch", anchor="end")
+    drawing.text(740, 258, "dotted: its first sixteenth", anchor="end")
+    return drawing
 
 
 DRAWINGS = {
@@ -168,20 +184,6 @@ DRAWINGS = {
     "quality": draw_quality,
 }
 
-
-def draw_all(folder: Path) -> None:
-    """Write every drawing as SVG."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in DRAWINGS.items():
-        figure = draw()
-        figure.savefig(folder / f"{name}.svg", bbox_inches="tight", transparent=True, metadata={"Date": None})
-        plt.close(figure)
-
-
-def on_pre_build(config: Any) -> None:
-    """MkDocs calls this before it reads the pages."""
-    draw_all(Path(config["docs_dir"]) / "drawings")
-
-
 if __name__ == "__main__":
-    draw_all(Path(sys.argv[1]))
+    for name, draw in DRAWINGS.items():
+        (Path(sys.argv[1]) / f"{name}.svg").write_text(draw().svg())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,25 +12,43 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
+OF_TORCH = "DataLoader with IterableDataset: expected unspecified shuffle option"
+OF_OTHER_PACKAGES = {OF_TORCH, "default auth"}
 
 
 def _texts(source: Path) -> str:
-    """All texts of a module, with an ellipsis for what is filled in."""
+    """All texts of a module but docstrings, with an ellipsis for what is filled in."""
     parts = []
-    for node in ast.walk(ast.parse(source.read_text())):
+    nodes = list(ast.walk(ast.parse(source.read_text())))
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             parts.append("".join(str(one.value) if isinstance(one, ast.Constant) else "…" for one in node.values))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             parts.append(node.value)
     return "\n".join(parts)
 
 
-def test_messages_that_the_troubleshooting_page_explains_are_messages_of_the_code() -> None:
-    said = "\n".join(_texts(one) for one in sorted((ROOT / "lightning_stream").rglob("*.py")))
-    headings = re.findall(r"^### `(.+?)`", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
-    assert len(headings) > 15
-    unsaid = [part for heading in headings for part in heading.split("…") if part.strip() not in said]
-    assert not unsaid
+def test_messages_that_the_pages_explain_are_messages_of_the_code() -> None:
+    sources = [one for folder in ("lightning_stream", "recipes") for one in sorted((ROOT / folder).rglob("*.py"))]
+    messages = "\n".join(map(_texts, sources))
+    quoted = re.findall(r"^### `(.+?)`", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
+    assert len(quoted) > 15
+    quoted = [one for one in quoted if one not in OF_OTHER_PACKAGES]
+    for page in ("storage.md", "spark.md"):
+        table = (DOCS / page).read_text().split("## Typical errors")[1].split("\n## ")[0]
+        for row in table.splitlines():
+            quoted += re.findall(r"`([^`]+)`", row.split(" | ")[0])
+    absent = [part for one in quoted for part in re.split("…", one) if part.strip() not in messages]
+    assert not absent
+
+
+def test_torch_says_what_the_page_quotes_of_a_loader_that_shuffles() -> None:
+    data = pytest.importorskip("torch.utils.data")
+    from lightning_stream import StreamingDataset
+
+    with pytest.raises(ValueError, match=OF_TORCH):
+        data.DataLoader(StreamingDataset(remote="shards"), shuffle=True)
 
 
 OF_OTHERS = {  # each constructor's keywords, in mosaicml-streaming 0.13 and LitData 0.2.76
@@ -72,15 +91,30 @@ def test_what_the_page_on_migrating_calls_the_same_is_an_argument_here() -> None
         assert theirs - set(signature(ours).parameters) <= {"extra_bytes_per_shard", "extra_bytes_per_sample"}
 
 
-@pytest.mark.parametrize("page", ["start.md", "migrating.md"])
-def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
-    for number, block in enumerate(blocks):
-        exec(compile(block, f"{page}, block {number}", "exec"), names)
-    assert list(tmp_path.rglob("index.json"))
+def test_the_api_page_has_every_public_name() -> None:
+    import lightning_stream
+    import lightning_stream.spark
+
+    shown = set(re.findall(r"^::: \S+\.(\w+)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE))
+    public = {*lightning_stream._HOME, *lightning_stream.spark.__all__}
+    assert public <= shown
+
+
+def test_the_files_that_the_architecture_page_names_are_there() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    files = set(re.findall(r"`((?:\w+/)+(?:\w+\.py)?|\w+\.py)`", page))
+    absent = {one for one in files if not any((top / one).exists() for top in (ROOT / "lightning_stream", ROOT))}
+    assert len(files) > 30
+    assert not absent
+
+
+def test_the_drawings_are_those_that_the_code_makes() -> None:
+    names = runpy.run_path(str(DOCS / "drawings.py"))
+    for name, draw in names["DRAWINGS"].items():
+        committed = (DOCS / "drawings" / f"{name}.svg").read_text()
+        assert draw().svg() == committed, "python docs/drawings.py docs/drawings writes them again"
+    shown = {one for page in DOCS.glob("*.md") for one in re.findall(r"\]\(drawings/(\w+)\.svg\)", page.read_text())}
+    assert shown == set(names["DRAWINGS"])
 
 
 @pytest.mark.skipif(

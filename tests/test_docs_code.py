@@ -1,0 +1,169 @@
+"""Every code block of the README and of the pages: Python runs, commands are parsed, output is what the code prints."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import logging
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+# What a block's title may give as the reason why no test runs it.
+REASONS = {"needs 4 GPUs", "needs a cluster", "needs a Databricks workspace", "needs a Hugging Face account"}
+SLOW: set[str] = {"docs/spark.md", "docs/multi_node.md"}
+WIDTH = 80
+LOGGERS = ("lightning_stream", "lightning.pytorch", "composer")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where it begins, its language, its title and its text."""
+
+    line: int
+    language: str
+    title: str
+    text: str
+
+    @property
+    def is_skipped(self) -> bool:
+        return self.title.startswith("Not run by the tests: ")
+
+
+def blocks_of(page: str) -> list[Block]:
+    lines = (ROOT / page).read_text().splitlines()
+    found, start = [], None
+    for number, line in enumerate(lines):
+        if not line.lstrip().startswith("```"):
+            continue
+        if start is None:
+            start = number
+            continue
+        match = re.fullmatch(r'\s*```(\w+)(?: title="([^"]*)")?', lines[start])
+        assert match, f"{page}:{start + 1}: a block names its language, and at most a title: {lines[start]}"
+        indent = len(lines[start]) - len(lines[start].lstrip())
+        text = "".join(f"{one[indent:]}\n" for one in lines[start + 1 : number])
+        found.append(Block(start + 1, match[1], match[2] or "", text))
+        start = None
+    assert start is None, f"{page}: the last block does not end"
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_are_narrow_and_say_why_they_are_not_run(page: str) -> None:
+    for block in blocks_of(page):
+        where = f"{page}:{block.line}"
+        assert block.language in {"python", "bash", "text", "yaml", "toml"}, where
+        assert max(map(len, block.text.splitlines())) <= WIDTH, f"{where}: longer lines are cut off in a browser"
+        if block.is_skipped:
+            assert block.title.removeprefix("Not run by the tests: ") in REASONS, where
+
+
+def _missing_packages(block: str) -> set[str]:
+    """The optional packages that a block imports and that are not installed."""
+    imported = {node.module for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom) and node.module}
+    imported |= {
+        alias.name for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Import) for alias in node.names
+    }
+    missing = {name.split(".")[0] for name in imported if not find_spec(name.split(".")[0])}
+    if "lightning_stream.spark" in imported:
+        missing |= set() if find_spec("pyspark") else {"pyspark"}
+        missing |= set() if shutil.which("java") else {"java"}
+    return missing
+
+
+class _Capture(logging.Handler):
+    """Collect what is printed and logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = io.StringIO()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text.write(f"{record.getMessage()}\n")
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        loggers = [logging.getLogger(name) for name in LOGGERS]
+        levels = [logger.level for logger in loggers]
+        for logger in loggers:
+            logger.addHandler(self)
+        loggers[1].setLevel(logging.INFO)
+        try:
+            with contextlib.redirect_stdout(self.text):
+                yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.removeHandler(self)
+                logger.setLevel(level)
+
+
+def _runs(page: str) -> list[object]:
+    return [pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else [])]
+
+
+def _run_command(line: str) -> str:
+    """Run a script that the page wrote; its output."""
+    launcher = [sys.executable, "-m", "torch.distributed.run"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [*launcher, *shlex.split(line)[1:]]
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+PYTHON_PAGES = [page for page in PAGES if any(block.language == "python" for block in blocks_of(page))]
+
+
+@pytest.mark.filterwarnings("ignore")  # the trainers warn about this machine
+@pytest.mark.parametrize("page", [mark for page in PYTHON_PAGES for mark in _runs(page)])
+def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "__main__"}
+    printed, ran_before = "", False
+    for block in blocks_of(page):
+        if block.language == "text" and ran_before and not block.title:
+            absent = [line for line in block.text.splitlines() if line.strip() and line.rstrip() not in printed]
+            assert not absent, f"{page}:{block.line}: the code before prints other lines:\n{printed}"
+        ran_before = False
+        if block.is_skipped or block.language not in ("python", "bash"):
+            continue
+        if block.language == "bash":
+            scripts = [line for line in block.text.splitlines() if line.startswith("torchrun --standalone ")]
+            ran_before = bool(scripts)
+            printed = "".join(_run_command(line) for line in scripts)
+            continue
+        if missing := _missing_packages(block.text):
+            if page == "README.md":  # its blocks are of several trainers; CI runs each in one environment or another
+                continue
+            pytest.skip(f"{page} needs {', '.join(sorted(missing))}; uv sync --extra composer --extra spark brings it")
+        if block.title.endswith(".py"):
+            (tmp_path / block.title).write_text(block.text)
+            continue
+        capture, ran_before = _Capture(), True
+        with capture.capturing():
+            exec(compile("\n" * block.line + block.text, page, "exec"), names)
+        printed = capture.text.getvalue()
+    if page == "README.md" and find_spec("lightning"):
+        assert (tmp_path / "checkpoints" / "last.ckpt").exists()
+
+
+def test_the_readme_is_short_and_names_the_two_commands_of_a_fresh_machine() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert readme.count("\n") <= 100
+    assert "uv run python train.py +data=flowers" in readme
+    assert "uv run pytest" in readme
