@@ -34,6 +34,12 @@ class StreamWeights:
     repeat: float | None = None
     choose: int | None = None
 
+    def absolute(self, have: int) -> int:
+        """Samples drawn per epoch from a stream that has so many, without a proportion."""
+        if self.repeat is not None:
+            return int(self.repeat * have)
+        return have if self.choose is None else self.choose
+
 
 @dataclass(frozen=True, eq=False)
 class ShardDraws:
@@ -123,7 +129,7 @@ def choose_per_stream(
     elif epoch_size is not None:
         chosen = _shared([float(one) for one in samples], total, seed)
     else:
-        chosen = [_absolute(one, have) for one, have in zip(weights, samples, strict=True)]
+        chosen = [one.absolute(have) for one, have in zip(weights, samples, strict=True)]
     unmet = [
         f"Stream {name!r} has no samples, but {take} were asked of it: leave it out or give it shards."
         for name, take, have in zip(snapshot.stream_names, chosen, samples, strict=True)
@@ -140,12 +146,6 @@ def weights_digest(weights: Sequence[StreamWeights]) -> str:
     """A digest that differs for any other weights."""
     words = ";".join(f"{one.proportion!r},{one.repeat!r},{one.choose!r}" for one in weights)
     return hashlib.sha256(words.encode()).hexdigest()[:16]
-
-
-def _absolute(weight: StreamWeights, have: int) -> int:
-    if weight.repeat is not None:
-        return int(weight.repeat * have)
-    return have if weight.choose is None else weight.choose
 
 
 def _shared(parts: list[float], total: int, seed: int) -> list[int]:

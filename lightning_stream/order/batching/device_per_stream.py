@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _BlockBatches(BatchPlan):
-    """Whole blocks are dealt to the replicas; single samples only where m is 1, or by ``"exact"`` in the remainder."""
+    """Replicas get whole blocks; single samples only where m is 1, or with ``"exact"`` in the remainder."""
 
     order: DevicePerStreamOrder
 
@@ -47,13 +47,13 @@ class _BlockBatches(BatchPlan):
         return ReplicaBatch(self.order.ids(begin, end)[offsets], begin + offsets, filler, block)
 
     def num_micro_batches(self, k: int, device_batch_size: int) -> int:
-        """See `BatchPlan.num_micro_batches`; counted from the share itself, whose blocks are filled up."""
+        """See `BatchPlan.num_micro_batches`; blocks are filled up, so the share itself is counted."""
         block = self.order.stretch_length
         if not self._deals_blocks(k):
             return super().num_micro_batches(k, device_batch_size)
         if device_batch_size % block and block % device_batch_size:
             raise ValueError(
-                f"device_per_stream deals blocks of {block} samples, the batch per device that the run began with; a "
+                f"device_per_stream keeps blocks of {block} samples, the batch per device that the run began with; a "
                 f"batch per device must hold whole blocks or divide one, but it is {device_batch_size}. Choose another."
             )
         length = self.batch_size // self.world.num_replicas if k < self.num_whole_batches else len(self.share(k))
@@ -65,7 +65,7 @@ class _BlockBatches(BatchPlan):
         per_replica, left = divmod(self.batch_size, self.world.num_replicas)
         if not left and per_replica % block:
             problems.append(
-                f"device_per_stream deals blocks of {block} samples, so a replica's part of a global batch must be a "
+                f"device_per_stream keeps blocks of {block} samples, so a replica's part of a global batch must be a "
                 f"multiple of that, but {self.batch_size} samples over {self.world.num_replicas} replicas are "
                 f"{per_replica} each."
             )
@@ -89,7 +89,7 @@ class DevicePerStreamOrder(InterleavedOrder):
 def split_blocks(
     canonical: NDArray[np.int64], streams: NDArray[np.int64], block: int, num_replicas: int, replica: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """As `rank_split.split` with ``equal``, but dealing blocks of one stream each.
+    """As `rank_split.split` with ``equal``, but in blocks of one stream each.
 
     Within each stream the batch is stably grouped by canonical node and cut into blocks; a short last block is filled
     up. Blocks are ordered by the middle of the canonical nodes they hold, so that neighbours share shards.

@@ -46,7 +46,7 @@ class InterleavedOrder(EpochOrder):
         self._last: tuple[int, int, NDArray[np.int64], NDArray[np.int64]] | None = None
 
     def start_problems(self, start: int) -> list[str]:
-        """What forbids to start here: a start lies between two stretches, or anywhere in the remainders."""
+        """Why an epoch cannot start here: a start lies between two stretches, or anywhere in the remainders."""
         if start >= self.full_end or start % self.stretch_length == 0:
             return []
         length = self.stretch_length
@@ -106,7 +106,7 @@ class InterleavedOrder(EpochOrder):
 
 
 class StratifiedOrder(InterleavedOrder):
-    """Samples of all streams one by one: a global batch holds each stream's part of it, within two or three samples."""
+    """Samples of all streams one by one: a global batch holds each stream's share, within two or three samples."""
 
     mixes_streams: ClassVar[bool] = True
 
