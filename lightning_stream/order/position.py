@@ -87,9 +87,7 @@ class Position:
     def advanced(self, run: RunOrder, position: int) -> Position:
         """The position after training up to ``position`` of the same epoch. O(samples advanced), for the ledger."""
         if position < self.position:
-            raise ValueError(
-                f"A position only moves forward within an epoch, but {position} is before {self.position}."
-            )
+            raise ValueError(f"A position only moves forward in its epoch, but {position} is before {self.position}.")
         grown = ledgers.expected(run.epoch(self.epoch), self.position, position)
         return replace(self, position=position, ledger=(self.ledger + grown) % ledgers.MODULUS)
 
@@ -231,9 +229,7 @@ class Position:
         return cls(
             **{name: state[name] for name in ("epoch", "position", "batch_size", "tail", "weights")},
             order=OrderConfig.from_state(state["order"]),
-            snapshot=SnapshotSummary(
-                data["digest"], data["samples"], data["shards"], tuple(data.get("versions") or ())
-            ),
+            snapshot=SnapshotSummary(data["digest"], data["samples"], data["shards"], versions),
             ledger=int(state["ledger"], 16),
             batch_changes=tuple((int(at), int(size)) for at, size in state["batch_changes"]),
         )
@@ -271,12 +267,12 @@ def _checksum(state: Mapping[str, Any]) -> str:
 
 
 def _checksum_problems(state: Mapping[str, Any]) -> list[str]:
-    """Whether the state is not what was written."""
+    """Whether the values are not those that were written; a state may lack the checksum."""
     try:
         found = _checksum(state)
     except (TypeError, ValueError, RecursionError) as error:
         return [f"it holds a value that no state has: {error}."]
-    wanted = state.get("checksum")
+    wanted = state.get("checksum", found)
     return [] if wanted == found else [f"its checksum is {found}, not {short(wanted)}."]
 
 
