@@ -20,7 +20,7 @@ _KEPT_EPOCHS = 2
 
 
 class RunOrder:
-    """The order of a run: every epoch's samples as a pure function of the data, one weight per stream, and settings.
+    """The order of a run: every epoch's samples as a pure function of data, weights (one per stream) and settings.
 
     Raises:
         ValueError: The weights cannot be met.
@@ -40,7 +40,7 @@ class RunOrder:
         self._epochs: dict[int, EpochOrder] = {}
 
     def __reduce__(self) -> tuple[type[RunOrder], tuple[Snapshot, tuple[StreamWeights, ...], OrderConfig]]:
-        """Pickle the settings, not what was computed from them."""
+        """Pickle the settings alone."""
         return RunOrder, (self.snapshot, self.weights, self.config)
 
     @property
@@ -51,7 +51,7 @@ class RunOrder:
     def epoch(self, epoch: int) -> EpochOrder:
         """The order of one epoch; the last few are kept. O(parts)."""
         if epoch < 0:
-            raise ValueError(f"Epochs count from 0; {epoch} was asked.")
+            raise ValueError(f"Epochs count from 0; found {epoch}.")
         return kept(self._epochs, epoch, partial(self.config.batching, self), _KEPT_EPOCHS)
 
     def active_shards(self) -> int:
@@ -86,7 +86,7 @@ class RunOrder:
 
 
 def prefetch_shards(plan: BatchPlan, snapshot: Snapshot, k_begin: int, k_end: int) -> NDArray[np.int64]:
-    """Shards this rank needs for global batches [k_begin, k_end), in the order of first use."""
+    """The shards that this rank needs for global batches [k_begin, k_end), in the order of first use."""
     if k_begin >= k_end:
         return np.empty(0, dtype=np.int64)
     shards = np.concatenate([snapshot.shards_of(plan.share(k).ids) for k in range(k_begin, k_end)])

@@ -1,7 +1,7 @@
-"""Which shards are active together: dealt and ordered at random, but so that whatever is active spans all the data.
+"""Which shards are active together: at random, but so that the active ones always span all the data.
 
-On data sorted on disk a batch then touches nearly as many disk segments as a truly random one, from the same number of
-active shards: 88 of 100 instead of 69 with 128 of 400 shards (random: 92).
+On data sorted on disk a batch then touches nearly as many disk segments as a truly random one: 88 of 100 instead of 69
+with 128 active shards of 400 (random: 92).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from lightning_stream.order.permutation import RngStream, permutation, random_u6
 def deal_shards(seed: int, num_shards: int, canonical_nodes: int) -> NDArray[np.int64]:
     """int64[num_shards]: each shard's place in the run-constant order that is cut into canonical nodes.
 
-    Of every C neighbouring shards each node gets one, so a node's stretch spans the data evenly, in index order. Which
-    one is turned at random from group to group; nodes next to each other get shards far apart.
+    Of every C neighbouring shards each node gets one, another one from group to group, at random. So each node spans
+    the data evenly, in index order; neighbouring nodes get shards far apart.
     """
     num_groups = -(-num_shards // canonical_nodes)
     group, inside = np.divmod(np.arange(num_shards, dtype=np.int64), canonical_nodes)
@@ -42,13 +42,13 @@ def spread_parts(
 ) -> NDArray[np.int64]:
     """int64[K]: a node's parts in the order of this epoch: at random, but all nodes' windows together span the data.
 
-    The groups are cut into strata, at most C * w. In each round a node takes up to w parts, one of each of w strata;
-    which strata is dealt new in each epoch, and in any round each stratum to one node. From round to round a node moves
-    on to its neighbour's strata; after C sweeps over all rounds each node has taken every part once. So whichever
-    C * w parts are active, they come from different strata (as long as the nodes' parts are of like size).
+    The groups are cut into strata, at most C * w. In each round a node takes up to w parts, one of each of w strata; the
+    seed assigns the strata, different ones to each node. From round to round a node moves to its neighbour's strata;
+    after C sweeps over all rounds it has taken every part once. So the C * w active parts come from different strata
+    (as long as the nodes' parts are of similar size).
 
-    ``key`` is (seed, epoch, stream, node); ``group`` is int64[K], the group of neighbouring shards that each part comes
-    from (see :func:`deal_shards`), of ``num_groups`` in the whole data; C and w are ``canonical_nodes`` and ``window``.
+    ``key`` is (seed, epoch, stream, node); ``group`` is int64[K], the group of neighbouring shards of each part (see
+    :func:`deal_shards`), one of ``num_groups``; C and w are ``canonical_nodes`` and ``window``.
     """
     seed, epoch, stream, node = key
     num_strata = min(canonical_nodes * window, max(num_groups, 1))
@@ -63,7 +63,7 @@ def spread_parts(
 
 @lru_cache(maxsize=8)
 def _turns(seed: int, epoch: int, stream: int, num_strata: int) -> NDArray[np.int64]:
-    """How an epoch's strata are dealt: one answer for all its nodes."""
+    """The random order of an epoch's strata, the same for all its nodes."""
     return permutation(RngStream.STRATA, seed, epoch, stream, size=num_strata)
 
 

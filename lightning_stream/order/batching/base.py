@@ -70,16 +70,15 @@ class BatchPlan:
         if self.tail != "drop" and at < self.order.num_samples:
             self._ends = self._remainder_ends(at)
 
-    def _remainder_ends(self, at: int) -> tuple[int, ...]:
-        """The ends of the batches behind position ``at``, where no full batch is left before ``full_end``."""
+    def _remainder_ends(self, at: int, least: int = 0) -> tuple[int, ...]:
+        """The ends of the batches behind position ``at``, where no full batch is left before ``full_end``.
+
+        ``"exact"`` moves the last border back, to ``least`` at most, where fewer samples than replicas lie behind it.
+        """
         total = self.order.num_samples
         ends = (*range(at + self.batch_size, total, self.batch_size), total)
-        return self._level(at, ends) if self.tail == "exact" else ends
-
-    def _level(self, at: int, ends: tuple[int, ...], least: int = 0) -> tuple[int, ...]:
-        """Move the last border back, to ``least`` at most, where fewer samples than replicas lie behind it."""
-        border = ends[-1] - self.world.num_replicas
-        if (len(ends) == 1 and not self.num_whole_batches) or border < least or border >= (at, *ends)[-2]:
+        border, is_alone = total - self.world.num_replicas, len(ends) == 1 and not self.num_whole_batches
+        if self.tail != "exact" or is_alone or border < least or border >= (at, *ends)[-2]:
             return ends
         self.num_whole_batches -= len(ends) == 1
         return (*ends[:-2], border, ends[-1])

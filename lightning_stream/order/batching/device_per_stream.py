@@ -21,13 +21,10 @@ class _BlockBatches(BatchPlan):
 
     order: DevicePerStreamOrder
 
-    def _remainder_ends(self, at: int) -> tuple[int, ...]:
+    def _remainder_ends(self, at: int, least: int = 0) -> tuple[int, ...]:
         order, block = self.order, self.order.stretch_length
-        if block == 1:
-            return super()._remainder_ends(at)
-        if self.tail == "exact":
-            ends = (*range(at + self.batch_size, order.num_samples, self.batch_size), order.num_samples)
-            return self._level(at, ends, least=order.full_end)
+        if block == 1 or self.tail == "exact":
+            return super()._remainder_ends(at, least if block == 1 else order.full_end)
         edges = [*range(at + block, order.full_end + 1, block), *order.remainder_ends.tolist()]
         edges = [end for end in edges if end > at]
         per_batch = self.batch_size // block

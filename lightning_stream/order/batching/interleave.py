@@ -26,8 +26,6 @@ class InterleavedOrder(EpochOrder):
     """Every stream's whole stretches are interleaved evenly (:class:`Interleave`); then comes each stream's remainder.
 
     Args:
-        run: The run.
-        epoch: The epoch.
         stretch_length: Consecutive samples of one stream that stay together. With 1 there are no remainders.
         jitter: Whether a shuffled run draws the distances at random; else they are equal.
     """
@@ -117,8 +115,8 @@ class StratifiedOrder(InterleavedOrder):
 class _PerStreamBatches(BatchPlan):
     order: PerStreamOrder
 
-    def _remainder_ends(self, at: int) -> tuple[int, ...]:
-        """Each stream's remainder is a batch; ``"exact"`` moves no border, for the batch before is another stream's."""
+    def _remainder_ends(self, at: int, least: int = 0) -> tuple[int, ...]:  # noqa: ARG002
+        """Each stream's remainder is a batch; ``"exact"`` moves no border: the batch before is another stream's."""
         return tuple(end for end in self.order.remainder_ends.tolist() if end > at)
 
     def _problems(self) -> list[str]:
