@@ -13,8 +13,7 @@ from lightning_stream.order.config import OrderConfig
 from lightning_stream.order.draw import Draw, ShardDraws, StreamWeights, choose_per_stream
 from lightning_stream.order.permutation import stable_argsort
 from lightning_stream.order.snapshot import Snapshot
-from lightning_stream.order.stratify import deal_shards
-from lightning_stream.order.window import IndexOrder, Parts, SampleOrder, WindowOrder, kept
+from lightning_stream.order.window import IndexOrder, Parts, SampleOrder, WindowOrder, deal_shards, kept
 
 _KEPT_EPOCHS = 2
 

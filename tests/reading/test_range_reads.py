@@ -244,5 +244,5 @@ def test_a_shard_that_was_replaced_is_not_mixed_with_the_new_one(served: Served,
     served.server.objects["/raw/shard.00000.mds"] = b"\0" * len(served.server.objects["/raw/shard.00000.mds"])
     with pytest.raises(FormatError, match=r"raw/shard\.00000\.mds: it was replaced"):
         dataset[2]
-    with pytest.raises(FormatError, match=r"does not begin as a shard of \d+ samples in .* which its index says"):
+    with pytest.raises(FormatError, match=r"does not begin as a shard of \d+ samples in .* as in its index"):
         dataset[2]

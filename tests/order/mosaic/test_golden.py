@@ -15,8 +15,8 @@ import pytest
 from support.mosaic_work import epoch_partition, epoch_work, samples, stream_weights
 
 from lightning_stream.order import Snapshot, choose_per_stream
-from lightning_stream.order.mosaic.samplings import chosen, sampling
 from lightning_stream.order.mosaic.shuffles import shuffle
+from lightning_stream.order.mosaic.work import chosen, sampling
 
 REPEATED = re.compile(r"(\[[\d, ]+\])\*(\d+)")
 

@@ -15,8 +15,8 @@ from support.mosaic_work import epoch_partition, epoch_work, stream_weights
 
 from lightning_stream.order import Snapshot
 from lightning_stream.order.mosaic.partitions import partition
-from lightning_stream.order.mosaic.samplings import chosen, sampling
 from lightning_stream.order.mosaic.shuffles import SHUFFLES, shuffle
+from lightning_stream.order.mosaic.work import chosen, sampling
 
 PINNED = Path(__file__).with_name("pinned.jsonl")
 FUNCTIONS: dict[str, Any] = {
