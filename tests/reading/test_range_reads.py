@@ -171,7 +171,7 @@ def test_what_came_by_range_is_compared_with_the_shard_once_that_is_here(
     dataset = served.dataset(tmp_path / "flipped")
     assert dataset[7] != sample(7)
     dataset.reader.fetch(np.array([0]))
-    with pytest.raises(StoreError, match=r"raw/shard\.00000\.mds: .*; samples \[7\] of it came with other bytes"):
+    with pytest.raises(StoreError, match=r"raw/shard\.00000\.mds: .*samples \[7\] had other bytes"):
         dataset[8]
 
 
