@@ -32,7 +32,7 @@ def native(sizes, batch_size, nodes, window):
 
 def mosaic(algorithm, sizes, nodes, block):
     ids = shuffle(algorithm, sizes, nodes, SEED, 0, block)
-    dealt = partition("orig", len(ids), nodes, 1, 1, 1, 1, 0)
+    dealt = partition("orig", len(ids), nodes, 1, 1, 1)
     return ids[dealt.reshape(-1)]
 
 

@@ -143,6 +143,6 @@ def test_the_newest_version_is_read_where_a_store_does_not_say_plainly_that_a_fi
 
 
 def test_a_stream_that_is_named_by_its_index_is_refused_without_showing_a_secret() -> None:
-    with pytest.raises(ValueError, match="named by its folder") as caught:
+    with pytest.raises(ValueError, match="takes a folder, not its index") as caught:
         Stream("https://me:S3CRET@host/data/index.json")
     assert "S3CRET" not in str(caught.value)

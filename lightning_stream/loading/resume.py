@@ -62,7 +62,7 @@ def position_in(
     run = dataset.order(mosaic_config(state, settings.order) if ours is None else settings.order)
     accepted = [] if ours is None else ours.check(run, tail=tail, on_mismatch=on_mismatch)
     try:
-        if ours is not None and not accepted and _is_damaged(ours, run, state):
+        if ours is not None and not accepted and _is_damaged(ours, run):
             raise StateError(
                 f"A state's ledger must be the sum of the samples before its position, but that of epoch {ours.epoch}, "
                 f"position {ours.position} is another. The state is damaged; load another checkpoint."
@@ -82,12 +82,6 @@ def position_in(
     return here
 
 
-def _is_damaged(position: Position, run: RunOrder, state: Mapping[str, Any]) -> bool:
-    """Whether the ledger contradicts the position.
-
-    Checked up to a position that takes about a second; beyond, the checksum must do. States without a checksum are of a
-    version that numbered the repeats in the orders of mosaicml-streaming, too.
-    """
-    if position.position > _CHECKED_POSITIONS or (run.config.mosaic is not None and "checksum" not in state):
-        return False
-    return not position.is_proven(run)
+def _is_damaged(position: Position, run: RunOrder) -> bool:
+    """Whether the ledger contradicts the position. Beyond what takes about a second, the checksum must do."""
+    return position.position <= _CHECKED_POSITIONS and not position.is_proven(run)

@@ -1,4 +1,4 @@
-"""The settings of a training run's order: resolved at its first start, kept in its state, never recomputed."""
+"""The settings of a training run's order: chosen at its first start and kept in its state."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from lightning_stream.order.rules import broken, count, one_of
 from lightning_stream.order.world import World
 
 ORDER_VERSION = 1
-"""Raised whenever the native order gives other ids for the same settings."""
+"""It grows whenever the native order gives other ids for the same settings."""
 
 MOSAIC_ALGORITHMS = SHUFFLES
-ALGORITHMS = ("window", *MOSAIC_ALGORITHMS)
 
 _MOST_DEFAULT_NODES = 16
 _ACTIVE_PARTS = 128
@@ -30,13 +29,17 @@ _MOST_SAMPLES = 2**24  # of a batch; like MOST_NODES far above any run's: a dama
 
 @dataclass(frozen=True)
 class MosaicConfig:
-    """What only the orders compatible with mosaicml-streaming need.
+    """Settings of the orders of mosaicml-streaming alone.
 
     Args:
         partition: ``"orig"`` or ``"relaxed"``.
         shuffle_block_size: Samples; None means that library's default.
         initial_physical_nodes, ranks_per_node: Nodes, and data ranks of each, at the run's first start.
         batch_size: Samples that all ranks take together in one of that library's batches, accumulation excluded.
+
+    Example::
+
+        OrderConfig.resolve(batch_size=256, device_batch_size=32, shuffle=True, mosaic=MosaicConfig("orig"))
     """
 
     partition: str = "relaxed"
@@ -48,24 +51,22 @@ class MosaicConfig:
 
 @dataclass(frozen=True)
 class OrderConfig:
-    """The order settings of a run.
+    """The order settings of a run. Make them with :meth:`resolve`, which chooses what the user left open.
 
     Args:
-        shuffle: Whether samples are shuffled at all; else index order.
+        shuffle: Whether samples are shuffled at all; else they come in index order.
         seed: Key of every permutation, in [0, 2**63).
         algorithm: ``"window"``, or one of mosaicml-streaming's.
-        canonical_nodes: C. Samples are dealt to this many canonical nodes, at most one more in some than in others.
+        canonical_nodes: C. Samples are split evenly into this many canonical nodes.
         window: w, parts of shards active at once in a canonical node.
         batching_method: ``"random"``, ``"stratified"``, ``"per_stream"`` or ``"device_per_stream"``.
-        device_block: m of ``device_per_stream``: consecutive samples from one stream, as many as a device's batch when
-            the run begins: so this order depends on the devices (and accumulation) of that start; else None.
+        device_block: m of ``device_per_stream``: consecutive samples of one stream, the batch per device when the run
+            began; else None.
         batch_size: B where the order depends on it (``per_stream``); else None.
-        sampling_method: ``"balanced"`` draws other samples each epoch, ``"fixed"`` the same samples always.
+        sampling_method: ``"balanced"`` draws other samples each epoch, ``"fixed"`` always the same.
         sampling_granularity: Samples taken from a shard at a time where a stream is only partly drawn.
-        epoch_size: Samples of an epoch over all streams, or None for what the weights say.
-        mosaic: Settings of the orders compatible with mosaicml-streaming; None for the native order.
-
-    Make one with :meth:`resolve`, which chooses what the user left open.
+        epoch_size: Samples of an epoch over all streams; None for the sum that the weights give.
+        mosaic: Settings of the orders of mosaicml-streaming; None for the native order.
 
     Example::
 
@@ -87,7 +88,11 @@ class OrderConfig:
     mosaic: MosaicConfig | None = None
 
     def __post_init__(self) -> None:
-        problems = _problems(self)
+        problems = broken(vars(self), _RULES)
+        method = METHODS.get(self.batching_method) if isinstance(self.batching_method, str) else None
+        fixes = method.fixes if method else {}
+        problems += [sentence for name, sentence in fixes.items() if getattr(self, name) is None]
+        problems += [] if self.mosaic is None else broken(vars(self.mosaic), _MOSAIC_RULES)
         if problems:
             raise ValueError("The order settings must be valid. " + " ".join(problems))
 
@@ -118,9 +123,8 @@ class OrderConfig:
             canonical_nodes: None means the largest divisor of B that is at most 16.
             window: None means ``ceil(128 / canonical_nodes)``.
             device_batch_size: The first run's samples per device and micro-batch: m of ``device_per_stream``.
-            resumed: The settings of the state to continue from: what is None (nodes, window, m) is taken from there.
-            world: The first run's processes; only the orders compatible with mosaicml-streaming depend on them.
-            (The others as in the class.)
+            resumed: The settings of the state to resume from, for what is None (nodes, window, m).
+            world: The first run's processes; only the orders of mosaicml-streaming depend on them.
 
         Raises:
             ValueError: Settings that are wrong or missing; every problem is named.
@@ -152,7 +156,7 @@ class OrderConfig:
 
     @property
     def batching(self) -> type[EpochOrder]:
-        """The class that makes this order's epochs; this look-up decides, nothing else compares names."""
+        """The class of this order's epochs. Nothing else compares the names of the methods."""
         return METHODS[self.batching_method] if self.mosaic is None else MosaicEpoch
 
     def to_state(self) -> dict[str, Any]:
@@ -161,7 +165,7 @@ class OrderConfig:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> OrderConfig:
-        """Read what :meth:`to_state` gave; raise StateError for anything else."""
+        """Read the result of :meth:`to_state`; raise StateError for anything else."""
         try:
             values = _known(OrderConfig, state)
             if values.get("mosaic") is not None:
@@ -169,13 +173,13 @@ class OrderConfig:
             return cls(**values)
         except (TypeError, ValueError, AttributeError) as error:
             raise StateError(
-                f"The order settings of a state must be those this package wrote, but: {error} "
-                "The state is damaged or not ours; load another checkpoint."
+                f"The order settings of a state must be those that this package wrote, but: {error} "
+                "The state is damaged or of another library; load another checkpoint."
             ) from error
 
 
 def _default_nodes(batch_size: int | None, algorithm: str | None, mosaic: MosaicConfig | None) -> int:
-    """C where neither the user nor the state says it: that library's rule, or the largest divisor of B up to 16."""
+    """C where neither the user nor the state has it: that library's rule, or the largest divisor of B up to 16."""
     if mosaic is not None:
         return (mosaic.initial_physical_nodes or 1) * (64 if algorithm in ("py1s", "py2s") else 1)
     size = _MOST_DEFAULT_NODES if batch_size is None else batch_size
@@ -203,22 +207,13 @@ def _known(kind: type[OrderConfig | MosaicConfig], values: object) -> dict[str, 
     if not isinstance(values, Mapping):
         raise TypeError(f"expected a mapping of settings, found {type(values).__name__}.")
     names = {_KEYS.get(field.name, field.name): field.name for field in fields(kind)}
-    unknown = [str(name) for name in values if name not in names]
-    if unknown:
-        raise ValueError(f"unknown settings {sorted(unknown)}.")
+    if unknown := sorted(str(name) for name in values if name not in names):
+        raise ValueError(f"unknown settings {unknown}.")
     return {names[key]: value for key, value in values.items()}
 
 
-def _problems(config: OrderConfig) -> list[str]:
-    problems = broken(vars(config), _RULES)
-    method = METHODS.get(config.batching_method) if isinstance(config.batching_method, str) else None
-    fixes = method.fixes if method else {}
-    problems += [sentence for name, sentence in fixes.items() if getattr(config, name) is None]
-    return problems + ([] if config.mosaic is None else broken(vars(config.mosaic), _MOSAIC_RULES))
-
-
 _RULES = {
-    "algorithm": one_of(*ALGORITHMS),
+    "algorithm": one_of("window", *MOSAIC_ALGORITHMS),
     "batching_method": one_of(*METHODS),
     "sampling_method": one_of("balanced", "fixed"),
     "shuffle": one_of(True, False),

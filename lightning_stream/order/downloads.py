@@ -1,4 +1,4 @@
-"""Which shards each node will fetch in an epoch: predicted from the order alone, before anything is fetched."""
+"""Which shards each node will download in an epoch, computed from the order alone."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _ESTIMATED_BATCHES = 64
 
 @dataclass(frozen=True, eq=False)
 class DownloadPlan:
-    """What an epoch makes the nodes fetch, each shard once per node that needs it.
+    """What the nodes download in an epoch, each shard once per node that needs it.
 
     Args:
         shards, num_bytes: One int64 array per data node: the shards it needs; and int64[nodes], the bytes of those.
         union_bytes: Bytes of all shards needed anywhere.
-        warning: If much is fetched more than once: what to change; else None.
+        warning: What to change, if much is downloaded more than once; else None.
     """
 
     shards: tuple[NDArray[np.int64], ...]
@@ -34,14 +34,9 @@ class DownloadPlan:
     warning: str | None = None
 
     @property
-    def sum_bytes(self) -> int:
-        """Bytes fetched by all nodes together."""
-        return int(self.num_bytes.sum())
-
-    @property
     def factor(self) -> float:
-        """How often a byte is fetched on average; 1.0 is perfect."""
-        return self.sum_bytes / self.union_bytes if self.union_bytes else 1.0
+        """How often a byte is downloaded on average; 1.0 is perfect."""
+        return int(self.num_bytes.sum()) / self.union_bytes if self.union_bytes else 1.0
 
 
 def plan_downloads(
@@ -54,12 +49,16 @@ def plan_downloads(
     start: int = 0,
     shard_bytes: NDArray[np.int64] | None = None,
 ) -> DownloadPlan:
-    """Predict exactly what each node fetches from a position to the end of its epoch. O(samples).
+    """What each node will download from a position to the end of its epoch, exactly. O(samples).
 
     Args:
         run, epoch, batch_size, tail, start: See `BatchPlan`.
         world: All processes; its rank does not matter.
         shard_bytes: int64[shards]; None counts every sample as one byte.
+
+    Example::
+
+        plan_downloads(run, epoch=0, batch_size=256, world=World(num_ranks=16, ranks_per_node=8)).factor  # 1.0
     """
     needed = np.zeros((world.num_nodes, run.snapshot.num_shards), dtype=np.bool_)
     readers = _readers(world)
@@ -75,9 +74,9 @@ def plan_downloads(
 
 
 def estimate_factor(run: RunOrder, *, epoch: int, batch_size: int, world: World) -> float:
-    """How often a byte will be fetched on average, from a few batches: O(batch), for a warning at a run's start.
+    """How often a byte will be downloaded on average: an estimate from the data nodes that read each canonical node.
 
-    Counts the data nodes that read each canonical node, whose shards they then all need.
+    It looks at a few batches only, for a warning when a run starts.
     """
     order = run.epoch(epoch)
     plan = BatchPlan(order, batch_size=batch_size, world=world, tail="drop")
@@ -94,31 +93,30 @@ def estimate_factor(run: RunOrder, *, epoch: int, batch_size: int, world: World)
 
 
 def warning_about(run: RunOrder, *, batch_size: int, world: World, factor: float) -> str | None:
-    """If much would be fetched more than once (a factor above 1.05): how much, and what to change; else None."""
+    """What to change where much would be downloaded more than once (a factor above 1.05); else None."""
     if factor <= FACTOR_WORTH_A_WARNING:
         return None
     config, nodes = run.config, world.num_nodes
     found = (
-        "Each shard should be fetched about once over all nodes, but with num_canonical_nodes="
-        f"{config.canonical_nodes} on {nodes} nodes and global batches of {batch_size} samples, {factor:.2f} times the "
-        "data will be fetched."
+        f"With num_canonical_nodes={config.canonical_nodes} on {nodes} nodes and batches of {batch_size} samples, "
+        f"{factor:.2f} times the data will be downloaded."
     )
     if not config.shuffle:
-        return f"{found} Index order needs nearly every shard on every node: set shuffle=True if order does not matter."
+        return f"{found} Index order needs nearly every shard on every node: set shuffle=True if the order may change."
     mixed = config.batching.mixes_streams and run.snapshot.num_streams > 1
     better = better_canonical_nodes(batch_size, nodes, mixed=mixed)
     if better is None:
         return f"{found} Choose a global batch size that is a multiple of {nodes}, and num_canonical_nodes={nodes}."
     if better != config.canonical_nodes:
         return f"{found} num_canonical_nodes={better} fits best; set it when a run starts."
-    return f"{found} No other num_canonical_nodes fits better: it comes from the mixture of streams or from few shards."
+    return f"{found} The cause is the mixture of streams or the small number of shards: write smaller shards."
 
 
 def better_canonical_nodes(batch_size: int, num_nodes: int, *, mixed: bool = False) -> int | None:
-    """The C under which fewest shards are fetched twice: a multiple of the nodes that divides B, at most about 16.
+    """The C with which fewest shards are downloaded twice: a multiple of the nodes that divides B, at most about 16.
 
-    Where batches mix streams evenly (``mixed``), their canonical nodes are not quite equally filled, and at each border
-    between nodes two canonical nodes are read by both: then more canonical nodes, up to 128, waste less.
+    Where batches mix streams (``mixed``), their canonical nodes are not quite equally filled, and both neighbours read
+    the two canonical nodes at each border between nodes: then more canonical nodes, up to 128, waste less.
     """
     most = max(128 if mixed else 16, num_nodes)
     return max((c for c in range(num_nodes, most + 1, num_nodes) if batch_size % c == 0), default=None)

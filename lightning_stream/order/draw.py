@@ -21,9 +21,9 @@ class StreamWeights:
     """How much one stream gives to an epoch: at most one of the three, and one kind over all streams of a mixture.
 
     Args:
-        proportion: Relative: this stream's part of the epoch, over the sum of all streams' proportions.
-        repeat: Absolute: how often each of its samples comes (0.5: half of them, 2: each twice).
-        choose: Absolute: how many samples.
+        proportion: This stream's part of the epoch, relative to the sum of all streams' proportions.
+        repeat: How often each of its samples is drawn (0.5: half of them, 2: each twice).
+        choose: How many samples are drawn.
 
     Example::
 
@@ -33,6 +33,12 @@ class StreamWeights:
     proportion: float | None = None
     repeat: float | None = None
     choose: int | None = None
+
+    def absolute(self, have: int) -> int:
+        """How many samples repeat or choose (neither: all) draw from a stream that has so many."""
+        if self.repeat is not None:
+            return int(self.repeat * have)
+        return have if self.choose is None else self.choose
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +77,6 @@ class Draw:
     def shards(self, epoch: int, streams: Sequence[int]) -> ShardDraws:
         """What is drawn from the shards of these streams, in index order."""
         drawn = [self._stream_shards(epoch, stream) for stream in streams]
-        if len(drawn) == 1:
-            return drawn[0]
         return ShardDraws(np.concatenate([one.shard for one in drawn]), np.concatenate([one.count for one in drawn]))
 
     def ids(self, epoch: int, shard: int, count: int, begin: int, end: int) -> NDArray[np.int64]:
@@ -106,33 +110,35 @@ def choose_per_stream(
 ) -> tuple[int, ...]:
     """How many samples an epoch draws from each stream.
 
-    Relative weights share ``epoch_size`` (default: all samples); the few lost to rounding down are dealt by the seed.
-    No weights and an ``epoch_size`` are shared by the streams' sizes. Absolute weights say the number themselves.
+    Proportions share ``epoch_size`` (default: all samples), the streams' sizes where there are no weights. The seed
+    picks the streams that give the few samples lost by rounding down.
 
     Raises:
         ValueError: Weights that contradict each other or cannot be met; every problem is named.
+
+    Example::
+
+        choose_per_stream(Snapshot.of([[60], [40]]), [StreamWeights(repeat=2), StreamWeights()], None, 0)  # (120, 40)
     """
     samples = snapshot.stream_samples.tolist()
-    problems = _weight_problems(snapshot, weights, epoch_size)
+    problems, chosen = _weight_problems(snapshot, weights, epoch_size), []
+    if not problems:
+        total = sum(samples) if epoch_size is None else epoch_size
+        if weights[0].proportion is not None:
+            chosen = _shared([float(one.proportion or 0.0) for one in weights], total, seed)
+        elif epoch_size is not None:
+            chosen = _shared([float(one) for one in samples], total, seed)
+        else:
+            chosen = [one.absolute(have) for one, have in zip(weights, samples, strict=True)]
+        problems = [
+            f"Stream {name!r} has no samples, but {take} were asked of it: omit it or give it shards."
+            for name, take, have in zip(snapshot.stream_names, chosen, samples, strict=True)
+            if take and not have
+        ]
+    if sum(chosen) >= MAX_NUMBER:
+        problems.append(f"An epoch has fewer than 2**63 samples, but the weights ask for {sum(chosen)}.")
     if problems:
         raise ValueError("The weights of the streams cannot be met. " + " ".join(problems))
-    proportions = [one.proportion for one in weights]
-    total = sum(samples) if epoch_size is None else epoch_size
-    if any(one is not None for one in proportions):
-        chosen = _shared([float(one or 0.0) for one in proportions], total, seed)
-    elif epoch_size is not None:
-        chosen = _shared([float(one) for one in samples], total, seed)
-    else:
-        chosen = [_absolute(one, have) for one, have in zip(weights, samples, strict=True)]
-    unmet = [
-        f"Stream {name!r} has no samples, but {take} were asked of it: leave it out or give it shards."
-        for name, take, have in zip(snapshot.stream_names, chosen, samples, strict=True)
-        if take and not have
-    ]
-    if sum(chosen) >= MAX_NUMBER:
-        unmet.append(f"An epoch has fewer than 2**63 samples, but they ask for {sum(chosen)}.")
-    if unmet:
-        raise ValueError("The weights of the streams cannot be met. " + " ".join(unmet))
     return tuple(chosen)
 
 
@@ -142,14 +148,8 @@ def weights_digest(weights: Sequence[StreamWeights]) -> str:
     return hashlib.sha256(words.encode()).hexdigest()[:16]
 
 
-def _absolute(weight: StreamWeights, have: int) -> int:
-    if weight.repeat is not None:
-        return int(weight.repeat * have)
-    return have if weight.choose is None else weight.choose
-
-
 def _shared(parts: list[float], total: int, seed: int) -> list[int]:
-    """Split ``total`` by ``parts``, rounded down; what is lost goes to distinct streams picked by the seed."""
+    """Split ``total`` by ``parts``, rounded down; the seed picks the streams that get one more each."""
     whole = sum(parts)
     chosen = [int(total * part / whole) for part in parts]
     takers = [i for i in permutation(RngStream.SHORTFALL, seed, size=len(parts)).tolist() if parts[i] > 0]
@@ -180,7 +180,7 @@ def _weight_problems(snapshot: Snapshot, weights: Sequence[StreamWeights], epoch
     if absolute and epoch_size is not None:
         problems.append(
             f"epoch_size={epoch_size} shares an epoch among relative weights, but {absolute} have repeat or choose, "
-            "which say the number themselves: drop epoch_size or use proportion."
+            "which fix the number of samples: drop epoch_size or use proportion."
         )
     if epoch_size is not None and epoch_size < 1:
         problems.append(f"epoch_size must be at least 1, not {epoch_size}.")

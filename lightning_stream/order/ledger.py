@@ -1,7 +1,7 @@
 """Proof of what a training run saw: a sum over (epoch, position, sample id) of all samples trained on, without padding.
 
 Sums are modulo 2**64, so ranks and steps may be added in any order: the shares of all replicas add up to the global
-batch, and the batches to the epoch. One sample swapped, left out or repeated changes the sum of its step.
+batch, and the batches to the epoch. One sample swapped, lost or repeated changes the sum of its step.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def total(epoch: int, positions: NDArray[np.int64], ids: NDArray[np.int64]) -> i
 
 
 def expected(order: EpochOrder, begin: int, end: int) -> int:
-    """The sum that positions [begin, end) of an epoch must give. O(end - begin), in chunks."""
+    """The sum of positions [begin, end) of an epoch. O(end - begin), in chunks."""
     chunks = ((first, min(first + _CHUNK, end)) for first in range(begin, end, _CHUNK))
     return sum(total(order.epoch, np.arange(*chunk, dtype=np.int64), order.ids(*chunk)) for chunk in chunks) % MODULUS
 
 
 def of_steps(plan: BatchPlan, k_begin: int, k_end: int) -> NDArray[np.uint64]:
-    """uint64[steps]: what all replicas together must sum up to in each of the global batches [k_begin, k_end)."""
+    """uint64[steps]: the sum of all replicas in each of the global batches [k_begin, k_end)."""
     steps, epoch = range(k_begin, k_end), plan.order.epoch
     sums = [total(epoch, np.arange(*plan.bounds(k), dtype=np.int64), plan.ids(k)) for k in steps]
     return np.array(sums, dtype=np.uint64)
@@ -48,7 +48,7 @@ def of_steps(plan: BatchPlan, k_begin: int, k_end: int) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class Substitution:
-    """A planned exception: at this position another sample was delivered than was drawn, which could not be read."""
+    """A planned exception: the sample drawn at this position could not be read, and another one was delivered."""
 
     position: int
     drawn: int
@@ -56,16 +56,16 @@ class Substitution:
 
 
 def substituted(whole: int, epoch: int, substitutions: Sequence[Substitution]) -> int:
-    """An expected sum, corrected for the substitutions among its positions."""
+    """An expected sum (``whole``), corrected for the substitutions among its positions."""
     rows = [(one.position, one.drawn, one.delivered) for one in substitutions]
     position, drawn, delivered = np.array(rows, dtype=np.int64).reshape(-1, 3).T
     return (whole - total(epoch, position, drawn) + total(epoch, position, delivered)) % MODULUS
 
 
 def replacements(snapshot: Snapshot, seed: int, epoch: int, position: int, drawn: int) -> Iterator[int]:
-    """Sample ids to try, in this order, where the drawn one cannot be read: the same in every world.
+    """16 sample ids of the same stream to try, in this order, where the drawn one cannot be read.
 
-    All of the drawn id's stream. Never the drawn id itself; ids may come twice. Ends after 16 attempts.
+    They are the same in every world, never the drawn id, and may repeat.
     """
     stream = int(snapshot.streams_of(np.array([drawn]))[0])
     first = int(snapshot.shard_offsets[snapshot.stream_offsets[stream]])
@@ -77,21 +77,18 @@ def replacements(snapshot: Snapshot, seed: int, epoch: int, position: int, drawn
 
 
 def to_bytes(sums: NDArray[np.uint64]) -> bytes:
-    """A rank's sums, one per step, as it appends them to its file: 8 bytes each, little-endian."""
+    """A rank's sums, one per step, for its file: 8 bytes each, little-endian."""
     return sums.astype("<u8").tobytes()
 
 
 def from_bytes(data: bytes) -> NDArray[np.uint64]:
-    """Read :func:`to_bytes`; a last sum written only in part is left out."""
+    """Read :func:`to_bytes`, without a last sum that was written only in part."""
     return np.frombuffer(data[: len(data) // 8 * 8], dtype="<u8").astype(np.uint64)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What comparing ledgers of ``num_steps`` steps showed, and in words.
-
-    ``first_difference`` is the first step that differs, counted from the first one compared; None if all are equal.
-    """
+    """The result for ``num_steps`` steps, and the first step (counted from the first compared) that differs, if any."""
 
     num_steps: int
     first_difference: int | None
@@ -99,12 +96,12 @@ class Comparison:
 
 
 def verify(wanted: NDArray[np.uint64], ranks: Sequence[NDArray[np.uint64]], *, replication: int = 1) -> Comparison:
-    """Interleave the sums of all ranks and compare each step with what was planned (:func:`of_steps`).
+    """Add up the sums of all ranks and compare each step that all have written with the plan (:func:`of_steps`).
 
-    Only steps that every rank has written are compared. Ranks of one replica must agree among themselves.
+    Ranks of one replica must agree among themselves.
     """
     if not ranks or len(ranks) % replication:
-        raise ValueError(f"Ledgers of all ranks are needed, groups of {replication}; {len(ranks)} were given.")
+        raise ValueError(f"The ledgers of all ranks are needed, a multiple of {replication}; found {len(ranks)}.")
     steps = min(len(wanted), *map(len, ranks))
     table = np.stack([sums[:steps] for sums in ranks]).reshape(-1, replication, steps)
     unlike = (table != table[:, :1]).any(axis=(0, 1))

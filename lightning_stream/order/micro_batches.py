@@ -20,10 +20,10 @@ _PLANNED_SAMPLES = 1 << 14  # planned together: fewer cost more each, more would
 
 @dataclass(frozen=True)
 class Place:
-    """Where a micro-batch stands in its epoch; known without planning a sample.
+    """The place of a micro-batch in its epoch, known without planning its samples.
 
     Attributes:
-        epoch: The epoch it belongs to.
+        epoch: Its epoch.
         begin, end: The positions [begin, end) of its global batch, i.e. of its optimizer step.
         completes_step, ends_epoch: Whether it is the last micro-batch of that step, or of the epoch, on this rank.
     """
@@ -37,13 +37,12 @@ class Place:
 
 @dataclass(frozen=True)
 class MicroBatch(Place):
-    """What a micro-batch is made of, and where it stands in the epoch.
+    """The samples of a micro-batch, and its place in the epoch.
 
     Attributes:
-        ids: Sample ids, int64[n].
-        positions: Their positions in the epoch, int64[n].
+        ids, positions: int64[n], sample ids and their positions in the epoch.
         filler: bool[n]; True where a sample is padding: a repeat that must not count.
-        substitutions: Where another sample was delivered than `ids` says, because that one could not be read.
+        substitutions: The samples that are delivered in place of some `ids` that could not be read.
     """
 
     ids: NDArray[np.int64]
@@ -53,7 +52,7 @@ class MicroBatch(Place):
 
     @property
     def delivered(self) -> NDArray[np.int64]:
-        """int64[n]: the sample ids that are delivered, after substitutions."""
+        """int64[n]: the delivered sample ids, after substitutions."""
         if not self.substitutions:
             return self.ids
         instead = {(one.position, one.drawn): one.delivered for one in self.substitutions}
@@ -67,11 +66,11 @@ class MicroBatch(Place):
 
     @property
     def num_substituted(self) -> int:
-        """Samples that another one was delivered for: padding excluded."""
+        """Samples in whose place another one was delivered, padding excluded."""
         return int(np.count_nonzero((self.delivered != self.ids) & ~self.filler)) if self.substitutions else 0
 
     def without_padding(self) -> MicroBatch:
-        """The samples that count; one row of padding where there are none, since a batch cannot be empty."""
+        """The samples that count; one row of padding if there are none, since a batch cannot be empty."""
         if not self.filler.any():
             return self
         keep = ~self.filler if self.num_samples else np.arange(self.filler.size) == 0
@@ -84,7 +83,7 @@ class MicroBatches:
     Args:
         plan: The global batches.
         device_batch_size: Samples of a micro-batch on one device.
-        padding: Whether padding is delivered where a rank has samples of its own, so that all shapes are equal.
+        padding: Whether a rank that has samples delivers padding too, so that all shapes are equal.
 
     Example::
 
@@ -119,42 +118,39 @@ class MicroBatches:
         return self.plan.num_whole_batches + rest, j - first, self._rest_ends[rest] - first
 
     def place(self, j: int) -> Place:
-        """Where micro-batch j stands. O(1)."""
+        """The place of micro-batch j. O(1)."""
         k, piece, count = self._locate(j)
-        return self._place(k, is_last_piece=piece == count - 1)
+        begin, end = self.plan.bounds(k)
+        is_last = piece == count - 1
+        return Place(self.plan.order.epoch, begin, end, is_last, is_last and k == self.plan.num_batches - 1)
 
     def __getitem__(self, j: int) -> MicroBatch:
         """Micro-batch j, planned on its own. O(samples of its global batch)."""
         k, piece, count = self._locate(j)
-        return self._made(k, self.plan.share(k).micro_batches(count)[piece], piece == count - 1)
+        return self._made(j, self.plan.share(k).micro_batches(count)[piece])
 
     def walk(self, first: int = 0, step: int = 1) -> Iterator[MicroBatch]:
         """Yield micro-batches first, first + step, ...: many are planned together, which costs less than one by one.
 
-        Worker w of n delivers those from w on in steps of n, as torch asks.
+        Worker w of n delivers those from w on in steps of n, as torch expects.
         """
         together = max(1, _PLANNED_SAMPLES // (self.plan.batch_size * step))
         own = self._own(first, step)
         while some := list(islice(own, together)):
-            shares = self.plan.shares([k for k, _, _ in some])
-            for (k, piece, count), share in zip(some, shares, strict=True):
+            shares = self.plan.shares([k for _, k, _, _ in some])
+            for (j, _, piece, count), share in zip(some, shares, strict=True):
                 parts = share.micro_batches(count)
                 for number in range(piece, count, step):
-                    yield self._made(k, parts[number], is_last_piece=number == count - 1)
+                    yield self._made(j + number - piece, parts[number])
 
-    def _own(self, first: int, step: int) -> Iterator[tuple[int, int, int]]:
-        """The global batches that a walk comes by: which, its first micro-batch in it, and how many that has."""
+    def _own(self, first: int, step: int) -> Iterator[tuple[int, int, int, int]]:
+        """For each global batch of a walk: its first micro-batch in the walk, and the result of `_locate` for that."""
         j = first
         while j < len(self):
             k, piece, count = self._locate(j)
-            yield k, piece, count
+            yield j, k, piece, count
             j += -(-(count - piece) // step) * step
 
-    def _place(self, k: int, *, is_last_piece: bool) -> Place:
-        begin, end = self.plan.bounds(k)
-        return Place(self.plan.order.epoch, begin, end, is_last_piece, is_last_piece and k == self.plan.num_batches - 1)
-
-    def _made(self, k: int, share: ReplicaBatch, is_last_piece: bool) -> MicroBatch:
-        place = self._place(k, is_last_piece=is_last_piece)
-        made = MicroBatch(**vars(place), ids=share.ids, positions=share.positions, filler=share.filler)
+    def _made(self, j: int, share: ReplicaBatch) -> MicroBatch:
+        made = MicroBatch(**vars(self.place(j)), ids=share.ids, positions=share.positions, filler=share.filler)
         return made if self._padding else made.without_padding()

@@ -1,7 +1,7 @@
 """Permutations that stay the same under every version of numpy.
 
-numpy promises the streams of its bit generators for ever, but not what `Generator.permutation` or `shuffle` make of
-them. So a permutation here is the stable argsort of raw 64-bit output, keyed by plain numbers.
+numpy keeps the streams of its bit generators, but not the results of `Generator.permutation` or `shuffle`. So a
+permutation here is the stable argsort of raw 64-bit output, keyed by plain numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _WORTH_PACKING = 512
 
 
 class RngStream(IntEnum):
-    """What a key's random numbers are for: the first word of every key, so that no two uses share a stream."""
+    """The purpose of random numbers: the first word of every key, so that no two purposes share a stream."""
 
     SHARDS = 1
     PARTS = 2
@@ -43,10 +43,9 @@ def permutation(purpose: RngStream, *numbers: int, size: int) -> NDArray[np.int6
 
 
 def _argsort_scattered(keys: NDArray[np.uint64]) -> NDArray[np.int64] | None:
-    """The stable argsort of random numbers, at twice the speed; None where two are too much alike for that.
+    """The stable argsort of random numbers, at twice the speed; None where the high bits of two are equal.
 
-    Each number's lowest bits make room for its index, so that one sort moves both; sorting is faster than argsorting.
-    The order is the same if the remaining bits of no two numbers are equal.
+    Each number's lowest bits are replaced by its index, so that one sort, which is faster than an argsort, moves both.
     """
     index_bits = (len(keys) - 1).bit_length()
     index_mask = np.uint64((1 << index_bits) - 1)

@@ -13,14 +13,13 @@ from lightning_stream.order.config import OrderConfig
 from lightning_stream.order.draw import Draw, ShardDraws, StreamWeights, choose_per_stream
 from lightning_stream.order.permutation import stable_argsort
 from lightning_stream.order.snapshot import Snapshot
-from lightning_stream.order.stratify import deal_shards
-from lightning_stream.order.window import IndexOrder, Parts, SampleOrder, WindowOrder, kept
+from lightning_stream.order.window import IndexOrder, Parts, SampleOrder, WindowOrder, deal_shards, kept
 
 _KEPT_EPOCHS = 2
 
 
 class RunOrder:
-    """The order of a run: every epoch's samples as a pure function of the data, one weight per stream, and settings.
+    """The order of a run: every epoch's samples as a pure function of data, weights (one per stream) and settings.
 
     Raises:
         ValueError: The weights cannot be met.
@@ -40,7 +39,7 @@ class RunOrder:
         self._epochs: dict[int, EpochOrder] = {}
 
     def __reduce__(self) -> tuple[type[RunOrder], tuple[Snapshot, tuple[StreamWeights, ...], OrderConfig]]:
-        """Pickle the settings, not what was computed from them."""
+        """Pickle the settings alone."""
         return RunOrder, (self.snapshot, self.weights, self.config)
 
     @property
@@ -51,7 +50,7 @@ class RunOrder:
     def epoch(self, epoch: int) -> EpochOrder:
         """The order of one epoch; the last few are kept. O(parts)."""
         if epoch < 0:
-            raise ValueError(f"Epochs count from 0; {epoch} was asked.")
+            raise ValueError(f"Epochs count from 0; found {epoch}.")
         return kept(self._epochs, epoch, partial(self.config.batching, self), _KEPT_EPOCHS)
 
     def active_shards(self) -> int:
@@ -86,7 +85,7 @@ class RunOrder:
 
 
 def prefetch_shards(plan: BatchPlan, snapshot: Snapshot, k_begin: int, k_end: int) -> NDArray[np.int64]:
-    """Shards this rank needs for global batches [k_begin, k_end), in the order of first use."""
+    """The shards that this rank needs for global batches [k_begin, k_end), in the order of first use."""
     if k_begin >= k_end:
         return np.empty(0, dtype=np.int64)
     shards = np.concatenate([snapshot.shards_of(plan.share(k).ids) for k in range(k_begin, k_end)])

@@ -1,4 +1,4 @@
-"""Where a run is: one frozen value, the same on every rank, a few hundred bytes as JSON."""
+"""Where a training run is: one frozen value, the same on every rank, a few hundred bytes as JSON."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from lightning_stream.order.snapshot import Snapshot
 from lightning_stream.order.world import World
 
 STATE_VERSION = 1
-"""Raised whenever the layout of a state changes."""
+"""It grows whenever the layout of a state changes."""
 
 MOST_EPOCHS = 2**32
 
 
 @dataclass(frozen=True)
 class SnapshotSummary:
-    """What a state remembers of its data: enough to tell other data, and to say how it differs.
+    """What a state holds of its data: enough to recognise other data, and to describe the difference.
 
-    ``versions`` has 16 digits of the digest of each stream's index, by which `Stream(version=...)` opens it again.
+    ``versions`` has 16 digits of the digest of each stream's index, with which `Stream(version=...)` opens it again.
     """
 
     digest: str
@@ -40,7 +40,7 @@ class SnapshotSummary:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> SnapshotSummary:
-        """What to remember of this data."""
+        """The summary of this data."""
         versions = tuple(digest[:16] for digest in snapshot.stream_digests)
         return cls(snapshot.digest, snapshot.num_samples, snapshot.num_shards, versions)
 
@@ -52,12 +52,12 @@ class SnapshotSummary:
 
 @dataclass(frozen=True)
 class Position:
-    """A run's place in its order: everything before it was trained on, nothing after it.
+    """A run's position in its order: everything before it was trained on, nothing after it.
 
     Args:
         epoch: Counts from 0.
-        position: Samples of this epoch consumed by the optimizer over all replicas, padding excluded.
-        batch_size, tail: B in force, and what the run does with an epoch's remainder.
+        position: Samples of this epoch that were trained on, over all replicas, padding excluded.
+        batch_size, tail: The current B, and what the run does with an epoch's last partial batch.
         order, weights, snapshot: The run's order settings, the digest of its streams' weights, and its data.
         ledger: Sum of the ledger hashes of positions [0, position) of this epoch, modulo 2**64.
         batch_changes: ``(position, B from there on)``, beginning with position 0, if B changed in this epoch; else ().
@@ -85,10 +85,9 @@ class Position:
         return cls(epoch, 0, batch_size, tail, run.config, weights_digest(run.weights), summary)
 
     def advanced(self, run: RunOrder, position: int) -> Position:
-        """After training up to ``position`` of the same epoch. O(samples advanced), for the ledger."""
+        """The position after training up to ``position`` of the same epoch. O(samples advanced), for the ledger."""
         if position < self.position:
-            asked = f"at {self.position}, {position} was asked."
-            raise ValueError(f"A position only moves forward within an epoch: {asked}")
+            raise ValueError(f"A position only moves forward in its epoch, but {position} is before {self.position}.")
         grown = ledgers.expected(run.epoch(self.epoch), self.position, position)
         return replace(self, position=position, ledger=(self.ledger + grown) % ledgers.MODULUS)
 
@@ -97,9 +96,9 @@ class Position:
         return replace(self, epoch=self.epoch + 1, position=0, ledger=0, batch_changes=())
 
     def normalised(self, run: RunOrder, *, batch_size: int, tail: Tail, world: World | None = None) -> Position:
-        """As the loading run sees it: its data, settings, B and tail, and the next epoch if this one has no batch left.
+        """This position in the run that loads it: with its data, settings, B and tail, and the ledger of its order.
 
-        Under other data or another order it gets the ledger's sum of the new order.
+        It is the beginning of the next epoch if this one has no batch left.
         """
         order = run.epoch(self.epoch)
         ended = self.position >= order.num_samples
@@ -119,17 +118,16 @@ class Position:
     def check(
         self, run: RunOrder, *, tail: Tail | None = None, on_mismatch: Literal["error", "warn"] = "error"
     ) -> list[str]:
-        """Compare with the run that wants to continue: data first, then settings.
+        """Compare with the run that resumes: data first, then settings.
 
         Args:
-            run: The loading run; resolve its config with ``resumed=position.order``, so that what the user left open
-                is taken from the state.
-            tail: What that run does with an epoch's remainder; None to leave it out.
+            run: That run; resolve its config with ``resumed=position.order``, which fills in what the user left open.
+            tail: What it does with an epoch's last partial batch; None is not compared.
             on_mismatch: ``"error"`` refuses any difference; ``"warn"`` returns the sentences instead.
 
         Raises:
             SnapshotMismatch: The data changed.
-            SettingsMismatch: An order setting or the tail changed; all that did are named.
+            SettingsMismatch: Some order settings or the tail changed; all are named.
             StateError: The position lies outside the epoch.
         """
         if on_mismatch not in ("error", "warn"):
@@ -157,12 +155,12 @@ class Position:
             "A run must continue over the data it began with, but the state was written over "
             f"{old.num_samples} samples in {old.num_shards} shards (digest {old.digest}) and this dataset has "
             f"{new.num_samples} samples in {new.num_shards} shards (digest {new.digest}). "
-            f"{self._version_remedy(run.snapshot)}, or accept another order from here on with on_mismatch='warn'."
+            f"{self._version_remedy(new)}, or accept another order from here on with on_mismatch='warn'."
         )
         return [sentence]
 
     def _version_remedy(self, new: Snapshot) -> str:
-        """Which versions of the streams to open, to continue exactly."""
+        """The versions of the streams to open, to continue exactly."""
         versions, names, digests = self.snapshot.versions, new.stream_names, new.stream_digests
         if not len(versions) == len(names) == len(digests):
             return "Point the dataset to the former index"
@@ -195,7 +193,7 @@ class Position:
         ]
 
     def to_state(self) -> dict[str, Any]:
-        """Plain ints, strings, lists, dicts and None: JSON-able, and loadable with ``weights_only=True``."""
+        """Plain ints, strings, lists, dicts and None, for JSON and for ``torch.load(weights_only=True)``."""
         state = {
             "version": STATE_VERSION,
             "order_version": ORDER_VERSION,
@@ -213,59 +211,53 @@ class Position:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Position:
-        """Read what :meth:`to_state` gave.
+        """Read the result of :meth:`to_state`.
 
         Raises:
-            VersionMismatch: A newer version wrote it.
-            StateError: It is not a state of ours, or damaged; everything wrong is named.
+            VersionMismatch: Another version wrote it.
+            StateError: It is not a state of this package, or damaged; all problems are named.
         """
         if not isinstance(state, Mapping):
             raise StateError(f"A state must be a dict that state_dict() gave, not {type(state).__name__}.")
         _check_versions(state)
-        mark = state.get("snapshot")
+        data = state.get("snapshot")
         problems = broken(state, _RULES)
-        problems += [f"snapshot {one}" for one in broken(mark, _SNAPSHOT_RULES)] if isinstance(mark, Mapping) else []
-        if problems:
+        problems += [f"snapshot {one}" for one in broken(data, _SNAPSHOT_RULES)] if isinstance(data, Mapping) else []
+        if problems := problems or _change_problems(state) or _checksum_problems(state):
             raise _damaged(problems)
-        changes = tuple((int(at), int(size)) for at, size in state["batch_changes"])
-        problems = _change_problems(changes, state["position"], state["batch_size"]) or _checksum_problems(state)
-        if problems:
-            raise _damaged(problems)
-        held = state["snapshot"]
+        data, versions = state["snapshot"], tuple(state["snapshot"].get("versions") or ())
         return cls(
             **{name: state[name] for name in ("epoch", "position", "batch_size", "tail", "weights")},
             order=OrderConfig.from_state(state["order"]),
-            snapshot=SnapshotSummary(
-                held["digest"], held["samples"], held["shards"], tuple(held.get("versions") or ())
-            ),
+            snapshot=SnapshotSummary(data["digest"], data["samples"], data["shards"], versions),
             ledger=int(state["ledger"], 16),
-            batch_changes=changes,
+            batch_changes=tuple((int(at), int(size)) for at, size in state["batch_changes"]),
         )
 
 
 def _check_versions(state: Mapping[str, Any]) -> None:
-    version, order_version = state.get("version"), state.get("order_version")
-    if bad := broken(state, _VERSION_RULES):
-        raise _damaged(bad)
-    if version != STATE_VERSION:
+    if problems := broken(state, _VERSION_RULES):
+        raise _damaged(problems)
+    if state["version"] != STATE_VERSION:
         raise VersionMismatch(
-            f"This version reads states of version {STATE_VERSION}, but the state has version {version}: it was "
-            "written by a newer lightning-stream. Install that one to continue the run."
+            f"This version reads states of version {STATE_VERSION}, but the state has version {state['version']}: it "
+            "was written by a newer lightning-stream. Install that one to continue the run."
         )
-    if order_version != ORDER_VERSION:
+    if state["order_version"] != ORDER_VERSION:
         raise VersionMismatch(
-            f"This version makes order {ORDER_VERSION}, but the state was written under order {order_version}, which "
-            "gives other samples. Install the version that wrote it to continue the run."
+            f"This version makes order {ORDER_VERSION}, but the state was written under order "
+            f"{state['order_version']}, which gives other samples. Install the version that wrote it."
         )
 
 
-def _change_problems(changes: tuple[tuple[int, int], ...], position: int, batch_size: int) -> list[str]:
-    """Sentences on batch changes that contradict each other or the position."""
+def _change_problems(state: Mapping[str, Any]) -> list[str]:
+    """What contradicts itself or the position in the changes of the batch size."""
+    changes, position, size = state["batch_changes"], state["position"], state["batch_size"]
     if not changes:
         return []
     starts = [at for at, _ in changes]
-    good = starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] <= position and changes[-1][1] == batch_size
-    return [] if good else [f"batch_changes must rise from 0 to the batch size {batch_size} at {position} or before."]
+    good = starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] <= position and changes[-1][1] == size
+    return [] if good else [f"batch_changes must rise from 0 to the batch size {size} at {position} or before."]
 
 
 def _checksum(state: Mapping[str, Any]) -> str:
@@ -275,20 +267,19 @@ def _checksum(state: Mapping[str, Any]) -> str:
 
 
 def _checksum_problems(state: Mapping[str, Any]) -> list[str]:
-    """What the checksum says; older versions wrote none."""
-    if "checksum" not in state:
-        return []
+    """Whether the values are not those that were written; a state may lack the checksum."""
     try:
         found = _checksum(state)
     except (TypeError, ValueError, RecursionError) as error:
-        return [f"it holds what no state does: {error}."]
-    return [] if state["checksum"] == found else [f"its checksum is {found}, not {short(state['checksum'])}."]
+        return [f"it holds a value that no state has: {error}."]
+    wanted = state.get("checksum", found)
+    return [] if wanted == found else [f"its checksum is {found}, not {short(wanted)}."]
 
 
 def _damaged(problems: list[str]) -> StateError:
     return StateError(
-        "A state must be one that state_dict() gave, but: " + " ".join(problems) + " It is damaged or not ours; load "
-        "another checkpoint."
+        f"A state must be one that state_dict() gave, but: {' '.join(problems)} It is damaged or of another "
+        "library; load another checkpoint."
     )
 
 
@@ -318,7 +309,5 @@ _RULES = {
     "order": Rule("a dict of order settings", lambda value: isinstance(value, Mapping)),
     "weights": TEXT,
     "snapshot": Rule("a dict of digest, samples and shards", lambda value: isinstance(value, Mapping)),
-    "ledger": Rule(
-        "16 hexadecimal digits", lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{16}", value))
-    ),
+    "ledger": Rule("16 hex digits", lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{16}", value))),
 }

@@ -1,7 +1,7 @@
-"""How well an order shuffles, and what it needs for that: known before training, for any settings.
+"""How well an order shuffles, and what it needs for that: computed before training, for any settings.
 
-The score is the number of 100 disk segments (equal stretches of the sample ids: rows as they lie on disk) that one
-global batch touches. A truly random batch of 256 touches 92.
+The score is how many of 100 disk segments (equal ranges of sample ids, so of rows on disk) one global batch touches. A
+truly random batch of 256 touches 92.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ _END = 16  # the first and the last window are a sixteenth of the epoch each
 
 @dataclass(frozen=True)
 class Quality:
-    """The score of an order, what a random one would have, and what the order needs.
+    """The score of an order, that of a perfect shuffle, and the shards that the order needs at once.
 
     Args:
-        random: Of a truly random order with this batch size.
-        mean: Measured, over batches spread evenly over the epoch.
-        minimum: The least of all batches measured, those at both ends of the epoch included.
-        first_batch: Of the epoch's first batch: at most the shards it was read from.
+        random: The score of a truly random order with this batch size.
+        mean: The order's score: the mean over batches spread evenly over the epoch.
+        minimum: The lowest score of all measured batches, those at both ends of the epoch included.
         first, last: Means over the epoch's first and last sixteenth.
-        active_shards, cache_bytes: Shards that must be at hand at once over all nodes, and their bytes at most.
+        active_shards, cache_bytes: Shards in use at once over all nodes, and their bytes at most.
+
+    Example::
+
+        str(measure(run, batch_size=256))
+        # 'Shuffle quality 88/100 (perfect shuffle: 92). Cache needed: 512 MB for 128 active shards.'
     """
 
     random: float
     mean: float
     minimum: int
-    first_batch: int
     first: float
     last: float
     active_shards: int
@@ -45,14 +48,13 @@ class Quality:
     def __str__(self) -> str:
         """One line for a log."""
         return (
-            f"a batch touches {self.mean:.0f} of {NUM_SEGMENTS} disk segments (random: {self.random:.0f}; least "
-            f"{self.minimum}, first sixteenth {self.first:.0f}, last {self.last:.0f}) from {self.active_shards} active "
-            f"shards, {self.cache_bytes / 1e6:.0f} MB of cache over all nodes"
+            f"Shuffle quality {self.mean:.0f}/{NUM_SEGMENTS} (perfect shuffle: {self.random:.0f}). Cache needed: "
+            f"{self.cache_bytes / 1e6:.0f} MB for {self.active_shards} active shards."
         )
 
 
 def measure(run: RunOrder, *, batch_size: int, epoch: int = 0, shard_bytes: NDArray[np.int64] | None = None) -> Quality:
-    """Score an epoch's order from a sample of its batches, well under a second at any size of data.
+    """Score an epoch's order by some of its batches, in less than a second for any amount of data.
 
     ``shard_bytes``, int64[shards], is for the cache; None counts every sample as one byte.
     """
@@ -66,7 +68,6 @@ def measure(run: RunOrder, *, batch_size: int, epoch: int = 0, shard_bytes: NDAr
         random=random_score(batch_size),
         mean=float(np.mean([scores[k] for k in evenly])),
         minimum=min(scores.values()),
-        first_batch=scores[0],
         first=float(np.mean([scores[k] for k in first])),
         last=float(np.mean([scores[k] for k in last])),
         active_shards=active,
@@ -75,12 +76,12 @@ def measure(run: RunOrder, *, batch_size: int, epoch: int = 0, shard_bytes: NDAr
 
 
 def score(ids: NDArray[np.int64], num_samples: int) -> int:
-    """Disk segments touched by these samples of ``num_samples``."""
+    """How many disk segments these samples of ``num_samples`` touch."""
     return len(np.unique(ids * NUM_SEGMENTS // num_samples))
 
 
 def random_score(batch_size: int) -> float:
-    """Disk segments that a truly random batch is expected to touch."""
+    """How many disk segments a truly random batch touches on average."""
     return NUM_SEGMENTS * (1 - (1 - 1 / NUM_SEGMENTS) ** batch_size)
 
 

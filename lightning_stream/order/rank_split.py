@@ -1,4 +1,4 @@
-"""Which rank gets which samples of a global batch, and how a rank's share is cut into micro-batches."""
+"""Which rank gets which samples of a global batch, and how the rank's share is cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ReplicaBatch:
     Args:
         ids: int64[n], sample ids.
         positions: int64[n], the position of each in the epoch.
-        filler: bool[n], True where the sample is padding: a repeat, part of no count, metric or ledger.
+        filler: bool[n], True where the sample is padding: a repeat that no count, metric or ledger includes.
         device_block: Samples that must stay together in a micro-batch (1 unless ``device_per_stream``).
-        ends: Where the micro-batches end, if the order itself says so; else None.
+        ends: Where the micro-batches end, if the order itself fixes that; else None.
     """
 
     ids: NDArray[np.int64]
@@ -60,7 +60,7 @@ class ReplicaBatch:
 
 
 def num_micro_batches(num_samples: int, batch_size: int, num_replicas: int) -> int:
-    """Into how many micro-batches of at most ``batch_size`` every replica cuts its even share of ``num_samples``."""
+    """How many micro-batches of at most ``batch_size`` every replica cuts its even share of ``num_samples`` into."""
     return max(1, ceil_div(ceil_div(num_samples, num_replicas), batch_size))
 
 
@@ -75,8 +75,8 @@ def split(
     """One replica's part of a global batch: offsets into the batch, and which of them are padding.
 
     The batch is stably grouped by canonical node (``canonical``: int64[n], n >= 1, the node of each sample) and cut
-    evenly. With ``equal`` all replicas get the same number: where the cut gave one sample less, padding repeats one of
-    the same batch, near by where there is one. Without, only a replica left empty gets one sample of padding.
+    evenly. With ``equal`` all replicas get the same number: where one has a sample less, padding repeats a near one of
+    the same batch. Without, only an empty replica gets one sample of padding.
     """
     num_samples = len(canonical)
     grouped = np.argsort(canonical, kind="stable")

@@ -1,7 +1,4 @@
-"""Rules for values from outside: what settings and the entries of a state must be, each said once.
-
-`broken` gives one sentence for every value that breaks its rule, so that all problems are reported together.
-"""
+"""Rules for the values of settings and states. `broken` reports all problems together, one sentence for each."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ MAX_NUMBER = 2**63  # seeds and epochs stay below: two 32-bit words each, and an
 class Rule(NamedTuple):
     """What a value must be."""
 
-    says: str  # the rule in words; follows "must be"
-    holds: Callable[[object], bool]  # whether a value of any type keeps it; never raises
+    says: str  # the rule in words, after "must be"
+    holds: Callable[[object], bool]  # whether a value of any type keeps the rule; never raises
 
 
 def count(least: int = 0, most: int = MAX_NUMBER - 1, *, optional: bool = False) -> Rule:
-    """An integer (no bool) from ``least`` to ``most``, by default the largest that fits a key; or None, if optional."""
+    """An integer (no bool) from ``least`` to ``most``; or None, if ``optional``."""
     limit = most if most < MAX_NUMBER - 1 else "2**63 - 1"
     says = f"{'None or ' if optional else ''}an integer from {least} to {limit}"
     return Rule(says, lambda value: is_count(value, least, most) or (optional and value is None))
@@ -59,6 +56,6 @@ def broken(values: Mapping[str, object], rules: Mapping[str, Rule]) -> list[str]
 
 
 def short(value: object) -> str:
-    """How a value looks, in 60 letters at most."""
+    """The repr of a value, in 60 letters at most."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""What the data is: the shards of every stream, and a digest that differs for any other data."""
+"""The data as the order sees it: the shards of every stream, and a digest that differs for any other data."""
 
 from __future__ import annotations
 
@@ -44,7 +44,12 @@ class Snapshot:
         names: Sequence[str] | None = None,
         stream_digests: Sequence[str] | None = None,
     ) -> Snapshot:
-        """Make a snapshot from sizes; the digest covers them and, where given, each stream's own digest."""
+        """A snapshot of shard sizes; its digest covers them and, where given, each stream's own digest.
+
+        Example::
+
+            Snapshot.of([[1000, 1000, 400], [500]]).num_samples  # 2900, in two streams
+        """
         sizes = tuple(np.ascontiguousarray(one, dtype=np.int64) for one in shard_sizes)
         names = [f"stream {i}" for i in range(len(sizes))] if names is None else names
         digests = [""] * len(sizes) if stream_digests is None else stream_digests
@@ -89,12 +94,8 @@ class Snapshot:
         return int(self.stream_offsets[-1])
 
     def subset(self, ids: NDArray[np.int64]) -> tuple[Snapshot, NDArray[np.int64]]:
-        """The snapshot of some samples alone (``ids``, each once), with an order and a digest of its own.
-
-        It has the same streams and shards. It comes with the ids ascending: its sample i is this one's ids[i].
-
-        Raises:
-            ValueError: An id is unknown or comes twice.
+        """The snapshot of some samples alone (``ids``, each once) in the same streams and shards, with its own digest;
+        and these ids ascending: sample i there is ids[i] here. Raises ValueError for ids unknown or repeated.
         """
         chosen = np.unique(np.asarray(ids, dtype=np.int64))
         if len(chosen) != len(ids) or (len(chosen) and not 0 <= chosen[0] <= chosen[-1] < self.num_samples):
@@ -121,8 +122,8 @@ class Snapshot:
 
     @cached_property
     def _shard_length(self) -> int:
-        """Samples of every shard but the last, which has no more; 0 where they differ. Then a division, several times
-        as fast as a search, finds the shard: so it is with rows of a fixed size."""
+        """Samples of every shard except the last, which may have less; 0 where they differ. With rows of a fixed size a
+        division finds the shard, several times as fast as a search."""
         sizes = self.sizes
         differ = not len(sizes) or (sizes[:-1] != sizes[0]).any() or sizes[-1] > sizes[0]
         return 0 if differ else int(sizes[0])
@@ -133,12 +134,10 @@ class Snapshot:
 
 
 def max_active(shards: NDArray[np.int64], ahead: int = 0) -> int:
-    """The most shards that are between their first and their last use at once.
+    """The most shards that are between their first use (``ahead`` samples before it) and their last use at once.
 
-    ``shards`` has the shard of each sample in the order of use; a shard is needed ``ahead`` uses before its first one.
+    ``shards`` has the shard of each sample in the order of use.
     """
-    if not len(shards):
-        return 0
     _, first = np.unique(shards, return_index=True)
     _, behind = np.unique(shards[::-1], return_index=True)
     change = np.zeros(len(shards) + 1, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What a state means: which epoch, batch and samples come next, and which a step of its epoch was made of."""
+"""What a state means: the epoch, batch and samples that come next, and the samples of any step of its epoch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,9 @@ from lightning_stream.order.world import World
 
 @dataclass(frozen=True, eq=False)
 class TracedBatch:
-    """One global batch: which it is, and its samples.
+    """A global batch: its epoch, its number in that (from 0), its positions [begin, end) and samples, without padding.
 
-    Args:
-        epoch, step: Its epoch, and its number in that epoch, from 0.
-        begin, end: Its positions, [begin, end).
-        ids: int64[n], sample ids in position order, padding excluded.
-        shards, streams: int64[n], the shard and the stream of each.
+    ``ids``, ``shards`` and ``streams`` are int64[n] in position order.
     """
 
     epoch: int
@@ -36,12 +32,9 @@ class TracedBatch:
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """What comes next after a state.
+    """What comes after a state: the epoch that continues or begins, and its next global batch (None if it has none).
 
-    Args:
-        epoch: The epoch that continues or begins.
-        position, num_samples: Samples of it already trained on, and all that are drawn in it.
-        steps_left, upcoming: Global batches still to come in it, and the next one; None if the epoch is over.
+    ``position`` of its ``num_samples`` were trained on; ``steps_left`` global batches are still to come.
     """
 
     epoch: int
@@ -51,7 +44,7 @@ class Explanation:
     upcoming: TracedBatch | None
 
     def __str__(self) -> str:
-        """A few lines for a reader."""
+        """A few lines of text."""
         done, batch = f"{self.position} of {self.num_samples} samples trained on", self.upcoming
         text = f"epoch {self.epoch}: {done}, {self.steps_left} global batches to come"
         if batch is None:
@@ -64,7 +57,12 @@ class Explanation:
 
 
 def explain(run: RunOrder, position: Position, *, world: World | None = None) -> Explanation:
-    """Say what comes next after a position, under its own batch size and tail (the next epoch, if this one is over)."""
+    """What comes after a position, with its own batch size and tail (the next epoch, if this one is over).
+
+    Example::
+
+        print(explain(run, Position.from_state(state)))  # epoch 0: 512 of 2000 samples trained on, ...
+    """
     here = position.normalised(run, batch_size=position.batch_size, tail=position.tail, world=world)
     *earlier, (plan, _) = _stretches(run, here, world)
     done = sum(steps for _, steps in earlier) + _steps_until(plan, here.position)
@@ -74,13 +72,9 @@ def explain(run: RunOrder, position: Position, *, world: World | None = None) ->
 
 
 def trace(run: RunOrder, position: Position, step: int, *, world: World | None = None) -> TracedBatch:
-    """Which samples global batch ``step`` of the position's epoch is made of, done or to come.
+    """The samples of global batch ``step``, counted from the start of the position's epoch, done or to come.
 
-    Args:
-        run: The run's order.
-        position: Any position of that epoch: its changes of batch size are honoured.
-        step: Counted from the epoch's start.
-        world: Only matters for the last batch of ``tail="exact"``.
+    The position's changes of the batch size count; ``world`` only matters for the last batch of ``tail="exact"``.
 
     Raises:
         ValueError: The epoch has no such step.
@@ -93,13 +87,12 @@ def trace(run: RunOrder, position: Position, step: int, *, world: World | None =
             return TracedBatch(position.epoch, step, begin, end, ids, shards, streams)
         before += steps
     raise ValueError(
-        f"Steps count from 0 to the last global batch of the epoch, but step {step} was asked of epoch "
-        f"{position.epoch}, which has {before} under this state. Ask for one of those."
+        f"A step must be one of the epoch's: epoch {position.epoch} has {before} of them, not step {step}."
     )
 
 
 def _stretches(run: RunOrder, position: Position, world: World | None) -> list[tuple[BatchPlan, int]]:
-    """The epoch by its batch sizes: for each a plan from where it came into force, and how many steps it held."""
+    """The epoch by its batch sizes: for each, a plan from its first position on, and its number of steps."""
     order, tail = run.epoch(position.epoch), position.tail
     changes = position.batch_changes or ((0, position.batch_size),)
     ends = [*(begin for begin, _ in changes[1:]), order.num_samples]

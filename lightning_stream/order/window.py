@@ -1,23 +1,26 @@
 """The native order of one set of drawn samples: a rolling window over shards, read at any position without replay.
 
-The drawn samples are split evenly into canonical nodes; position p belongs to node p mod C. Within a node the parts are
-put in a new order each epoch; each is permuted and cut into w pieces, and mixing block t holds piece i of part t - i.
-So one part enters and one leaves with each block. Both ends are softened: the window fills with half pieces, and the
-last block holds all that the last parts have left. (README.md has a drawing.)
+The drawn samples are split evenly into canonical nodes; position p belongs to node p mod C. Within a node the parts get
+a new order each epoch; each is permuted and cut into w pieces, and mixing block t holds piece i of part t - i. So one
+part enters and one leaves with each block. The window fills with half pieces, and the last block holds all that the
+last parts have left. (README.md has a drawing.)
+
+Which shards are active together is random, but the active ones always span all the data (`spread_parts`). On data
+sorted on disk a batch then touches nearly as many disk segments as a truly random one: 88 of 100 instead of 69 with 128
+active shards of 400 (random: 92).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.draw import Draw, ShardDraws
-from lightning_stream.order.permutation import RngStream, permutation
-from lightning_stream.order.stratify import spread_parts
+from lightning_stream.order.permutation import RngStream, permutation, random_u64, stable_argsort
 
 _CHUNK = 1 << 12
 _MOST_PARTS = 2**28
@@ -33,33 +36,13 @@ def kept(cache: dict[_Key, _Value], key: _Key, make: Callable[[_Key], _Value], c
     found = cache.get(key)
     if found is None:
         found = cache[key] = make(key)
-        for old in list(cache)[:-count] if len(cache) > count else ():
+        for old in list(cache)[:-count]:
             cache.pop(old, None)
     return found
 
 
-class SampleOrder(Protocol):
-    """The order of one set of drawn samples in one epoch, readable at any position."""
-
-    num_samples: int
-
-    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Sample ids at positions [begin, end)."""
-        ...
-
-    def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
-        """The canonical node of each position in [begin, end)."""
-        ...
-
-
 class Parts:
-    """The drawn shards as numbered parts: each pass over a shard is one, and each subset of a shard. O(shards).
-
-    Args:
-        draw: The run's draw.
-        epoch: The epoch.
-        drawn: What is drawn, in the order in which the parts are numbered; a shard's passes come before its subset.
-    """
+    """The drawn shards as numbered parts, in their order: each pass over a shard, then its subset. O(shards)."""
 
     def __init__(self, draw: Draw, epoch: int, drawn: ShardDraws) -> None:
         self._draw, self._epoch, self.drawn = draw, epoch, drawn
@@ -73,7 +56,7 @@ class Parts:
         self._subsets: dict[int, NDArray[np.int64]] = {}
 
     def find(self, sample: int) -> tuple[int, int, int]:
-        """The part that holds the sample with this number, the sample's index in it, and the part's samples."""
+        """The part that holds the sample with this number, the sample's index in it, and the part's length."""
         entry = int(np.searchsorted(self._ends, sample, side="right"))
         count, size = int(self.drawn.count[entry]), int(self._sizes[entry])
         number, inside = divmod(sample - int(self._ends[entry]) + count, size)
@@ -90,25 +73,19 @@ class Parts:
         return self.drawn.shard[entry], np.minimum(size, count - number * size)
 
     def ids(self, part: int, before: int, behind: int) -> NDArray[np.int64]:
-        """Sample ids of one part, ascending, without so many at its begin and at its end.
-
-        The last subsets are kept: to draw half of a shard of 10^6 samples takes 18 ms, which each batch would cost.
-        """
+        """Sample ids of one part, ascending, without so many at its begin and at its end."""
         entry = part if self._single else int(np.searchsorted(self._last, part))
         shard, size = int(self.drawn.shard[entry]), int(self._sizes[entry])
         subset = int(self.drawn.count[entry]) % size
         if not subset or part < self._last[entry]:
             return self._draw.ids(self._epoch, shard, size, before, size - behind)
+        # Kept, since each batch needs it: a draw of half of a shard of 10^6 samples takes 18 ms.
         ids = kept(self._subsets, part, lambda _: self._draw.ids(self._epoch, shard, subset, 0, subset), 2)
         return ids[before : subset - behind]
 
 
 class IndexOrder:
-    """``shuffle=False``: index order, S(p) = p where every sample is drawn once.
-
-    One canonical node: positions in index order are cut among ranks as they lie, which keeps each rank's samples of a
-    batch in as few shards as can be; no grouping does better, since neighbours share their shard.
-    """
+    """``shuffle=False``: index order. One canonical node, since neighbours share their shard without any grouping."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self.num_samples = parts, parts.num_samples
@@ -128,16 +105,13 @@ class IndexOrder:
 
 
 class WindowOrder:
-    """The rolling window over parts.
+    """The rolling window over parts, in the run-constant order in which canonical nodes get their shards.
 
-    Args:
-        parts: The parts, in the run-constant order in which their shards are given to canonical nodes.
-        key: (seed, epoch, set of streams): part of every key.
-        canonical_nodes, window: C, and w: active parts per canonical node.
+    ``key`` is (seed, epoch, set of streams), a part of every key; C and w are ``canonical_nodes`` and ``window``.
     """
 
     def __init__(self, parts: Parts, key: tuple[int, int, int], *, canonical_nodes: int, window: int) -> None:
-        self._parts, self._key, self._num_nodes, self._window = parts, key, canonical_nodes, window
+        self.parts, self.key, self.canonical_nodes, self.window = parts, key, canonical_nodes, window
         self.num_samples = parts.num_samples
         if parts.num_parts > _MOST_PARTS:
             raise ValueError(
@@ -145,13 +119,13 @@ class WindowOrder:
                 f"{parts.num_parts} are drawn. Lower repeat, choose or epoch_size: an epoch may be shorter."
             )
         shard = parts.drawn.shard
-        self._first_group = int(shard.min(initial=2**62)) // canonical_nodes
-        self._num_groups = max(int(shard.max(initial=0)) // canonical_nodes - self._first_group + 1, 1)
+        self.first_group = int(shard.min(initial=2**62)) // canonical_nodes
+        self.num_groups = max(int(shard.max(initial=0)) // canonical_nodes - self.first_group + 1, 1)
         self._nodes: dict[int, NodeWindow] = {}
         self._chunks: dict[int, NDArray[np.int64]] = {}
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Sample ids at positions [begin, end). Small ranges are cut from a chunk read at once, for speed alone."""
+        """Sample ids at positions [begin, end). Small ranges are cut from a chunk that is read at once, for speed."""
         if end - begin > _CHUNK or begin >= end:
             return self._read(begin, end)
         pieces = []
@@ -165,7 +139,7 @@ class WindowOrder:
 
     def _read(self, begin: int, end: int) -> NDArray[np.int64]:
         out = np.empty(max(end - begin, 0), dtype=np.int64)
-        count = self._num_nodes
+        count = self.canonical_nodes
         for first in range(begin, min(begin + count, end)):
             node, index = first % count, first // count
             stop = index + (end - first + count - 1) // count
@@ -174,47 +148,37 @@ class WindowOrder:
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         """The canonical node of each position: p mod C."""
-        return np.arange(begin, max(end, begin), dtype=np.int64) % self._num_nodes
+        return np.arange(begin, max(end, begin), dtype=np.int64) % self.canonical_nodes
 
     def _node(self, node: int) -> NodeWindow:
-        """Cut this node's samples out of all parts; those on its borders become parts of both neighbours."""
-        size, longer = divmod(self.num_samples, self._num_nodes)
-        begin = size * node + min(node, longer)
-        end = begin + size + (node < longer)
-        (first, before, _), (last, inside, count) = self._parts.find(begin), self._parts.find(end - 1)
-        shards, sizes = self._parts.span(first, last + 1)
-        behind = count - inside - 1
-        sizes[0] -= before
-        sizes[-1] -= behind
-        group = shards // self._num_nodes - self._first_group
-        order = spread_parts((*self._key, node), group, self._num_groups, self._num_nodes, self._window)
-        ends = block_ends(sizes[order], self._window)
-        return NodeWindow(self._parts, (*self._key, node), (first, before, behind), order, ends, self._window)
+        return NodeWindow(self, node)
+
+
+SampleOrder = IndexOrder | WindowOrder
+"""The order of one set of drawn samples in one epoch, readable at any position."""
 
 
 class NodeWindow:
-    """The rolling window of one canonical node.
+    """The rolling window of one canonical node of an order.
 
-    Args:
-        parts: The parts of all nodes.
-        key: (seed, epoch, set of streams, node).
-        cut: The node's first part, samples of it that belong to the node before, and of its last part to the next.
-        order: int64[K], the part, counted from the first, at each place of the epoch.
-        ends: int64[K], where each mixing block ends.
-        window: w.
+    Its samples are cut out of all parts: a part on a border is cut in two.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        key: tuple[int, int, int, int],
-        cut: tuple[int, int, int],
-        order: NDArray[np.int64],
-        ends: NDArray[np.int64],
-        window: int,
-    ) -> None:
-        self._parts, self._key, self._order, self._ends, self._window = parts, key, order, ends, window
-        self._first, self._before, self._behind = cut
+    def __init__(self, whole: WindowOrder, node: int) -> None:
+        nodes, parts = whole.canonical_nodes, whole.parts
+        self._parts, self._window, self._key = parts, whole.window, (*whole.key, node)
+        size, longer = divmod(whole.num_samples, nodes)
+        begin = size * node + min(node, longer)
+        end = begin + size + (node < longer)
+        (self._first, self._before, _), (last, inside, count) = parts.find(begin), parts.find(end - 1)
+        self._behind = count - inside - 1  # samples of the last part that the next node has, as `_before` of the first
+        shards, sizes = parts.span(self._first, last + 1)
+        sizes[0] -= self._before
+        sizes[-1] -= self._behind
+        group = shards // nodes - whole.first_group
+        # The part at each place of the epoch, counted from the first, and where each mixing block ends.
+        self._order = spread_parts(self._key, group, whole.num_groups, nodes, self._window)
+        self._ends = block_ends(sizes[self._order], self._window)
         self._permuted: dict[int, tuple[NDArray[np.int64], tuple[int, ...]]] = {}
         self._mixing_blocks: dict[int, NDArray[np.int64]] = {}
 
@@ -249,7 +213,7 @@ class NodeWindow:
 
 
 def block_ends(sizes: NDArray[np.int64], window: int) -> NDArray[np.int64]:
-    """int64[K]: where each mixing block of a node ends, in O(K + w**2); the last block holds all that is left."""
+    """int64[K]: where each mixing block of a node ends. O(K + w**2)."""
     num_parts = len(sizes)
     head = min(window - 1, num_parts)
     length = num_parts + window + 1
@@ -263,8 +227,7 @@ def block_ends(sizes: NDArray[np.int64], window: int) -> NDArray[np.int64]:
     for place in range(head):
         blocks[place : place + window] += np.diff(piece_begins(int(sizes[place]), place, window))
     ends = np.cumsum(blocks)[:num_parts]
-    if num_parts:
-        ends[-1] = sizes.sum()
+    ends[-1:] = sizes.sum()  # the last block holds all that is left
     return ends
 
 
@@ -272,8 +235,8 @@ def block_ends(sizes: NDArray[np.int64], window: int) -> NDArray[np.int64]:
 def piece_begins(size: int, place: int, window: int) -> tuple[int, ...]:
     """Where each of the w pieces of the part at ``place`` begins, and the end.
 
-    A part gives w pieces, the first ``size mod w`` of them one longer. While the window fills, the first w - 1 parts
-    give half pieces, and what they keep back in equal pieces once it is full: it fills twice as fast.
+    The first ``size mod w`` of them are one longer. While the window fills, the first w - 1 parts give half pieces, and
+    the rest in equal pieces once it is full: so it fills twice as fast.
     """
     filling = max(0, window - 1 - place)
     half = size // (2 * window)
@@ -282,3 +245,73 @@ def piece_begins(size: int, place: int, window: int) -> tuple[int, ...]:
     late = np.maximum(piece - filling, 0)
     begins = half * np.minimum(piece, filling) + even * late + np.minimum(late, longer)
     return tuple(begins.tolist())
+
+
+def deal_shards(seed: int, num_shards: int, canonical_nodes: int) -> NDArray[np.int64]:
+    """int64[num_shards]: each shard's place in the run-constant order that is cut into canonical nodes.
+
+    Of every C neighbouring shards each node gets one, another one from group to group, at random. So each node spans
+    the data evenly, in index order; neighbouring nodes get shards far apart.
+    """
+    num_groups = -(-num_shards // canonical_nodes)
+    group, inside = np.divmod(np.arange(num_shards, dtype=np.int64), canonical_nodes)
+    turns = (random_u64(RngStream.SHARDS, seed, size=num_groups) % np.uint64(canonical_nodes)).astype(np.int64)
+    node = (_far_apart(canonical_nodes)[inside] + turns[group]) % canonical_nodes
+    absent = np.ones(canonical_nodes, dtype=np.int64)  # nodes to which the last, incomplete group gives nothing
+    absent[node[canonical_nodes * (num_groups - 1) :]] = 0
+    place: NDArray[np.int64] = node * num_groups + group - (np.cumsum(absent) - absent)[node]
+    return place
+
+
+def _far_apart(count: int) -> NDArray[np.int64]:
+    """A permutation of ``range(count)`` whose neighbouring values lie at indices far apart (van der Corput's order)."""
+    bits = max(1, (count - 1).bit_length())
+    order: NDArray[np.int64] = np.argsort([int(f"{number:0{bits}b}"[::-1], 2) for number in range(count)])
+    return order
+
+
+def spread_parts(
+    key: tuple[int, int, int, int], group: NDArray[np.int64], num_groups: int, canonical_nodes: int, window: int
+) -> NDArray[np.int64]:
+    """int64[K]: a node's parts in the order of this epoch: at random, but all nodes' windows together span the data.
+
+    The groups are cut into strata, at most C * w. In each round a node takes up to w parts, one of each of w strata;
+    the seed assigns them, other ones to each node. From round to round a node moves to its neighbour's strata;
+    after C sweeps over all rounds it has taken every part once. So the C * w active parts come from different strata
+    (as long as the nodes' parts are of similar size).
+
+    ``key`` is (seed, epoch, stream, node); ``group`` is int64[K], the group of neighbouring shards of each part (see
+    :func:`deal_shards`), one of ``num_groups``; C and w are ``canonical_nodes`` and ``window``.
+    """
+    seed, epoch, stream, node = key
+    num_strata = min(canonical_nodes * window, max(num_groups, 1))
+    stratum = group * num_strata // max(num_groups, 1)
+    turn = _turns(seed, epoch, stream, num_strata)[stratum]
+    row, column = turn % canonical_nodes, turn // canonical_nodes
+    rounds = _ranks_within(key, stratum)
+    num_rounds = int(rounds.max(initial=0)) + 1
+    sweep = (row - node - rounds) % canonical_nodes
+    return np.argsort((sweep * num_rounds + rounds) * window + column)  # all differ: any sort gives the same
+
+
+@lru_cache(maxsize=8)
+def _turns(seed: int, epoch: int, stream: int, num_strata: int) -> NDArray[np.int64]:
+    """The random order of an epoch's strata, the same for all its nodes."""
+    return permutation(RngStream.STRATA, seed, epoch, stream, size=num_strata)
+
+
+def _ranks_within(key: tuple[int, int, int, int], stratum: NDArray[np.int64]) -> NDArray[np.int64]:
+    """A random rank of each part among those of its stratum."""
+    if not len(stratum):
+        return stratum
+    order = np.argsort(stratum, kind="stable")
+    ordered = stratum[order]
+    first = np.searchsorted(ordered, np.arange(int(ordered[-1]) + 2))
+    inside = np.arange(len(ordered)) - first[ordered]
+    table = np.full((len(first) - 1, int(inside.max()) + 1), 2**64 - 1, dtype=np.uint64)
+    table[ordered, inside] = random_u64(RngStream.PARTS, *key, size=len(ordered)) >> np.uint64(1)
+    ranks = np.empty(table.shape, dtype=np.int64)
+    np.put_along_axis(ranks, stable_argsort(table), np.arange(table.shape[1])[None, :], axis=1)
+    within = np.empty_like(order)
+    within[order] = ranks[ordered, inside]
+    return within

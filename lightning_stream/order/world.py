@@ -16,7 +16,7 @@ class World:
         replication: Groups of this many consecutive ranks get the same samples (tensor or sequence parallelism).
 
     Raises:
-        ValueError: Some number contradicts another; every contradiction is named.
+        ValueError: Numbers that contradict each other; every contradiction is named.
 
     Example::
 
@@ -30,10 +30,9 @@ class World:
     replication: int = 1
 
     def __post_init__(self) -> None:
-        problems = self._problems()
-        if problems:
+        if problems := self._problems():
             raise ValueError(
-                "A world must be consistent. " + " ".join(problems) + f" Found {self!r}; correct the arguments or the "
+                f"A world must be consistent. {' '.join(problems)} Found {self!r}; correct the arguments or the "
                 "launcher's environment."
             )
 
@@ -51,23 +50,18 @@ class World:
 
     @property
     def replica(self) -> int:
-        """The data replica this rank belongs to: ranks of one replica read the same samples."""
+        """The data replica of this rank: ranks of one replica read the same samples."""
         return self.rank // self.replication
 
     @property
     def num_replicas(self) -> int:
-        """How many different shares a global batch is cut into."""
+        """The number of shares that a global batch is cut into."""
         return self.num_ranks // self.replication
 
     @property
-    def num_physical_nodes(self) -> int:
-        """Machines."""
-        return self.num_ranks // self.ranks_per_node
-
-    @property
     def num_nodes(self) -> int:
-        """Places data is downloaded to: machines, or groups of ranks where one group spans several machines."""
-        return min(self.num_physical_nodes, self.num_replicas)
+        """Data nodes: machines, or groups of ranks where one group spans several machines."""
+        return min(self.num_ranks // self.ranks_per_node, self.num_replicas)
 
     @property
     def node(self) -> int:

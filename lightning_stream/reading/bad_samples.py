@@ -19,38 +19,38 @@ from lightning_stream.reading.reader import SampleReader
 
 T = TypeVar("T")
 Policy = Literal["raise", "substitute"]
-_BAD = (FormatError, NotFoundError)  # a store that does not answer, or refuses, is no bad data
+_BAD = (FormatError, NotFoundError)  # not a store that does not answer, or refuses
 
 
 @dataclass(frozen=True)
 class BadDataPolicy:
-    """What a dataset does with data that cannot be read.
+    """What a dataset does with data that cannot be read: ``"raise"``, or ``"substitute"`` to deliver another sample.
 
     Attributes:
-        on_bad_sample: What happens to a sample whose bytes cannot be decoded.
-        on_bad_shard: What happens to a shard that the store lacks, or whose bytes are not what the index says.
-        quarantine: The file that lists them, a JSON object a line; None for ``quarantine.jsonl`` in the cache folder.
+        on_bad_sample: For a sample whose bytes cannot be decoded.
+        on_bad_shard: For a shard that the store lacks, or whose bytes do not match the index.
+        quarantine: The file that lists the samples, one JSON object a line; None for the one in the cache folder.
         seed: Key of the replacements.
     """
 
     on_bad_sample: Policy = "raise"
     on_bad_shard: Policy = "raise"
-    quarantine: Path | None = None
+    quarantine: str | os.PathLike[str] | None = None
     seed: int = 0
 
     @property
     def substitutes(self) -> bool:
-        """Whether samples may be delivered in the place of others."""
+        """Whether other samples may be delivered."""
         return "substitute" in (self.on_bad_sample, self.on_bad_shard)
 
     def __post_init__(self) -> None:
-        for name, value in (("on_bad_sample", self.on_bad_sample), ("on_bad_shard", self.on_bad_shard)):
-            if value not in ("raise", "substitute"):
-                raise ValueError(f"{name} is 'raise' or 'substitute'; found {value!r}.")
+        for name in ("on_bad_sample", "on_bad_shard"):
+            if (value := getattr(self, name)) not in ("raise", "substitute"):
+                raise ValueError(f"{name} must be 'raise' or 'substitute'; found {value!r}.")
 
 
 class HasBadData(Protocol):
-    """What is read: a `StreamingDataset`."""
+    """The source of samples: a `StreamingDataset`."""
 
     reader: SampleReader
     bad_data: BadData
@@ -58,9 +58,9 @@ class HasBadData(Protocol):
 
 @dataclass
 class BadData:
-    """A policy, and what one process has found bad so far: samples and whole shards, with the reason.
+    """A policy, and the samples and shards that one process has found bad so far, with the reason.
 
-    `listed` are the samples that were drawn and are in the quarantine file.
+    `listed` are the drawn samples that are in the quarantine file.
     """
 
     policy: BadDataPolicy = field(default_factory=BadDataPolicy)
@@ -75,10 +75,10 @@ class BadData:
         return bool(self.found) and not self.found.keys().isdisjoint(ids.tolist())
 
     def is_bad(self, reader: SampleReader, sample_id: int) -> bool:
-        """Whether the sample cannot be read; tries to, where that is not known yet.
+        """Whether the sample cannot be read, which is tried where it is not known yet.
 
         Raises:
-            FormatError, NotFoundError: It cannot, and the policy for its kind of trouble is to raise.
+            FormatError, NotFoundError: It cannot, and the policy is to raise.
         """
         shard = int(reader.snapshot.shards_of(np.array([sample_id]))[0])
         if sample_id in self.found or shard in self.shards:
@@ -98,27 +98,22 @@ class BadData:
             return True
         return False
 
-    def replacement(self, reader: SampleReader, epoch: int, position: int, drawn: int) -> int:
-        """The sample to deliver at a position instead of the one drawn: the same in every world.
-
-        Raises:
-            FormatError: None of those planned can be read either.
-        """
-        planned = replacements(reader.snapshot, self.policy.seed, epoch, position, drawn)
-        for sample_id in planned:
+    def _replacement(self, reader: SampleReader, epoch: int, position: int, drawn: int) -> int:
+        """The sample to deliver at a position instead of the drawn one: the same in every world."""
+        for sample_id in replacements(reader.snapshot, self.policy.seed, epoch, position, drawn):
             if not self.is_bad(reader, sample_id):
                 return sample_id
         raise FormatError(
-            f"sample {drawn} cannot be read, nor can any planned in its place; too much of the data is bad to go on. "
-            f"The last reason: {self.found[drawn]}"
+            f"sample {drawn} cannot be read, and none of the samples that could replace it: too much of the data is "
+            f"bad. The last reason: {self.found[drawn]}"
         )
 
     def replaced(self, reader: SampleReader, info: MicroBatch) -> MicroBatch:
-        """The micro-batch with substitutes for samples that cannot be read; the same object where all can be."""
+        """The micro-batch with substitutes for samples that cannot be read; the same object if there are none."""
         substitutions = []
         for position, drawn in zip(info.positions.tolist(), info.ids.tolist(), strict=True):
             if self.is_bad(reader, drawn):
-                delivered = self.replacement(reader, info.epoch, position, drawn)
+                delivered = self._replacement(reader, info.epoch, position, drawn)
                 substitutions.append(Substitution(position, drawn, delivered))
                 if drawn not in self.listed:
                     self.listed.add(drawn)
@@ -126,8 +121,8 @@ class BadData:
         return replace(info, substitutions=tuple(substitutions)) if substitutions else info
 
     def _quarantine(self, reader: SampleReader, epoch: int, one: Substitution) -> None:
-        """Add a line for a sample: written at once and whole, since other processes write there too."""
-        path = self.policy.quarantine or reader.caches[0].folder / "quarantine.jsonl"
+        """Add a line for a sample, in one write, since other processes append to the file too."""
+        path = Path(self.policy.quarantine or reader.caches[0].folder / "quarantine.jsonl")
         snapshot, ids = reader.snapshot, np.array([one.drawn])
         line = {
             "sample": one.drawn,
@@ -147,28 +142,22 @@ class BadData:
 
 
 def readable(dataset: HasBadData, info: MicroBatch, read: Callable[[MicroBatch], T]) -> tuple[T, MicroBatch]:
-    """Read a micro-batch as the dataset's policy says.
-
-    Returns:
-        What was read, and the micro-batch with its substitutions.
+    """Read a micro-batch under the dataset's policy: the result, and the micro-batch with its substitutions.
 
     Raises:
-        FormatError, NotFoundError: Something cannot be read, and the policy is to raise.
+        FormatError, NotFoundError: Some data cannot be read, and the policy is to raise.
     """
     bad, reader = dataset.bad_data, dataset.reader
     if not bad.suspects(reader, info.ids):
         try:
             return read(info), info
         except _BAD:
-            if bad.policy.on_bad_sample == bad.policy.on_bad_shard == "raise":
-                raise
-            whole = bad.replaced(reader, info)
+            whole = bad.replaced(reader, info) if bad.policy.substitutes else info
             if whole is info:
                 raise  # all samples can be read: the user's own code failed
     else:
         whole = bad.replaced(reader, info)
-    instead = np.array([one.delivered for one in whole.substitutions])
-    announced = reader.read_ahead(instead)
+    announced = reader.read_ahead(np.array([one.delivered for one in whole.substitutions]))
     try:
         return read(whole), whole
     finally:
@@ -177,5 +166,4 @@ def readable(dataset: HasBadData, info: MicroBatch, read: Callable[[MicroBatch],
 
 def bad_data(on_bad_sample: Any, on_bad_shard: Any, quarantine: str | os.PathLike[str] | None, seed: int) -> BadData:
     """A policy, before anything was found bad."""
-    path = None if quarantine is None else Path(quarantine)
-    return BadData(BadDataPolicy(on_bad_sample, on_bad_shard, path, seed))
+    return BadData(BadDataPolicy(on_bad_sample, on_bad_shard, quarantine, seed))

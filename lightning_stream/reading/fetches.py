@@ -1,8 +1,10 @@
-"""What a reader holds in one process: mapped shards, and threads that fetch the next ones."""
+"""What a reader holds in one process: the shards that are mapped, and threads that fetch the next ones."""
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import threading
 import weakref
 from collections import Counter, deque
@@ -11,27 +13,108 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lightning_stream.cache import Lease, ShardCache
-from lightning_stream.errors import LockTimeoutError
+from lightning_stream.errors import CacheError, LockTimeoutError
 from lightning_stream.formats.index.schema import ShardEntry
+from lightning_stream.formats.mds.gather import SpanTable
+from lightning_stream.formats.shard import Batch, Buffers, Shard
 from lightning_stream.reading.next_use import NextUse
-from lightning_stream.reading.open_shards import OpenShards
 from lightning_stream.reading.range_reads import SampleRanges
 from lightning_stream.threads import DaemonPool, follow
 
 _WAITERS = 32  # threads that wait for other processes' fetches
 _LOCK_S = 1.0  # the lock is held for microseconds
+_FILES_PER_SHARD = 2  # one for its lock and, before Python 3.13, one for its mapping
+_OTHER_FILES = 256  # connections, logs, and what the trainer has open
+
+
+class OpenShards:
+    """Mapped shards by number, each with the lease that protects it from eviction, and when each was used last.
+
+    Reading is thread-safe; changes need the caller's lock.
+    """
+
+    def __init__(self, num_shards: int) -> None:
+        self._held: dict[int, tuple[Shard, Lease]] = {}
+        self._table = SpanTable(num_shards)
+        self._used: NDArray[np.int64] = np.zeros(num_shards, np.int64)  # by a clock of uses
+        self._is_open: NDArray[np.bool_] = np.zeros(num_shards, np.bool_)
+        self._clock = 0
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, number: int, shard: Shard, lease: Lease) -> Shard:
+        """Keep a shard that was opened, and its lease; where another thread was first, return that one's shard."""
+        if (held := self._held.get(number)) is not None:
+            if lease is not held[1]:
+                lease.close()
+            return held[0]
+        self._held[number] = shard, lease
+        self._use(number)
+        self._is_open[number] = True
+        self._table.add(number, shard.mapped)
+        return shard
+
+    def get(self, number: int) -> Shard | None:
+        """A shard to read from, which stays mapped while it is referred to; None if it is not open."""
+        if (held := self._held.get(number)) is None:
+            return None
+        self._use(number)
+        return held[0]
+
+    def lease(self, number: int, shard: Shard) -> Lease | None:
+        """The lease of an open shard; None where another shard or none is open under the number."""
+        held = self._held.get(number)
+        return held[1] if held is not None and held[0] is shard else None
+
+    def has(self, numbers: NDArray[np.int64]) -> bool:
+        """Whether all of these are open."""
+        return bool(self._is_open.take(numbers).all())
+
+    def gather(self, numbers: NDArray[np.int64], indices: NDArray[np.int64], out: Buffers | None) -> Batch | None:
+        """A batch gathered at once: row k is sample ``indices[k]`` of shard ``numbers[k]``.
+
+        None where not all of these shards are open, mapped, and of the same columns.
+        """
+        batch = self._table.gather(numbers, indices, out)
+        if batch is not None:
+            self._use(numbers)
+        return batch
+
+    def _use(self, numbers: int | NDArray[np.int64]) -> None:
+        self._clock += 1
+        self._used[numbers] = self._clock
+
+    def close(self, number: int) -> None:
+        """Forget a shard, if it is open; it stays mapped for those that are reading it."""
+        if (held := self._held.pop(number, None)) is not None:
+            self._is_open[number] = False
+            self._table.remove(number)
+            held[1].close()
+
+    def close_all_but(self, count: int) -> None:
+        """Forget the shards used longest ago."""
+        if len(self._held) > count:
+            for number in sorted(self._held, key=self._used.__getitem__)[: len(self._held) - count]:
+                self.close(number)
 
 
 class Announced(NamedTuple):
-    """Shards that one batch needs, in the process where that was announced."""
+    """The shards that one batch needs, in the process that announced it."""
 
     process: ReaderProcess
     numbers: list[int]
 
 
 class Fetch(Future[Lease]):
-    """A shard on its way; `queued` is the thread pool's call, for as long as the pool has it."""
+    """A shard that is being fetched; `queued` is the thread pool's call, for as long as the pool has it."""
 
     queued: weakref.ref[Future[None]]
 
@@ -40,12 +123,12 @@ class ReaderProcess:
     """Mapped shards and fetches of one process. Its tables change under `lock`, which nobody holds while reading.
 
     Args:
-        num_shards: All shards there are.
+        num_shards: All shards of the dataset.
         fetch_threads: Shards fetched at the same time.
-        ranges: What reads samples of shards that are not here.
+        ranges: Reads samples of shards that are not here.
         max_open_shards: Shards that stay mapped.
-        is_limited: Whether a cache limit asks for shards to be closed as soon as no announced batch needs them: what
-            is open cannot be evicted, and without a plan nobody knows when it will be read again.
+        is_limited: Whether there is a cache limit. Then shards are closed as soon as no announced batch needs them,
+            because what is open cannot be evicted.
     """
 
     def __init__(
@@ -62,19 +145,19 @@ class ReaderProcess:
         self.num_fetched_again = 0
         self.open = OpenShards(num_shards)
         self.fetches: dict[int, Fetch] = {}
-        self.awaited: Counter[int] = Counter()  # batches that are being read, or were announced, by shard
-        self.plans: dict[int, NextUse] = {}  # of the iterations that live, by id
+        self.awaited: Counter[int] = Counter()  # the batches that are read or announced, by shard
+        self.plans: dict[int, NextUse] = {}  # of the running iterations, by id
         self.ranges = ranges
         self._max_open_shards = max_open_shards
         self._is_limited = is_limited
         self._taken_back: deque[list[int]] = deque()
         self._fetch_threads = fetch_threads
         self._wanted = 0  # shards that this process is to fetch, or fetches
-        self._unfinished = 0  # those, and what other processes fetch
+        self._unfinished = 0  # these, and those that other processes fetch
         self._counting = threading.Lock()
         self._fetchers = DaemonPool(fetch_threads, "fetch")
         self._waiters = DaemonPool(_WAITERS, "wait")
-        # A forked child must not finalize its parent's pools: their locks may be held for ever there.
+        # A forked child must not finalize its parent's pools: their locks may never be released there.
         self.pools: list[object] = [self._fetchers, self._waiters, ranges]
 
     def announce(self, numbers: list[int]) -> Announced:
@@ -84,10 +167,10 @@ class ReaderProcess:
         return Announced(self, numbers)
 
     def take_back(self, numbers: list[int]) -> None:
-        """Undo one `announce`: what no other batch needs is not fetched any more and, under a limit, closed.
+        """Undo one `announce`: a shard that no other batch needs is not fetched any more and, under a limit, closed.
 
-        A garbage collector may call this in any thread, so it never waits long for the lock: what is left here is
-        settled by the next call.
+        The garbage collector may call this in any thread, so it does not wait long for the lock: the next call does
+        what this one could not.
         """
         self._taken_back.append(numbers)
         if self.lock.acquire(timeout=_LOCK_S):
@@ -107,14 +190,14 @@ class ReaderProcess:
                         self.open.close(number)
 
     def _give_up(self, number: int) -> None:
-        """Do not begin a fetch that waits for a thread; the lease that another brings ends as nobody refers to it."""
+        """Cancel a fetch that waits for a thread; one that runs ends with a lease that nobody keeps."""
         fetch = self.fetches.pop(number, None)
         if fetch is not None and (queued := fetch.queued()) is not None:
             queued.cancel()
 
     @contextmanager
     def reading(self, numbers: list[int]) -> Iterator[None]:
-        """Keep these shards for as long as it takes to open them; closes what is over the bound afterwards."""
+        """Keep these shards while they are opened; afterwards, close those above the bound."""
         with self.lock:
             self.announce(numbers)
         try:
@@ -127,8 +210,8 @@ class ReaderProcess:
     def fetch(self, shards: Sequence[tuple[ShardCache, ShardEntry]]) -> list[Fetch]:
         """Begin to fetch shards, in this order.
 
-        What another process is fetching already is waited for in threads of their own: the workers of a node want the
-        same shards first, and would all wait for the few that one of them fetches.
+        Other threads wait for what another process fetches already: the workers of a node need the same shards first,
+        and would all wait for the few that one of them fetches.
         """
         self._count(len(shards), len(shards))
         return [self._fetch(cache, entry) for cache, entry in shards]
@@ -162,10 +245,32 @@ class ReaderProcess:
             self._unfinished += unfinished
 
     def close(self) -> None:
-        """Let go of everything; what has begun is not waited for."""
+        """Close everything, without waiting for fetches that have begun."""
         self._fetchers.close()
         self._waiters.close()
         with self.lock:
             for number in list(self.fetches):
                 self._give_up(number)
             self.open.close_all_but(0)
+
+
+def raise_file_limit(num_shards: int) -> None:
+    """Let this process open enough files for so many shards.
+
+    A shuffled batch reads from hundreds; many systems allow 1,024 files by default, and far more on request.
+    """
+    wanted = num_shards * _FILES_PER_SHARD + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        most = max(2 * soft, wanted)  # so that it is seldom raised again
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def explain_file_limit(error: OSError, num_shards: int) -> None:
+    """Raise CacheError if the limit of open files is why a file could not be opened, with so many shards open."""
+    if error.errno == errno.EMFILE:
+        raise CacheError(
+            f"each open shard takes up to {_FILES_PER_SHARD} open files, but this process may have "
+            f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} in all and has {num_shards} shards open already. Raise "
+            "the limit (`ulimit -n`), write larger shards, or read from fewer at once: a smaller window= or batch"
+        ) from error

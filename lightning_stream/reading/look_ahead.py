@@ -1,4 +1,4 @@
-"""Reading ahead: the shards of coming batches are fetched while those before them are trained on."""
+"""Reading ahead: the shards of coming batches are fetched while earlier batches are trained on."""
 
 from __future__ import annotations
 
@@ -17,17 +17,14 @@ _FURTHER = 16  # times as far, where connections would be idle otherwise
 
 
 def warm(reader: SampleReader, plan: BatchPlan, steps: int) -> int:
-    """Fetch what this rank needs for the first global batches of a plan.
-
-    Returns:
-        How many shards that takes, those included that were here.
+    """Fetch the shards that this rank needs for the first global batches of a plan, and return how many these are.
 
     Raises:
-        ValueError: Fewer than no steps.
-        StoreError, FormatError, CacheError: A shard cannot be had.
+        ValueError: ``steps`` is negative.
+        StoreError, FormatError, CacheError: A shard cannot be fetched.
     """
     if steps < 0:
-        raise ValueError(f"steps is 0 or more; found {steps}")
+        raise ValueError(f"steps must be at least 0; found {steps}")
     next_use = _eviction_plan(reader, plan)
     try:
         shards = prefetch_shards(plan, reader.snapshot, 0, min(steps, plan.num_batches))
@@ -38,7 +35,7 @@ def warm(reader: SampleReader, plan: BatchPlan, steps: int) -> int:
 
 
 def read_ahead_depth(predownload: int | None, device_batch_size: int) -> int:
-    """Micro-batches that a worker looks ahead of the one it delivers."""
+    """How many micro-batches a worker looks ahead of the one that it delivers."""
     return _READ_AHEAD_BATCHES if predownload is None else -(-predownload // device_batch_size)
 
 
@@ -49,12 +46,10 @@ def read_ahead(
     predownload: int | None,
     device_batch_size: int,
 ) -> Iterator[MicroBatch]:
-    """Yield micro-batches of a plan, with the shards of those that follow being fetched.
+    """Yield micro-batches of a plan, while the shards of those that follow are fetched.
 
-    Where the user left it open how many, more while there are connections that would be idle: in an order that reads
-    shard after shard, the next batches need too few to fill the link.
-
-    However it ends (exhausted, closed, by an error, garbage-collected), it takes back what it has announced.
+    Without a ``predownload``, it looks further ahead while connections are idle: in an order that reads shard after
+    shard, the next batches need too few. However it ends, it takes back what it has announced.
     """
     next_use, is_exiting = _eviction_plan(reader, plan), sys.is_finalizing
     depth = read_ahead_depth(predownload, device_batch_size)
@@ -62,7 +57,7 @@ def read_ahead(
     waiting: deque[tuple[MicroBatch, Announced | None]] = deque()
     infos = iter(infos)
     try:
-        # With all shards open, which then stay so, nothing is fetched or evicted any more.
+        # Once all shards are open, which they then stay, nothing is fetched or evicted any more.
         while not reader.has_all_open or waiting:
             allowed = 0 if reader.has_all_open else furthest if reader.could_fetch_more() else depth
             if len(waiting) <= allowed and (info := next(infos, None)) is not None:
@@ -75,14 +70,14 @@ def read_ahead(
             reader.done_with(waiting.popleft()[1])
         yield from infos
     finally:
-        if not is_exiting():  # what this needs may be gone already
+        if not is_exiting():  # at the interpreter's exit, modules may be gone already
             for _, announced in waiting:
                 reader.done_with(announced)
             reader.forget(next_use)
 
 
 def _eviction_plan(reader: SampleReader, plan: BatchPlan) -> NextUse:
-    """Let the reader's caches evict what this plan needs latest, from its beginning on."""
+    """Let the reader's caches evict first what this plan needs last."""
     next_use = NextUse(plan.order, reader.snapshot)
     next_use.advance(plan.bounds(0)[0] if plan.num_batches else 0)
     reader.plan(next_use)

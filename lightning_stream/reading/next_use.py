@@ -1,4 +1,4 @@
-"""When each shard is needed next, as far ahead as matters: what a cache under a limit evicts last."""
+"""When each shard is needed next: a cache under a limit evicts first what is needed last."""
 
 from __future__ import annotations
 
@@ -15,31 +15,24 @@ _HORIZON = 1 << 20  # positions; what is needed beyond it counts as never needed
 
 
 class NextUse:
-    """Says of a shard at which position of the epoch it is needed next, by any rank.
+    """The position in an epoch at which a shard is needed next, by any rank, within a ``horizon`` of positions.
 
     It looks up a part of the order at a time: O(samples of the part), a fraction of a second for a million.
-
-    Args:
-        order: The epoch.
-        snapshot: Its data.
-        horizon: Positions looked ahead at most.
     """
 
     def __init__(self, order: EpochOrder, snapshot: Snapshot, horizon: int = _HORIZON) -> None:
-        self._order = order
-        self._snapshot = snapshot
-        self._horizon = horizon
+        self._order, self._snapshot, self._horizon = order, snapshot, horizon
         nothing = np.zeros(0, np.int64)
         # Replaced as one, since several threads ask: begin, end, shards ascending, and the positions of each ascending.
         self._part: tuple[int, int, NDArray[np.int64], NDArray[np.int64]] = (0, 0, nothing, nothing)
         self.position = 0
 
     def advance(self, position: int) -> None:
-        """Say where the run is: what comes before is done."""
+        """Note the position of the run: everything before it is done."""
         self.position = position
 
     def __call__(self, shard: int) -> float:
-        """The position of the shard's next use; infinite where it is not needed any more within the horizon."""
+        """The position of the shard's next use; infinite if there is none within the horizon."""
         at = self.position
         _, _, shards, positions = self._looked_up(at)
         first, end = np.searchsorted(shards, [shard, shard + 1]).tolist()
@@ -58,15 +51,9 @@ class NextUse:
 
 
 def next_use_of_file(numbers: Mapping[str, int], plans: Mapping[int, NextUse], basename: str) -> float | None:
-    """In how many positions a file is needed next, by the plan that needs it first.
+    """In how many positions a file is needed next, by any of the plans; None for an unknown file or without plans.
 
-    Args:
-        numbers: Shard number by file.
-        plans: Those of the iterations that live.
-        basename: The file.
-
-    Returns:
-        None where nothing is known: it is not of this dataset, or there are no plans.
+    ``numbers`` has the shard number of each file.
     """
     number = numbers.get(basename)
     if number is None:

@@ -1,7 +1,7 @@
-"""From sample ids to samples and columns: streams, their shards, and reading ahead.
+"""From sample ids to samples and columns.
 
-A `SampleReader` joins streams into one space of sample ids (streams one after another, shards in index order), keeps a
-bounded number of shards mapped, and fetches those that are needed soon in threads of its own.
+A `SampleReader` numbers the samples of all streams (one stream after another, shards in index order), keeps a bounded
+number of shards mapped, and fetches those that are needed soon in threads of its own.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from lightning_stream.formats.mds.gather import gather, gather_mixed
 from lightning_stream.formats.mds.shard import MdsShard
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.order import Snapshot
-from lightning_stream.reading.fetches import Announced, ReaderProcess
-from lightning_stream.reading.file_limit import is_limit_reached, make_room_for, too_many
+from lightning_stream.reading.fetches import Announced, ReaderProcess, explain_file_limit, raise_file_limit
 from lightning_stream.reading.next_use import NextUse, next_use_of_file
 from lightning_stream.reading.range_reads import SampleRanges
 from lightning_stream.reading.stream import CacheDefaults, DownloadHook, Stream, cache_of, index_of, name_of
@@ -33,16 +32,15 @@ from lightning_stream.threads import DaemonPool
 
 @dataclass(frozen=True)
 class ReaderConfig:
-    """Bounds of what a reader holds at once, per process.
+    """Settings of a reader, per process.
 
     Attributes:
         max_open_shards: Shards mapped at the same time.
         fetch_threads: Shards fetched at the same time.
         allow_unsafe_types: Whether the ``pkl`` encoding may be decoded: it runs code that the data names.
-        decoders: Column name to what turns its stored bytes into a value, instead of its encoding.
-        start_by_range: Whether samples of shards that are still on their way may come by ranges of their own.
-        load_images: Whether images are loaded when they are read, and not when they are first looked at: damaged pixels
-            are found then.
+        decoders: By column, a function from its stored bytes to a value, instead of its encoding.
+        start_by_range: Whether samples may come by ranges while their shards are being fetched.
+        load_images: Whether images are decoded when they are read, which finds damaged pixels, and not later.
     """
 
     max_open_shards: int = 256
@@ -80,7 +78,7 @@ class SampleReader:
 
     @cached_property
     def snapshot(self) -> Snapshot:
-        """What the data is, as the order needs to know it."""
+        """The data as the order sees it."""
         return Snapshot.of(
             [index.shard_sizes for index in self.indexes],
             names=[name_of(stream) for stream in self.streams],
@@ -89,7 +87,7 @@ class SampleReader:
 
     @cached_property
     def _mixed_columns(self) -> dict[str, bool] | None:
-        """All columns, and whether all of the data has them in one encoding; None where all shards have the same."""
+        """All columns, and whether all streams have them in one encoding; None where all shards have the same."""
         schemas = [schema for index in self.indexes for schema in index.schemas]
         if len({(schema.format, schema.names, schema.encodings) for schema in schemas}) <= 1:
             return None
@@ -103,7 +101,7 @@ class SampleReader:
             names = ", ".join(map(name_of, self.streams))
             raise ValueError(
                 f"there must be samples to iterate over; {names} has none in {self.snapshot.num_shards} shards. "
-                "Check what its writer was given, or which samples were chosen."
+                "Check what was written to it, or which samples were chosen."
             )
 
     def entry(self, shard: int) -> tuple[ShardCache, ShardEntry]:
@@ -141,7 +139,7 @@ class SampleReader:
         return sample
 
     def open_for(self, sample_id: int) -> None:
-        """See that the sample's shard can be had and opened, without reading from it."""
+        """Open the sample's shard, without reading from it."""
         process, number = self._mine(), int(self.snapshot.shards_of(np.array([sample_id]))[0])
         with process.reading([number]):
             self._shard(process, number)
@@ -154,10 +152,9 @@ class SampleReader:
             out: Writable buffers (arrays, pinned or shared memory) that fixed-size columns are gathered into.
 
         Returns:
-            Column name to an array of n rows (numbers and arrays of fixed shape) or a list of n values.
-
-            Where streams have different columns: all of them, whatever this batch draws from; columns that not every
-            stream has in the same encoding are lists, with None where a sample lacks the column.
+            Column name to an array of n rows (numbers and arrays of fixed shape) or a list of n values. Where streams
+            have different columns, all of them; columns that not every stream has in the same encoding are lists, with
+            None where a sample lacks the column.
 
         Raises:
             FormatError: As `sample`, for the first sample that cannot be decoded.
@@ -169,7 +166,7 @@ class SampleReader:
         except DigestError:
             raise
         except FormatError:
-            for sample_id in ids.tolist():  # fetches damaged shards again; raises for a sample that stays so
+            for sample_id in ids.tolist():  # fetches damaged shards again; raises for a sample that stays damaged
                 self.sample(sample_id)
             return self._columns(ids, out)
 
@@ -199,8 +196,7 @@ class SampleReader:
     def read_ahead(self, ids: NDArray[np.int64]) -> Announced | None:
         """Begin to fetch the shards of `ids` that are not here, in the order of their first use.
 
-        Returns:
-            What `done_with` takes back, once the samples were read or will not be; None where all are here and stay.
+        Pass the result to `done_with` once the samples were read, or will not be.
         """
         process, of_shard = self._mine(), self.snapshot.shards_of(ids)
         if self.defaults.config.limit_bytes is None and process.open.has(of_shard):
@@ -220,24 +216,23 @@ class SampleReader:
         return len(self._mine().open) == self.snapshot.num_shards <= self.config.max_open_shards
 
     def could_fetch_more(self) -> bool:
-        """Whether shards are waited for while connections are idle. Never under a cache limit, which must hold all that
-        is read ahead."""
+        """Whether connections are idle while others fetch; always False under a cache limit."""
         return self.defaults.config.limit_bytes is None and self._mine().could_fetch_more()
 
     def done_with(self, announced: Announced | None) -> None:
-        """Take back what `read_ahead` announced, once. Shards that no announced batch needs are not fetched any more
-        and, under a cache limit, let go, so that they may be evicted."""
+        """Take back what `read_ahead` announced, once: shards that no other batch needs are not fetched any more and,
+        under a cache limit, closed."""
         if announced is not None and announced.process.pid == os.getpid():
             announced.process.take_back(announced.numbers)
 
     def fetch(self, shards: NDArray[np.int64]) -> None:
-        """Have shards in the cache, several fetched at once; returns when all were, raises the first failure."""
+        """Fetch shards into the cache, several at once. Raises the first failure."""
         with DaemonPool(self.config.fetch_threads, "fetch") as pool:
             for fetch in [pool.submit(cache.ensure, entry) for cache, entry in map(self.entry, shards.tolist())]:
                 fetch.result()
 
     def plan(self, next_use: NextUse) -> None:
-        """Under a cache limit, evict what is needed latest by this and all other plans, until `forget`."""
+        """Under a cache limit, evict first what this and all other plans need last, until `forget`."""
         if self.defaults.config.limit_bytes is None:
             return
         plans = self._mine().plans
@@ -254,13 +249,13 @@ class SampleReader:
             self._process.plans.pop(id(next_use), None)
 
     def close(self) -> None:
-        """Let go of every mapped shard."""
+        """Close every mapped shard."""
         if self._process is not None and self._process.pid == os.getpid():
             self._process.close()
         self._process = None
 
     def _mine(self) -> ReaderProcess:
-        """What this process holds; a forked child starts with nothing."""
+        """The shards of this process; a forked child starts with none."""
         found = self._process
         if found is None or found.pid != os.getpid():
             config, is_limited = self.config, self.defaults.config.limit_bytes is not None
@@ -274,7 +269,7 @@ class SampleReader:
     def _by_range(
         self, process: ReaderProcess, numbers: list[int], indices: Callable[[int], NDArray[np.int64]]
     ) -> dict[int, MdsShard]:
-        """Of shards neither here nor on their way: the samples wanted of the k-th alone, where that is cheaper."""
+        """Of shards that are not here: the wanted samples (``indices(k)`` of the k-th) alone, if that is cheaper."""
         if all(cache.in_place for cache in self.caches):
             return {}
         found = {}
@@ -288,7 +283,7 @@ class SampleReader:
         return process.ranges.shards(found) if found else {}
 
     def ranges_are_cheaper(self, number: int, num_samples: int) -> bool:
-        """Whether so many samples of a shard that is not here cost less by ranges than the shard."""
+        """Whether so many samples of a shard that is not here cost less by ranges than the whole shard."""
         cache, entry = self.entry(number)
         is_hooked = isinstance(cache.store, DownloadHook)
         return not is_hooked and self._mine().ranges.cheaper(number, cache, entry, num_samples)
@@ -301,17 +296,16 @@ class SampleReader:
             fetch, before = process.fetches.get(number), process.num_fetched_again
         cache, entry = self.entry(number)
         shard: Shard | None = None
-        make_room_for(len(process.open) + len(process.fetches) + 1)
+        raise_file_limit(len(process.open) + len(process.fetches) + 1)
         try:
             lease = fetch.result() if fetch is not None else cache.lease(entry, None, self.config.fetch_threads)
             try:
                 shard = self._open_shard(entry, lease)
-            except (FormatError, FileNotFoundError):  # damaged on the disk, or deleted by somebody
+            except (FormatError, FileNotFoundError):  # damaged on the disk, or deleted
                 if not self._fetched_again(process, number, lease, before):
                     raise
         except OSError as error:
-            if is_limit_reached(error):
-                raise too_many(len(process.open)) from error
+            explain_file_limit(error, len(process.open))
             raise
         finally:
             with process.lock:  # a failed one is fetched again when it is asked for again
@@ -331,13 +325,9 @@ class SampleReader:
         return open_shard(entry, lease.folder, allow_unsafe_types=config.allow_unsafe_types, decoders=config.decoders)
 
     def _fetched_again(self, process: ReaderProcess, number: int, lease: Lease | None, before: int) -> bool:
-        """Whether a shard that could not be read is worth another attempt: it was damaged here, and is fetched again.
+        """Whether another attempt is worthwhile, because a shard that was damaged in the cache was fetched again.
 
-        Args:
-            process: What this process holds.
-            number: The shard.
-            lease: That under which it was read; None where it is closed already, as under a cache limit.
-            before: What `num_fetched_again` was before it was read.
+        The shard was read under ``lease`` (None if that is closed already), when `num_fetched_again` was ``before``.
         """
         cache, entry = self.entry(number)
         with process.repairs:

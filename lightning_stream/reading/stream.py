@@ -16,7 +16,7 @@ from lightning_stream.formats.index import INDEX_NAME, Index, version_name
 from lightning_stream.order import StreamWeights
 from lightning_stream.stores import Store, open_store
 
-_NEVER_CALLED = {  # methods of mosaicml-streaming's Stream, and what does their work here
+_NEVER_CALLED = {  # methods of mosaicml-streaming's Stream, and what to do instead
     **dict.fromkeys(("get_shards", "set_up_local", "get_index_size"), "write the shards into an index.json"),
     **dict.fromkeys(("prepare_shard", "_prepare_shard_part"), "override _download_file"),
     "_decompress_shard_part": "write the shards in one of the known compressions",
@@ -50,16 +50,14 @@ class Stream:
         choose: How many samples are drawn from it per epoch.
         download_retry: How often a failed request is tried again; None takes the dataset's.
         download_timeout: Longest silence on a connection, in seconds; None takes the dataset's.
-        validate_hash: Name of the hash to check fetched files with, None to check what the index has.
+        validate_hash: The hash that downloaded files must have; None checks those of the index.
         keep_zip: Whether compressed files stay in the cache after decompression; None takes the dataset's.
         options: Further options of the store, e.g. ``{"endpoint_url": ...}``.
-        version: The version of the dataset to read, by the first digits (6 or more) of its index's digest, as a saved
-            state or ``index.<digits>.json`` beside the index names it; None for the newest. `MDSWriter(append=True)`
-            keeps the version before.
+        version: The version of the dataset: 6 or more digits of its index's digest, as in a saved state or in the file
+            names ``index.<digits>.json``, which `MDSWriter(append=True)` keeps; None for the newest.
 
     Raises:
-        ValueError: Neither `remote` nor `local`, one of them names the index and not its folder, or more than one of
-            proportion, repeat and choose.
+        ValueError: No `remote` or `local`, the path of an index instead of its folder, or more than one weight.
         TypeError: A subclass overrides a method of mosaicml-streaming's Stream that is never called here.
     """
 
@@ -86,15 +84,12 @@ class Stream:
                     f"called. Instead, {remedy}"
                 )
         if remote is None and local is None:
-            raise ValueError(
-                "a stream reads from somewhere: pass remote= (a folder or URL), or local= (a folder), or both"
-            )
-        for place in (remote, local):
-            if place is not None and os.fspath(place).rstrip("/").endswith(f"/{INDEX_NAME}"):
-                folder = os.fspath(place).rstrip("/").removesuffix(f"/{INDEX_NAME}")
+            raise ValueError("Stream needs remote= (a folder or URL), local= (a folder), or both")
+        for uri in (remote, local):
+            if uri is not None and os.fspath(uri).rstrip("/").endswith(f"/{INDEX_NAME}"):
+                folder = os.fspath(uri).rstrip("/").removesuffix(f"/{INDEX_NAME}")
                 raise ValueError(
-                    f"a stream is named by its folder, not by its index; found {redact(str(place))}. Pass "
-                    f"{redact(folder)!r}"
+                    f"Stream takes a folder, not its index; found {redact(str(uri))}. Pass {redact(folder)!r}"
                 )
         if sum(weight is not None for weight in (proportion, repeat, choose)) > 1:
             raise ValueError(f"a stream has one weight; found {proportion=}, {repeat=}, {choose=}. Pass one of them")
@@ -103,10 +98,8 @@ class Stream:
         self.split = split or ""
         self.version = None if version is None else _digits(version)
         self.proportion, self.repeat, self.choose = proportion, repeat, choose
-        self.download_retry = download_retry
-        self.download_timeout = download_timeout
-        self.validate_hash = validate_hash
-        self.keep_zip = keep_zip
+        self.download_retry, self.download_timeout = download_retry, download_timeout
+        self.validate_hash, self.keep_zip = validate_hash, keep_zip
         self.safe_keep_zip = bool(keep_zip) or self.remote in (None, self.local)
         self.options = self._options = dict(options or {})  # a subclass may use the name for its own
         self._store: Store | None = None
@@ -124,7 +117,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class CacheDefaults:
-    """What a dataset sets for all its streams."""
+    """Settings of a dataset for all its streams."""
 
     config: CacheConfig = field(default_factory=CacheConfig)
     retries: int | None = None
@@ -132,7 +125,7 @@ class CacheDefaults:
 
 
 class DownloadHook:
-    """The store of a stream whose class has a `_download_file` of its own: whole files come through that."""
+    """The store of a stream whose class overrides `_download_file`, which then downloads whole files."""
 
     def __init__(self, stream: Stream, store: Store, folder: Path) -> None:
         self._stream, self._folder = stream, folder
@@ -155,24 +148,20 @@ def weights_of(stream: Stream) -> StreamWeights:
 
 
 def name_of(stream: Stream) -> str:
-    """Where the stream comes from, for messages; without secrets."""
+    """The URL or folder of a stream, for messages; without credentials."""
     if stream.remote is not None:
         return _store_of(stream, CacheDefaults()).url
     return f"{stream.local}/{stream.split}" if stream.split else str(stream.local)
 
 
 def index_of(stream: Stream, cache: ShardCache) -> Index:
-    """The index that the stream reads: the newest, or that of its version.
-
-    Raises:
-        NotFoundError: There is no such version; says which there are.
-    """
+    """The index that the stream reads: the newest, or that of its version. Raises NotFoundError for an unknown one."""
     wanted = stream.version
     if wanted is None:
         return cache.newest_index()
     if len(wanted) >= _KEPT_DIGITS:
-        # Never changes, so the cache need not ask the store again. The newest version has no such file, which stores
-        # say in several ways: a bucket that may not be listed refuses access, a web server may send a page.
+        # It never changes, so the cache need not ask the store again. The newest version has no such file, for which
+        # stores have several answers: a bucket that may not be listed refuses access, a web server may send a page.
         with contextlib.suppress(StoreError, FormatError):
             kept = cache.index(version_name(wanted))
             if kept.digest.startswith(wanted):
@@ -191,18 +180,18 @@ def index_of(stream: Stream, cache: ShardCache) -> Index:
 
 
 def _digits(version: str) -> str:
-    """The digits of a version's digest, of which the name of its file has the first 16."""
+    """The digits of a version, from these or from the name of its file."""
     found = _VERSION.fullmatch(str(version))
     if found is None:
         raise ValueError(
-            f"version is 6 or more hex digits of an index's digest, or its file's name, index.<16 digits>.json; found "
-            f"{version!r}. See the names beside index.json, or what the error of a resumed run says"
+            f"version must be 6 or more hex digits of an index's digest, or a file name index.<16 digits>.json; found "
+            f"{version!r}. See the names beside index.json, or the error of the resumed run"
         )
     return found[1]
 
 
 def cache_of(stream: Stream, defaults: CacheDefaults) -> ShardCache:
-    """The cache that the stream's shards are read through, with the dataset's settings where it has none of its own."""
+    """The cache of the stream's shards, with the dataset's settings where the stream has none of its own."""
     store = None if stream.remote is None else _store_of(stream, defaults)
     if store is not None and type(stream)._download_file is not Stream._download_file:  # noqa: SLF001 - its hook
         stream.local = stream.local or str(default_folder(store.identity))

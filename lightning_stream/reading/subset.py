@@ -1,4 +1,4 @@
-"""Some samples of a reader's, as a reader of their own."""
+"""A reader of some samples of another reader."""
 
 from __future__ import annotations
 
@@ -15,18 +15,15 @@ from lightning_stream.reading.reader import SampleReader
 
 
 class SubsetReader(SampleReader):
-    """Reads some samples of another reader; its sample ids count through them. Only their shards are fetched.
+    """Reads some samples (``ids``, each once) of another reader; its own sample ids count through them.
 
-    Args:
-        whole: The reader of all samples.
-        ids: Sample ids of `whole`, each once.
+    Only the shards of these samples are fetched.
     """
 
     def __init__(self, whole: SampleReader, ids: NDArray[np.int64]) -> None:
         super().__init__(whole.streams, whole.defaults, whole.config)
         self.whole = whole
-        self._snapshot, self._ids = whole.snapshot.subset(ids)
-        self._sorted = np.sort(self._ids)
+        self._snapshot, self._ids = whole.snapshot.subset(ids)  # which are ascending
 
     @property
     def snapshot(self) -> Snapshot:
@@ -38,7 +35,7 @@ class SubsetReader(SampleReader):
         return self.whole.sample(int(self._ids[sample_id]))
 
     def open_for(self, sample_id: int) -> None:
-        """See that the sample's shard can be had and opened."""
+        """Open the sample's shard."""
         self.whole.open_for(int(self._ids[sample_id]))
 
     def batch(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -46,8 +43,7 @@ class SubsetReader(SampleReader):
         return self.whole.batch(self._ids[ids], out)
 
     def read_ahead(self, ids: NDArray[np.int64]) -> Announced | None:
-        """Begin to fetch the shards of these samples, except those of which the subset has so few that they are read
-        by ranges."""
+        """Begin to fetch the shards of these samples, except those whose few samples in the subset come by ranges."""
         wanted = self._ids[ids]
         shards = self.whole.snapshot.shards_of(wanted)
         whole = [number for number in np.unique(shards).tolist() if not self._is_few(number)]
@@ -55,7 +51,7 @@ class SubsetReader(SampleReader):
 
     def _is_few(self, number: int) -> bool:
         """Whether all samples that the subset has of a shard cost less than the shard."""
-        begin, end = np.searchsorted(self._sorted, self.whole.snapshot.shard_offsets[number : number + 2])
+        begin, end = np.searchsorted(self._ids, self.whole.snapshot.shard_offsets[number : number + 2])
         return self.whole.ranges_are_cheaper(number, int(end - begin))
 
     @property
@@ -68,7 +64,7 @@ class SubsetReader(SampleReader):
         return self.whole.could_fetch_more()
 
     def plan(self, next_use: NextUse) -> None:
-        """Evict what is needed latest; shards have the same numbers here."""
+        """Evict first what is needed last; shards have the same numbers here."""
         self.whole.plan(next_use)
 
     def forget(self, next_use: NextUse) -> None:
@@ -76,5 +72,5 @@ class SubsetReader(SampleReader):
         self.whole.forget(next_use)
 
     def close(self) -> None:
-        """Let go of every mapped shard."""
+        """Close every mapped shard."""
         self.whole.close()

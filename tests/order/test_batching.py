@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import lightning_stream.order
 from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World
 from lightning_stream.order.batching import METHODS
+from lightning_stream.order.batching.base import RandomOrder
 from lightning_stream.order.batching.interleave import Interleave
-from lightning_stream.order.batching.random import RandomOrder
 
 prop = settings(max_examples=60, deadline=None, derandomize=True)
 

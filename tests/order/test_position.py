@@ -58,7 +58,7 @@ def test_the_ledger_of_a_position_is_the_expected_sum_however_it_was_reached():
 
 def test_a_position_never_goes_back():
     run = run_of()
-    with pytest.raises(ValueError, match=r"only moves forward.*at 16, 8"):
+    with pytest.raises(ValueError, match=r"only moves forward.*8 is before 16"):
         start(run).advanced(run, 16).advanced(run, 8)
 
 

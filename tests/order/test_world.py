@@ -12,7 +12,7 @@ def test_replicas_count_groups_of_ranks():
 
 def test_groups_larger_than_a_node_are_the_nodes_of_the_data():
     world = World(rank=13, num_ranks=16, ranks_per_node=2, replication=8)
-    assert (world.num_nodes, world.node, world.num_physical_nodes) == (2, 1, 8)
+    assert (world.num_nodes, world.node) == (2, 1)
 
 
 def test_every_contradiction_of_a_world_is_named_at_once():

@@ -157,7 +157,7 @@ def test_steps_go_on_from_a_state_with_the_same_substitutions(shards: Path, tmp_
 
 
 def test_a_policy_is_one_of_two(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="on_bad_sample is 'raise' or 'substitute'; found 'skip'"):
+    with pytest.raises(ValueError, match="on_bad_sample must be 'raise' or 'substitute'; found 'skip'"):
         StreamingDataset(local=tmp_path, on_bad_sample="skip")  # type: ignore[arg-type]
 
 

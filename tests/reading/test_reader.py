@@ -29,7 +29,7 @@ def test_an_empty_dataset_has_no_samples_and_says_so_when_it_is_iterated(tmp_pat
 @pytest.mark.parametrize("place", ["s3://bucket/set/index.json", "/data/set/index.json", Path("set/index.json")])
 @pytest.mark.parametrize("argument", ["remote", "local"])
 def test_a_stream_is_named_by_its_folder_not_by_its_index(place: str | Path, argument: str) -> None:
-    with pytest.raises(ValueError, match=r"by its folder, not by its index; found .* Pass '.*set'"):
+    with pytest.raises(ValueError, match=r"takes a folder, not its index; found .* Pass '.*set'"):
         Stream(**{argument: place})  # type: ignore[arg-type]
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from lightning_stream.order import MosaicConfig, OrderConfig, RunOrder, Snapshot, StreamWeights
-from lightning_stream.order.mosaic.partitions import deal_global_batches
-from lightning_stream.order.mosaic.work import Work
+from lightning_stream.order.mosaic.partitions import PADDING, partition
+from lightning_stream.order.mosaic.work import epoch_batches
 
 _SPREAD = {"py1s": 64, "py2s": 64}
 
@@ -63,6 +63,34 @@ def epoch_work(
         mosaic=MosaicConfig(partition_algo, shuffle_block_size, initial_physical_nodes),
     )
     run = RunOrder(Snapshot.of(shard_sizes), stream_weights(weights, len(shard_sizes)), config)
-    world = (num_physical_nodes, ranks_per_node)
-    work = Work.of(run.snapshot, run.weights, config, epoch, (*world, batch_size))
-    return deal_global_batches(work.batches(sample_in_epoch)[0], (*world, workers_per_rank, batch_size))
+    world = (num_physical_nodes, ranks_per_node, batch_size)
+    batches, _ = epoch_batches((run.snapshot, run.weights, config), epoch, world, sample_in_epoch)
+    return by_worker(batches, (num_physical_nodes, ranks_per_node, workers_per_rank, batch_size))
+
+
+def epoch_partition(
+    algo: str,
+    num_samples: int,
+    num_canonical_nodes: int,
+    num_physical_nodes: int,
+    ranks_per_node: int,
+    workers_per_rank: int,
+    batch_size: int,
+    drop_first: int = 0,
+    initial_physical_nodes: int | None = None,
+) -> np.ndarray:
+    """The positions of an epoch, under the arguments and in the shape in which they were recorded."""
+    world = (num_physical_nodes, ranks_per_node, batch_size)
+    batches = partition(algo, num_samples, num_canonical_nodes, *world, drop_first, initial_physical_nodes)
+    return by_worker(batches, (num_physical_nodes, ranks_per_node, workers_per_rank, batch_size))
+
+
+def by_worker(batches: np.ndarray, world: Sequence[int]) -> np.ndarray:
+    """Split global batches over world = (nodes, ranks per node, workers, batch size): worker g % workers has batch g.
+
+    int64[nodes, ranks per node, workers per rank, batches, batch size], -1 for padding.
+    """
+    nodes, ranks, workers, batch_size = world
+    padding = np.full((-len(batches) % workers, batches.shape[1]), PADDING)
+    dealt = np.concatenate([batches, padding]).reshape(-1, workers, nodes, ranks, batch_size)
+    return np.ascontiguousarray(dealt.transpose(2, 3, 1, 0, 4))

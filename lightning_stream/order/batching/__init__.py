@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_stream.order.batching.base import EpochOrder
-from lightning_stream.order.batching.device_per_stream import DevicePerStreamOrder
-from lightning_stream.order.batching.interleave import PerStreamOrder, StratifiedOrder
-from lightning_stream.order.batching.random import RandomOrder
+from lightning_stream.order.batching.base import EpochOrder, RandomOrder
+from lightning_stream.order.batching.interleave import DevicePerStreamOrder, PerStreamOrder, StratifiedOrder
 
 METHODS: dict[str, type[EpochOrder]] = {
     "random": RandomOrder,

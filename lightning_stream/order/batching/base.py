@@ -1,4 +1,4 @@
-"""What every batching method is made of: the order of an epoch, and its global batches."""
+"""The order of an epoch and its global batches: what all batching methods share, and ``random``, which adds least."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from lightning_stream.order.plan import RunOrder
     from lightning_stream.order.snapshot import Snapshot
 
+_ALL_STREAMS = 2**32  # the key of the one order over all streams together
+
 
 class BatchPlan:
     """The global batches of one epoch from a position on, and this world's share of each.
 
     Args:
-        order: The epoch's order, which also decides how it is cut: the plan is of the order's ``plan_type``.
+        order: The epoch's order, whose ``plan_type`` is the class of the plan.
         batch_size: B, samples of a global batch (one optimizer step over all replicas, accumulation included).
-        world: This process among all; only :meth:`share` depends on it (see ``tail`` for ``"exact"``), but for the
-            orders of mosaicml-streaming, which deal an epoch to the world.
-        tail: What happens to the remainder of the epoch: ``"pad"`` repeats samples of it as padding, ``"drop"`` leaves
-            it out whole, ``"exact"`` splits it unevenly: a remainder smaller than the replicas takes what they lack
-            from the batch before, so the border between these two, but no number of steps, depends on the world.
-        start: Position the plan starts from; need not be a multiple of B (B may have changed).
+        world: This process among all. Only :meth:`share` depends on it, and with ``tail="exact"`` the border between
+            the last two batches; in the orders of mosaicml-streaming, the batches do too.
+        tail: What happens to the last partial batch: ``"pad"`` fills it up with repeats, ``"drop"`` omits it,
+            ``"exact"`` splits it unevenly, with samples of the batch before where it has fewer than there are replicas.
+        start: The position that the plan starts from; any, since B may have changed.
 
     Raises:
-        ValueError: B does not divide over the replicas, contradicts the order, or ``start`` is outside the epoch; every
-            problem is named.
+        ValueError: B does not divide over the replicas, contradicts the order, or ``start`` is outside the epoch.
 
     Example::
 
@@ -63,23 +63,22 @@ class BatchPlan:
         return partial(BatchPlan, **given), (self.order,)  # type: ignore[arg-type]
 
     def _cut(self) -> None:
-        # how many batches, from the first on, have exactly B samples; those of the epoch's remainder follow
+        # This many batches, from the first on, have exactly B samples; those of the epoch's remainder follow.
         self.num_whole_batches = max(0, self.order.full_end - self.start) // self.batch_size
         at = self.start + self.num_whole_batches * self.batch_size
-        self._ends: tuple[int, ...] = ()  # of the batches behind the full ones
+        self._ends: tuple[int, ...] = ()  # of the batches behind them
         if self.tail != "drop" and at < self.order.num_samples:
             self._ends = self._remainder_ends(at)
 
-    def _remainder_ends(self, at: int) -> tuple[int, ...]:
-        """Ends of the batches behind position ``at``, where no full batch is left before ``full_end``."""
+    def _remainder_ends(self, at: int, least: int = 0) -> tuple[int, ...]:
+        """The ends of the batches behind position ``at``, where no full batch is left before ``full_end``.
+
+        ``"exact"`` moves the last border back, to ``least`` at most, where fewer samples than replicas lie behind it.
+        """
         total = self.order.num_samples
         ends = (*range(at + self.batch_size, total, self.batch_size), total)
-        return self._level(at, ends) if self.tail == "exact" else ends
-
-    def _level(self, at: int, ends: tuple[int, ...], least: int = 0) -> tuple[int, ...]:
-        """Move the last border back, to ``least`` at most, where fewer samples than replicas lie behind it."""
-        border = ends[-1] - self.world.num_replicas
-        if (len(ends) == 1 and not self.num_whole_batches) or border < least or border >= (at, *ends)[-2]:
+        border, is_alone = total - self.world.num_replicas, len(ends) == 1 and not self.num_whole_batches
+        if self.tail != "exact" or is_alone or border < least or border >= (at, *ends)[-2]:
             return ends
         self.num_whole_batches -= len(ends) == 1
         return (*ends[:-2], border, ends[-1])
@@ -141,17 +140,14 @@ class BatchPlan:
         return [*full, *map(self.share, ks[count:])]
 
     def num_micro_batches(self, k: int, device_batch_size: int) -> int:
-        """Into how many micro-batches of at most ``device_batch_size`` samples, padding included, every replica cuts
-        its share of global batch ``k``: the same number on all.
-
-        Raises:
-            ValueError: The blocks of ``device_per_stream`` neither fill nor divide such a micro-batch.
+        """How many micro-batches of at most ``device_batch_size`` samples, padding included, every replica cuts its
+        share of global batch ``k`` into. Raises ValueError where they would cut the blocks of ``device_per_stream``.
         """
         begin, end = self.bounds(k)
         return num_micro_batches(end - begin, device_batch_size, self.world.num_replicas)
 
     def _problems(self) -> list[str]:
-        """Sentences on what forbids cutting this order this way; empty if nothing does."""
+        """One sentence for each reason why this order cannot be cut this way."""
         problems, total = [], self.order.num_samples
         batch_size, replicas = self.batch_size, self.world.num_replicas
         if self.tail not in TAILS:
@@ -178,10 +174,15 @@ class EpochOrder(ABC):
         num_samples: N, all positions.
         full_end: Positions [0, full_end) are cut into global batches of B one after another; behind them lie the
             remainders of the streams.
+
+    Example::
+
+        order = run.epoch(3)
+        order.ids(1000, 1008)  # eight sample ids of epoch 3, without computing those before
     """
 
     fixes: ClassVar[Mapping[str, str]] = {}
-    """Batch sizes that the order keeps from its first start: the setting, and what to say where it is None."""
+    """Batch sizes that the order keeps from its first start: the setting, and the message where it is None."""
 
     mixes_streams: ClassVar[bool] = False
     """Whether every global batch holds samples of several streams, each in an order of its own."""
@@ -215,8 +216,31 @@ class EpochOrder(ABC):
         """The canonical node of each position in [begin, end): what ranks are grouped by."""
 
     def check_range(self, begin: int, end: int) -> None:
-        """Refuse positions outside the epoch."""
+        """Raise ValueError for positions outside the epoch."""
         if not 0 <= begin <= end <= self.num_samples:
             raise ValueError(
                 f"Positions must be within the epoch, [0, {self.num_samples}); [{begin}, {end}) was asked."
             )
+
+
+class RandomOrder(EpochOrder):
+    """``random``: one order over the shards of all streams, cut anywhere."""
+
+    def __init__(self, run: RunOrder, epoch: int) -> None:
+        super().__init__(run, epoch)
+        self._samples = run.sample_order(epoch, tuple(range(run.snapshot.num_streams)), _ALL_STREAMS)
+
+    @classmethod
+    def shard_groups(cls, snapshot: Snapshot) -> Sequence[NDArray[np.int64]]:
+        """All shards are one group."""
+        return (snapshot.sizes,)
+
+    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Sample ids at positions [begin, end)."""
+        self.check_range(begin, end)
+        return self._samples.ids(begin, end)
+
+    def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
+        """The canonical node of each position in [begin, end)."""
+        self.check_range(begin, end)
+        return self._samples.canonical(begin, end)

@@ -1,11 +1,11 @@
-"""Epochs in the orders of mosaicml-streaming, dealt rank by rank exactly as it deals them.
+"""Epochs in the orders of mosaicml-streaming: each rank gets exactly the samples that it gets there.
 
 That library decides every rank's samples with the order, so an epoch is an array for each world. It repeats samples to
-fill up the ends of ranks and nodes; these repeats are delivered where it delivers them, flagged as padding: a sample
-counts as often as it was drawn.
+fill up the ends of ranks and nodes. These repeats are delivered too, flagged as padding: a sample counts as often as it
+was drawn.
 
-Positions number the samples that count, one of that library's global batches after another. Within each of them they
-follow the sample ids. So they mean the same for any accumulation, and in every world that has the same global batches.
+Positions number the samples that count, one of that library's global batches after another, and within each of them in
+the order of the sample ids. So they mean the same with any accumulation, and in every world with the same batches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.order.batching.base import BatchPlan, EpochOrder
 from lightning_stream.order.mosaic.partitions import PADDING
-from lightning_stream.order.mosaic.work import Work
+from lightning_stream.order.mosaic.work import epoch_batches
 from lightning_stream.order.rank_split import ReplicaBatch, ceil_div
 from lightning_stream.order.snapshot import max_active
 from lightning_stream.order.window import kept
@@ -41,9 +41,9 @@ class EpochTable:
 
     @classmethod
     def of(cls, rows: NDArray[np.int64], drawn: NDArray[np.int64]) -> EpochTable:
-        """Flag what comes more often than it was drawn (int64[sample ids]), the later times.
+        """Flag the repeats of a sample beyond the times it was drawn (int64[sample ids]).
 
-        A batch of nothing but repeats counts one of them: a step needs a sample, and a position of its own.
+        A batch of repeats alone counts one of them: a step needs a sample, and a position of its own.
         """
         rows = rows[(rows != PADDING).any(axis=(1, 2))]
         counted = known = rows != PADDING
@@ -102,7 +102,7 @@ class _MosaicBatches(BatchPlan):
         first = min(int(np.searchsorted(table.edges, self.start)), len(table.rows))
         if table.edges[first] <= self.start:
             return table, first
-        return order.table(*shape, self.start), 0  # the start lies within a batch: that library deals the rest
+        return order.table(*shape, self.start), 0  # the start lies within a batch: that library shares out the rest
 
     @property
     def follows_order(self) -> bool:
@@ -115,7 +115,7 @@ class _MosaicBatches(BatchPlan):
         return self._table.flat[begin - self._shift : end - self._shift]
 
     def share(self, k: int) -> ReplicaBatch:
-        """This replica's part of global batch ``k``; where it has none in a batch, another's fills it, flagged.
+        """This replica's part of global batch ``k``; where it has none, another's part serves as padding.
 
         Repeats have the first position of their batch.
         """
@@ -130,9 +130,8 @@ class _MosaicBatches(BatchPlan):
         pieces, own = [], self.world.replica
         for row, takes, counts, position in zip(rows, self._takes(part), counted, positions, strict=True):
             giver = own if takes[own].any() else int(takes.any(axis=1).argmax())
-            kept = takes[giver]
-            filler = ~counts[giver][kept] | (giver != own)
-            pieces.append((row[giver][kept], position[giver][kept], filler))
+            mask = takes[giver]
+            pieces.append((row[giver][mask], position[giver][mask], ~counts[giver][mask] | (giver != own)))
         ids, at, filler = (np.concatenate(column) for column in zip(*pieces, strict=True))
         return ReplicaBatch(ids, at, filler, ends=tuple(np.cumsum([len(piece[0]) for piece in pieces]).tolist()))
 
@@ -158,14 +157,14 @@ class _MosaicBatches(BatchPlan):
 
 
 class MosaicEpoch(EpochOrder):
-    """One epoch in an order of mosaicml-streaming: as an order, that of the world the training run began in."""
+    """One epoch in an order of mosaicml-streaming; `ids` has the order of the world that the training run began in."""
 
     plan_type: ClassVar[type[BatchPlan]] = _MosaicBatches
     splits_samples: ClassVar[bool] = False
 
     def __init__(self, run: RunOrder, epoch: int) -> None:
         super().__init__(run, epoch)
-        self._snapshot, self._weights, self._config = run.snapshot, run.weights, run.config
+        self._data = run.snapshot, run.weights, run.config
         self._tables: dict[tuple[int, int, int, int], EpochTable] = {}
         mosaic = run.config.mosaic
         nodes, ranks = (mosaic and mosaic.initial_physical_nodes) or 1, (mosaic and mosaic.ranks_per_node) or 1
@@ -197,12 +196,12 @@ class MosaicEpoch(EpochOrder):
         return np.concatenate([known, np.full(max(end - begin, 0) - len(known), PADDING, dtype=np.int64)])
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
-        """The order itself deals to ranks, not canonical nodes: all are 0."""
+        """Zeros: the order itself assigns samples to ranks."""
         return np.zeros(max(end - begin, 0), dtype=np.int64)
 
     def position_after(self, delivered: int) -> int:
-        """The position after so many samples were delivered, repeats included: how that library counts."""
-        edges, table = self._first.delivered, self._first
+        """The position after so many delivered samples, repeats included: that library counts these."""
+        table, edges = self._first, self._first.delivered
         at = min(int(np.searchsorted(edges, delivered, side="right")) - 1, len(edges) - 2)
         return min(int(table.edges[at]) + delivered - int(edges[at]), int(table.edges[at + 1]))
 
@@ -212,13 +211,12 @@ class MosaicEpoch(EpochOrder):
 
     def _make_table(self, key: tuple[int, int, int, int]) -> EpochTable:
         nodes, ranks, batch_size, start = key
-        work = Work.of(self._snapshot, self._weights, self._config, self.epoch, (nodes, ranks, batch_size))
         used, rest = 0, None
-        if start:  # what this world delivers from there on, each sample as often as is left of it
+        if start:  # the rest of what this world delivers, each sample as often as it is left
             whole = self.table(nodes, ranks, batch_size)
             rest = whole.flat[start:]
             batch = int(np.searchsorted(whole.edges, start)) - 1
             used = int(whole.delivered[batch] + start - whole.edges[batch])
-        batches, drawn = work.batches(used)
+        batches, drawn = epoch_batches(self._data, self.epoch, (nodes, ranks, batch_size), used)
         rows = batches.reshape(-1, nodes * ranks, batch_size)
-        return EpochTable.of(rows, np.bincount(drawn if rest is None else rest, minlength=self._snapshot.num_samples))
+        return EpochTable.of(rows, np.bincount(drawn if rest is None else rest, minlength=self._data[0].num_samples))

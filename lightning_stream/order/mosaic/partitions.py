@@ -1,89 +1,63 @@
-"""How mosaicml-streaming 0.13 deals the positions of an epoch to nodes, ranks, workers and batches.
+"""How mosaicml-streaming 0.13 assigns the positions of an epoch to nodes, ranks and batches.
 
-The result is the whole epoch as one array of shape (nodes, ranks per node, workers per rank, batches per worker, batch
-size). -1 is padding. Batch g of a rank comes from its worker g % workers; hence `global_batches`.
+That library splits a rank's batches over its loader's workers as well, which does not change their order: so an epoch
+is int64[batches, nodes * ranks * batch size] here, what all ranks together take in order of time. -1 is padding.
 
-A position may appear twice: shorter canonical nodes, and ranks that would get one sample less, repeat a late position
-of their own. These repeats are part of what the peer delivers, so they are part of this.
+A position may appear twice: shorter canonical nodes, and ranks that would get one sample less, repeat one of their own
+late positions. That library delivers these repeats, so they belong to its order.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.rank_split import ceil_div
-from lightning_stream.order.rules import broken, count, one_of
 
 Ids = NDArray[np.int64]
 
 PARTITIONS = ("orig", "relaxed")
 PADDING = -1
-_COUNTS = ("num_samples", "num_canonical_nodes", "num_physical_nodes", "ranks_per_node", "workers_per_rank")
-_RULES = {"partition_algo": one_of(*PARTITIONS), **dict.fromkeys((*_COUNTS, "batch_size"), count(1))}
 
 
 def partition(
     algo: str,
     num_samples: int,
-    num_canonical_nodes: int,
-    num_physical_nodes: int,
+    canonical: int,
+    nodes: int,
     ranks_per_node: int,
-    workers_per_rank: int,
     batch_size: int,
     drop_first: int = 0,
-    initial_physical_nodes: int | None = None,
+    initial_nodes: int | None = None,
 ) -> Ids:
-    """Give the positions of an epoch as int64[nodes, ranks per node, workers, batches, batch size], -1 for padding.
+    """Assign the positions of an epoch: int64[batches, nodes * ranks * batch size], -1 for padding.
 
     Args:
-        algo: `orig`, or `relaxed`: as `orig` wherever canonical and physical nodes divide, else the epoch of the
-            world that began it, dealt again.
-        num_samples, num_canonical_nodes: Positions in the epoch, and its rows: each holds consecutive positions.
-        num_physical_nodes, ranks_per_node, workers_per_rank, batch_size: This world, and samples of a rank's batch.
-        drop_first: Samples of the epoch that are already used up; rounded down to a multiple of the nodes.
-        initial_physical_nodes: Nodes of the world that began this epoch; only `relaxed` looks at it.
+        algo: `orig`, or `relaxed`: as `orig` where canonical and physical nodes divide, else the batches of the world
+            that began the epoch, split over this world.
+        num_samples, canonical: Positions in the epoch, and canonical nodes: each holds consecutive positions.
+        nodes, ranks_per_node, batch_size: This world, and the samples in a batch of one rank.
+        drop_first: Samples of the epoch that were used already; rounded down to a multiple of the nodes.
+        initial_nodes: Nodes of the world that began this epoch; only `relaxed` uses it.
 
     Raises:
-        ValueError: A number out of range, nodes that divide neither way, or a `drop_first` beyond the epoch.
+        ValueError: Nodes that divide neither way, or a `drop_first` beyond the epoch.
     """
-    counts = (num_samples, num_canonical_nodes, num_physical_nodes, ranks_per_node, workers_per_rank, batch_size)
-    if problems := broken(dict(zip(_RULES, (algo, *counts), strict=True)), _RULES):
-        raise ValueError(" ".join(problems))
-    world, began = num_physical_nodes * ranks_per_node, (initial_physical_nodes or 0) * ranks_per_node
+    world, began = nodes * ranks_per_node, (initial_nodes or 0) * ranks_per_node
     if not 0 <= drop_first <= (num_samples // world + 1) * world:
         raise ValueError(
             f"a resume cannot lie beyond the epoch's end; found {drop_first} samples used of {num_samples}; "
             f"start the next epoch, or check that the data is that of the run"
         )
-    if algo == "orig" or not began or _divides(num_canonical_nodes, num_physical_nodes):
-        rows = _rank_rows(num_samples, num_canonical_nodes, num_physical_nodes, ranks_per_node, drop_first)
-        return _to_workers(rows, ranks_per_node, workers_per_rank, batch_size)
+    if algo == "orig" or not began or _divides(canonical, nodes):
+        return _batches(_rank_rows(num_samples, canonical, nodes, ranks_per_node, drop_first), batch_size)
     if world * batch_size % began:
         raise ValueError(
             f"a resumed `relaxed` epoch keeps its global batch, which must divide evenly over the ranks that began it; "
             f"found {world * batch_size} samples and {began} ranks; resume with the first run's global batch size"
         )
-    began_batch = world * batch_size // began
-    rows = _rank_rows(num_samples, num_canonical_nodes, began // ranks_per_node, ranks_per_node, drop_first)
-    batches = global_batches(_to_workers(rows, ranks_per_node, 1, began_batch))
-    return deal_global_batches(batches, (num_physical_nodes, ranks_per_node, workers_per_rank, batch_size))
-
-
-def global_batches(work: Ids) -> Ids:
-    """Give an epoch's array as int64[batches, ranks * batch size]: what all ranks together take, in order of time."""
-    nodes, ranks, _, _, batch_size = work.shape
-    batches: Ids = work.transpose(3, 2, 0, 1, 4).reshape(-1, nodes * ranks * batch_size)
-    return batches
-
-
-def deal_global_batches(batches: Ids, world: Sequence[int]) -> Ids:
-    """Deal int64[n, ranks * batch size] to `world` = (nodes, ranks per node, workers, batch size); undo the above."""
-    nodes, ranks, workers, batch_size = world
-    rows = batches.reshape(-1, nodes * ranks, batch_size).transpose(1, 0, 2).reshape(nodes * ranks, -1)
-    return _to_workers(rows, ranks, workers, batch_size)
+    rows = _rank_rows(num_samples, canonical, began // ranks_per_node, ranks_per_node, drop_first)
+    return _batches(rows, world * batch_size // began)
 
 
 def _divides(one: int, other: int) -> bool:
@@ -98,10 +72,13 @@ def _rank_rows(num_samples: int, canonical: int, nodes: int, ranks_per_node: int
             f"shard; found {canonical} and {nodes}; set num_canonical_nodes, or resume with partition_algo='relaxed'"
         )
     epoch = _canonical_rows(num_samples, canonical, nodes).T.reshape(-1)
-    rows = _level(epoch[drop_first - drop_first % nodes :].reshape(-1, nodes).T, ranks_per_node)
-    per_rank = rows.shape[1] // ranks_per_node
-    ranks: Ids = rows.reshape(nodes, per_rank, ranks_per_node).transpose(0, 2, 1)
-    return ranks.reshape(nodes * ranks_per_node, per_rank)
+    rows = epoch[drop_first - drop_first % nodes :].reshape(-1, nodes).T
+    length = rows.shape[1]
+    if 0 < length < ranks_per_node:
+        rows = np.concatenate([rows] * ceil_div(ranks_per_node, length), axis=1)[:, :ranks_per_node]
+    rows = _repeat_late(rows, -rows.shape[1] % ranks_per_node, ranks_per_node)
+    ranks: Ids = rows.reshape(nodes, -1, ranks_per_node).transpose(0, 2, 1)
+    return ranks.reshape(nodes * ranks_per_node, -1)
 
 
 def _canonical_rows(num_samples: int, canonical: int, nodes: int) -> Ids:
@@ -122,25 +99,14 @@ def _canonical_rows(num_samples: int, canonical: int, nodes: int) -> Ids:
     return _repeat_late(rows, padding, ratio)
 
 
-def _level(rows: Ids, ranks: int) -> Ids:
-    """Fill up the rows of nodes so that their ranks get equally many."""
-    length = rows.shape[1]
-    if 0 < length < ranks:
-        return np.concatenate([rows] * ceil_div(ranks, length), axis=1)[:, :ranks]
-    return _repeat_late(rows, -length % ranks, ranks)
-
-
 def _repeat_late(rows: Ids, padding: int, ratio: int) -> Ids:
-    """Append `padding` columns: a late stretch of the row, moved so that no receiver gets what it just had."""
+    """Append `padding` columns: late columns of the row, moved so that no receiver gets what it just had."""
     first = max(rows.shape[1] - padding - ratio + 1, 0)
     return np.concatenate([rows, rows[:, first : first + padding]], axis=1) if padding else rows
 
 
-def _to_workers(rows: Ids, ranks_per_node: int, workers: int, batch_size: int) -> Ids:
-    """Deal the batches of each rank to its workers in turn; fill up with -1."""
-    ranks, length = rows.shape
-    batches = ceil_div(length, workers * batch_size)
-    padded = np.full((ranks, batches * workers * batch_size), PADDING, dtype=np.int64)
-    padded[:, :length] = rows
-    dealt = padded.reshape(ranks, batches, workers, batch_size).transpose(0, 2, 1, 3)
-    return np.ascontiguousarray(dealt).reshape(ranks // ranks_per_node, ranks_per_node, workers, batches, batch_size)
+def _batches(rows: Ids, batch_size: int) -> Ids:
+    """The batches of all ranks, from each rank's positions: the last ones filled up with -1."""
+    padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % batch_size)), constant_values=PADDING)
+    batches: Ids = padded.reshape(len(rows), -1, batch_size).transpose(1, 0, 2)
+    return np.ascontiguousarray(batches).reshape(-1, len(rows) * batch_size)

@@ -7,13 +7,11 @@ order in which draws are made is part of the format: it may not be changed, merg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
-
-from lightning_stream.order.rules import broken, count
 
 Ids = NDArray[np.int64]
 
@@ -22,45 +20,34 @@ _LEAST_BLOCK = {"py1e": 1, "py1br": 2}
 
 
 def shuffle(
-    algo: str,
-    shard_sizes: Sequence[int] | Ids,
-    num_canonical_nodes: int,
-    seed: int,
-    epoch: int,
-    block_size: int = DEFAULT_BLOCK_SIZE,
+    algo: str, shard_sizes: Ids, num_canonical_nodes: int, seed: int, epoch: int, block_size: int = DEFAULT_BLOCK_SIZE
 ) -> Ids:
-    """Give the shuffled sample ids of an epoch: int64[sum of `shard_sizes`], a permutation.
+    """The shuffled sample ids of an epoch: int64[sum of `shard_sizes`], a permutation.
 
     Args:
         algo, shard_sizes: One of `SHUFFLES`, and samples of each shard, in the order of their ids.
-        num_canonical_nodes: The epoch is cut into so many; every sample stays inside its node (but for `naive`).
+        num_canonical_nodes: The epoch is cut into so many; every sample stays inside its node (except with `naive`).
         seed, epoch: The run's seed, and the epoch counted from 0.
-        block_size: Samples of a shuffle block of `py1e` and `py1br`; the others do not look at it.
+        block_size: Samples of a shuffle block; only `py1e` and `py1br` use it.
 
     Raises:
-        ValueError: An unknown algorithm or a number out of range.
+        ValueError: A block too small to shuffle, or fewer samples than canonical nodes.
     """
-    if algo not in _ALGORITHMS:
-        raise ValueError(f"shuffle_algo must be one of {', '.join(SHUFFLES)}; found {algo!r}")
-    sizes = np.asarray(shard_sizes, dtype=np.int64)
-    if sizes.ndim != 1 or (sizes < 0).any():
-        raise ValueError("shard_sizes must be a flat sequence of counts, none negative; check the index of each stream")
-    given = {"num_canonical_nodes": num_canonical_nodes, "seed": seed, "epoch": epoch, "shuffle_block_size": block_size}
-    least = {"num_canonical_nodes": 1, "shuffle_block_size": _LEAST_BLOCK.get(algo, 0)}
-    if problems := broken(given, {name: count(least.get(name, 0)) for name in given}):
-        raise ValueError(" ".join(problems))
-    if algo == "py1e" and sizes.sum() < num_canonical_nodes:
+    least = _LEAST_BLOCK.get(algo, 0)
+    if block_size < least:
+        raise ValueError(f"shuffle_block_size must be at least {least} with {algo}; found {block_size}")
+    if algo == "py1e" and shard_sizes.sum() < num_canonical_nodes:
         raise ValueError(
-            f"py1e needs a sample for each canonical node; found {sizes.sum()} and {num_canonical_nodes}; "
+            f"py1e needs a sample for each canonical node; found {shard_sizes.sum()} and {num_canonical_nodes}; "
             f"set a smaller num_canonical_nodes, or draw more samples"
         )
-    return _ALGORITHMS[algo](sizes, num_canonical_nodes, seed, default_rng(seed + epoch), block_size)
+    return _ALGORITHMS[algo](shard_sizes, num_canonical_nodes, seed, default_rng(seed + epoch), block_size)
 
 
 def _cut(spans: Ids, num_canonical_nodes: int) -> list[Ids]:
     """Cut spans, int64[n, 2] of (begin, end), at the even borders of the canonical nodes: spans of each node.
 
-    Empty spans stay, with the node before them: they hold no samples, yet they take part in draws.
+    Empty spans stay with the node before them: they hold no samples, but take part in draws.
     """
     stops = np.concatenate([[0], np.cumsum(spans[:, 1] - spans[:, 0])])
     total = int(stops[-1])
@@ -78,16 +65,22 @@ def _cut(spans: Ids, num_canonical_nodes: int) -> list[Ids]:
 
 
 def _epoch_spans(sizes: Ids, num_canonical_nodes: int, seed: int, rng: Generator) -> list[Ids]:
-    """Deal all shards, in their run-constant order, to canonical nodes; then put each node's spans in this epoch's."""
-    ends = np.cumsum(sizes)
-    order = np.arange(len(sizes))
-    default_rng(seed).shuffle(order)
-    nodes = _cut(np.stack([ends - sizes, ends], axis=1)[order], num_canonical_nodes)
+    """Assign all shards, in their run-constant order, to canonical nodes, whose spans get the epoch's order."""
+    nodes = _cut(_shard_spans(sizes, default_rng(seed)), num_canonical_nodes)
     for node, spans in enumerate(nodes):
         order = np.arange(len(spans))
         rng.shuffle(order)
         nodes[node] = spans[order]
     return nodes
+
+
+def _shard_spans(sizes: Ids, fixed: Generator) -> Ids:
+    """The ids of every shard as (begin, end), int64[shards, 2], in the run-constant order of shards."""
+    ends = np.cumsum(sizes)
+    order = np.arange(len(sizes))
+    fixed.shuffle(order)
+    spans: Ids = np.stack([ends - sizes, ends], axis=1)[order]
+    return spans
 
 
 def _ids_of(spans: Ids) -> Ids:
@@ -167,14 +160,13 @@ def _jittered(lengths: Ids, block_size: int, rng: Generator) -> NDArray[np.float
 
 def _py2s(sizes: Ids, num_canonical_nodes: int, seed: int, rng: Generator, block_size: int) -> Ids:  # noqa: ARG001
     fixed = default_rng(seed)
-    ends = np.cumsum(sizes)
-    order = np.arange(len(sizes))
-    fixed.shuffle(order)
-    ids = _ids_of(np.stack([ends - sizes, ends], axis=1)[order])
-    _shuffle_slices(ids, sizes[order], fixed)
-    shards = np.concatenate([[0], np.cumsum(sizes[order])]).astype(np.int64)
+    spans = _shard_spans(sizes, fixed)
+    lengths = spans[:, 1] - spans[:, 0]
+    ids = _ids_of(spans)
+    _shuffle_slices(ids, lengths, fixed)
+    ends = np.cumsum(lengths)
     parts = []
-    for pieces in _cut(np.stack([shards[:-1], shards[1:]], axis=1), num_canonical_nodes):
+    for pieces in _cut(np.stack([ends - lengths, ends], axis=1), num_canonical_nodes):
         turns = np.arange(len(pieces))
         rng.shuffle(turns)
         own = ids[_ids_of(pieces[turns])]

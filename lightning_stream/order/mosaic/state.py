@@ -1,4 +1,4 @@
-"""States written by mosaicml-streaming: what they say of a run, and the position to go on from."""
+"""States written by mosaicml-streaming: the order settings that they hold, and the position to resume from."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from lightning_stream.order.mosaic.epoch import MosaicEpoch
 from lightning_stream.order.plan import RunOrder
 from lightning_stream.order.position import MOST_EPOCHS, Position
 from lightning_stream.order.rank_split import Tail
-from lightning_stream.order.rules import count
+from lightning_stream.order.rules import broken, count
 
+_NODES = "initial_physical_nodes"  # older versions of that library do not record it
 _RULES = {
     "epoch": count(0, MOST_EPOCHS),
     "sample_in_epoch": count(),
     "num_canonical_nodes": count(1, MOST_NODES),
     "shuffle_seed": count(),
+    _NODES: count(1, MOST_NODES, optional=True),
 }
-_NODES = "initial_physical_nodes"  # older versions of that library do not record it
 
 
 def is_mosaic_state(state: object) -> bool:
@@ -29,21 +30,17 @@ def is_mosaic_state(state: object) -> bool:
 
 
 def mosaic_config(state: Mapping[str, Any], config: OrderConfig) -> OrderConfig:
-    """The order of a run from its state and its constructor's arguments: seed and nodes come from the state.
-
-    Args:
-        state: What mosaicml-streaming wrote.
-        config: Resolved from the arguments of this run, which must name the algorithm.
+    """The order of a run: seed and nodes from its state, the rest from the arguments of this run (``config``).
 
     Raises:
-        StateError: The algorithm was left out, or the state is damaged.
+        StateError: The arguments do not name the algorithm, or the state is damaged.
     """
     _check(state)
     if config.mosaic is None:
         raise StateError(
             "A run must continue in the order it began with, but this state, written by mosaicml-streaming, does not "
-            "record its algorithm, and shuffle_algo was left out. Pass the shuffle, shuffle_algo, partition_algo and "
-            "batch_size of that run (its defaults: False, py1e, relaxed)."
+            "record its algorithm. Pass the shuffle, shuffle_algo, partition_algo and batch_size of that run (its "
+            "defaults: False, py1e, relaxed)."
         )
     nodes = state.get(_NODES)
     mosaic = config.mosaic if nodes is None else replace(config.mosaic, initial_physical_nodes=nodes)
@@ -51,7 +48,7 @@ def mosaic_config(state: Mapping[str, Any], config: OrderConfig) -> OrderConfig:
 
 
 def mosaic_position(state: Mapping[str, Any], run: RunOrder, *, batch_size: int, tail: Tail) -> Position:
-    """The position a state of mosaicml-streaming stands for, in a run made with :func:`mosaic_config`."""
+    """The position that a state of mosaicml-streaming stands for, in a run made with :func:`mosaic_config`."""
     _check(state)
     start = Position.start(run, batch_size=batch_size, tail=tail, epoch=state["epoch"])
     order = run.epoch(state["epoch"])
@@ -60,10 +57,8 @@ def mosaic_position(state: Mapping[str, Any], run: RunOrder, *, batch_size: int,
 
 
 def _check(state: Mapping[str, Any]) -> None:
-    rules = {**_RULES, _NODES: count(1, MOST_NODES, optional=True)}
-    bad = [f"{name}={state.get(name)!r}" for name, rule in rules.items() if not rule.holds(state.get(name))]
-    if bad:
+    if problems := broken(state, _RULES):
         raise StateError(
-            f"A state of mosaicml-streaming has the whole numbers {', '.join(_RULES)} (and {_NODES}), but this one "
-            f"has {', '.join(bad)}. It is damaged or not such a state; load another checkpoint."
+            f"A state of mosaicml-streaming must hold its whole numbers, but: {' '.join(problems)} It is damaged or "
+            "not such a state; load another checkpoint."
         )

@@ -1,18 +1,17 @@
-"""An epoch of mosaicml-streaming 0.13 in one world as an array of global batches, for its four batching methods."""
+"""An epoch of mosaicml-streaming 0.13 in one world: the samples it draws, and its global batches as an array."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.random import default_rng
 from numpy.typing import NDArray
 
 from lightning_stream.order.draw import StreamWeights
-from lightning_stream.order.mosaic.partitions import PADDING, global_batches, partition
-from lightning_stream.order.mosaic.samplings import Drawn, chosen, draw
+from lightning_stream.order.mosaic.partitions import PADDING, partition
 from lightning_stream.order.mosaic.shuffles import DEFAULT_BLOCK_SIZE, shuffle
 from lightning_stream.order.snapshot import Snapshot
 
@@ -24,14 +23,109 @@ Ids = NDArray[np.int64]
 _SAMPLES_IN_BLOCKS = 4_000_000
 
 
+class Drawn(NamedTuple):
+    """Drawn samples: of each shard every repeat of it, then what is drawn of it in part."""
+
+    sizes: Ids  # int64[n], samples of each repeat or part
+    ids: Ids  # int64[sum of sizes], the sample id of each drawn sample
+
+
+def chosen(
+    snapshot: Snapshot, weights: Sequence[StreamWeights], epoch_size: int | None, seed: int
+) -> tuple[list[int], list[float]]:
+    """How many samples each stream gives to an epoch, and each stream's proportion of it.
+
+    The weights are those that `choose_per_stream` has accepted; the seed picks the streams that give the samples lost
+    by rounding.
+
+    Raises:
+        ValueError: The epoch would be empty, or a stream without samples would have to give some.
+    """
+    sizes = snapshot.stream_samples
+    if epoch_size is not None or any(one.proportion is not None for one in weights):
+        parts = np.array([one.proportion for one in weights], dtype=np.float64)
+        parts = sizes.astype(np.float64) if np.isnan(parts).any() else parts
+        total = int(sizes.sum()) if epoch_size is None else epoch_size
+        proportion = parts / max(parts.sum(), np.finfo(np.float64).tiny)
+        choose = (total * proportion).astype(np.int64)
+        choose[default_rng(seed).choice(len(sizes), total - int(choose.sum()), replace=False)] += 1
+    else:
+        choose = np.array([one.absolute(have) for one, have in zip(weights, sizes.tolist(), strict=True)], np.int64)
+        proportion = choose / max(int(choose.sum()), 1)
+    bad = np.flatnonzero((sizes == 0) & (choose > 0)).tolist()
+    if bad or not choose.sum():
+        raise ValueError(
+            f"an epoch needs samples, each from a stream that has some; found {int(choose.sum())} in all, and {bad} "
+            "as streams without any; raise the weights, or omit those streams"
+        )
+    return choose.tolist(), proportion.tolist()
+
+
+def draw(snapshot: Snapshot, streams: Sequence[int], choose: Sequence[int], config: OrderConfig, epoch: int) -> Drawn:
+    """Draw from some streams. One generator serves the call, so a call for all streams differs from one for each."""
+    balanced = config.sampling_method == "balanced"
+    rng = default_rng(config.seed + epoch * balanced)
+    none = np.zeros(0, np.int64)
+    parts = [Drawn(none, none)]
+    for stream in streams:
+        sizes = snapshot.shard_sizes[stream]
+        if not len(sizes):
+            continue  # an empty dataset has no shards
+        use_epoch = config.shuffle and balanced
+        per_shard = sampling(sizes, choose[stream], config.sampling_granularity, config.seed, epoch, use_epoch)
+        begin = int(snapshot.shard_offsets[snapshot.stream_offsets[stream]])
+        parts.append(_drawn(sizes, per_shard, begin, rng))
+    return Drawn(np.concatenate([part.sizes for part in parts]), np.concatenate([part.ids for part in parts]))
+
+
+def _drawn(sizes: Ids, per_shard: Ids, begin: int, rng: np.random.Generator) -> Drawn:
+    repeats, rest = np.divmod(per_shard, np.maximum(sizes, 1))
+    times = repeats + (rest > 0)
+    shard = np.repeat(np.arange(len(sizes)), times)
+    lengths = sizes[shard]
+    partial = np.cumsum(times)[rest > 0] - 1
+    lengths[partial] = rest[rest > 0]
+    starts = np.cumsum(lengths) - lengths
+    shard_begins = begin + np.cumsum(sizes) - sizes
+    ids = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(shard_begins[shard] - starts, lengths)
+    for at in partial.tolist():
+        own = shard[at]
+        picks = np.sort(rng.choice(int(sizes[own]), int(lengths[at]), replace=False))
+        ids[starts[at] : starts[at] + lengths[at]] = shard_begins[own] + picks
+    return Drawn(lengths, ids)
+
+
+def sampling(sizes: Ids, choose: int, granularity: int, seed: int, epoch: int, use_epoch: bool) -> Ids:
+    """How many samples to draw from each shard of ``sizes`` samples: int64[shards], with sum ``choose``.
+
+    Whole repeats of the stream come first; what is left over is picked, ``granularity`` samples of a shard at a time
+    (the last pick of a shard may be smaller), in a random order, another one in each epoch if ``use_epoch``.
+    """
+    total = int(sizes.sum())
+    if not total:
+        return np.zeros(len(sizes), dtype=np.int64)
+    repeats, left = divmod(choose, total)
+    drawn = sizes * repeats
+    if not left:
+        return drawn
+    pieces = -(-sizes // granularity)
+    shards = np.repeat(np.arange(len(sizes)), pieces)
+    amounts = np.full(len(shards), granularity, dtype=np.int64)
+    # An empty shard has no last piece, so it resets that of its neighbour: kept, because the original draws so.
+    amounts[np.cumsum(pieces) - 1] = sizes - (pieces - 1) * granularity
+    order = default_rng(seed + epoch * use_epoch).permutation(len(shards))
+    np.add.at(drawn, shards[order], np.diff(np.minimum(np.cumsum(amounts[order]), left), prepend=0))
+    return drawn
+
+
 @dataclass(frozen=True, eq=False)
 class Work:
-    """All that an epoch's global batches depend on but the resume point.
+    """All that an epoch's global batches depend on, except the position of a resume.
 
     Args:
         snapshot, config, mosaic, epoch: The data, the order settings, those of that library alone, and the epoch.
         choose, proportions: Samples that each stream gives, and its proportion of the epoch.
-        nodes, ranks, batch_size: Nodes of this world, ranks of each, samples of a rank's batch.
+        nodes, ranks, batch_size: Nodes of this world, ranks of each node, samples in a batch of one rank.
     """
 
     snapshot: Snapshot
@@ -43,16 +137,6 @@ class Work:
     nodes: int
     ranks: int
     batch_size: int
-
-    @classmethod
-    def of(
-        cls, snapshot: Snapshot, weights: Sequence[StreamWeights], config: OrderConfig, epoch: int, world: Sequence[int]
-    ) -> Work:
-        """The work of an epoch in a world = (nodes, ranks of each, samples of a rank's batch)."""
-        if config.mosaic is None:
-            raise ValueError("An order of mosaicml-streaming needs the settings `mosaic`; found None.")
-        choose, proportions = chosen(snapshot, weights, config.epoch_size, config.seed)
-        return cls(snapshot, config, config.mosaic, epoch, choose, proportions, *world)
 
     @property
     def global_batch(self) -> int:
@@ -69,20 +153,6 @@ class Work:
         """Samples of a shuffle block of one stream alone: its proportion of the whole."""
         return int(self.block_size * self.proportions[stream])
 
-    def batches(self, used: int = 0) -> tuple[Ids, Ids]:
-        """The epoch behind its first ``used`` samples, and all ids drawn for the epoch.
-
-        The batches are int64[batches, ranks * batch size], -1 for padding.
-
-        Raises:
-            ValueError: Streams or worlds that cannot fill what is asked.
-        """
-        method, draws_together = _METHODS[self.config.batching_method]
-        streams = range(self.snapshot.num_streams)
-        groups = [list(streams)] if draws_together else [[stream] for stream in streams]
-        draws = [draw(self.snapshot, group, self.choose, self.config, self.epoch) for group in groups]
-        return method(self, draws, used), np.concatenate([one.ids for one in draws])
-
     def mixing(self) -> np.random.Generator:
         """The generator that mixes the batches of streams over time."""
         config = self.config
@@ -96,16 +166,50 @@ class Work:
         nodes = config.canonical_nodes
         return drawn.ids[shuffle(config.algorithm, drawn.sizes, nodes, config.seed, self.epoch, block_size)]
 
+    def stream_orders(self, draws: Sequence[Drawn]) -> list[Ids]:
+        """As :meth:`order`, of each stream alone; refuses an empty one."""
+        for stream, drawn in enumerate(draws):
+            self.require_batches(stream, len(drawn.ids), self.global_batch)
+        return [self.order(drawn, self.block_share(stream)) for stream, drawn in enumerate(draws)]
+
+    def require_batches(self, stream: int, found: int, batch_size: int) -> None:
+        """Refuse a stream in which nothing was found to fill a batch with."""
+        if not found:
+            raise ValueError(
+                f"each stream must fill at least one batch of its own; stream {stream} "
+                f"({self.snapshot.stream_names[stream]}) draws {self.choose[stream]} samples for batches of "
+                f"{batch_size}; lower the batch size, raise its weight, or omit it"
+            )
+
     def deal(self, num_samples: int, used: int = 0) -> Ids:
-        """Positions of an epoch dealt to this world: int64[batches, ranks * batch size]."""
-        canonical, world = self.config.canonical_nodes, (self.nodes, self.ranks, 1, self.batch_size)
-        began = self.mosaic.initial_physical_nodes
-        return global_batches(partition(self.mosaic.partition, num_samples, canonical, *world, used, began))
+        """Positions of an epoch assigned to this world: int64[batches, nodes * ranks * batch size]."""
+        world = (self.config.canonical_nodes, self.nodes, self.ranks, self.batch_size)
+        return partition(self.mosaic.partition, num_samples, *world, used, self.mosaic.initial_physical_nodes)
 
     def turns(self, num_samples: int, nodes: int) -> Ids:
         """Positions in the order in which so many nodes take them, one sample at a time."""
-        canonical = self.config.canonical_nodes
-        return global_batches(partition(self.mosaic.partition, num_samples, canonical, nodes, self.ranks, 1, 1))
+        return partition(self.mosaic.partition, num_samples, self.config.canonical_nodes, nodes, self.ranks, 1)
+
+
+def epoch_batches(
+    data: tuple[Snapshot, Sequence[StreamWeights], OrderConfig], epoch: int, world: Sequence[int], used: int = 0
+) -> tuple[Ids, Ids]:
+    """The batches of an epoch without its first ``used`` samples (as `partition` gives them), and all ids drawn for it.
+
+    ``world`` is (nodes, ranks of each, samples in a batch of one rank).
+
+    Raises:
+        ValueError: Streams or worlds that cannot fill the batches.
+    """
+    snapshot, weights, config = data
+    assert config.mosaic is not None
+    choose, proportions = chosen(snapshot, weights, config.epoch_size, config.seed)
+    work = Work(snapshot, config, config.mosaic, epoch, choose, proportions, *world)
+    method, draws_together = _METHODS[config.batching_method]
+    streams = range(snapshot.num_streams)
+    groups = [list(streams)] if draws_together else [[stream] for stream in streams]
+    draws = [draw(snapshot, group, choose, config, epoch) for group in groups]
+    return method(work, draws, used), np.concatenate([one.ids for one in draws])
 
 
 def _random(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
@@ -114,8 +218,8 @@ def _random(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
 
 
 def _stratified(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
-    portions = _portions(work.proportions, work.global_batch)
-    orders = [ids[work.turns(len(ids), 1).reshape(-1)] for ids in _stream_orders(work, draws)]
+    portions = _portions(work.proportions, work.global_batch).tolist()
+    orders = [ids[work.turns(len(ids), 1).reshape(-1)] for ids in work.stream_orders(draws)]
     steps = min(len(ids) // portion for ids, portion in zip(orders, portions, strict=True))
     columns = [ids[: steps * portion].reshape(steps, portion) for ids, portion in zip(orders, portions, strict=True)]
     return np.concatenate(columns, axis=1)[used // work.global_batch :]
@@ -123,10 +227,10 @@ def _stratified(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
 
 def _per_stream(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
     pools = []
-    for stream, ids in enumerate(_stream_orders(work, draws)):
+    for stream, ids in enumerate(work.stream_orders(draws)):
         batches = work.deal(len(ids))
         whole = batches[(batches != PADDING).all(axis=1)]
-        _require_batches(stream, len(ids), len(whole), work.global_batch)
+        work.require_batches(stream, len(whole), work.global_batch)
         pools.append(_take(ids, whole))
     return _mixed(pools, work.mixing())[used // work.global_batch :]
 
@@ -139,17 +243,17 @@ def _device_per_stream(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
             f"set num_canonical_nodes to a multiple of {nodes}"
         )
     for stream in range(len(work.choose)):
-        if work.config.shuffle and not work.block_share(stream):
+        if work.config.shuffle and work.choose[stream] and not work.block_share(stream):
             raise ValueError(
                 f"device_per_stream splits a shuffle block over streams by proportion; stream {stream} gets none of "
                 f"{work.block_size}; raise shuffle_block_size or the stream's proportion"
             )
     pools = []
-    for stream, ids in enumerate(_stream_orders(work, draws)):
+    for stream, ids in enumerate(work.stream_orders(draws)):
         turns = work.turns(len(ids), canonical)
         own = turns.reshape(-1, nodes, canonical // nodes * work.ranks).transpose(1, 0, 2).reshape(nodes, -1)
         count = own.shape[1] // size
-        _require_batches(stream, len(ids), count, size)
+        work.require_batches(stream, count, size)
         pools.append(_take(ids, own[:, : count * size].reshape(nodes, count, size)))
     rng = work.mixing()
     mixed = np.stack([_mixed([pool[node] for pool in pools], rng) for node in range(nodes)], axis=1)
@@ -158,30 +262,25 @@ def _device_per_stream(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
     return np.concatenate([mixed, padding]).reshape(-1, work.global_batch)[used // work.global_batch :]
 
 
-def _stream_orders(work: Work, draws: Sequence[Drawn]) -> list[Ids]:
-    return [work.order(drawn, work.block_share(stream)) for stream, drawn in enumerate(draws)]
-
-
 def _take(ids: Ids, positions: Ids) -> Ids:
     """Look up positions, leaving padding as it is."""
     return np.where(positions == PADDING, PADDING, ids[positions])
 
 
-def _portions(proportions: Sequence[float], global_batch: int) -> list[int]:
+def _portions(proportions: Sequence[float], global_batch: int) -> Ids:
     """Split a global batch by proportions: rounded down, then the largest remainders up."""
     exact = np.asarray(proportions) * global_batch
-    portions = np.floor(exact).astype(np.int64)
+    portions: Ids = np.floor(exact).astype(np.int64)
     short = global_batch - int(portions.sum())
     if short:
         # Equal remainders fall as numpy's default sort leaves them (on the processor at hand), as in the original.
         portions[np.argsort(exact - portions)[-short:]] += 1
-    for stream in np.flatnonzero(portions == 0).tolist():
+    if not portions.all():
         raise ValueError(
-            f"stratified batches hold a sample of every stream; stream {stream} has no place in a global batch of "
-            f"{global_batch}; raise the batch size or its proportion"
+            f"stratified batches hold a sample of every stream; stream {portions.argmin()} gets none of a global batch "
+            f"of {global_batch}; raise the batch size or its proportion"
         )
-    result: list[int] = portions.tolist()
-    return result
+    return portions
 
 
 def _mixed(pools: Sequence[Ids], rng: np.random.Generator) -> Ids:
@@ -192,14 +291,6 @@ def _mixed(pools: Sequence[Ids], rng: np.random.Generator) -> Ids:
     for stream, pool in enumerate(pools):
         mixed[turns == stream] = pool
     return mixed
-
-
-def _require_batches(stream: int, num_samples: int, num_batches: int, batch_size: int) -> None:
-    if not num_batches:
-        raise ValueError(
-            f"each stream must fill at least one batch of its own; stream {stream} draws {num_samples} samples for "
-            f"batches of {batch_size}; lower the batch size, raise its weight, or leave it out"
-        )
 
 
 _METHODS: dict[str, tuple[Callable[[Work, Sequence[Drawn], int], Ids], bool]] = {

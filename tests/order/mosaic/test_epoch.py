@@ -46,15 +46,6 @@ def test_an_epoch_delivers_every_sample_once(algo: str, partition: str) -> None:
     assert np.array_equal(np.sort(np.concatenate(batches_of(run, world, 3))), np.arange(ALL))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_workers_do_not_change_a_batch(method: str) -> None:
-    alone = work_of(method, 1)
-    for workers in (2, 5):
-        shared = work_of(method, workers).transpose(3, 2, 0, 1, 4).reshape(-1, 16)
-        assert np.array_equal(shared[: alone.shape[3]], alone.transpose(3, 2, 0, 1, 4).reshape(-1, 16))
-        assert (shared[alone.shape[3] :] == -1).all()
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(list(METHODS)), st.integers(0, 12))
 def test_a_resume_is_the_rest_of_the_epoch(method: str, steps: int) -> None:
@@ -100,7 +91,7 @@ def test_canonical_nodes_follow_the_first_world() -> None:
 @pytest.mark.parametrize(
     ("settings", "world", "rule"),
     [
-        ({"batching_method": "stratified", "device": 1}, World(), "no place in a global batch"),
+        ({"batching_method": "stratified", "device": 1}, World(), "gets none of a global batch"),
         ({"batching_method": "per_stream", "device": 90}, World(), "fill at least one batch"),
         ({"batching_method": "device_per_stream", "device": 90}, World(), "fill at least one batch"),
         ({"batching_method": "device_per_stream"}, World(0, 8, 1), "nodes to divide"),
@@ -110,3 +101,14 @@ def test_canonical_nodes_follow_the_first_world() -> None:
 def test_streams_and_worlds_that_do_not_fit_are_refused(settings: Any, world: World, rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
         run_of(world, **settings).epoch(0)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("method", ["per_stream", "device_per_stream"])
+def test_batches_of_one_stream_refuse_an_empty_stream_by_its_name(method: str, shuffle: bool) -> None:
+    weights = [StreamWeights(), StreamWeights(choose=0), StreamWeights()]
+    rule = (
+        r"stream 1 \(stream 1\) draws 0 samples for batches of \d+; lower the batch size, raise its weight, or omit it"
+    )
+    with pytest.raises(ValueError, match=rule):
+        run_of(World(), weights, batching_method=method, shuffle=shuffle).epoch(0)

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.mosaic_work import epoch_work, samples, stream_weights
+from support.mosaic_work import epoch_partition, epoch_work, samples, stream_weights
 
 from lightning_stream.order import Snapshot, choose_per_stream
-from lightning_stream.order.mosaic.partitions import partition
-from lightning_stream.order.mosaic.samplings import chosen, sampling
 from lightning_stream.order.mosaic.shuffles import shuffle
+from lightning_stream.order.mosaic.work import chosen, sampling
 
 REPEATED = re.compile(r"(\[[\d, ]+\])\*(\d+)")
 
@@ -59,18 +58,19 @@ def streams(golden: Path, name: str) -> dict[str, Any]:
 
 def test_every_shuffle_equals_the_original(shared_golden: Path) -> None:
     for line in lines(shared_golden / "order/shuffles.jsonl.gz"):
-        arguments = {**line["in"], "shard_sizes": sizes(line["in"]["shard_sizes"])}
+        arguments = {**line["in"], "shard_sizes": np.array(sizes(line["in"]["shard_sizes"]), np.int64)}
         assert_equal(lambda: shuffle(**arguments), line)  # noqa: B023
 
 
 def test_every_partition_equals_the_original(shared_golden: Path) -> None:
     for line in lines(shared_golden / "order/partitions.jsonl.gz"):
-        assert_equal(lambda: partition(**line["in"]), line)  # noqa: B023
+        assert_equal(lambda: epoch_partition(**line["in"]), line)  # noqa: B023
 
 
 def test_every_sampling_equals_the_original(shared_golden: Path) -> None:
     for line in lines(shared_golden / "order/samplings.jsonl.gz"):
-        arguments = {**line["in"], "samples_per_shard": sizes(line["in"]["samples_per_shard"])}
+        arguments = dict(line["in"])
+        arguments["sizes"] = np.array(sizes(arguments.pop("samples_per_shard")), np.int64)
         assert_equal(lambda: sampling(**arguments), line)  # noqa: B023
 
 

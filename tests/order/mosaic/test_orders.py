@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.mosaic_work import epoch_work, stream_weights
+from support.mosaic_work import epoch_partition, epoch_work, stream_weights
 
 from lightning_stream.order import Snapshot
-from lightning_stream.order.mosaic.partitions import global_batches, partition
-from lightning_stream.order.mosaic.samplings import chosen, sampling
+from lightning_stream.order.mosaic.partitions import partition
 from lightning_stream.order.mosaic.shuffles import SHUFFLES, shuffle
+from lightning_stream.order.mosaic.work import chosen, sampling
 
 PINNED = Path(__file__).with_name("pinned.jsonl")
 FUNCTIONS: dict[str, Any] = {
-    "shuffle": shuffle,
-    "partition": partition,
-    "sampling": sampling,
+    "shuffle": lambda shard_sizes, **given: shuffle(shard_sizes=np.array(shard_sizes, np.int64), **given),
+    "partition": epoch_partition,
+    "sampling": lambda samples_per_shard, **given: sampling(np.array(samples_per_shard, np.int64), **given),
     "epoch_work": epoch_work,
 }
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=12)
@@ -43,7 +43,7 @@ def test_a_shuffle_is_a_permutation(
 ) -> None:
     total = sum(shard_sizes)
     assume(algo != "py1e" or total >= nodes)
-    ids = shuffle(algo, shard_sizes, nodes, seed, epoch, block)
+    ids = shuffle(algo, np.array(shard_sizes), nodes, seed, epoch, block)
     assert ids.dtype == np.int64
     assert np.array_equal(np.sort(ids), np.arange(total))
 
@@ -55,7 +55,7 @@ def test_a_canonical_node_keeps_its_samples_in_every_epoch(
 ) -> None:
     total = sum(shard_sizes)
     assume(total >= nodes)
-    first, other = (shuffle(algo, shard_sizes, nodes, seed, epoch, 10) for epoch in (0, 7))
+    first, other = (shuffle(algo, np.array(shard_sizes), nodes, seed, epoch, 10) for epoch in (0, 7))
     for node in range(nodes):
         own = slice(total * node // nodes, total * (node + 1) // nodes)
         assert set(first[own]) == set(other[own])
@@ -74,26 +74,18 @@ def test_a_partition_delivers_every_position_and_few_twice(
     num_samples: int, canonical: int, nodes: int, ranks: int, workers: int, batch: int
 ) -> None:
     assume(canonical >= nodes)
-    work = partition("orig", num_samples, canonical, nodes, ranks, workers, batch)
+    work = epoch_partition("orig", num_samples, canonical, nodes, ranks, workers, batch)
     assert work.shape[:3] + work.shape[4:] == (nodes, ranks, workers, batch)
     delivered = work[work >= 0]
     assert set(delivered.tolist()) == set(range(num_samples))
     assert len(delivered) < num_samples + canonical + nodes * ranks
 
 
-@given(st.integers(1, 200), st.integers(1, 4), st.integers(1, 5), st.integers(2, 7))
-def test_workers_only_deal_batches(num_samples: int, ranks: int, batch: int, workers: int) -> None:
-    alone = global_batches(partition("orig", num_samples, 4, 2, ranks, 1, batch))
-    shared = global_batches(partition("orig", num_samples, 4, 2, ranks, workers, batch))
-    assert np.array_equal(shared[: len(alone)], alone)
-    assert (shared[len(alone) :] == -1).all()
-
-
 @given(st.integers(2, 400), st.integers(0, 400))
 def test_a_relaxed_resume_keeps_the_global_batches_of_the_world_that_began(num_samples: int, used: int) -> None:
     assume(used <= num_samples)
-    began = global_batches(partition("relaxed", num_samples, 4, 4, 2, 1, 3, used))
-    resumed = global_batches(partition("relaxed", num_samples, 4, 3, 2, 1, 4, used, initial_physical_nodes=4))
+    began = partition("relaxed", num_samples, 4, 4, 2, 3, used)
+    resumed = partition("relaxed", num_samples, 4, 3, 2, 4, used, initial_nodes=4)
     assert np.array_equal(resumed, began)
 
 
@@ -101,7 +93,7 @@ def test_a_relaxed_resume_keeps_the_global_batches_of_the_world_that_began(num_s
 def test_a_draw_takes_what_was_asked_and_whole_repeats_first(
     shard_sizes: list[int], choose: int, granularity: int, epoch: int
 ) -> None:
-    drawn = sampling(shard_sizes, choose, granularity, 7, epoch, use_epoch=True)
+    drawn = sampling(np.array(shard_sizes), choose, granularity, 7, epoch, use_epoch=True)
     repeats = choose // sum(shard_sizes)
     assert drawn.sum() == choose
     assert (drawn >= np.array(shard_sizes) * repeats).all()
@@ -131,19 +123,12 @@ def test_an_epoch_needs_samples_and_streams_that_have_them(weights: list[Any]) -
 @pytest.mark.parametrize(
     ("call", "rule"),
     [
-        (lambda: shuffle("best", [5], 1, 0, 0), "one of"),
-        (lambda: shuffle("py1s", [5, -1], 1, 0, 0), "none negative"),
-        (lambda: shuffle("py1s", [5], 0, 0, 0), "num_canonical_nodes must be an integer from 1"),
-        (lambda: shuffle("py1br", [5], 1, 0, 0, 1), "shuffle_block_size must be an integer from 2"),
-        (lambda: shuffle("py1e", [5], 6, 0, 0), "each canonical node"),
-        (lambda: partition("best", 9, 1, 1, 1, 1, 1), "one of"),
-        (lambda: partition("orig", 0, 1, 1, 1, 1, 0), "num_samples .* not 0.* batch_size .* not 0"),
-        (lambda: partition("orig", 9, 2, 3, 1, 1, 1), "divide the other"),
-        (lambda: partition("relaxed", 9, 4, 3, 1, 1, 1, 0, 4), "divide evenly"),
-        (lambda: partition("orig", 9, 1, 1, 1, 1, 1, 11), "beyond the epoch's end"),
-        (lambda: partition("orig", 9, 1, 8, 1, 1, 1), "too few"),
-        (lambda: sampling([], 1, 1, 0, 0, True), "one or more shards"),
-        (lambda: sampling([4], 1, 0, 0, 0, True), "granularity"),
+        (lambda: shuffle("py1br", np.array([5]), 1, 0, 0, 1), "shuffle_block_size must be at least 2"),
+        (lambda: shuffle("py1e", np.array([5]), 6, 0, 0), "each canonical node"),
+        (lambda: partition("orig", 9, 2, 3, 1, 1), "divide the other"),
+        (lambda: partition("relaxed", 9, 4, 3, 1, 1, 0, 4), "divide evenly"),
+        (lambda: partition("orig", 9, 1, 1, 1, 1, 11), "beyond the epoch's end"),
+        (lambda: partition("orig", 9, 1, 8, 1, 1), "too few"),
     ],
 )
 def test_arguments_out_of_range_are_refused(call: Any, rule: str) -> None:

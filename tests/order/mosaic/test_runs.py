@@ -285,7 +285,9 @@ def test_without_the_algorithm_such_a_state_is_refused():
 
 def test_such_a_state_with_wrong_numbers_is_refused():
     state = {"epoch": -1, "sample_in_epoch": "x", "num_canonical_nodes": 0, "shuffle_seed": 5}
-    with pytest.raises(StateError, match=r"epoch=-1, sample_in_epoch='x', num_canonical_nodes=0"):
+    with pytest.raises(
+        StateError, match=r"epoch must .* not -1. sample_in_epoch must .* not 'x'. num_canonical_nodes must .* not 0"
+    ):
         mosaic_config(state, config_of(World(0, 4, 2)))
 
 
