@@ -1,4 +1,4 @@
-"""Azure's blob storage, also for ``abfss://``: both are one account's containers."""
+"""Azure's blob storage, also for ``abfss://``: both name containers of an account."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from lightning_stream.errors import AccessError, NotFoundError, missing_extra, r
 from .base import BaseStore, ListingPage, ObjectEntry, StoreTraits
 from .transfer import ObjectStream, PerProcess, first_set, join, read_options, relative, split_url
 
-# The client downloads a piece as a whole before it returns: with larger ones nothing would stream, and a connection
-# that breaks would lose all of a piece.
+# The client downloads a whole piece before it returns, and loses it if the connection breaks.
 _PIECE_BYTES = 4 << 20
 
 
@@ -24,8 +23,7 @@ class AzureOptions:
     Attributes:
         account: Else in the URL, ``AZURE_STORAGE_ACCOUNT``, ``AZURE_STORAGE_ACCOUNT_NAME`` or ``AZURE_ACCOUNT_NAME``.
         account_key: Else ``AZURE_STORAGE_KEY``, ``AZURE_STORAGE_ACCOUNT_KEY`` or ``AZURE_ACCOUNT_ACCESS_KEY``.
-        sas_token: Else ``AZURE_STORAGE_SAS_TOKEN``.
-        connection_string: Else ``AZURE_STORAGE_CONNECTION_STRING``.
+        sas_token, connection_string: Else ``AZURE_STORAGE_SAS_TOKEN``, ``AZURE_STORAGE_CONNECTION_STRING``.
         endpoint_url: Else ``AZURE_STORAGE_ENDPOINT``, or the account's own.
         anonymous: Use no credentials.
         timeout_s: Longest silence on a connection.
@@ -41,7 +39,7 @@ class AzureOptions:
 
 
 class AzureStore(BaseStore):
-    """Blobs of one container below a prefix, which may be empty. `url` is for messages, as the user wrote it."""
+    """Blobs of one container below a prefix, which may be empty. `url` is the user's, for messages."""
 
     # An account with folders (ADLS) lists "a/b" before "a-c".
     traits = StoreTraits(ranges=True, conditional_put=True)
@@ -76,7 +74,7 @@ class AzureStore(BaseStore):
 
     @property
     def identity(self) -> str:
-        # The endpoint or account that is read, from wherever the client takes it; nothing secret.
+        # The endpoint or account that the client uses; no secrets.
         fields = dict(part.partition("=")[::2] for part in (self._connection() or "").split(";"))
         given = fields.get("BlobEndpoint") or fields.get("AccountName")
         if given and fields.get("EndpointSuffix", "core.windows.net") != "core.windows.net":
@@ -99,7 +97,7 @@ class AzureStore(BaseStore):
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:
         pages = self._container().list_blobs(name_starts_with=join(self._prefix, prefix)).by_page(token)
-        # An account with folders lists these too, as empty blobs that say so.
+        # An account with folders lists these too, as empty blobs with this metadata.
         entries = [
             ObjectEntry(relative(blob.name, self._prefix), blob.size)
             for blob in next(pages, ())
@@ -148,7 +146,7 @@ class AzureStore(BaseStore):
                 ) from None
         account, endpoint = self._account(), self._endpoint()
         if endpoint is None and account is None:
-            raise AccessError(f"{self.url}: which account? {self.access_remedy}")
+            raise AccessError(f"{self.url}: no account is set. {self.access_remedy}")
         address = endpoint or f"https://{account}.blob.core.windows.net"
         return ContainerClient(address, self._container_name, self._credential(account), **settings)
 
@@ -170,7 +168,7 @@ class AzureStore(BaseStore):
         return DefaultAzureCredential()
 
     def _status(self, error: Exception) -> int:
-        # A put whose condition does not hold; 409 is also many other things.
+        # This one is a condition that does not hold; status 409 also has other meanings.
         return 412 if _code(error) == "BlobAlreadyExists" else super()._status(error)
 
     def _special_error(self, error: Exception, where: str) -> Exception | None:

@@ -1,4 +1,4 @@
-"""Google Cloud Storage, by its own client; with HMAC keys, in S3's protocol."""
+"""Google Cloud Storage, by its own client, or with HMAC keys by the protocol of S3."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 @dataclass(frozen=True)
 class GcsOptions:
-    """Options for ``gs://``; what is not given comes from the variables and files that Google's tools read.
+    """Options for ``gs://``; the others come from the variables and files that Google's tools read.
 
     Attributes:
         credentials_file: A service account's (or other) JSON file; else ``GOOGLE_APPLICATION_CREDENTIALS``, or the
             machine's own account.
-        project: Billed where the bucket asks for it; else ``GOOGLE_CLOUD_PROJECT``.
-        anonymous: Use no credentials. None: where there are none.
+        project: Billed if the bucket asks for it; else ``GOOGLE_CLOUD_PROJECT``.
+        anonymous: Use no credentials. None: only if there are none.
         endpoint_url: Else ``STORAGE_EMULATOR_HOST``.
-        access_key_id: An HMAC key; else ``GCS_KEY``. With it the bucket is spoken to in S3's language.
-        secret_access_key: Its secret; else ``GCS_SECRET``.
+        access_key_id, secret_access_key: An HMAC key, for the protocol of S3; else ``GCS_KEY`` and ``GCS_SECRET``.
         timeout_s: Longest silence on a connection.
     """
 
@@ -74,7 +73,6 @@ class GcsStore(BaseStore):
 
     @classmethod
     def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
-        """Make the store: with HMAC keys that of S3, else Google's own."""
         bucket, prefix = split_url(url)
         given = read_options(GcsOptions, options, "gs://")
         key = given.access_key_id or os.environ.get("GCS_KEY")
@@ -104,19 +102,13 @@ class GcsStore(BaseStore):
             with answer:
                 reason = answer.raw.read(_REASON_BYTES, decode_content=True)
                 raise AnswerError(answer.status_code, reason.decode(errors="replace"))
-        # Undecoded, as stored: what an object's Content-Encoding says is its reader's business.
+        # As it is stored, whatever its Content-Encoding is.
         return header_stream(answer.raw, answer.headers, answer.headers.get("x-goog-generation"), answer.close)
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
         generation = 0 if if_absent else None if if_version is None else int(if_version)
-        self._blob(name).upload_from_file(
-            file,
-            size=num_bytes,
-            content_type="application/octet-stream",
-            timeout=self._options.timeout_s,
-            retry=None,
-            if_generation_match=generation,
-        )
+        more = {"timeout": self._options.timeout_s, "retry": None, "if_generation_match": generation}
+        self._blob(name).upload_from_file(file, size=num_bytes, content_type="application/octet-stream", **more)
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:
         client = self._client()[0]
@@ -138,7 +130,7 @@ class GcsStore(BaseStore):
         return (given if "://" in given else f"http://{given}").rstrip("/")
 
     def _connect(self) -> tuple[Any, Any]:
-        """The client, and the authorised session that it shares with our own reads."""
+        """Make the client, and the authorised session that it shares with `_open`."""
         try:
             from google.cloud import storage
             from requests.adapters import HTTPAdapter
@@ -158,13 +150,13 @@ class GcsStore(BaseStore):
         anonymous = importlib.import_module("google.auth.credentials").AnonymousCredentials
         missing = importlib.import_module("google.auth.exceptions").DefaultCredentialsError
         path, wish = self._options.credentials_file, self._options.anonymous
-        # Another endpoint is mostly an emulator; one that asks for a login (Private Service Connect) says so by False.
+        # Another endpoint is mostly an emulator; for one with a login (Private Service Connect), users pass False.
         if wish or (wish is None and not path and self._endpoint() != _HOME):
             return anonymous()
         try:
             found = auth.load_credentials_from_file(path, scopes=[_SCOPE]) if path else auth.default(scopes=[_SCOPE])
         except missing:
-            # Nothing is set up: the bucket may be public. What is set up wrongly is the user's to know.
+            # The bucket may be public, unless the user has set credentials, which are wrong then.
             if path or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") or wish is False:
                 raise
             return anonymous()

@@ -10,9 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers.web import WebServer
+from servers.web import LAST_MODIFIED, WebServer
 
-from lightning_stream.errors import AccessError, AlreadyExistsError, NotFoundError, StoreError, UnavailableError
+from lightning_stream.errors import (
+    AccessError,
+    AlreadyExistsError,
+    ConflictError,
+    NotFoundError,
+    StoreError,
+    UnavailableError,
+)
 from lightning_stream.stores import LocalStore, open_store
 from lightning_stream.stores.generic import FsspecStore
 from lightning_stream.stores.http import HttpStore
@@ -318,6 +325,24 @@ def test_a_listing_of_the_hub_that_is_none_is_a_store_error(
         "s3:///x?token=S3CRET",
     ],
 )
+@pytest.mark.parametrize("etags", ["weak", "none"])
+def test_a_web_server_without_strong_etags_replaces_the_version_that_was_read_only(etags: str) -> None:
+    with WebServer() as server:
+        server.etags = etags
+        store = open_store(f"{server.url}/d")
+        store.put("x", b"one")
+        with store.open("x") as stream:
+            assert b"".join(stream) == b"one"
+        store.put("x", b"two", if_version=stream.version)
+        assert server.headers[-1].get("If-Unmodified-Since") == (LAST_MODIFIED if etags == "none" else None)
+        with pytest.raises(ConflictError, match="replaced or deleted"):
+            store.put("x", b"three", if_version=stream.version)
+        server.objects.clear()
+        with pytest.raises(ConflictError, match="replaced or deleted"):
+            store.put("x", b"four", if_version=stream.version)
+        assert not server.objects
+
+
 def test_an_incomplete_url_is_refused_before_any_request_and_without_its_secret(url: str) -> None:
     with pytest.raises(ValueError, match="got ") as caught:
         open_store(url)
