@@ -190,9 +190,7 @@ def _copy(name: str, source: BinaryIO, target: BinaryIO, num_bytes: int, where: 
         target.write(chunk)
     if written != num_bytes:
         found = "more" if written > num_bytes else f"only {written}"
-        raise FormatError(
-            f"{where}: must hold {num_bytes} bytes when decompressed, as its index says; it holds {found}."
-        )
+        raise FormatError(f"{where}: must hold {num_bytes} bytes when decompressed, says its index; it holds {found}.")
 
 
 def _read_errors(action: Callable[[], _T], family: str, where: str) -> _T:

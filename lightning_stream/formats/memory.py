@@ -44,7 +44,7 @@ class MappedFile:
             found = os.fstat(file.fileno()).st_size
             if found != num_bytes:
                 raise FormatError(
-                    f"{path}: must have {num_bytes} bytes, as its index says; it has {found}. Fetch it again."
+                    f"{path}: must have {num_bytes} bytes, says its index; it has {found}. Fetch it again."
                 )
             mapped: Any = b""
             if found:

@@ -115,9 +115,7 @@ def column_error(name: str, encoding: str, sample: Any, error: Exception) -> Exc
     if not isinstance(sample, Mapping):
         return TypeError(f"a sample must be a mapping of column names to values; got {type(sample).__name__}.")
     if name not in sample:
-        return ValueError(
-            f"column {name!r} ({encoding}) is missing in a sample that has {', '.join(map(str, sample))}."
-        )
+        return ValueError(f"column {name!r} ({encoding}) is missing in a sample that has {', '.join(map(str, sample))}")
     return named_error(name, error)
 
 

@@ -9,8 +9,8 @@ from typing import Any, BinaryIO
 
 from lightning_stream.errors import AccessError, NotFoundError, missing_extra, redact, summarize
 
-from .base import BaseStore, ListingPage, ObjectEntry, StoreTraits
-from .transfer import ObjectStream, PerProcess, first_set, join, read_options, relative, split_url
+from .base import BaseStore, BucketStore, ListingPage, StoreTraits
+from .transfer import ObjectStream, PerProcess, first_set, read_options, split_url
 
 # The client downloads a whole piece before it returns, and loses it if the connection breaks.
 _PIECE_BYTES = 4 << 20
@@ -38,8 +38,8 @@ class AzureOptions:
     timeout_s: float = 60.0
 
 
-class AzureStore(BaseStore):
-    """Blobs of one container below a prefix, which may be empty. `url` is the user's, for messages."""
+class AzureStore(BucketStore):
+    """Blobs of one container below a prefix. `url` is the user's, for messages."""
 
     # An account with folders (ADLS) lists "a/b" before "a-c".
     traits = StoreTraits(ranges=True, conditional_put=True)
@@ -54,10 +54,8 @@ class AzureStore(BaseStore):
     client_errors = frozenset({"AzureError"})
 
     def __init__(self, container: str, prefix: str, options: AzureOptions | None, url: str) -> None:
-        self._container_name = container
-        self._prefix = prefix
+        super().__init__(container, prefix, url)
         self._options = options or AzureOptions()
-        self.url = url
         self._container = PerProcess(self._connect)
 
     @classmethod
@@ -70,7 +68,7 @@ class AzureStore(BaseStore):
             raise ValueError(f"an ADLS URL is abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/FOLDER; got {url}")
         if found is not None:
             options = {"account": found[1], "endpoint_url": f"https://{found[1]}.blob{found[2]}", **options}
-        return cls(container, prefix, read_options(AzureOptions, options, f"{scheme}://"), url.rstrip("/"))
+        return cls(container, prefix, read_options(AzureOptions, options, f"{scheme}://"), url)
 
     @property
     def identity(self) -> str:
@@ -96,10 +94,10 @@ class AzureStore(BaseStore):
         self._blob(name).upload_blob(file, **more)
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:
-        pages = self._container().list_blobs(name_starts_with=join(self._prefix, prefix)).by_page(token)
+        pages = self._container().list_blobs(name_starts_with=self._prefix + prefix).by_page(token)
         # An account with folders lists these too, as empty blobs with this metadata.
         entries = [
-            ObjectEntry(relative(blob.name, self._prefix), blob.size)
+            self._entry(blob.name, blob.size)
             for blob in next(pages, ())
             if (blob.metadata or {}).get("hdi_isfolder") != "true"
         ]
@@ -109,7 +107,7 @@ class AzureStore(BaseStore):
         self._blob(name).delete_blob()
 
     def _blob(self, name: str) -> Any:
-        return self._container().get_blob_client(join(self._prefix, name))
+        return self._container().get_blob_client(self._prefix + name)
 
     def _account(self) -> str | None:
         names = ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_ACCOUNT_NAME")
@@ -137,7 +135,7 @@ class AzureStore(BaseStore):
         }
         if connection := self._connection():
             try:
-                return ContainerClient.from_connection_string(connection, self._container_name, **settings)
+                return ContainerClient.from_connection_string(connection, self._bucket, **settings)
             except ValueError as error:
                 raise AccessError(
                     f"{self.url}: the connection string (AZURE_STORAGE_CONNECTION_STRING) is incomplete ({error}). "
@@ -148,7 +146,7 @@ class AzureStore(BaseStore):
         if endpoint is None and account is None:
             raise AccessError(f"{self.url}: no account is set. {self.access_remedy}")
         address = endpoint or f"https://{account}.blob.core.windows.net"
-        return ContainerClient(address, self._container_name, self._credential(account), **settings)
+        return ContainerClient(address, self._bucket, self._credential(account), **settings)
 
     def _credential(self, account: str | None) -> Any:
         options = self._options
@@ -174,8 +172,7 @@ class AzureStore(BaseStore):
     def _special_error(self, error: Exception, where: str) -> Exception | None:
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if _code(error) == "ContainerNotFound":
-            container = self._container_name
-            return NotFoundError(f"{where}: there is no container {container!r}. Check the URL and the account.")
+            return NotFoundError(f"{where}: there is no container {self._bucket!r}. Check the URL and the account.")
         if kinds & {"ClientAuthenticationError", "CredentialUnavailableError"}:
             return AccessError(f"{where}: refused ({summarize(error)}). {self.access_remedy}")
         if isinstance(error, ValueError) and "HTTPS" in str(error):

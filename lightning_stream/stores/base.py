@@ -250,9 +250,7 @@ class BaseStore(Store):
                 self._put(name, file, num_bytes, if_absent and native, if_version if native else None)
         except (PreconditionError, NotFoundError) as error:
             if if_version is not None:
-                raise ConflictError(
-                    f"{where}: another process has replaced or deleted it since it was read. Read it again."
-                ) from None
+                raise ConflictError(f"{where}: another process has replaced or deleted it. Read it again.") from None
             if isinstance(error, NotFoundError):
                 raise
             raise already_exists(where) from None
@@ -295,6 +293,18 @@ class BaseStore(Store):
     def _guarded(self, name: str, chunks: Iterator[bytes]) -> Iterator[bytes]:
         with self.translate_errors(name):
             yield from chunks
+
+
+class BucketStore(BaseStore):
+    """Objects of one bucket (or container) below a prefix, which may be empty."""
+
+    def __init__(self, bucket: str, prefix: str, url: str) -> None:
+        self._bucket = bucket
+        self._prefix = f"{prefix}/" if prefix else ""
+        self.url = url.rstrip("/")
+
+    def _entry(self, key: str, num_bytes: int) -> ObjectEntry:
+        return ObjectEntry(key[len(self._prefix) :], num_bytes)
 
 
 @dataclass

@@ -11,19 +11,9 @@ from typing import Any, BinaryIO
 
 from lightning_stream.errors import AccessError, NotFoundError, missing_extra, redact, summarize
 
-from .base import AnswerError, BaseStore, ListingPage, ObjectEntry, StoreTraits
+from .base import AnswerError, BaseStore, BucketStore, ListingPage, StoreTraits
 from .s3 import S3Options, S3Store
-from .transfer import (
-    ObjectStream,
-    PerProcess,
-    first_set,
-    header_stream,
-    join,
-    range_header,
-    read_options,
-    relative,
-    split_url,
-)
+from .transfer import ObjectStream, PerProcess, first_set, header_stream, range_header, read_options, split_url
 
 _REASON_BYTES = 1000
 _HOME = "https://storage.googleapis.com"
@@ -53,7 +43,7 @@ class GcsOptions:
     timeout_s: float = 60.0
 
 
-class GcsStore(BaseStore):
+class GcsStore(BucketStore):
     """Objects of one bucket below a prefix, by Google's JSON API."""
 
     traits = StoreTraits(ranges=True, sorted_listing=True, conditional_put=True)
@@ -65,10 +55,8 @@ class GcsStore(BaseStore):
     client_errors = frozenset({"GoogleAPIError", "GoogleCloudError", "InvalidResponse"})
 
     def __init__(self, bucket: str, prefix: str, options: GcsOptions | None = None) -> None:
-        self._bucket = bucket
-        self._prefix = prefix
+        super().__init__(bucket, prefix, f"gs://{bucket}/{prefix}")
         self._options = options or GcsOptions()
-        self.url = f"gs://{join(bucket, prefix) if prefix else bucket}"
         self._client = PerProcess(self._connect)
 
     @classmethod
@@ -78,9 +66,7 @@ class GcsStore(BaseStore):
         key = given.access_key_id or os.environ.get("GCS_KEY")
         secret = given.secret_access_key or os.environ.get("GCS_SECRET")
         if (given.access_key_id and not secret) or (given.secret_access_key and not key):
-            raise ValueError(
-                "access_key_id and secret_access_key (GCS_KEY and GCS_SECRET) come together; one is missing"
-            )
+            raise ValueError("access_key_id and secret_access_key (GCS_KEY, GCS_SECRET) come together; one is missing.")
         if key and secret:
             endpoint = given.endpoint_url or _HOME
             interop = S3Options(endpoint, "auto", None, key, secret, anonymous=False, timeout_s=given.timeout_s)
@@ -93,7 +79,7 @@ class GcsStore(BaseStore):
         return self.url if endpoint == _HOME else f"{self.url}@{redact(endpoint)}"
 
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
-        key = urllib.parse.quote(join(self._prefix, name), safe="")
+        key = urllib.parse.quote(self._prefix + name, safe="")
         payer = f"&userProject={urllib.parse.quote(self._options.project)}" if self._options.project else ""
         address = f"{self._endpoint()}/download/storage/v1/b/{self._bucket}/o/{key}?alt=media{payer}"
         headers = {"Accept-Encoding": "gzip", **range_header(begin, end)}
@@ -113,9 +99,9 @@ class GcsStore(BaseStore):
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:
         client = self._client()[0]
         bucket = client.bucket(self._bucket, user_project=self._options.project)
-        wanted = {"prefix": join(self._prefix, prefix), "timeout": self._options.timeout_s, "retry": None}
+        wanted = {"prefix": self._prefix + prefix, "timeout": self._options.timeout_s, "retry": None}
         found = client.list_blobs(bucket, page_token=token, fields="items(name,size),nextPageToken", **wanted)
-        page = [ObjectEntry(relative(blob.name, self._prefix), blob.size) for blob in next(found.pages, ())]
+        page = [self._entry(blob.name, blob.size) for blob in next(found.pages, ())]
         return page, found.next_page_token
 
     def _delete(self, name: str) -> None:
@@ -123,7 +109,7 @@ class GcsStore(BaseStore):
 
     def _blob(self, name: str) -> Any:
         bucket = self._client()[0].bucket(self._bucket, user_project=self._options.project)
-        return bucket.blob(join(self._prefix, name))
+        return bucket.blob(self._prefix + name)
 
     def _endpoint(self) -> str:
         given = self._options.endpoint_url or first_set("STORAGE_EMULATOR_HOST") or _HOME

@@ -19,7 +19,7 @@ from lightning_stream.errors import (
 )
 
 from .base import BaseStore, ObjectEntry
-from .transfer import ObjectStream, PerProcess, file_chunks, relative
+from .transfer import ObjectStream, PerProcess, file_chunks
 
 _BLOCK_BYTES = 4 << 20
 _PACKAGES = {"sftp": "paramiko", "ssh": "paramiko", "oci": "ocifs", "smb": "smbprotocol", "hdfs": "pyarrow"}
@@ -78,7 +78,7 @@ class FsspecStore(BaseStore):
         except FileNotFoundError:
             return
         for path, about in found.items():
-            name = relative(path, root.rstrip("/"))
+            name = path.removeprefix(f"{root.rstrip('/')}/")
             if name and name.startswith(prefix) and ".draft-" not in name:
                 yield ObjectEntry(name, about["size"])
 

@@ -20,17 +20,7 @@ from lightning_stream.errors import StoreError, UnavailableError, missing_extra,
 
 from .base import AnswerError, BaseStore, ListingPage, ObjectEntry, StoreTraits
 from .claims import PreconditionError
-from .transfer import (
-    ObjectStream,
-    PerProcess,
-    content_version,
-    header_stream,
-    join,
-    range_header,
-    read_options,
-    relative,
-    slice_stream,
-)
+from .transfer import ObjectStream, PerProcess, content_version, header_stream, range_header, read_options, slice_stream
 
 _MOST_REDIRECTS = 10
 _AS_IT_COMES: dict[str, Any] = {"redirect": False, "retries": False, "preload_content": False}
@@ -126,8 +116,7 @@ class HttpStore(BaseStore):
         if encoding != "identity" and not name.endswith(_COMPRESSED):
             answer.close()
             raise StoreError(
-                f"{where}: files must be sent as they are; the server compresses this one (Content-Encoding: "
-                f"{encoding}). Turn compression off for this address."
+                f"{where}: the server must not compress files (Content-Encoding: {encoding}). Turn it off."
             )
         sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", answer.headers.get("Content-Range") or "")
         if answer.status != 206 or sent is None:
@@ -179,10 +168,7 @@ class HttpStore(BaseStore):
         reached = _reach(host)
         if reached > _reach(_origin(self._base)[1]):
             place = "a link-local or metadata address" if reached == 2 else "an address of a private network"
-            raise StoreError(
-                f"{self.url}: redirects to {host}, {place}, which is not followed. Use that server's own URL if you "
-                "trust it."
-            )
+            raise StoreError(f"{self.url}: redirects to {host}, {place}, which is not followed. Use its own URL.")
         return target
 
     def _special_error(self, error: Exception, where: str) -> Exception | None:
@@ -244,7 +230,7 @@ class HuggingFaceStore(HttpStore):
         revision = urllib.parse.quote(urllib.parse.unquote(revision), safe="")
         hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
         address = f"{hub}/{kind}{repository}/resolve/{revision}"
-        super().__init__(join(address, urllib.parse.quote(self._folder)) if self._folder else address, options)
+        super().__init__(f"{address}/{urllib.parse.quote(self._folder)}", options)
         self.url = f"hf://{path}"
         tree = f"{hub}/api/{kind or 'models/'}{repository}/tree/{revision}/{urllib.parse.quote(self._folder)}"
         self._tree = f"{tree.rstrip('/')}?recursive=true"
@@ -266,11 +252,9 @@ class HuggingFaceStore(HttpStore):
         try:
             found = [(str(entry["path"]), int(entry["size"])) for entry in json.loads(text) if entry["type"] == "file"]
         except (ValueError, TypeError, KeyError):
-            raise UnavailableError(
-                f"{self.url}/{prefix}: the hub must list files as JSON; it sent {text[:40]!r}. Check HF_ENDPOINT, or "
-                "the proxy in between."
-            ) from None
-        files = [ObjectEntry(relative(path, self._folder), size) for path, size in found]
+            raise UnavailableError(f"{self.url}/{prefix}: the hub sent {text[:40]!r}, not a JSON listing.") from None
+        begin = len(self._folder) + 1 if self._folder else 0
+        files = [ObjectEntry(path[begin:], size) for path, size in found]
         return [entry for entry in files if entry.name.startswith(prefix)], more[1] if more else None
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:  # noqa: ARG002

@@ -94,7 +94,7 @@ class LocalStore(BaseStore):
             return NotFoundError(f"no such file: {where}{lacking}. Check the path.{hint}")
         if isinstance(error, PermissionError):
             return AccessError(
-                f"user {os.getuid()} has no right to use {where}. Check the owner and mode of its folders."
+                f"user {os.getuid()} has no right to use {where}. Check the owner and mode of its folder."
             )
         if isinstance(error, OSError):
             kind = UnavailableError if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT) else StoreError

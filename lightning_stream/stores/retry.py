@@ -305,7 +305,7 @@ class ResumingStream:
         position = self._position + len(chunk)
         if self._stop is not None and (position > self._stop or (not chunk and position < self._stop)):
             raise UnavailableError(
-                f"{self._stream.where}: the server sent {'more' if chunk else 'less'} than it promised."
+                f"{self._stream.where}: the server sent {'more' if chunk else 'less'} than promised."
             )
         return chunk
 
@@ -314,15 +314,11 @@ class ResumingStream:
         left = None if self._stop is None else self._stop - self._position
         if stream.past_end:
             if left:
-                raise self._too_short(
-                    f"{stream.where}: according to the server, it ends before byte {self._position + 1:,}."
-                )
+                raise self._too_short(f"{stream.where}: the server says that it ends before {self._position + 1:,}.")
         elif stream.tag != self._tag:
             if stream.tag is not None and self._tag is not None:
                 raise self._replaced(_replaced(stream.where))
-            raise UnavailableError(
-                f"{stream.where}: the answer has no version of the object; it may be a proxy's page."
-            )
+            raise UnavailableError(f"{stream.where}: an answer without the object's version, perhaps a proxy's page.")
         elif self._tag is None and left is not None and stream.num_bytes not in (None, left):
             raise UnavailableError(f"{stream.where}: the answer does not have the size of the rest of the object.")
 

@@ -14,20 +14,9 @@ from typing import Any, BinaryIO, TypeVar
 
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, missing_extra, redact, summarize
 
-from .base import BaseStore, ListingPage, ObjectEntry, StoreTraits
+from .base import BaseStore, BucketStore, ListingPage, StoreTraits
 from .claims import PreconditionError
-from .transfer import (
-    CHUNK_BYTES,
-    ObjectStream,
-    PerProcess,
-    first_set,
-    header_stream,
-    join,
-    range_header,
-    read_options,
-    relative,
-    split_url,
-)
+from .transfer import ObjectStream, PerProcess, first_set, header_stream, range_header, read_options, split_url
 
 T = TypeVar("T")
 _log = logging.getLogger("lightning_stream.stores")
@@ -99,8 +88,8 @@ class S3Options:
         )
 
 
-class S3Store(BaseStore):
-    """Objects of one bucket below a prefix, which may be empty. `scheme` is ``"gs"`` for Google's interoperable API.
+class S3Store(BucketStore):
+    """Objects of one bucket below a prefix. `scheme` is ``"gs"`` for Google's interoperable API.
 
     Conditional puts need a server that knows ``If-None-Match`` and ``If-Match`` (AWS since 2024, R2, MinIO, Ceph, ...).
     A server that ignores them cannot be recognised. So with an endpoint the object's ETag is compared first: then only
@@ -119,10 +108,8 @@ class S3Store(BaseStore):
     client_errors = frozenset({"BotoCoreError", "ClientError", "Boto3Error", "S3UploadFailedError"})
 
     def __init__(self, bucket: str, prefix: str, options: S3Options | None = None, scheme: str = "s3") -> None:
-        self._bucket = bucket
-        self._prefix = prefix
+        super().__init__(bucket, prefix, f"{scheme}://{bucket}/{prefix}")
         self._options = options or S3Options()
-        self.url = f"{scheme}://{join(bucket, prefix) if prefix else bucket}"
         # AWS sorts, except its directory buckets. Google knows If-Match only in its own protocol.
         aws = self._options.resolved_endpoint() is None and not bucket.endswith("--x-s3")
         self.traits = StoreTraits(ranges=True, sorted_listing=aws, conditional_put=scheme == "s3")
@@ -180,11 +167,11 @@ class S3Store(BaseStore):
             return None
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:
-        wanted = {**self._wanted(None), "Prefix": join(self._prefix, prefix)}
+        wanted = {**self._wanted(None), "Prefix": self._prefix + prefix}
         if token is not None:
             wanted["ContinuationToken"] = token
         page = self._reading(prefix, lambda client: client.list_objects_v2(**wanted))
-        entries = [ObjectEntry(relative(item["Key"], self._prefix), item["Size"]) for item in page.get("Contents", ())]
+        entries = [self._entry(item["Key"], item["Size"]) for item in page.get("Contents", ())]
         return entries, page["NextContinuationToken"] if page.get("IsTruncated") else None
 
     def _delete(self, name: str) -> None:
@@ -195,7 +182,7 @@ class S3Store(BaseStore):
         if not self._options.resolved_endpoint():
             return {}
         digest = hashlib.md5(usedforsecurity=False)
-        while chunk := file.read(CHUNK_BYTES):
+        while chunk := file.read(1 << 20):
             digest.update(chunk)
         file.seek(0)
         return {"ContentMD5": base64.b64encode(digest.digest()).decode()}
@@ -203,7 +190,7 @@ class S3Store(BaseStore):
     def _wanted(self, name: str | None) -> dict[str, Any]:
         wanted = {"Bucket": self._bucket}
         if name is not None:
-            wanted["Key"] = join(self._prefix, name)
+            wanted["Key"] = self._prefix + name
         if self._options.resolved().requester_pays:
             wanted["RequestPayer"] = "requester"
         return wanted

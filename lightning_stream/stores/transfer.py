@@ -163,16 +163,6 @@ def check_name(name: str) -> str:
     return name
 
 
-def join(prefix: str, name: str) -> str:
-    """Return the key of a name under a prefix."""
-    return f"{prefix}/{name}" if prefix else name
-
-
-def relative(key: str, prefix: str) -> str:
-    """Return the name of a key under a prefix."""
-    return key[len(prefix) + 1 :] if prefix else key
-
-
 def split_url(url: str) -> tuple[str, str]:
     """Return the bucket (container, host) of a URL and the prefix in it; ValueError if there is no bucket."""
     bucket, _, prefix = url.partition("://")[2].partition("/")

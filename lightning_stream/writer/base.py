@@ -69,6 +69,7 @@ class ShardWriter(ABC):
 
     Attributes:
         num_samples: The number of samples written so far.
+        shards: The index entries of the shards; empty until `finish`.
         columns, column_names, column_encodings: The columns; None until they are known, if they are inferred.
         size_limit, compression, hashes, keep_local: As given, or by default.
         local, remote: The local folder and the URL of `out`; None where it has none.
@@ -117,7 +118,7 @@ class ShardWriter(ABC):
         # Users of MDS writers read these. This class does not: a subclass may give the names another meaning.
         self.size_limit, self.compression, self.hashes = config.size_limit, config.compression, list(config.hashes)
         self.local, self.remote, self.keep_local = place.local, place.remote, place.keep_local
-        self._entries: list[dict[str, Any]] = []
+        self.shards: list[dict[str, Any]] = []
         self._show_columns(self._columns)
         if self._columns is not None:
             self._make_encoder(self._columns)  # refuses unknown encodings now
@@ -130,11 +131,6 @@ class ShardWriter(ABC):
     def get_config(self) -> dict[str, Any]:
         """Return the format, columns and packing in the index; ValueError if no columns are known."""
         return schema_object((self._encoder or self._make_encoder(self._chosen(None, None))).schema)
-
-    @property
-    def shards(self) -> list[dict[str, Any]]:
-        """The index entries of the shards; empty until `finish`."""
-        return self._entries
 
     def flush_shard(self) -> None:
         """End the current shard; the next sample begins another one."""
@@ -241,7 +237,7 @@ class ShardWriter(ABC):
         encoder = self._encoder or self._open(None, None)
         try:
             self._send(encoder)
-            self._entries = entries = self._pipeline.finish()
+            self.shards = entries = self._pipeline.finish()
         finally:
             self._pipeline.close()  # no thread of a writer that failed puts anything later
         self._pool.clear()
@@ -300,10 +296,7 @@ class ShardWriter(ABC):
     def _check_fits(self, encoder: ShardEncoder, num_bytes: int, total_bytes: int) -> None:
         """Raise ValueError unless samples can be written: the largest has `num_bytes`, all need `total_bytes`."""
         if encoder.header_bytes + num_bytes + encoder.per_sample_overhead > MAX_FILE_BYTES:
-            raise ValueError(
-                f"a shard must stay under 4 GiB, since its offsets have 32 bits; one sample has {num_bytes:,} bytes. "
-                "Split the sample."
-            )
+            raise ValueError(f"a shard must stay under 4 GiB; one sample has {num_bytes:,} bytes. Split the sample.")
         if self._config.size_limit is None and self._buffer.file_bytes + total_bytes > self._max_file_bytes:
             raise ValueError(
                 f"without size_limit all samples go to one shard, which must stay under 4 GiB, since its offsets have "

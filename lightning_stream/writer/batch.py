@@ -39,10 +39,7 @@ def _columns(batch: Any) -> dict[str, Any]:
         return {name: batch.iloc[:, k].to_numpy() for k, name in enumerate(names)}
     if isinstance(batch, Mapping):
         return {name: _values(values, name) for name, values in batch.items()}
-    raise TypeError(
-        "a batch must be a mapping of column names to arrays or lists, an Arrow record batch or table, or a pandas "
-        f"frame; got {type_name(batch)}."
-    )
+    raise TypeError(f"a batch must be a mapping of columns, an Arrow or pandas table; got {type_name(batch)}.")
 
 
 def _distinct(names: Iterable[str]) -> list[str]:
@@ -62,9 +59,7 @@ def _values(values: Any, name: str) -> Any:
         except (RuntimeError, TypeError) as error:  # a torch tensor on a GPU, or with a gradient
             raise TypeError(f"column {name!r}: {type_name(values)} cannot be made an array: {error}") from error
     if isinstance(values, (str, bytes)) or (isinstance(values, np.ndarray) and not values.ndim):
-        raise TypeError(
-            f"column {name!r}: a batch holds one value per row; got a single {type_name(values)}. Pass a list."
-        )
+        raise TypeError(f"column {name!r}: a batch has one value per row; got one {type_name(values)}. Pass a list.")
     if isinstance(values, np.ma.MaskedArray) and (masked := int(np.ma.getmaskarray(values).sum())):
         raise ValueError(f"column {name!r}: {masked} values are masked. Fill or drop them before writing.")
     if isinstance(values, (np.ndarray, Sequence)):

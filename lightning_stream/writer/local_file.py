@@ -43,9 +43,7 @@ def write_file(path: Path, parts: Sequence[Any], *, if_absent: bool = False) -> 
         raise
     except PermissionError as error:
         where = error.filename or path
-        raise AccessError(
-            f"user {os.getuid()} has no right to write {where}. Check the owner and mode of its folders."
-        ) from error
+        raise AccessError(f"user {os.getuid()} has no right to write {where}. Check its folder's mode.") from error
     except OSError as error:
         remedy = "Free some space" if error.errno in FULL else "Check the disk or mount it is on"
         raise StoreError(

@@ -92,9 +92,7 @@ def _below(index: str, root: str) -> str:
     if "://" not in folder and "://" not in root:
         folder, root = os.path.abspath(folder), os.path.abspath(root)  # noqa: PTH100 - no links are to be followed
     if not folder.startswith(f"{root}/"):
-        raise ValueError(
-            f"all indexes must be below {redact(root)}, since shards are named relative to it; got {redact(index)}."
-        )
+        raise ValueError(f"all indexes must be below the root, {redact(root)}; got {redact(index)}.")
     return folder[len(root) + 1 :]
 
 

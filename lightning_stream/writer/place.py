@@ -84,16 +84,10 @@ class DatasetPlace:
         if not 1 <= len(places) <= 2 or not all(
             isinstance(place, (str, os.PathLike)) and str(place) for place in places
         ):
-            raise ValueError(
-                f"out must be a path, a URL, or (local path, URL), none of them empty; got {redact(repr(out))}. Pass "
-                "one of these."
-            )
+            raise ValueError(f"out must be a path, a URL, or (local path, URL); got {redact(repr(out))}.")
         urls = [os.path.expanduser(place) for place in places]  # noqa: PTH111 - may be URLs
         if len(urls) == 2 and (is_remote(urls[0]) or urls[0] == urls[1]):
-            raise ValueError(
-                f"out as a pair is a local folder and another place: (local path, URL); got {redact(repr(out))}. Put "
-                "the local folder first, or pass one place."
-            )
+            raise ValueError(f"out as a pair must be (local path, URL), two places; got {redact(repr(out))}.")
         self.local = next((url for url in urls if not is_remote(url)), None)
         self.remote = next((url for url in urls[::-1] if len(urls) == 2 or is_remote(url)), None)
         self.keep_local = keep_local

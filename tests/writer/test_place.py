@@ -288,7 +288,8 @@ def test_the_manifest_of_a_conversion_is_deleted_with_its_dataset(tmp_path: Path
     (tmp_path / "rows.csv").write_text("x\n1\n2\n")
     convert(tmp_path / "rows.csv", tmp_path / "out", num_workers=1)
     if how != "overwrite":
-        write(tmp_path / "out", [3], append=True)
+        with MDSWriter(out=tmp_path / "out", append=True) as writer:
+            writer.write({"x": 3})
     assert "manifest.json" in names(tmp_path / "out")
     write(tmp_path / "out", [4], overwrite=True)
     assert names(tmp_path / "out") == listed(tmp_path / "out")
@@ -317,9 +318,7 @@ def test_a_pair_whose_second_swap_is_lost_names_the_place_that_was_changed(tmp_p
     late = MDSWriter(out=pair, columns={"x": "int"}, keep_local=True, overwrite=True)
     late.write({"x": 1})
     write(tmp_path / "local", [2], overwrite=True)
-    with pytest.raises(
-        ConflictError, match=r"another writer .*remote was changed before, and holds"
-    ):
+    with pytest.raises(ConflictError, match=r"another writer .*remote was changed before, and holds"):
         late.finish()
     assert (read(tmp_path / "local"), read(tmp_path / "remote")) == ([2], [1])
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.metadata import entry_points
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import Encoding, FamilyMember, NumericLayout
@@ -15,20 +16,6 @@ __all__ = ["Encoding", "NumericLayout", "encoding_names", "get_encoding", "regis
 ENTRY_POINT_GROUP = "lightning_stream.encodings"
 
 _REGISTER: dict[str, FamilyMember] = {}
-
-
-class _FunctionsEncoding(Encoding):
-    def __init__(
-        self, encode: Callable[[Any], bytes], decode: Callable[[bytes], Any], size: int | None, safe: bool
-    ) -> None:
-        self._encode, self._decode = encode, decode
-        self.size, self.safe = size, safe
-
-    def encode(self, value: Any) -> bytes:
-        return self._encode(value)
-
-    def decode(self, data: bytes | memoryview) -> Any:
-        return self._decode(bytes(data))
 
 
 def register_encoding(
@@ -69,7 +56,7 @@ def register_encoding(
     if encoding is None:
         if encode is None or decode is None:
             raise TypeError(f"encoding {name!r}: give an Encoding object, or both encode= and decode=.")
-        encoding = _FunctionsEncoding(encode, decode, size, safe)
+        encoding = cast("Encoding", SimpleNamespace(encode=encode, decode=decode, size=size, safe=safe))
     missing = [part for part in ("encode", "decode", "size", "safe") if not hasattr(encoding, part)]
     if missing:
         raise TypeError(f"encoding {name!r}: it must have {', '.join(missing)}. Subclass Encoding to get them.")
@@ -91,10 +78,7 @@ def encoding_of_column(column: str, name: str, size: int | None) -> Encoding:
     """Return the encoding of a column of an index; FormatError if its size there is another one."""
     encoding = get_encoding(name)
     if encoding.size != size:
-        raise FormatError(
-            f"column {column!r}: the index says {size} bytes, but {name!r} takes {encoding.size} (None: it varies). "
-            "Fetch the index again."
-        )
+        raise FormatError(f"column {column!r}: the index says {size} bytes, but {name!r} takes {encoding.size}.")
     return encoding
 
 
@@ -105,17 +89,11 @@ def family_of(name: str) -> FamilyMember:
     """
     _load_own()
     if not isinstance(name, str):
-        raise ValueError(
-            f"An encoding is given by its name, e.g. 'int' or 'ndarray:float32:3'; found {name!r}. It is one of "
-            f"{', '.join(encoding_names())}."
-        )
+        raise ValueError(f"an encoding is a name, e.g. 'int' or 'ndarray:float32:3'; got {name!r}.")
     base, colon, _ = name.partition(":")
     found = _REGISTER.get(base) or _from_entry_point(base)
     if found is None or (colon and not found.takes_parameters):
-        raise ValueError(
-            f"no encoding {name!r}. There are: {', '.join(encoding_names())}. "
-            f"Register your own with register_encoding(), before the data is opened."
-        )
+        raise ValueError(f"no encoding {name!r}; use register_encoding() or one of {', '.join(encoding_names())}.")
     return found
 
 

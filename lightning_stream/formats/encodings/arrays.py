@@ -129,18 +129,13 @@ def as_array(value: Any, name: str) -> NDArray[Any]:
         return np.asarray(value)
     except (TypeError, RuntimeError) as error:
         dtype = getattr(value, "dtype", "?")
-        raise TypeError(
-            f"{name} takes the types of numbers that numpy has; got {type_name(value)} of {dtype}. Convert it first, "
-            "e.g. with .float()."
-        ) from error
+        raise TypeError(f"{name} takes numbers that numpy has; got {type_name(value)} of {dtype}.") from error
 
 
 def check_dtype(array: NDArray[Any], dtype: np.dtype[Any], name: str) -> None:
     """Raise ValueError unless the array has this dtype, in either byte order."""
     if array.dtype.newbyteorder("<") != dtype:
-        raise ValueError(
-            f"{name} takes dtype {dtype.name}; got dtype {array.dtype}. Convert it: value.astype({dtype.name!r})."
-        )
+        raise ValueError(f"{name} takes dtype {dtype.name}; got dtype {array.dtype}. Convert it with astype().")
 
 
 def little_endian(array: NDArray[Any]) -> NDArray[Any]:
@@ -178,9 +173,7 @@ def make_ndarray(name: str) -> Encoding:
     if not rest:
         return _AnyArray(name)
     if rest[0] not in _CODE_OF or len(rest) > 2:
-        raise ValueError(
-            f"ndarray takes ndarray:<dtype>:<d0>,<d1>,... with a dtype of {', '.join(_CODE_OF)}; got {name!r}."
-        )
+        raise ValueError(f"ndarray takes ndarray:<dtype>:<d0>,<d1>,... of {', '.join(_CODE_OF)}; got {name!r}.")
     dtype = np.dtype(rest[0]).newbyteorder("<")
     if len(rest) == 1:
         return _AnyArray(name, dtype)

@@ -106,10 +106,7 @@ def scan_index(data: bytes, where: str) -> IndexScan:
             described = f"{entry.samples} {described}"
             name, mark = entry.raw_data.basename, hash(described)
             if seen.setdefault(name, mark) != mark:
-                raise ValueError(
-                    f"{name} is also the file of a shard with other samples or bytes. Name files with their folders, "
-                    "as merge_index does"
-                )
+                raise ValueError(f"{name} is also the file of a shard with other samples or bytes")
         except _DECODE_ERRORS as error:
             raise _bad_entry(f"{where}, shard {number}", error) from error
         digest.update(f"{schema_id} {described}\n".encode())
@@ -152,9 +149,7 @@ def _place(data: bytes, text: msgspec.Raw) -> int:
 
 def _bad_entry(where: str, error: Exception) -> FormatError:
     if str(error).endswith("basename`"):  # a name that is not text
-        return FormatError(
-            f"{where}: names of files must be relative and stay below the dataset's folder; {error}. Fetch it again."
-        )
+        return FormatError(f"{where}: names of files must stay below the dataset's folder; {error}. Fetch it again.")
     text = str(error)
     text = text if text.endswith(".") else f"{text}. Fetch the index again."
     return FormatError(f"{where}: not a shard entry of an index of version 2: {text}")
@@ -206,8 +201,5 @@ def _sizes(entry: _Entry, where: str) -> tuple[int, int, str]:
     # A wrong count must not become memory for an order. The file with the offsets is the last, or the only one.
     count, table_bytes = entry.samples, min((entry.raw_meta or entry.raw_data).bytes, _MAX_SHARD_BYTES)
     if count and 8 + 4 * count > table_bytes:
-        raise ValueError(
-            f"'samples' must be a count that fits the offsets of 32 bits in its file; found {count!r:.40} samples in "
-            f"{table_bytes:,} bytes"
-        )
+        raise ValueError(f"'samples' must fit the offsets in its file; found {count!r:.40} in {table_bytes:,} bytes")
     return raw_total, stored_total, described

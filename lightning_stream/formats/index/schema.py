@@ -92,8 +92,7 @@ def check_basename(name: object, where: str) -> str:
         if not any(part == "" or part.startswith(".") for part in parts) and name != "index.json":
             return name
     raise FormatError(
-        f"{where}: names of files must be relative and stay below the dataset's folder; found {name!r:.100}. "
-        "Do not use an index from a source that you do not trust."
+        f"{where}: names of files must be relative and stay below the dataset's folder; found {name!r:.100}."
     )
 
 

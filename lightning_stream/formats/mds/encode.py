@@ -125,10 +125,7 @@ def _encode_column(encoding: Encoding, name: str, values: Any, num_rows: int) ->
     else:
         right = isinstance(column, list) and len(column) == num_rows
     if not right:
-        raise ValueError(
-            f"{name}: encode_many must give {num_rows} values: uint8[rows, width] arrays, of the encoding's size if it "
-            "has one, or a list."
-        )
+        raise ValueError(f"{name}: encode_many must give {num_rows} values of its size: uint8[rows, width], or a list.")
     return column
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,8 @@ from lightning_stream.errors import FormatError
 from lightning_stream.formats.mds.layout import Column, RecordLayout
 from lightning_stream.formats.memory import AddressWindow, Int64s
 from lightning_stream.formats.shard import DECODE_ERRORS, Batch, Buffers, Mapped, Ragged, Shard, corrupt_error
+
+_Places: TypeAlias = "list[tuple[Int64s, int | Int64s]]"  # of each column: positions in the window, and size or sizes
 
 
 def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers | None = None) -> Batch:
@@ -34,15 +36,18 @@ def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers
     if len(which) != len(indices) or which.ndim != 1 or indices.ndim != 1:
         raise ValueError(f"which and indices must be of one length; got {which.shape} and {indices.shape}.")
     mapped = [shard.mapped for shard in shards]
-    first = mapped[0]
-    found = [one for one in mapped if one is not None and first is not None and one.layout is first.layout]
-    if first is None:
-        names = shards[0].schema.names
-        if all(shard.mapped is None and shard.schema.names == names for shard in shards):
-            return gather_mixed(shards, which, indices, dict.fromkeys(names, True), out)
-    if len(found) != len(shards):
+    names = shards[0].schema.names
+    if not any(mapped) and all(shard.schema.names == names for shard in shards):
+        return gather_mixed(shards, which, indices, dict.fromkeys(names, True), out)
+    files = [one for one in mapped if one is not None and mapped[0] is not None and one.layout is mapped[0].layout]
+    if len(files) != len(shards):
         raise ValueError("gather needs shards of the same columns; group the samples by their shard's schema first.")
-    return gather_mapped(found, which, indices, out)
+    spans = np.array([one.span for one in files], np.int64).T
+    window = AddressWindow(int(spans[0].min()), int(spans[1].max()))
+    _check_range(which, len(files), "shard")
+    _check_range(indices, spans[3].take(which).view(np.uint64), "sample")
+    where = lambda shard: files[shard].file.where  # noqa: E731
+    return gather_rows(files[0].layout, window, spans.take(which, 1), which, indices, where, out)
 
 
 def gather_mixed(
@@ -77,18 +82,6 @@ def gather_mixed(
     return batch
 
 
-def gather_mapped(files: Sequence[Mapped], which: Int64s | None, indices: Int64s, out: Buffers | None) -> Batch:
-    """As `gather`, over mapped files of one layout; ``which`` is None if there is only one file."""
-    spans = np.array([one.span for one in files], np.int64).T
-    window = AddressWindow(int(spans[0].min()), int(spans[1].max()))
-    rows = np.zeros(len(indices), np.int64) if which is None else which
-    _check_range(rows, len(files), "shard")
-    _check_range(indices, spans[3].take(rows).view(np.uint64), "sample")
-    return gather_rows(
-        files[0].layout, window, spans.take(rows, 1), rows, indices, lambda shard: files[shard].file.where, out
-    )
-
-
 def gather_rows(
     layout: RecordLayout,
     window: AddressWindow,
@@ -107,17 +100,28 @@ def gather_rows(
         indices: int64[n], 0 <= index < samples of that shard.
         where, out: See above; as for `gather`.
     """
-    batch = _Located(layout, window, len(indices))
     if layout.stride is None:
-        batch.locate_variable(spans[0] - window.begin, spans[1] - window.begin, indices)
+        places, bad_row = _locate_variable(layout, window, spans, indices)
     else:
-        batch.locate_fixed(spans[2] + (indices * layout.stride - window.begin))
-    if batch.bad_row is not None:
-        k = batch.bad_row
-        raise FormatError(
-            f"{where(int(which[k]))}, sample {indices[k]}: its columns do not fill it. Fetch the shard again."
-        )
-    return _build(batch, where, which, indices, out or {})
+        places, bad_row = _locate_fixed(layout, spans[2] + (indices * layout.stride - window.begin)), None
+    if bad_row is not None:
+        name = where(int(which[bad_row]))
+        raise FormatError(f"{name}, sample {indices[bad_row]}: its columns do not fill it. Fetch the shard again.")
+    values: Batch = {}
+    out = out or {}
+    for column, (at, size) in zip(layout.columns, places, strict=True):
+        if column.gathered and isinstance(size, int):
+            values[column.name] = _numbers(window, column, at, size, out.get(column.name))
+            continue
+        if column.name in out:
+            raise ValueError(f"out: column {column.name!r} has no fixed size, so it cannot be written to given memory.")
+        decoded, row, error = _decoded(window, column, at, size)
+        if error is not None:
+            raise corrupt_error(where(int(which[row])), int(indices[row]), column.name, error) from error
+        values[column.name] = Ragged(decoded) if column.ragged else decoded
+    if unknown := set(out) - set(values):
+        raise ValueError(f"out: no column {min(unknown)!r}; there are {', '.join(values)}.")
+    return values
 
 
 def _check_range(values: Int64s, limit: int | Int64s, what: str) -> None:
@@ -128,64 +132,42 @@ def _check_range(values: Int64s, limit: int | Int64s, what: str) -> None:
         raise IndexError(f"{what} {values[k]} is out of range: there are {np.broadcast_to(limit, values.shape)[k]}.")
 
 
-class _Located:
-    """The positions of a batch's values: per column, those in the window, and the size or sizes."""
-
-    def __init__(self, layout: RecordLayout, window: AddressWindow, num_rows: int) -> None:
-        self.layout = layout
-        self.window = window
-        self.num_rows = num_rows
-        self.spans: list[tuple[Int64s, int | Int64s]] = []
-        self.bad_row: int | None = None  # a row whose columns do not fill it
-
-    def locate_fixed(self, at: Int64s) -> None:
-        for column in self.layout.columns:
-            self.spans.append((at, column.size or 0))
-            at = at + (column.size or 0)
-
-    def locate_variable(self, begins: Int64s, ends: Int64s, indices: Int64s) -> None:
-        """Locate each sample by the table of offsets, and each column by the sample's head.
-
-        The table was checked when the file was opened. It is checked again, since a file that is changed meanwhile must
-        not lead out of its memory.
-        """
-        if not self.num_rows:
-            self.spans = [(indices, indices) for _ in self.layout.columns]
-            return
-        offsets = self._numbers(begins + 4 + 4 * indices, 2)
-        at, stop = begins + offsets[:, 0], begins + offsets[:, 1]
-        out_of_bounds = (stop - at < self.layout.min_bytes) | (stop > ends)
-        if out_of_bounds.any():
-            self.bad_row = int(np.flatnonzero(out_of_bounds)[0])
-            return
-        sizes = iter(self._numbers(at, self.layout.num_variable).T)
-        at = at + self.layout.head.size
-        for column in self.layout.columns:
-            size = next(sizes) if column.size is None else column.size
-            self.spans.append((at, size))
-            at = at + size
-        if not np.array_equal(at, stop):
-            self.bad_row = int(np.flatnonzero(at != stop)[0])
-
-    def _numbers(self, at: Int64s, count: int) -> Int64s:
-        return self.window.take(at, 4 * count).view("<u4").astype(np.int64)
+def _locate_fixed(layout: RecordLayout, at: Int64s) -> _Places:
+    places: _Places = []
+    for column in layout.columns:
+        places.append((at, column.size or 0))
+        at = at + (column.size or 0)
+    return places
 
 
-def _build(batch: _Located, where: Callable[[int], str], which: Int64s, indices: Int64s, out: Buffers) -> Batch:
-    values: Batch = {}
-    for column, (at, size) in zip(batch.layout.columns, batch.spans, strict=True):
-        if column.gathered and isinstance(size, int):
-            values[column.name] = _numbers(batch.window, column, at, size, out.get(column.name))
-            continue
-        if column.name in out:
-            raise ValueError(f"out: column {column.name!r} has no fixed size, so it cannot be written to given memory.")
-        decoded, row, error = _decoded(batch.window, column, at, size)
-        if error is not None:
-            raise corrupt_error(where(int(which[row])), int(indices[row]), column.name, error) from error
-        values[column.name] = Ragged(decoded) if column.ragged else decoded
-    if unknown := set(out) - set(values):
-        raise ValueError(f"out: no column {min(unknown)!r}; there are {', '.join(values)}.")
-    return values
+def _locate_variable(
+    layout: RecordLayout, window: AddressWindow, spans: Int64s, indices: Int64s
+) -> tuple[_Places, int | None]:
+    """Locate each sample by the table of offsets, and each column by the sample's head; or return a bad row.
+
+    The table was checked when the file was opened. It is checked again, since a file that is changed meanwhile must not
+    lead out of its memory.
+    """
+    if not len(indices):
+        return [(indices, indices) for _ in layout.columns], None
+    begins, ends = spans[0] - window.begin, spans[1] - window.begin
+    offsets = _uint32s(window, begins + 4 + 4 * indices, 2)
+    at, stop = begins + offsets[:, 0], begins + offsets[:, 1]
+    out_of_bounds = (stop - at < layout.min_bytes) | (stop > ends)
+    if out_of_bounds.any():
+        return [], int(np.flatnonzero(out_of_bounds)[0])
+    places: _Places = []
+    sizes = iter(_uint32s(window, at, layout.num_variable).T)
+    at = at + layout.head.size
+    for column in layout.columns:
+        size = next(sizes) if column.size is None else column.size
+        places.append((at, size))
+        at = at + size
+    return places, None if np.array_equal(at, stop) else int(np.flatnonzero(at != stop)[0])
+
+
+def _uint32s(window: AddressWindow, at: Int64s, count: int) -> Int64s:
+    return window.take(at, 4 * count).view("<u4").astype(np.int64)
 
 
 def _numbers(window: AddressWindow, column: Column, at: Int64s, size: int, out: Any) -> NDArray[Any]:
@@ -209,10 +191,8 @@ def buffer_array(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: s
         needed = int(np.prod(shape)) * dtype.itemsize
         array = raw[:needed].view(dtype).reshape(shape) if len(raw) >= needed else raw
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous or not array.flags.writeable:
-        raise ValueError(
-            f"out: column {name!r} takes writable C-contiguous memory of {dtype} and shape {shape}; "
-            f"got {array.dtype} and shape {array.shape}."
-        )
+        found = f"{array.dtype} and shape {array.shape}"
+        raise ValueError(f"out: column {name!r} takes writable C-contiguous {dtype} of shape {shape}; got {found}.")
     return array
 
 

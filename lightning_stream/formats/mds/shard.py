@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.index.schema import ShardEntry
-from lightning_stream.formats.mds.gather import gather_mapped
+from lightning_stream.formats.mds.gather import gather
 from lightning_stream.formats.mds.layout import RecordLayout, record_layout
 from lightning_stream.formats.memory import MappedFile, offsets_error, sample_offsets
 from lightning_stream.formats.shard import DECODE_ERRORS, Batch, Buffers, Mapped, closed_error, corrupt_error
@@ -79,7 +79,7 @@ class MdsShard:
 
     def columns(self, indices: NDArray[np.int64], out: Buffers | None = None) -> Batch:
         """Return samples as columns; see `Shard.columns`."""
-        return gather_mapped([self.mapped], None, np.asarray(indices, np.int64), out)
+        return gather([self], np.zeros(len(indices), np.int64), indices, out)
 
     def close(self) -> None:
         """Release the file; it is unmapped when no read of it is running."""

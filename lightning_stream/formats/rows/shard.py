@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.index.schema import Schema, ShardEntry
+from lightning_stream.formats.index.schema import ShardEntry
 from lightning_stream.formats.mds.gather import buffer_array
 from lightning_stream.formats.memory import MappedFile, sample_offsets
 from lightning_stream.formats.shard import DECODE_ERRORS, Batch, Buffers, closed_error, corrupt_error
@@ -57,7 +57,22 @@ class RowShard:
             raise IndexError(f"sample {wrong[0]} is out of range: {self._path} has {self.num_samples}.")
         places = zip(indices.tolist(), offsets[indices].tolist(), offsets[indices + 1].tolist(), strict=True)
         samples = [self._row(index, file.view[begin:end]) for index, begin, end in places]
-        return rows_to_columns(samples, self.schema, out or {}, str(self._path))
+        batch: Batch = {}
+        name = kind = ""
+        try:
+            for name, kind in self.schema.columns.items():
+                values, dtype = [sample[name] for sample in samples], _DTYPES.get(kind)
+                batch[name] = values if dtype is None else np.array(values, dtype)
+        except (KeyError, OverflowError, ValueError, TypeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise FormatError(f"{self._path}: column {name!r} must be {kind} in every sample ({why}).") from error
+        for name, memory in (out or {}).items():
+            column = batch.get(name)
+            if not isinstance(column, np.ndarray):
+                raise ValueError(f"out: no column {name!r} of numbers; there are {', '.join(self.schema.names)}.")
+            batch[name] = buffer_array(memory, column.dtype, column.shape, name)
+            batch[name][:] = column
+        return batch
 
     def _files(self) -> tuple[MappedFile, NDArray[np.uint32]]:
         if self._open is None:
@@ -88,31 +103,3 @@ class RowShard:
     def close(self) -> None:
         """Release the files; see `Shard.close`."""
         self._open = None
-
-
-def rows_to_columns(samples: list[dict[str, Any]], schema: Schema, out: Buffers, where: str) -> Batch:
-    """Return samples of a row format as columns.
-
-    FormatError if a column is missing in a sample, or a number needs more than 64 bits; ValueError if ``out`` does not
-    fit.
-    """
-    batch: Batch = {}
-    name = kind = ""
-    try:
-        for name, kind in schema.columns.items():
-            values = [sample[name] for sample in samples]
-            dtype = _DTYPES.get(kind)
-            batch[name] = values if dtype is None else np.array(values, dtype)
-    except (KeyError, OverflowError, ValueError, TypeError) as error:
-        raise FormatError(
-            f"{where}: column {name!r} must be {kind} in every sample ({type(error).__name__}: {error}). "
-            "Read it sample by sample."
-        ) from error
-    for name, memory in out.items():
-        column = batch.get(name)
-        if not isinstance(column, np.ndarray):
-            raise ValueError(f"out: no column {name!r} of numbers; there are {', '.join(schema.names)}.")
-        target = buffer_array(memory, column.dtype, column.shape, name)
-        target[...] = column
-        batch[name] = target
-    return batch
