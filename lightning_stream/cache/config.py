@@ -1,4 +1,4 @@
-"""How a cache behaves, as one frozen value."""
+"""The settings of a cache."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from lightning_stream.formats.hashing import check_hashes
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How a cache behaves.
+    """The settings of a cache.
 
     Attributes:
-        limit_bytes: What one folder may hold, over all processes and jobs that use it; None: no limit.
-        validate_hash: None: a fetched file is checked by the fastest hash that the index has of it, and so is, once, a
-            file that somebody else put here. A hash's name: by that one, which the index must have; then every file
-            that is here is checked once per process.
+        limit_bytes: Limit of a folder, over all processes and jobs that use it; None: no limit.
+        validate_hash: None: a fetched file is checked by the fastest hash that the index has of it, and a file that
+            somebody else put here is checked once. A hash, which the index must have: it checks these, and every file
+            that is here once per process.
         keep_zip: Keep compressed files after decompression.
-        shared: False: what is created is private to the user. True: it takes the folder's own permissions.
+        shared: Files get the folder's own permissions; else they are private to the user.
         wait_s: Longest wait for another process's fetch of a shard.
-        room_wait_s: Longest wait for others to let go of shards, where the limit leaves no room.
-        refetches: How often a file with wrong bytes is fetched again before its digests are reported.
+        room_wait_s: Longest wait for others to release shards, if the limit leaves no room.
+        refetches: How often a file with wrong bytes is fetched again before it is an error.
     """
 
     limit_bytes: int | None = None

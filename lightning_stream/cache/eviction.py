@@ -1,4 +1,4 @@
-"""Space for a shard: under the limit that all users of a folder share, and on its disk."""
+"""Space for a shard: under the limit for all users of a folder, and on its disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from lightning_stream.cache.folder import CacheFolder
-from lightning_stream.cache.usage_log import CacheEntry, SpaceShortage, UsageLog
+from lightning_stream.cache.usage_log import CacheEntry, UsageLog
 from lightning_stream.errors import CacheFullError
 from lightning_stream.shared_files import LOCK_FDS, backoff, same_file, try_flock
 
@@ -18,45 +18,38 @@ NextUse = Callable[[str], "float | None"]
 
 
 class Evictor:
-    """Makes space in one cache folder, and keeps its usage log.
-
-    Args:
-        folder: The cache's folder.
-    """
+    """Makes space in one cache folder, and writes its usage log."""
 
     def __init__(self, folder: CacheFolder) -> None:
         self.folder = folder
         self.log = UsageLog(folder)
 
     def make_space(self, entry: CacheEntry, limit_bytes: int | None, wait_s: float, next_use: NextUse | None) -> None:
-        """Enter a shard that will be fetched; evicts what is needed latest, and waits for what is in use.
-
-        Raises:
-            CacheFullError: It does not fit.
-        """
+        """Enter a shard that will be fetched: evict shards, and wait for those in use. CacheFullError if that fails."""
         if limit_bytes is not None and entry.num_bytes > limit_bytes:
             raise CacheFullError(
                 f"cache_limit is {limit_bytes:,} bytes, but {entry.names[0]} alone needs {entry.num_bytes:,} while "
                 f"it is fetched. Raise cache_limit to several times that."
             )
 
-        shortage: SpaceShortage | None = None
+        in_use_bytes: int | None = None
         for _ in backoff(wait_s):
-            shortage = self.log.reserve(entry, limit_bytes, lambda held: self._in_order(held, next_use), self.remove)
-            if shortage is None:
+            in_use_bytes = self.log.reserve(
+                entry, limit_bytes, lambda held: self._in_order(held, next_use), self.remove
+            )
+            if in_use_bytes is None:
                 break
-        if shortage is None:
-            if entry.num_bytes > self._free_bytes():  # only now: what was evicted may be what was missing
-                raise self.disk_full(entry.num_bytes)
-            return
-        raise CacheFullError(
-            f"cache_limit is {shortage.limit_bytes:,} bytes, {shortage.in_use_bytes:,} of them are in use and stayed "
-            f"so for {wait_s:g} s, and {entry.names[0]} needs {entry.num_bytes:,} more. Raise it, or lower "
-            "what is held at once: predownload, num_workers, or num_canonical_nodes."
-        )
+        if in_use_bytes is not None:
+            raise CacheFullError(
+                f"cache_limit is {limit_bytes:,} bytes, {in_use_bytes:,} of them are in use and stayed so for "
+                f"{wait_s:g} s, and {entry.names[0]} needs {entry.num_bytes:,} more. Raise it, or lower predownload, "
+                "num_workers or num_canonical_nodes, so that fewer shards are in use at once."
+            )
+        if entry.num_bytes > self._free_bytes():  # checked last: an eviction may have made space on the disk
+            raise self.disk_full(entry.num_bytes)
 
     def remove(self, entry: CacheEntry) -> bool:
-        """Delete a shard's files; False where it is in use or being fetched. Never waits."""
+        """Delete a shard's files; False if it is in use or being fetched. It never waits."""
         lock = self.folder.lock(entry.names[0])
         if not lock.try_acquire():
             return False
@@ -73,7 +66,7 @@ class Evictor:
         except FileNotFoundError:
             return self._unlink(entry)
         except OSError as error:
-            if error.errno != errno.ELOOP:  # a link is not what we put there: it may go, and what it names stays
+            if error.errno != errno.ELOOP:  # a link is not ours: it is deleted, and its target stays
                 raise
             return self._unlink(entry)
         try:
@@ -87,7 +80,7 @@ class Evictor:
         return True
 
     def _in_order(self, held: list[CacheEntry], next_use: NextUse | None) -> list[CacheEntry]:
-        """First what no one is known to need, least recently used first; then what is needed latest."""
+        """Sort: first shards without a known next use, least recently used first; then those that are needed latest."""
         recent = time.time() - _RECENT_S
 
         def key(entry: CacheEntry) -> tuple[int, float]:
@@ -95,7 +88,7 @@ class Evictor:
             if when is not None:
                 return (1, -when)
             used = self._last_use(entry.names[0])
-            # Others' needs are known only by their touch: what was just used goes last.
+            # The needs of other jobs are not known, so a shard that was just used comes last.
             return (2 if next_use is not None and used > recent else 0, used)
 
         return sorted(held, key=key)
@@ -107,20 +100,20 @@ class Evictor:
             return 0.0
 
     def _free_bytes(self) -> int:
-        """What this user may still write to the folder's disk."""
+        """Return the bytes that this user may still write to the folder's disk."""
         disk = os.statvfs(self.folder.path)
         return disk.f_bavail * disk.f_frsize
 
     def disk_full(self, need_bytes: int) -> CacheFullError:
-        """The error for a disk that took no more; all that was there is left as it was."""
+        """Return the error for a full disk. All files that were there are unchanged."""
         free = self._free_bytes()
         if max(need_bytes, _BLOCK_BYTES) <= free:
             return CacheFullError(
-                f"the disk of the cache {self.folder.path} took no more, though {free:,} bytes are free on it: all its "
+                f"the disk of the cache {self.folder.path} is full, though {free:,} bytes are free on it: all its "
                 "inodes may be used (df -i), or your quota. Delete files, or put `local` on another disk."
             )
         needed = f"{need_bytes:,} bytes are needed, " if need_bytes else ""
         return CacheFullError(
-            f"the disk of the cache {self.folder.path} is full: {needed}{free:,} are free. What was there is "
-            "untouched. Free some space, put `local` on a larger disk, or set cache_limit below its size."
+            f"the disk of the cache {self.folder.path} is full: {needed}{free:,} are free. Its files are unchanged. "
+            "Free some space, put `local` on a larger disk, or set cache_limit below its size."
         )

@@ -1,4 +1,4 @@
-"""One file from its store to a verified draft: get, verify, decompress, verify."""
+"""One file from its store to a draft: get, verify, decompress, verify."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ _REMEDY = "Compare it with the dataset's source; upload that shard and its index
 
 @dataclass(frozen=True)
 class ShardFetcher:
-    """Downloads, verifies and unpacks the files of one shard.
+    """Downloads, verifies and decompresses the files of one shard.
 
     Attributes:
-        store: Where they are.
-        compression: The name under which compressed files are packed; None: there are none.
-        validate_hash: As in :class:`CacheConfig`.
-        refetches: How often a file with wrong bytes is fetched again.
-        kept: Folders in which a compressed file may lie already.
-        connections: How many there are to spare for one file.
+        compression: Its name; None: files are not compressed.
+        validate_hash, refetches: As in :class:`CacheConfig`.
+        kept: Folders in which there may be a compressed file already.
+        connections: The number of spare connections for one file.
     """
 
     store: Store
@@ -36,23 +34,16 @@ class ShardFetcher:
     connections: int = 1
 
     def fetch(self, raw: FileEntry, compressed: FileEntry | None, draft: Path, packed: Path) -> None:
-        """Leave the raw file's bytes, verified, in `draft`; a compressed file that was fetched stays in `packed`.
-
-        Raises:
-            DigestError, FormatError: Wrong bytes, also when fetched again.
-            StoreError: The store could not give it.
-        """
+        """Put the verified bytes of the raw file into `draft`; a compressed file that was fetched stays in `packed`."""
         here = _kept(self.kept, compressed)
-        for _ in range(self.refetches):
+        for left in reversed(range(self.refetches + 1)):
             try:
                 self._fetch_once(raw, compressed, draft, packed, here)
+                return
             except FormatError as error:  # noqa: PERF203 (the loop is over retries)
-                if is_full(error):
+                if not left or is_full(error):
                     raise
                 here = None
-            else:
-                return
-        self._fetch_once(raw, compressed, draft, packed, here)
 
     def _fetch_once(
         self, raw: FileEntry, compressed: FileEntry | None, draft: Path, packed: Path, here: Path | None
@@ -64,10 +55,10 @@ class ShardFetcher:
             if here is None:
                 self._get(compressed, packed)
             source = here or packed
-            self._verify(source, compressed, f"{self.store.url}/{compressed.basename}")
+            verify(source, compressed, self.validate_hash, f"{self.store.url}/{compressed.basename}")
             decompress_file(self.compression, source, draft, raw.num_bytes)
             where = f"{where} (from {compressed.basename})"
-        self._verify(draft, raw, where)
+        verify(draft, raw, self.validate_hash, where)
 
     def _get(self, file: FileEntry, draft: Path) -> None:
         draft.unlink(missing_ok=True)
@@ -76,30 +67,16 @@ class ShardFetcher:
         except NotFoundError as error:
             raise NotFoundError(f"{error} The index lists this file: the dataset there is not whole.") from error
 
-    def _verify(self, path: Path, file: FileEntry, where: str) -> None:
-        verify(path, file, self.validate_hash, where)
-
 
 def check_size(path: Path, file: FileEntry, where: str) -> None:
-    """Raise DigestError unless a file has the size that its index promises; `where` names it in the message."""
+    """Raise DigestError unless a file has the size in its index; `where` names it in the message."""
     size = size_of(path)
     if size != file.num_bytes:
         raise DigestError(f"{where}: the index promises {file.num_bytes:,} bytes; there are {size or 0:,}. {_REMEDY}")
 
 
 def verify(path: Path, file: FileEntry, validate_hash: str | None, where: str) -> None:
-    """Check that a file's size, and hash, are those its index promises.
-
-    Args:
-        path: The file.
-        file: What the index says.
-        validate_hash: The name of a hash, or None for the fastest that the index has.
-        where: What to call it in the message.
-
-    Raises:
-        DigestError: They are not; the message has both.
-        ValueError: The index lacks the hash that was asked for.
-    """
+    """Raise DigestError unless a file has the size and the hash in its index: `validate_hash`, or the fastest one."""
     check_size(path, file, where)
     name = _hash_to_check(file, validate_hash)
     if name is not None and (found := digest_file([name], path)[name]) != file.hashes[name]:
@@ -119,7 +96,7 @@ def _hash_to_check(file: FileEntry, validate_hash: str | None) -> str | None:
 
 
 def size_of(path: Path) -> int | None:
-    """The file's bytes; None where there is no such file."""
+    """Return a file's size in bytes; None if there is no such file."""
     try:
         return path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
@@ -134,7 +111,7 @@ def _kept(folders: tuple[Path, ...], compressed: FileEntry | None) -> Path | Non
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether a full disk is what this error, or what caused it, is about."""
+    """Return whether this error, or its cause, is about a full disk."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in FULL:
             return True

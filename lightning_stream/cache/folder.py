@@ -1,4 +1,4 @@
-"""The folder that a cache lives in: where it is by default, whose it is, and the control folder inside it."""
+"""A cache's folder: its default path, its permissions, and the control folder in it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def default_folder(identity: str) -> Path:
-    """Where a store is cached when the user does not say: private to the user, one folder per store.
+    """Return the default cache folder of a store, private to the user.
 
-    Below ``$LIGHTNING_STREAM_CACHE``, or ``$XDG_CACHE_HOME/lightning_stream``, or ``~/.cache/lightning_stream``; where
-    the user has no home, ``lightning_stream-<uid>`` in the folder for temporary files.
+    It is below ``$LIGHTNING_STREAM_CACHE``, ``$XDG_CACHE_HOME/lightning_stream`` or ``~/.cache/lightning_stream``; for
+    a user without a home, below ``lightning_stream-<uid>`` in the folder for temporary files.
     """
     tail = re.sub(r"[^A-Za-z0-9._-]+", "-", identity.split("://")[-1]).strip("-.")[-40:]
     return _base() / f"{tail}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
@@ -58,10 +58,7 @@ def _temporary_base() -> Path:
 class CacheFolder:
     """A cache's folder with its control folder: locks, drafts, usage log.
 
-    Args:
-        path: The folder.
-        shared: False: what we create is for this user only. True: it takes the folder's own permissions, so that the
-            group or the users whom its owner lets in can share it.
+    Its files are private to the user, or `shared`: then they get the folder's own permissions.
     """
 
     def __init__(self, path: Path, shared: bool = False) -> None:
@@ -72,7 +69,7 @@ class CacheFolder:
 
     @property
     def modes(self) -> Modes:
-        """Permissions of what is created here."""
+        """The permissions of new files and folders."""
         if not self._shared:
             return PRIVATE
         try:
@@ -82,23 +79,21 @@ class CacheFolder:
         return Modes(file=bits & 0o666 | 0o600, folder=bits & 0o2777 | 0o700)
 
     def source(self) -> str | None:
-        """Whose data is kept here, as `set_source` said; None if nothing did."""
+        """Return the label of the store whose data this is; None if there is none."""
         try:
             return (self.control / "source").read_text()
         except FileNotFoundError:
             return None
 
     def set_source(self, label: str) -> None:
-        """Note whose data is kept here."""
+        """Write the label of the store whose data this is."""
         publish_bytes(label.encode(), self.control / "source", self.modes)
 
     def prepare(self) -> None:
-        """Make the folders, see that locks work, and remove what killed processes left.
+        """Make the folders, check that locks work, and remove the drafts of killed processes.
 
-        Done once per process, and again after somebody has deleted the folders.
-
-        Raises:
-            CacheError: It is another user's, its file system has no locks, or a link leads out of it.
+        It does so once per process, and again after the folders were deleted. CacheError if the folder is another
+        user's, its file system has no locks, or a link leads out of it.
         """
         if self._ready_in == os.getpid() and (self.control / "drafts").is_dir():
             return
@@ -118,15 +113,15 @@ class CacheFolder:
         self._ready_in = os.getpid()
 
     def lock(self, name: str, wait_s: float = 60.0) -> FileLock:
-        """The lock of one shard."""
+        """Return the lock of a shard."""
         return FileLock(self.control / "locks" / f"{_key(name)}.lock", wait_s, self.modes)
 
     def draft(self, name: str, part: str) -> Path:
-        """Where a file of this shard is prepared; only the holder of the shard's lock may."""
+        """Return the path of a draft for a file of a shard; only for the holder of the shard's lock."""
         return self.control / "drafts" / f"{_key(name)}.{part}"
 
     def publish(self, draft: Path, name: str, *, durable: bool = True) -> None:
-        """Give a finished draft its final name below the folder, as `shared_files.publish` does."""
+        """Give a finished draft its final name, as `shared_files.publish` does."""
         draft.chmod(self.modes.file)
         if durable:
             sync(draft)
@@ -142,10 +137,10 @@ class CacheFolder:
 
     @contextlib.contextmanager
     def _parent_of(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        """The open folder of a file, and the file's name in it.
+        """Open the folder of a file; yield it and the file's name in it.
 
-        Each sub-folder is opened from the one above, and never through a link: another user of a shared cache could
-        have put one there, and we would delete or replace files elsewhere.
+        Sub-folders are never opened through a link: another user of a shared cache could make us delete or replace
+        files elsewhere by one.
         """
         *folders, base = PurePosixPath(name).parts
         fd, at = os.open(self.path, _FOLDER_FLAGS), self.path
@@ -164,7 +159,7 @@ class CacheFolder:
             os.close(fd)
 
     def permission_error(self, error: PermissionError) -> CacheError:
-        """The error for a cache folder that this user may not use."""
+        """Return the error for a cache folder that this user may not use."""
         return CacheError(
             f"user {_user(os.getuid())} may not use the cache {self.path} ({error.strerror}: {error.filename}): it "
             f"{_owner(self.path)}. Caches are private by default: choose another `local`, or have its owner share it "
@@ -172,12 +167,12 @@ class CacheFolder:
         )
 
     def os_error(self, error: OSError) -> CacheError:
-        """The error for a folder in which something cannot be made, read or replaced."""
+        """Return the error for a file or folder that cannot be made, read or replaced."""
         where = error.filename2 or error.filename or "a file of a shard"
         return CacheError(
-            f"the cache {self.path} cannot be used ({error.strerror}: {where}). A cache is a folder on a disk that can "
-            "be written to, in which no one else's files or folders have the names of shards. Move away what is in the "
-            "way, or choose another `local`."
+            f"the cache {self.path} cannot be used ({error.strerror}: {where}). A cache is a folder on a writable "
+            "disk, in which no other files or folders have the names of shards. Move these away, or choose another "
+            "`local`."
         )
 
     def _probe_locks(self) -> None:
@@ -193,7 +188,7 @@ class CacheFolder:
             path.unlink(missing_ok=True)
 
     def _sweep(self) -> None:
-        """Unlink the drafts of processes that are gone: those whose lock is free."""
+        """Delete the drafts of dead processes: those whose lock is free."""
         drafts = os.open(self.control / "drafts", _FOLDER_FLAGS | os.O_NOFOLLOW)
         try:
             for name in sorted(os.listdir(drafts)):  # noqa: PTH208 (by descriptor)
@@ -206,9 +201,8 @@ class CacheFolder:
 
 def _unlink_and_release(name: str, folder: int, lock: FileLock) -> None:
     try:
-        os.unlink(name, dir_fd=folder)
-    except FileNotFoundError:
-        return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
     finally:
         lock.release()
 
@@ -218,19 +212,18 @@ def _key(name: str) -> str:
 
 
 def _check_ours(base: Path) -> None:
-    """A folder for temporary files is open to all users: one of them may have made our cache's folder before us."""
+    """Refuse a folder of another user: all users may write into the folder for temporary files."""
     found = base.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise CacheError(
             f"the default cache {base} must be a folder that only user {_user(os.getuid())} may write to; it "
-            f"{_owner(base)}. Set LIGHTNING_STREAM_CACHE to a folder of yours, or pass `local`."
+            f"{_owner(base)}. Set LIGHTNING_STREAM_CACHE to another folder, or pass `local`."
         )
 
 
 def _link_error(path: Path) -> CacheError:
     return CacheError(
-        f"a cache writes and deletes only below its own folder; {path} is a link to {os.path.realpath(path)}. "
-        "Remove the link, or choose another `local`."
+        f"a cache must not hold links to other folders; {path} links to {os.path.realpath(path)}. Remove it."
     )
 
 
@@ -245,5 +238,5 @@ def _owner(path: Path) -> str:
     try:
         found = path.stat()
     except OSError:
-        return "cannot be looked into"
+        return "cannot be read"
     return f"belongs to {_user(found.st_uid)} (mode {stat.S_IMODE(found.st_mode):o})"

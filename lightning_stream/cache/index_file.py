@@ -1,4 +1,4 @@
-"""The index that a cache folder holds, which says whose data the folder holds."""
+"""The index in a cache folder, which identifies the dataset of the folder."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ from lightning_stream.stores import Store
 
 
 class IndexFile:
-    """Fetches the index into its folder. One folder holds one dataset: another's shards have the same names.
+    """Fetches the index into its folder, which holds one dataset: the shards of another one have the same names.
 
-    Args:
-        store: Where the dataset is.
-        folder: The cache's folder.
-        drop: Deletes a shard that the cache has fetched, when a fresh index says other bytes of it.
+    If a new index has other bytes for a shard that the cache has fetched, `drop` deletes that shard.
     """
 
     def __init__(self, store: Store, folder: CacheFolder, drop: Callable[[ShardEntry], object]) -> None:
@@ -27,40 +24,35 @@ class IndexFile:
         self._drop = drop
 
     def here(self, name: str) -> Index | None:
-        """The index that the folder holds; None where it has none, or another dataset's."""
+        """Return the index in the folder; None if there is none, or another dataset's."""
         path = self._folder.path / name
         if not path.is_file() or self._folder.source() not in (None, self._label):
             return None
         return Index.from_bytes(path.read_bytes(), str(path))
 
     def fetch(self, name: str, draft: Path) -> Index:
-        """Fetch the index by way of a draft, under its lock; shards that it says other bytes of are dropped.
-
-        Raises:
-            FormatError: What the store gave is not an index. Nothing is published then.
-            CacheError: The folder holds another dataset.
-        """
+        """Fetch the index into a draft and publish it; under its lock. CacheError if there is another dataset."""
         self._store.get(name, draft)
         path, new = self._folder.path / name, draft.read_bytes()
         old = path.read_bytes() if path.is_file() else None
-        # Parsed before it is published: what is no index would make every later run fail.
+        # It is parsed before it is published: a file that is not an index would make every later run fail.
         index = Index.from_bytes(new, f"{self._store.url}/{name}")
         before = index if old == new else self._former(path, old)
         self._refuse_another(before, index)
         if before is not None and before.digest != index.digest:
             self._drop_changed(before, index)
-        # In this order: killed in between, the folder is known to hold no other dataset.
+        # In this order: if it is killed in between, the folder is known to hold no other dataset.
         self._folder.set_source(self._label)
         self._folder.publish(draft, name)
         return index
 
     @property
     def _label(self) -> str:
-        """Tells the store whose data this is, and shows its URL; no secrets."""
+        """Identifies the store, and shows its URL without secrets."""
         return f"{hashlib.sha256(self._store.identity.encode()).hexdigest()[:32]} {self._store.url}"
 
     def _former(self, path: Path, text: bytes | None) -> Index | None:
-        """The index that the folder holds; None where there is none, or one of ours that is damaged."""
+        """Parse the index in the folder; None if there is none, or one of ours that is damaged."""
         try:
             return None if text is None else Index.from_bytes(text, str(path))
         except FormatError as error:
@@ -72,10 +64,10 @@ class IndexFile:
             ) from error
 
     def _refuse_another(self, before: Index | None, index: Index) -> None:
-        """Raise CacheError where the folder's shards may be another dataset's.
+        """Raise CacheError if the folder's shards may be another dataset's.
 
-        Only hashes can tell that two stores hold the same shards, or whose shards lie beside an index that somebody
-        else put here: names, sizes and counts are often equal, as of tokens.
+        Only hashes can show that two stores hold the same shards, or that an index fits the shards beside it, if
+        somebody else put them here: names, sizes and counts are often equal, e.g. for tokens.
         """
         source = self._folder.source()
         same = before is not None and before.digest == index.digest
@@ -84,10 +76,10 @@ class IndexFile:
         if before is not None and (source is None or same) and _all_hashed(index) and _all_hashed(before):
             return
         holder = "an index.json of another" if source is None else f"that of {source.partition(' ')[2]}"
-        why = " (their shards have no hashes by which one could tell)" if same or source is None else ""
+        why = " (their shards have no hashes to compare)" if same or source is None else ""
         raise CacheError(
             f"a cache folder holds one dataset: {self._folder.path} holds {holder}, and "
-            f"{self._store.url} is another{why}. Pass a local= of its own, or delete the folder."
+            f"{self._store.url} is another{why}. Pass another local=, or delete the folder."
         )
 
     def _drop_changed(self, before: Index, after: Index) -> None:

@@ -1,4 +1,4 @@
-"""What keeps a shard from being evicted while it is read."""
+"""A lease keeps a shard from being evicted while it is read."""
 
 from __future__ import annotations
 
@@ -16,14 +16,10 @@ if TYPE_CHECKING:
 
 
 class Lease:
-    """A shard that is here and stays: it cannot be evicted before `close`, or before this process ends.
+    """A shard in `folder` that cannot be evicted before `close`, or before this process ends.
 
-    A lease that nobody refers to any more is closed: a dataset that was dropped keeps no shard from being evicted.
-
-    Args:
-        folder: Where the shard's files are; an attribute too.
-        fd: The shard's first file, under a shared lock; None where nothing is ever evicted.
-        name: The first file's name.
+    A lease without references is closed, so a dataset that was dropped keeps no shard from being evicted. `fd` is the
+    shard's first file, `name`, under a shared lock; None if nothing is ever evicted.
     """
 
     # No weakref.finalize: fetching threads would change its registry while the interpreter's exit walks it.
@@ -31,17 +27,17 @@ class Lease:
     def __init__(self, folder: Path, fd: int | None, name: str = "") -> None:
         self.folder = folder
         self._path, self._fd, self._pid = folder / name, fd, os.getpid()
-        self._closing = threading.Lock()  # another thread may close the lease while one looks at its descriptor
+        self._closing = threading.Lock()  # a thread may close the lease while another one uses its descriptor
 
     def is_current(self) -> bool:
-        """Whether the shard's first file is still the one that was leased: not deleted, nor fetched again since."""
+        """Return whether the shard's first file was neither deleted nor fetched again since."""
         with self._closing:
             return self._fd is None or same_file(self._fd, self._path)
 
     def close(self) -> None:
-        """Let the shard go; again is no error."""
+        """Release the shard; a second call does nothing."""
         if self._pid != os.getpid():
-            return  # a forked child has no lease: its copy is closed already
+            return  # the descriptors of leases are closed in a forked child
         with self._closing:
             fd, self._fd = self._fd, None
             if fd is not None:

@@ -1,4 +1,4 @@
-"""A stream's shards: in place, or in a cache folder that all processes of a machine share."""
+"""A stream's shards, in their own folder or in a cache folder that all processes of a machine share."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from .index_file import IndexFile
 from .lease import Lease
 
 T = TypeVar("T")
-_DELETIONS = 3  # of the whole folder, by somebody, while one shard is fetched: then it is an error
+_DELETIONS = 3  # so many times the folder may be deleted while one shard is fetched
 _log = logging.getLogger(__name__)
 
 
 class ShardCache:
     """One stream's shards, from their store in a local folder.
 
-    Thread-safe, picklable, and safe under fork. Nothing is touched before the first call.
+    It is thread-safe, safe under fork, and can be pickled. It makes no file before the first call.
 
     Args:
-        store: Where the shards are. None: `folder` holds the only copy.
-        folder: The cache. None: :func:`default_folder`. The store's own folder, or None with a local store: shards are
-            read in place and nothing there is ever changed; those stored only compressed are unpacked into
-            :func:`default_folder`.
-        config: How it behaves.
+        store: The store of the shards. None: `folder` holds the only copy.
+        folder: The cache; None for :func:`default_folder`. With the store's own folder, or None and a local store,
+            shards are read in place and nothing there is changed; those that are only there compressed are decompressed
+            into :func:`default_folder`.
+        config: The settings.
     """
 
     def __init__(
@@ -69,14 +69,9 @@ class ShardCache:
         self.__init__(**state)  # type: ignore[misc]
 
     def index(self, name: str = INDEX_NAME, *, refresh: bool = False) -> Index:
-        """The index, fetched once per folder, or now where asked.
+        """Return the index, fetched once per folder, or now with `refresh`. CacheError for another dataset's folder.
 
-        Where a fresh index says other bytes of a shard that is here, that shard is dropped.
-
-        Raises:
-            NotFoundError: There is no dataset.
-            FormatError: It is not an index.
-            CacheError: The folder holds another dataset.
+        If a new index has other bytes for a shard that was fetched, that shard is deleted.
         """
         try:
             if self.in_place:
@@ -87,18 +82,16 @@ class ShardCache:
                     return index
                 return self._run_once(name, (lambda: None) if refresh else here, partial(self._fetch_index, name))
         except NotFoundError as error:
-            raise NotFoundError(
-                f"{error} A dataset is a folder with {name}, which its writer puts there last."
-            ) from error
+            raise NotFoundError(f"{error} A dataset is a folder with {name}, which its writer puts last.") from error
 
     def newest_index(self, name: str = INDEX_NAME) -> Index:
-        """The index as the store has it now; the one that is here only where the store cannot be reached."""
+        """Return the index as the store has it now; if the store cannot be reached, the one in the cache."""
         try:
             return self.index(name, refresh=True)
         except UnavailableError as error:
             if self.in_place or not (self.folder / name).is_file():
                 raise
-            _log.warning("Reading %s from the cache alone, as it was when last reached: %s", self.store.url, error)
+            _log.warning("%s is read from the cache alone, as it was when last reached: %s", self.store.url, error)
             return self.index(name)
 
     def _fetch_index(self, name: str) -> Index:
@@ -107,29 +100,26 @@ class ShardCache:
             return self._index.fetch(name, draft)
 
     def present(self, entry: ShardEntry) -> bool:
-        """Whether every raw file of the shard is here, whole."""
+        """Return whether every raw file of the shard is here, with its size."""
         return self._find(entry) is not None
 
     def ensure(self, entry: ShardEntry) -> Path:
-        """The folder in which every raw file of the shard is, fetched now where it was not.
-
-        With a limit, another fetch may evict the shard again at once: then hold a `lease` while reading.
-        """
+        """Fetch the shard unless it is here; return its folder. With a limit, hold a `lease` while reading."""
         with self.lease(entry) as lease:
             return lease.folder
 
     def lease(self, entry: ShardEntry, wait_s: float | None = None, connections: int = 1) -> Lease:
-        """The same, and the shard stays until the lease is closed.
+        """Fetch the shard unless it is here; it stays until the lease is closed.
 
         Args:
             entry: The shard.
-            wait_s: Longest wait for another process's fetch of it; None for the config's.
-            connections: How many there are to spare for it: where one is slow, a shard of many MB is here sooner.
+            wait_s: Longest wait for another process's fetch of it; None for that of the config.
+            connections: The number of spare connections: with several, a large shard is fetched faster.
 
         Raises:
-            NotFoundError, AccessError, UnavailableError: The store could not give it.
-            DigestError, FormatError: Its bytes are not what the index says, also when fetched again.
-            CacheFullError: No room on the disk, or under the limit.
+            NotFoundError, AccessError, UnavailableError: The store failed.
+            DigestError, FormatError: The bytes do not match the index, also when fetched again.
+            CacheFullError: There is no space on the disk, or under the limit.
             LockTimeoutError: Another process was still fetching at the deadline.
         """
         if self._source is not None and (lease := self._in_place(entry)):
@@ -146,21 +136,13 @@ class ShardCache:
             return self._run_once(name, pin, fetch, wait_s)
 
     def fetch_again(self, entry: ShardEntry, lease: Lease | None) -> Lease | None:
-        """A lease on the shard's files as fetched once more, after those of `lease` could not be read.
+        """Fetch a shard again whose files could not be read under `lease`. Only one thread per shard may call this.
 
-        Callers see that only one thread at a time is in here for a shard.
-
-        Args:
-            entry: The shard.
-            lease: That under which the files were read; None where it was closed since, so that nobody can say whether
-                those files are the ones here now.
+        `lease` is None if it was closed since: then the files that were read may not be those that are here now.
 
         Returns:
-            None where that cannot help: the files are the only copy, or those that were read have the bytes that the
-            index promises, or they were fetched again before by this process.
-
-        Raises:
-            As `lease`.
+            None if that cannot help: the files are the only copy, their bytes match the index, or this process has
+            fetched them again before.
         """
         name, home = entry.raw.basename, self._find(entry)
         if home is None or (lease is not None and not lease.is_current()):
@@ -180,21 +162,18 @@ class ShardCache:
             return self._run_once(name, done, lambda: self._fetch(entry, 1, fresh=True))
 
     def plan(self, next_use: Callable[[str], float | None] | None) -> None:
-        """Say what this process will need: a raw basename to when (smaller is sooner), None for not again.
-
-        Evictions by this process then begin with what is not needed again, and end with what is needed next.
-        """
+        """Set the function from a raw basename to its next use (smaller is sooner; None: not again), for evictions."""
         self._next_use = next_use
 
     def evict(self, entry: ShardEntry) -> bool:
-        """Delete the shard's files; False where it is in use, not here, or not ours to delete."""
+        """Delete the shard's files; False if it is in use, not here, or was not fetched by a cache."""
         if self.in_place or not self.present(entry):
             return False
         self._place.prepare()
         return self._drop(entry)
 
     def _drop(self, entry: ShardEntry) -> bool:
-        """Delete what this cache itself has fetched."""
+        """Delete a shard that this cache has fetched."""
         name = entry.raw.basename
         gone = self._evictor.log.knows(name) and self._evictor.remove(_cache_entry(entry, with_zip=True))
         self._evictor.log.forget(name, only_verified=not gone)
@@ -209,7 +188,7 @@ class ShardCache:
         return None
 
     def _in_place(self, entry: ShardEntry) -> Lease | None:
-        """A lease on the only copy; None where it is there only compressed."""
+        """Return a lease on the only copy; None if it is compressed."""
         assert self._source is not None
         for raw, compressed in entry.files:
             path = self._source / raw.basename
@@ -224,7 +203,7 @@ class ShardCache:
         return Lease(self._source, None)
 
     def _pin(self, entry: ShardEntry) -> Lease | None:
-        """A lease on a shard that is here; None where it is not, or is just being evicted."""
+        """Return a lease on a shard that is here; None if it is not, or is being evicted."""
         home = self._find(entry)
         if home is None:
             return None
@@ -244,10 +223,10 @@ class ShardCache:
         return None
 
     def _trusted(self, home: Path, entry: ShardEntry) -> bool:
-        """Whether what is here may be read as it is.
+        """Return whether the files may be read.
 
-        Checked first, once a process: everything, where the user named a hash, and what was here when the machine went
-        down, since its last bytes may not have reached the disk. Once a folder: what somebody else put here.
+        Once per process, files are checked if the user named a hash, or if they were here when the machine was started,
+        since their last bytes may not have reached the disk. Once per folder, files of somebody else are checked.
         """
         log, name = self._evictor.log, entry.raw.basename
         named = self.config.validate_hash is not None
@@ -270,7 +249,7 @@ class ShardCache:
 
     def _touch(self, home: Path, entry: ShardEntry) -> None:
         for raw, _ in entry.files:
-            # Gone meanwhile, or another user's: its time says only what goes first.
+            # It was deleted, or is another user's; its time matters only for evictions.
             with contextlib.suppress(OSError):
                 os.utime(home / raw.basename)
 
@@ -278,7 +257,7 @@ class ShardCache:
 
     @contextlib.contextmanager
     def _translate_os_errors(self) -> Iterator[None]:
-        """What the folder refuses, as an error of ours that names the folder."""
+        """Translate errors of the folder to ours, which name it."""
         try:
             yield
         except PermissionError as error:
@@ -287,7 +266,7 @@ class ShardCache:
             if error.errno in FULL:
                 raise self._evictor.disk_full(0) from error
             if error.errno == errno.EMFILE:
-                raise  # nothing of the folder's
+                raise  # the folder is not the reason
             within = error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(self.folder)
             if within or error.errno == errno.EFBIG:
                 raise self._place.os_error(error) from error
@@ -302,7 +281,7 @@ class ShardCache:
         )
 
     def _fetch(self, entry: ShardEntry, connections: int, *, fresh: bool = False) -> Lease:
-        """Fetch, check and publish every file of a shard; under its lock. `fresh`: nothing that is here is used."""
+        """Fetch, check and publish every file of a shard; under its lock. `fresh`: no file that is here is used."""
         name = entry.raw.basename
         drafts = [self._place.draft(name, f"{i}.{kind}") for i in range(len(entry.files)) for kind in ("raw", "zip")]
         kept = () if fresh else tuple(folder for folder in (self.folder, self._source) if folder is not None)
@@ -320,10 +299,10 @@ class ShardCache:
         return lease
 
     def _publish_all(self, entry: ShardEntry, drafts: list[Path]) -> Lease:
-        """Give the drafts their names, the shard's first file last, and held from before anyone can evict it.
+        """Give the drafts their final names, the leased first file of the shard last.
 
-        Waiting for the disk (5 ms and more a file) would cost more than fetching; where a hash can tell after a
-        restart what a power cut spoiled, it is not waited for.
+        Waiting for the disk (5 ms and more per file) would cost more than fetching. It is not needed if a hash can find
+        the damage of a power cut after the restart.
         """
         durable = not all(raw.hashes for raw, _ in entry.files)
         fd = LOCK_FDS.open(drafts[0], os.O_RDONLY)
@@ -340,7 +319,7 @@ class ShardCache:
 
     @contextlib.contextmanager
     def _cleanup_on_error(self, drafts: list[Path], name: str, need_bytes: int) -> Iterator[None]:
-        """An error in here leaves no drafts, and the usage log as it was before."""
+        """After an error, delete the drafts and the entry of the usage log."""
         try:
             yield
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""How many bytes a cache folder holds, kept by all processes that use it in one small file; no process serves it."""
+"""How many bytes a cache folder holds: a small file that all its processes write."""
 
 from __future__ import annotations
 
@@ -15,37 +15,25 @@ from lightning_stream.errors import FormatError
 from lightning_stream.formats.index.schema import check_basename
 from lightning_stream.shared_files import FileLock, open_with_mode, publish_bytes
 
-_SLACK_FROM = 256  # entries; with fewer, finding room for one shard at a time is cheap
+_SLACK_FROM = 256  # entries; with fewer, making space for one shard at a time is cheap
 _COMPACT_FROM = 4096  # lines
 _MARK_BYTES = 48  # of the file's beginning: enough for a first line with its token
 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One shard that the cache holds, or is fetching: its files, relative to the folder, and their bytes together."""
+    """One shard that the cache holds, or fetches: its files, relative to the folder, and their bytes together."""
 
     names: tuple[str, ...]
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class SpaceShortage:
-    """What could not be fitted in."""
-
-    limit_bytes: int
-    held_bytes: int
-    in_use_bytes: int
-
-
 class UsageLog:
     """A file of lines, ``["+", bytes, names...]``, ``["-", name]`` and ``["=", name]``, appended under a lock.
 
-    ``+`` is written before a shard's files appear, ``-`` after they are gone: killed at any instant, the log counts too
-    much, never too little; what is counted in vain is found when space is needed. ``=`` says that a file which somebody
-    else put here was compared with its hash. Every line is checked as it is read: in a shared cache others write too.
-
-    Args:
-        folder: The cache's folder.
+    ``+`` is written before a shard's files appear, ``-`` after they are deleted: if a process is killed, the log counts
+    too much, never too little, until space is needed. ``=`` means that a file of somebody else was compared with its
+    hash. Every line is checked, since other users of a shared cache write too.
     """
 
     def __init__(self, folder: CacheFolder) -> None:
@@ -61,17 +49,17 @@ class UsageLog:
         limit_bytes: int | None,
         in_order: Callable[[list[CacheEntry]], list[CacheEntry]],
         remove: Callable[[CacheEntry], bool],
-    ) -> SpaceShortage | None:
-        """Enter a shard that will be fetched, after making space for it under the limit.
+    ) -> int | None:
+        """Enter a shard that will be fetched, after making space for it under the limit, if there is one.
 
         Args:
             entry: The shard; it replaces an entry of the same name.
-            limit_bytes: What the folder may hold; None for no limit.
-            in_order: Sorts the candidates, the first to go first.
-            remove: Deletes a shard's files; False where it is in use.
+            limit_bytes: The limit of the folder.
+            in_order: Sorts the shards that may be removed, the first one first.
+            remove: Deletes a shard's files; False if it is in use.
 
         Returns:
-            None, or what stood in the way: then nothing was entered.
+            None, or the bytes in use that leave no space: then nothing was entered.
         """
         with self._locked():
             known = self._held.get(entry.names[0])
@@ -79,27 +67,27 @@ class UsageLog:
             if limit_bytes is not None and self._total + need > limit_bytes:
                 kept = self._make_space(entry, limit_bytes - need, in_order, remove)
                 if self._total + need > limit_bytes:
-                    return SpaceShortage(limit_bytes, self._total, kept)
+                    return kept
             self._append(["+", entry.num_bytes, *entry.names])
         return None
 
     def settle(self, entry: CacheEntry) -> None:
-        """Say what a shard holds now that it is fetched."""
+        """Enter the files of a shard that was fetched."""
         with self._locked():
             self._append(["+", entry.num_bytes, *entry.names])
 
     def forget(self, name: str, *, only_verified: bool = False) -> None:
-        """Strike the shard out, by its first file; or only that this file was compared with its hash."""
+        """Delete the entry of a shard, named by its first file; or only the note that this file was compared."""
         with self._locked():
             if name in self._verified or (name in self._held and not only_verified):
                 self._append(["-", name])
 
     def knows(self, name: str) -> bool:
-        """Whether the cache itself has fetched this file."""
+        """Return whether the cache has fetched this file."""
         return self._look(lambda: name in self._held)
 
     def is_trusted(self, name: str) -> bool:
-        """Whether the cache has fetched this file, or compared with its hash what somebody else put here."""
+        """Return whether the cache has fetched this file, or compared it with its hash."""
         return self._look(lambda: name in self._held or name in self._verified)
 
     def set_verified(self, name: str) -> None:
@@ -108,7 +96,7 @@ class UsageLog:
             self._append(["=", name])
 
     def total(self) -> int:
-        """Bytes held."""
+        """Return the bytes of all shards."""
         with self._locked():
             return self._total
 
@@ -125,9 +113,9 @@ class UsageLog:
         in_order: Callable[[list[CacheEntry]], list[CacheEntry]],
         remove: Callable[[CacheEntry], bool],
     ) -> int:
-        """Remove until the total is at most the target; give the bytes that could not be removed."""
+        """Remove shards until the total is at most the target; return the bytes that could not be removed."""
         if len(self._held) > _SLACK_FROM:
-            # Many small shards: make space for a few at once, so that not every fetch sorts them all.
+            # Make space for a few of many small shards at once, so that not every fetch sorts all of them.
             target -= target // 20
         kept = 0
         others = [held for held in self._held.values() if held.names[0] != wanted.names[0]]
@@ -142,7 +130,7 @@ class UsageLog:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the log's lock, with what others wrote read in; compact the file afterwards where it is due."""
+        """Hold the log's lock and read the new lines of others; at the end, compact the file if it is long."""
         with FileLock(self._lock, 60.0, self._folder.modes):
             self._replay()
             yield
@@ -151,7 +139,7 @@ class UsageLog:
 
     def _replay(self) -> None:
         if self._pid != os.getpid():
-            # Forked, perhaps while another thread was here: read everything again.
+            # It was forked, perhaps while another thread was here: read everything again.
             self._pid = os.getpid()
             self._restart(b"")
         try:
@@ -171,8 +159,7 @@ class UsageLog:
             self._enter(line)
 
     def _restart(self, mark: bytes) -> None:
-        # A folder that was deleted and made again often has the same inodes: the file's first line tells one log from
-        # another.
+        # A folder that was deleted and made again often has the same inodes; the first line of the log differs.
         self._held: dict[str, CacheEntry] = {}
         self._verified: set[str] = set()
         self._total = self._offset = self._num_lines = 0
@@ -200,7 +187,7 @@ class UsageLog:
         encoded = json.dumps(line).encode()
         fd = open_with_mode(self._path, os.O_RDWR | os.O_APPEND, self._folder.modes.file)
         try:
-            # The newline comes first, so that a torn line spoils only itself.
+            # The newline comes first, so that a torn line damages only itself.
             written = os.write(fd, b"\n" + encoded + b"\n")
         finally:
             os.close(fd)
@@ -210,7 +197,7 @@ class UsageLog:
         self._enter(encoded)
 
     def _compact(self) -> None:
-        """Write the file again, without its history and with a new first line."""
+        """Write the file without its history, with a new first line."""
         first = json.dumps(["log", secrets.token_hex(8)]).encode().ljust(_MARK_BYTES - 1) + b"\n"
         held = (["+", held.num_bytes, *held.names] for held in self._held.values())
         verified = (["=", name] for name in sorted(self._verified))
@@ -221,7 +208,7 @@ class UsageLog:
 
 
 def _parsed(line: bytes) -> tuple[str, int, tuple[str, ...]] | None:
-    """Sign, bytes and names of a line; None for one that was cut short, or that this package does not write."""
+    """Return sign, bytes and names of a line; None for a torn line, or one that this package does not write."""
     try:
         sign, *rest = json.loads(line)
         num_bytes = rest.pop(0) if sign == "+" else 0

@@ -12,9 +12,9 @@ from lightning_stream.convert.partition import OutputSpec, merged_statistics
 from lightning_stream.convert.receipt import BEGUN, CONTROL, Receipt, index_bytes, index_of, is_receipt
 from lightning_stream.errors import StoreError
 from lightning_stream.formats.index import INDEX_NAME
+from lightning_stream.writer.place import MANIFEST as MANIFEST
 from lightning_stream.writer.place import OURS, DatasetPlace, digest_of
 
-MANIFEST = "manifest.json"
 _PARTS = re.compile(rf"part-[0-9]{{5,}}/(shard\.[0-9]+\.[0-9a-f]{{16}}\.mds(\.[a-z0-9]+)?|index\.json)|{CONTROL}/.*")
 _ALL = re.compile(f"{OURS.pattern}|{_PARTS.pattern}")
 

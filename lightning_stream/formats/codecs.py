@@ -1,11 +1,8 @@
-"""Whole-file compressions: 58 MDS names over five families, and ``lz4`` as an addition of ours.
+"""Whole-file compressions: the 58 names of MDS in five families, and ``lz4``.
 
-Reading is bounded: a caller says how many bytes must come out (the index does), and a stream that holds more or fewer
-is refused without first being expanded in memory.
-
-Each family uses the library that is fastest at it. Measured on one core, 16 MiB of text, MB/s, beside cramjam:
-zstd:3 compresses at 195 (cramjam 181), in a file 0.5 % smaller; br:5 at 43 (29), 9 % smaller, and is read at 530 (398);
-gz is written and read alike. So cramjam is used for snappy and lz4 only.
+Reading is bounded: the index says how many bytes a file holds, and a stream that holds more or fewer is refused before
+it is expanded in memory. Each family uses its fastest library: on one core, zstd:3 compresses text at 195 MB/s
+(cramjam: 181), br:5 at 43 (29) and reads it at 530 (398). So cramjam is used for snappy and lz4 only.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import bz2
 import gzip
 import importlib
-import io
 import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,7 +20,7 @@ from lightning_stream.errors import FormatError, MissingExtraError, missing_extr
 
 _CHUNK_BYTES = 1 << 20
 _MAX_FILE_BYTES = 1 << 32
-_module: Callable[[str], Any] = importlib.import_module  # each is imported on its first use
+_module: Callable[[str], Any] = importlib.import_module  # libraries are imported on first use
 _T = TypeVar("_T")
 
 
@@ -33,14 +29,14 @@ class _Reader(Protocol):
 
 
 class _Codec(NamedTuple):
-    default: int | None  # level; None where the family has none
+    default: int | None  # level; None if the family has no levels
     levels: range
     compress: Callable[[bytes, int], bytes]
     reader: Callable[[BinaryIO, int], _Reader]
 
 
 def _zstd_reader(file: BinaryIO, num_bytes: int) -> _Reader:
-    # zstd:22 has windows of 128 MiB; a larger one serves only a larger file, and is memory that is taken at once
+    # zstd:22 has windows of 128 MiB; a larger window serves only a larger file, and takes its memory at once
     window = max(1 << 27, min(1 << 31, 1 << num_bytes.bit_length()))
     decompressor = _module("zstandard").ZstdDecompressor(max_window_size=window)
     reader: _Reader = decompressor.stream_reader(file, read_across_frames=True, read_size=_CHUNK_BYTES)
@@ -76,10 +72,10 @@ def _cramjam(codec: str) -> Any:
 
 
 class _WholeReader:
-    """For codecs without a bounded stream: one call into a buffer of exactly the promised size.
+    """For codecs without a bounded stream: one call into a buffer of the promised size.
 
-    The size comes from the index, which may lie. So the memory is taken only once it is known that the compressed
-    bytes can hold so many: at most ``max_ratio`` times their own number.
+    The index may be wrong, so the memory is only taken if the compressed bytes can hold so many: at most ``max_ratio``
+    times their own number.
     """
 
     def __init__(
@@ -89,7 +85,7 @@ class _WholeReader:
         self._decompress_into = decompress_into
 
     def read(self, _: int) -> memoryview:
-        data = self._file.read(_MAX_FILE_BYTES)
+        data = self._file.read()
         if not data:
             return memoryview(b"")
         if self._num_bytes > min(self._max_ratio * len(data), _MAX_FILE_BYTES):
@@ -134,55 +130,33 @@ _CODECS: Mapping[str, _Codec] = {
     "lz4": _Codec(None, range(0), lambda data, _: bytes(_cramjam("lz4").compress(data)), _lz4_reader),
 }
 
-COMPRESSIONS: tuple[str, ...] = tuple(
-    sorted(
-        name
-        for family, about in _CODECS.items()
-        if family != "lz4"
-        for name in (family, *(f"{family}:{level}" for level in about.levels))
-    )
-)
-"""The 58 names of MDS, with and without a level. ``lz4`` is ours beyond these: mosaicml-streaming cannot read it."""
+_MDS = [(family, about.levels) for family, about in _CODECS.items() if family != "lz4"]  # Mosaic cannot read lz4
+COMPRESSIONS = tuple(sorted(name for family, levels in _MDS for name in (family, *(f"{family}:{k}" for k in levels))))
+"""The 58 names of MDS, with and without a level."""
 
 
 def check_compression(name: str | None) -> str | None:
-    """``name`` itself, if it is None, one of `COMPRESSIONS`, or ``"lz4"``.
-
-    Raises:
-        ValueError: Another name, or a level out of range.
-    """
+    """Return a name that is None, one of `COMPRESSIONS`, or ``"lz4"``; ValueError for another name or level."""
     if name is not None:
         _split(name)
     return name
 
 
 def extension(name: str) -> str:
-    """What a compressed file's name ends with, without the dot: the family's name."""
+    """Return the extension of a compressed file's name, without the dot: the family's name."""
     return _split(name)[0]
 
 
 def compress(name: str, data: bytes | bytearray | memoryview) -> bytes:
-    """``data`` as one compressed file. Releases the GIL while it works."""
+    """Compress the bytes of a file. It releases the GIL."""
     family, level = _split(name)
     return _CODECS[family].compress(bytes(data) if family in ("snappy", "lz4") else data, level)  # type: ignore[arg-type]
 
 
-def decompress(name: str, data: bytes, num_bytes: int) -> bytes:
-    """The ``num_bytes`` bytes that the compressed file ``data`` holds.
-
-    Raises:
-        FormatError: Damaged, or it holds another number of bytes; at most ``num_bytes`` plus a chunk are expanded.
-    """
-    out = io.BytesIO()
-    _copy(name, io.BytesIO(data), out, num_bytes, "compressed bytes")
-    return out.getvalue()
-
-
 def decompress_file(name: str, source: Path, target: Path, num_bytes: int) -> None:
-    """Write to ``target`` the ``num_bytes`` bytes that ``source`` holds, in bounded memory.
+    """Write the ``num_bytes`` bytes that ``source`` holds to ``target``, in bounded memory.
 
-    Raises:
-        FormatError: Damaged, or it holds another number of bytes. ``target`` is then removed.
+    FormatError if it is damaged or holds another number of bytes; ``target`` is then removed.
     """
     try:
         with source.open("rb") as file, target.open("wb") as out:
@@ -216,13 +190,11 @@ def _copy(name: str, source: BinaryIO, target: BinaryIO, num_bytes: int, where: 
         target.write(chunk)
     if written != num_bytes:
         found = "more" if written > num_bytes else f"only {written}"
-        raise FormatError(
-            f"{where}: must hold {num_bytes} bytes when decompressed, as its index says; it holds {found}."
-        )
+        raise FormatError(f"{where}: must hold {num_bytes} bytes when decompressed, says its index; it holds {found}.")
 
 
 def _read_errors(action: Callable[[], _T], family: str, where: str) -> _T:
-    """The action's result; trouble with the compressed bytes as a FormatError, trouble with the disk as it is."""
+    """Return the action's result. An error of the codec becomes a FormatError, an error of the disk does not."""
     try:
         return action()
     except MissingExtraError:

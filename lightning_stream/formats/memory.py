@@ -1,10 +1,9 @@
 """Mapped files, and one gather over many of them.
 
-A batch takes a few samples from each of many shards. Going shard by shard costs some microseconds each, more than the
-copying does. So the mapped shards of a batch are seen as ONE window of memory, from the lowest mapped address to the
-highest, and numpy gathers the whole batch from it in one call: 82 % of the speed of a bare numpy gather, against 61 %
-shard by shard. Nothing outside the given addresses is touched. The caller has checked that they lie in a mapped file,
-and keeps the files mapped meanwhile.
+A batch takes a few samples from each of many shards. Reading shard by shard costs some microseconds each, more than the
+copying. So the mapped shards of a batch are treated as one window of memory, from the lowest mapped address to the
+highest, and numpy gathers the batch from it in one call: 82 % of the speed of a bare numpy gather, against 61 % shard
+by shard. The caller checks that the addresses lie in mapped files, and keeps these mapped.
 """
 
 from __future__ import annotations
@@ -25,20 +24,16 @@ from lightning_stream.errors import FormatError
 Int64s: TypeAlias = NDArray[np.int64]
 
 _ANY_ADDRESS = ctypes.c_ubyte * (1 << 56)
-MAP_OPTIONS: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # no descriptor is kept then
-_CHUNK_BYTES = 1 << 18  # what is gathered aside before it goes to the caller's memory: stays in the L2 cache
+MAP_OPTIONS: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # then no descriptor is kept
+_CHUNK_BYTES = 1 << 18  # gathered at once before it is copied to the caller's memory: it stays in the L2 cache
 _KEPT_WIDTHS = 64
-_WIDE_BYTES = 1 << 15  # from here on a Python loop costs nothing beside the copying
+_WIDE_BYTES = 1 << 15  # from this size on, a Python loop costs nothing beside the copying
 
 
 class MappedFile:
     """A whole file in memory, read-only. It is unmapped when nothing refers to it any more.
 
-    Attributes:
-        where: The file's path, for messages.
-        num_bytes: Its length.
-        view: Its bytes.
-        address: Where they begin.
+    `where` is its path, for messages; `view` and `array` are its bytes, and `address` is where they begin.
     """
 
     __slots__ = ("address", "array", "num_bytes", "view", "where")
@@ -49,7 +44,7 @@ class MappedFile:
             found = os.fstat(file.fileno()).st_size
             if found != num_bytes:
                 raise FormatError(
-                    f"{path}: must have {num_bytes} bytes, as its index says; it has {found}. Fetch it again."
+                    f"{path}: must have {num_bytes} bytes, says its index; it has {found}. Fetch it again."
                 )
             mapped: Any = b""
             if found:
@@ -61,15 +56,14 @@ class MappedFile:
 
 
 def sample_offsets(table: MappedFile, num_samples: int, end: int) -> NDArray[np.uint32]:
-    """The offsets of all samples and their end, as they lie in the mapped file that begins with them.
+    """Return the offsets of all samples and their end, as a view of the mapped file that begins with them.
 
-    Raises:
-        FormatError: Another number of samples than the index says, or offsets that are not in order up to ``end``.
+    FormatError for another number of samples than the index says, or offsets that are not in order up to ``end``.
     """
     table_end = 8 + 4 * num_samples
     found = int.from_bytes(table.view[:4], "little")
     if table.num_bytes < table_end or found != num_samples:
-        raise FormatError(f"{table.where}: must hold {num_samples} samples, as its index says; it says {found}.")
+        raise FormatError(f"{table.where}: must hold {num_samples} samples, as its index says; it holds {found}.")
     offsets: NDArray[np.uint32] = table.array[4:table_end].view("<u4")
     if int(offsets[-1]) != end or not (offsets[1:] >= offsets[:-1]).all():
         raise offsets_error(table.where, num_samples)
@@ -77,12 +71,12 @@ def sample_offsets(table: MappedFile, num_samples: int, end: int) -> NDArray[np.
 
 
 def offsets_error(where: str, num_samples: int) -> FormatError:
-    """The error for offsets that cannot be right."""
+    """Return the error for offsets that cannot be right."""
     return FormatError(f"{where}: its offsets are not those of {num_samples} samples in order. Fetch it again.")
 
 
 class AddressWindow:
-    """Memory from address ``begin`` to ``end``, of which only parts may be mapped. Positions count from ``begin``."""
+    """The memory from address ``begin`` to ``end``; parts of it may not be mapped. Positions count from ``begin``."""
 
     __slots__ = ("_cells", "_window", "begin", "end", "view")
 
@@ -93,11 +87,11 @@ class AddressWindow:
         self.view = memoryview(self._window).cast("B")
 
     def union(self, begin: int, end: int) -> tuple[int, int]:
-        """The ends of a window that reaches from ``begin`` to ``end`` too."""
+        """Return the ends of a window that also holds ``begin`` to ``end``."""
         return min(begin, self.begin), max(end, self.end)
 
     def take(self, at: NDArray[np.int64], width: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-        """The ``width`` bytes at each of the positions ``at``: uint8[n, width], in ``out`` if given (C-contiguous)."""
+        """Copy ``width`` bytes from each position ``at``: uint8[n, width], into ``out`` (C-contiguous) if given."""
         if width >= _WIDE_BYTES:
             return self._take_wide(at, width, out)
         if out is None:
@@ -110,12 +104,12 @@ class AddressWindow:
         return out
 
     def take_as(self, dtype: np.dtype[Any], at: NDArray[np.int64], width: int) -> NDArray[Any]:
-        """The same bytes as numbers, one position's after another's: ``dtype[n * width / itemsize]``."""
+        """Copy the same bytes as numbers: ``dtype[n * width / itemsize]``."""
         taken = self._take_wide(at, width, None).reshape(-1) if width >= _WIDE_BYTES else self._cells_of(width)[at]
         return taken.view(dtype)
 
     def _cells_of(self, width: int) -> NDArray[Any]:
-        """The window as overlapping pieces of this width, one at every position."""
+        """View the window as overlapping pieces of this width, one at every position."""
         cells = self._cells.get(width)
         if cells is None:
             if len(self._cells) >= _KEPT_WIDTHS:

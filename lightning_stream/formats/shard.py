@@ -1,4 +1,4 @@
-"""Opening a shard, and what every open shard offers, whatever its format."""
+"""Opening a shard, and the interface of an open shard of any format."""
 
 from __future__ import annotations
 
@@ -16,60 +16,51 @@ from lightning_stream.formats.memory import MappedFile
 
 
 class Ragged(list[Any]):
-    """A column's values that need not have one shape, even if those of this batch do.
-
-    Arrays of any shape, named tensors, and columns that only a part of the data has.
-    """
+    """Values of a column that may have different shapes: arrays of any shape, named tensors, columns with gaps."""
 
 
 Batch: TypeAlias = "dict[str, NDArray[Any] | list[Any]]"
 Buffers: TypeAlias = "Mapping[str, Any]"
 
 DECODE_ERRORS = Exception
-"""What decoding damaged bytes, or a caller's own decoder, may raise; `corrupt_error` makes a `FormatError` of it."""
+"""The errors of decoding, also by a caller's own decoder; `corrupt_error` makes them a `FormatError`."""
 
 
 class Mapped(NamedTuple):
-    """Samples in a mapped file: where `columns.gather` finds them."""
+    """The samples of a mapped file, to be gathered."""
 
     layout: RecordLayout
     file: MappedFile
-    span: tuple[int, int, int, int]  # address of the file, of its end, of the first sample; number of samples
+    span: tuple[int, int, int, int]  # addresses of the file, its end and its first sample; number of samples
 
 
 class Shard(Protocol):
-    """An open shard. Reading is thread-safe; what it gives never refers to the file."""
+    """An open shard. Reading is thread-safe; its results never refer to the file."""
 
     schema: Schema
     num_samples: int
-    nbytes: int
 
     @property
     def mapped(self) -> Mapped | None:
-        """Where the samples are mapped, for formats that can be gathered in one go; None for the others."""
+        """The mapped samples, if the format can be gathered in one go; else None."""
 
     def sample(self, index: int) -> dict[str, Any]:
-        """The sample at ``index``, 0 <= index < num_samples.
-
-        Raises:
-            IndexError: Out of range.
-            FormatError: Its bytes are damaged; says which column.
-        """
+        """Return one sample; IndexError unless 0 <= index < num_samples, FormatError if it is damaged."""
 
     def columns(self, indices: NDArray[np.int64], out: Buffers | None = None) -> Batch:
-        """Samples as columns: an array (n, *shape) for fixed-size columns, a list of n values for the others.
+        """Return samples as columns: an array (n, *shape) for fixed-size columns, a list of n values for others.
 
         Args:
             indices: int64[n], each 0 <= index < num_samples, in any order, repeats allowed.
-            out: For fixed-size columns, writable C-contiguous memory of n values, to be filled and given back.
+            out: By name of a fixed-size column, writable C-contiguous memory of n values, to be filled and returned.
         """
 
     def close(self) -> None:
-        """Release the file. It may be called twice; later reads raise ValueError."""
+        """Release the file. Later reads raise ValueError."""
 
 
 def corrupt_error(where: str, index: int, column: str, error: BaseException) -> FormatError:
-    """The error for one value that cannot be decoded; a missing package is not the data's fault: raised as is."""
+    """Return the error for a value that cannot be decoded. An error about a missing package is raised as it is."""
     if isinstance(error, ImportError):
         raise error
     return FormatError(
@@ -79,7 +70,7 @@ def corrupt_error(where: str, index: int, column: str, error: BaseException) -> 
 
 
 def closed_error(where: str) -> ValueError:
-    """The error for reading a shard after `Shard.close`."""
+    """Return the error for reading a closed shard."""
     return ValueError(f"{where}: the shard is closed.")
 
 
@@ -93,16 +84,16 @@ def open_shard(
     """Open a shard whose raw files are present below ``folder``.
 
     Args:
-        entry: The shard, as the index describes it.
+        entry: The shard's entry in the index.
         folder: The dataset's local root.
         allow_unsafe_types: Read columns whose decoding can run code (``pkl``).
         decoders: By column name, functions from bytes that replace the column's own decoding (MDS only).
 
     Raises:
-        FormatError: The files are not what the index says.
-        ValueError: An encoding that is unknown, or unsafe and not allowed.
+        FormatError: The files do not match the index.
+        ValueError: An encoding is unknown, or it is unsafe and not allowed.
     """
-    # each format's module imports this one
+    # imported here, since these modules import this one
     from lightning_stream.formats.mds.shard import MdsShard
     from lightning_stream.formats.rows.shard import RowShard
 

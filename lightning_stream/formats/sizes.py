@@ -1,4 +1,4 @@
-"""Sizes as people write them: bytes count in 1024, numbers of samples in 1000."""
+"""Sizes as text: a unit of bytes is 1024 of the next smaller one, a unit of samples 1000."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ _SIZE = re.compile(r"\s*([0-9][0-9,_]*(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)\s*", re
 
 
 def parse_bytes(value: float | str, name: str = "size") -> int:
-    """Number of bytes in ``value``: a whole number, or text such as ``"64mb"``, ``"1.5gb"`` (1024 each step).
+    """Return the number of bytes in ``value``: a whole number, or text such as ``"64mb"``, ``"1.5gb"``.
 
-    Raises:
-        ValueError: Not a size, or negative; ``name`` is the argument's name in the message.
+    ValueError if it is not a size, or negative; ``name`` is the argument's name in the message.
     """
     return _parse(value, _BYTES | {"": 1}, name, '64mb"')
 
 
 def parse_count(value: float | str, name: str = "count") -> int:
-    """Number of samples in ``value``: a whole number, or text such as ``"100k"``, ``"64m"`` (1000 each step)."""
+    """Return the number of samples in ``value``: a whole number, or text such as ``"100k"``, ``"64m"``."""
     return _parse(value, _COUNTS, name, '100k"')
 
 
 def whole(value: Any) -> Any:
-    """A whole number of any type as an int; any other value as it is."""
+    """Return a whole number of any type as an int, and any other value as it is."""
     if isinstance(value, (int, str)) or not isinstance(value, Real):
         return value
     number = float(value)

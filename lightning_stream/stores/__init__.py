@@ -19,7 +19,7 @@ from .retry import RetryingStore, RetryPolicy
 from .transfer import ObjectStream
 
 _POLICY = {field.name for field in fields(RetryPolicy)}
-ENTRY_POINTS = "lightning_stream.stores"  # the group in which other packages name stores of their own
+ENTRY_POINTS = "lightning_stream.stores"  # other packages name their stores in this group
 _STORES = {
     "file": "local:LocalStore",
     **dict.fromkeys(("s3", "s3a", "s3n"), "s3:S3Store"),
@@ -39,13 +39,13 @@ _SHAPES = {
 
 
 def open_store(url: str | Path, options: Mapping[str, Any] | None = None) -> Store:
-    """Make the store of a URL or path, the same form for reading and writing. The first use connects to it.
+    """Make the store of a URL or path, to read or write. Its first use connects to it.
 
     ``s3://bucket/folder``, ``gs://bucket/folder``, ``azure://container/folder``,
     ``abfss://container@account.dfs.core.windows.net/folder``, ``dbfs:/Volumes/catalog/schema/volume/folder``,
     ``hf://datasets/org/name@revision``, ``https://host/folder``, ``sftp://user@host/folder``, ``oci://bucket/folder``,
-    ``file:///folder``, a plain path, the schemes that an installed package names in the entry-point group
-    ``lightning_stream.stores`` (``scheme = "module:Class"``, a :class:`BaseStore`), and whatever else fsspec knows.
+    ``file:///folder``, a plain path, the schemes of an installed package in the entry-point group
+    ``lightning_stream.stores`` (``scheme = "module:Class"``, a :class:`BaseStore`), and all others that fsspec knows.
 
     Example::
 
@@ -53,12 +53,12 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None) -> Sto
         [entry.name for entry in store.list("shard.")]  # ["shard.00000.mds", ...]
 
     Args:
-        url: Where the objects are.
+        url: The folder of the objects.
         options: Those of the store (`S3Options`, `GcsOptions`, ...; for fsspec, its own), and of :class:`RetryPolicy`.
-            What is not given comes from the variables that users of that store already set.
+            The others come from the variables that users of that store already set.
 
     Raises:
-        ValueError: An option that this store does not have, or a URL of no store.
+        ValueError: The store does not have such an option, or there is no store for the URL.
     """
     text = str(url)
     given = dict(options or {})
@@ -70,7 +70,7 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None) -> Sto
 
 
 def _scheme(url: str) -> str | None:
-    """The scheme of a URL; None for a path. ValueError for the path of no file that looks like a mistyped URL."""
+    """Return the scheme of a URL; None for a path. ValueError for a mistyped URL that is no path of a file."""
     scheme, colon, _ = url.partition("://")
     if colon and "/" not in scheme:
         return scheme if "::" in scheme else scheme.lower()
@@ -81,9 +81,10 @@ def _scheme(url: str) -> str | None:
 
 
 def _store_class(scheme: str, url: str) -> type[BaseStore]:
+    chosen: type[BaseStore]
     for point in entry_points(group=ENTRY_POINTS, name=scheme):
-        found: type[BaseStore] = point.load()
-        return found
+        chosen = point.load()
+        return chosen
     if scheme in _STORES:
         module, _, name = _STORES[scheme].partition(":")
     else:
@@ -93,9 +94,9 @@ def _store_class(scheme: str, url: str) -> type[BaseStore]:
         if "::" not in scheme and scheme not in known_schemes() and scheme not in _SHAPES:
             raise ValueError(
                 f"no store is known for {scheme}://; known are {', '.join(f'{known}://' for known in _SHAPES)}, a "
-                f"plain path, and what fsspec knows.{_meant(scheme)} Got {redact(url)!r}."
+                f"plain path, and the schemes of fsspec.{_meant(scheme)} Got {redact(url)!r}."
             )
-    chosen: type[BaseStore] = getattr(import_module(f".{module}", __name__), name)
+    chosen = getattr(import_module(f".{module}", __name__), name)
     return chosen
 
 

@@ -1,4 +1,4 @@
-"""Azure's blob storage, also for ``abfss://``: both are one account's containers."""
+"""Azure's blob storage, also for ``abfss://``: both name containers of an account."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any, BinaryIO
 
 from lightning_stream.errors import AccessError, NotFoundError, missing_extra, redact, summarize
 
-from .base import BaseStore, ListingPage, ObjectEntry, StoreTraits
-from .transfer import ObjectStream, PerProcess, first_set, join, read_options, relative, split_url
+from .base import BaseStore, BucketStore, ListingPage, StoreTraits
+from .transfer import ObjectStream, PerProcess, first_set, read_options, split_url
 
-# The client downloads a piece as a whole before it returns: with larger ones nothing would stream, and a connection
-# that breaks would lose all of a piece.
+# The client downloads a whole piece before it returns, and loses it if the connection breaks.
 _PIECE_BYTES = 4 << 20
 
 
@@ -24,8 +23,7 @@ class AzureOptions:
     Attributes:
         account: Else in the URL, ``AZURE_STORAGE_ACCOUNT``, ``AZURE_STORAGE_ACCOUNT_NAME`` or ``AZURE_ACCOUNT_NAME``.
         account_key: Else ``AZURE_STORAGE_KEY``, ``AZURE_STORAGE_ACCOUNT_KEY`` or ``AZURE_ACCOUNT_ACCESS_KEY``.
-        sas_token: Else ``AZURE_STORAGE_SAS_TOKEN``.
-        connection_string: Else ``AZURE_STORAGE_CONNECTION_STRING``.
+        sas_token, connection_string: Else ``AZURE_STORAGE_SAS_TOKEN``, ``AZURE_STORAGE_CONNECTION_STRING``.
         endpoint_url: Else ``AZURE_STORAGE_ENDPOINT``, or the account's own.
         anonymous: Use no credentials.
         timeout_s: Longest silence on a connection.
@@ -40,8 +38,8 @@ class AzureOptions:
     timeout_s: float = 60.0
 
 
-class AzureStore(BaseStore):
-    """Blobs of one container below a prefix, which may be empty. `url` is for messages, as the user wrote it."""
+class AzureStore(BucketStore):
+    """Blobs of one container below a prefix. `url` is the user's, for messages."""
 
     # An account with folders (ADLS) lists "a/b" before "a-c".
     traits = StoreTraits(ranges=True, conditional_put=True)
@@ -56,10 +54,8 @@ class AzureStore(BaseStore):
     client_errors = frozenset({"AzureError"})
 
     def __init__(self, container: str, prefix: str, options: AzureOptions | None, url: str) -> None:
-        self._container_name = container
-        self._prefix = prefix
+        super().__init__(container, prefix, url)
         self._options = options or AzureOptions()
-        self.url = url
         self._container = PerProcess(self._connect)
 
     @classmethod
@@ -72,11 +68,11 @@ class AzureStore(BaseStore):
             raise ValueError(f"an ADLS URL is abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/FOLDER; got {url}")
         if found is not None:
             options = {"account": found[1], "endpoint_url": f"https://{found[1]}.blob{found[2]}", **options}
-        return cls(container, prefix, read_options(AzureOptions, options, f"{scheme}://"), url.rstrip("/"))
+        return cls(container, prefix, read_options(AzureOptions, options, f"{scheme}://"), url)
 
     @property
     def identity(self) -> str:
-        # The endpoint or account that is read, from wherever the client takes it; nothing secret.
+        # The endpoint or account that the client uses; no secrets.
         fields = dict(part.partition("=")[::2] for part in (self._connection() or "").split(";"))
         given = fields.get("BlobEndpoint") or fields.get("AccountName")
         if given and fields.get("EndpointSuffix", "core.windows.net") != "core.windows.net":
@@ -98,10 +94,10 @@ class AzureStore(BaseStore):
         self._blob(name).upload_blob(file, **more)
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:
-        pages = self._container().list_blobs(name_starts_with=join(self._prefix, prefix)).by_page(token)
-        # An account with folders lists these too, as empty blobs that say so.
+        pages = self._container().list_blobs(name_starts_with=self._prefix + prefix).by_page(token)
+        # An account with folders lists these too, as empty blobs with this metadata.
         entries = [
-            ObjectEntry(relative(blob.name, self._prefix), blob.size, str(blob.etag or ""))
+            self._entry(blob.name, blob.size, blob.etag)
             for blob in next(pages, ())
             if (blob.metadata or {}).get("hdi_isfolder") != "true"
         ]
@@ -111,7 +107,7 @@ class AzureStore(BaseStore):
         self._blob(name).delete_blob()
 
     def _blob(self, name: str) -> Any:
-        return self._container().get_blob_client(join(self._prefix, name))
+        return self._container().get_blob_client(self._prefix + name)
 
     def _account(self) -> str | None:
         names = ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_ACCOUNT_NAME")
@@ -139,7 +135,7 @@ class AzureStore(BaseStore):
         }
         if connection := self._connection():
             try:
-                return ContainerClient.from_connection_string(connection, self._container_name, **settings)
+                return ContainerClient.from_connection_string(connection, self._bucket, **settings)
             except ValueError as error:
                 raise AccessError(
                     f"{self.url}: the connection string (AZURE_STORAGE_CONNECTION_STRING) is incomplete ({error}). "
@@ -148,9 +144,9 @@ class AzureStore(BaseStore):
                 ) from None
         account, endpoint = self._account(), self._endpoint()
         if endpoint is None and account is None:
-            raise AccessError(f"{self.url}: which account? {self.access_remedy}")
+            raise AccessError(f"{self.url}: no account is set. {self.access_remedy}")
         address = endpoint or f"https://{account}.blob.core.windows.net"
-        return ContainerClient(address, self._container_name, self._credential(account), **settings)
+        return ContainerClient(address, self._bucket, self._credential(account), **settings)
 
     def _credential(self, account: str | None) -> Any:
         options = self._options
@@ -170,14 +166,13 @@ class AzureStore(BaseStore):
         return DefaultAzureCredential()
 
     def _status(self, error: Exception) -> int:
-        # A put whose condition does not hold; 409 is also many other things.
+        # This one is a condition that does not hold; status 409 also has other meanings.
         return 412 if _code(error) == "BlobAlreadyExists" else super()._status(error)
 
     def _special_error(self, error: Exception, where: str) -> Exception | None:
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if _code(error) == "ContainerNotFound":
-            container = self._container_name
-            return NotFoundError(f"{where}: there is no container {container!r}. Check the URL and the account.")
+            return NotFoundError(f"{where}: there is no container {self._bucket!r}. Check the URL and the account.")
         if kinds & {"ClientAuthenticationError", "CredentialUnavailableError"}:
             return AccessError(f"{where}: refused ({summarize(error)}). {self.access_remedy}")
         if isinstance(error, ValueError) and "HTTPS" in str(error):

@@ -1,4 +1,4 @@
-"""What every store promises, and the base class it is made from: names checked, errors translated in one place."""
+"""The interface of a store, and the base class of all stores, which checks names and translates errors."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from lightning_stream.errors import (
 )
 
 from .claims import PreconditionError, claimed
-from .transfer import ObjectStream, check_name, source_file, write_all
+from .transfer import ObjectStream, check_name, source_file
 
 
 class PastTheEndError(StoreError):
-    """A range begins at or after the object's end. Raised and caught within the stores."""
+    """A range begins at or after the object's end. It is raised and caught within the stores."""
 
 
 class AnswerError(Exception):
-    """An HTTP answer that is no success, to stores that speak HTTP themselves."""
+    """An HTTP error, in stores without a client library for HTTP errors."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(f"{code} {' '.join(reason.split())}")
@@ -54,19 +54,19 @@ class ObjectEntry:
     version: str = field(default="", compare=False)
 
 
-# The entries of one page of a listing, and the token of the next page: None for the last.
+# The entries of a page of a listing, and the token of the next page (None: this is the last page).
 ListingPage = tuple[Sequence[ObjectEntry], str | None]
 
 
 @dataclass(frozen=True)
 class StoreTraits:
-    """What a store's server can do.
+    """The abilities of a store's server.
 
     Attributes:
         ranges: A range costs only its own bytes and one request. A web server may send the whole file instead.
-        sorted_listing: The server lists in the order of the names' bytes. Else :meth:`BaseStore.list` sorts.
-        exclusive_put: The server can create an object only where there is none.
-        conditional_put: The server can do that, and replace an object only where it is a given version.
+        sorted_listing: The server lists in the order of the names' bytes. Else :meth:`Store.list` sorts.
+        exclusive_put: The server can create an object only if there is none of that name.
+        conditional_put: The server can also replace an object only if it has a given version.
     """
 
     ranges: bool = False
@@ -78,16 +78,12 @@ class StoreTraits:
 class Store(ABC):
     """A remote (or local) folder of named objects.
 
-    Names are relative to the store's URL and separated by ``/``. A store is picklable (by recipe, never with open
-    connections), may be used from many threads, and makes its client on first use, once per process.
+    Names are relative to the store's URL and separated by ``/``. A store can be pickled (without its connections) and
+    used from many threads. Its client is made on first use, once per process.
 
     Every method raises :class:`NotFoundError` for an absent object or bucket, :class:`AccessError` for credentials that
     are missing, wrong or lack a right, :class:`UnavailableError` for trouble that may pass, and plain
-    :class:`StoreError` for anything else the store refuses. No message holds a secret.
-
-    Attributes:
-        url: The folder, for messages: no secrets in it.
-        traits: What its server can do.
+    :class:`StoreError` for any other refusal. No message, and no `url`, holds a secret.
     """
 
     url: str
@@ -95,20 +91,20 @@ class Store(ABC):
 
     @property
     def identity(self) -> str:
-        """What separates this store's content from any other's: URL and, where it matters, endpoint or account."""
+        """A text that no other store's content has: the URL and, if it matters, the endpoint or account."""
         return self.url
 
     @abstractmethod
     def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
-        """Stream the bytes ``[begin, end)`` of an object (to its end: None)."""
+        """Stream the bytes ``[begin, end)`` of an object (None: to its end)."""
 
     @abstractmethod
     def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
         """Store an object, whole or not at all; an older one of that name is replaced.
 
-        With `if_absent` only where there is no object of that name (else :class:`AlreadyExistsError`). With
-        `if_version` only where the object still is the one whose :attr:`ObjectStream.version` that was (else
-        :class:`ConflictError`). Of several that try at once, one succeeds.
+        With `if_absent`, :class:`AlreadyExistsError` if there is an object of that name. With `if_version`,
+        :class:`ConflictError` unless the object still has this :attr:`ObjectStream.version`. If several processes try
+        at once, one succeeds.
         """
 
     @abstractmethod
@@ -119,38 +115,39 @@ class Store(ABC):
     def delete(self, name: str) -> None:
         """Remove an object; one that is absent already is no error."""
 
-    @abstractmethod
     def exists(self, name: str) -> bool:
-        """Tell whether there is an object of that name."""
+        """Return whether there is an object of that name."""
+        try:
+            self.open(name, 0, 1).close()
+        except NotFoundError:
+            return False
+        return True
 
-    def get(self, name: str, to: Path | BinaryIO, num_bytes: int | None = None, connections: int = 1) -> int:  # noqa: ARG002
-        """Write a whole object into `to`, streamed, and return the number of bytes. A path is overwritten in place.
+    def get(self, name: str, to: Path, num_bytes: int | None = None, connections: int = 1) -> int:  # noqa: ARG002
+        """Download a whole object into the file `to`, which is overwritten, and return the number of bytes.
 
         Args:
             name: The object.
-            to: A path, or a file open for writing.
-            num_bytes: The promised size, where the caller knows one. Nothing larger is downloaded (DigestError), and a
-                large object comes as several ranges at once.
-            connections: How many the caller has to spare, so that smaller objects may come as several ranges too.
+            to: The file.
+            num_bytes: The promised size, if it is known. A larger object is refused (DigestError) and not downloaded;
+                a large one is downloaded as several ranges at once.
+            connections: The number of spare connections: with several, smaller objects are downloaded as ranges too.
         """
-        if isinstance(to, Path):
-            with to.open("wb", buffering=0) as file:
-                return Store.get(self, name, file, num_bytes)
         written = 0
-        with self.open(name) as stream:
+        with to.open("wb") as file, self.open(name) as stream:
             refuse_larger(stream.num_bytes, num_bytes, f"{self.url}/{name}")
             for chunk in stream:
                 written += len(chunk)
                 refuse_larger(written, num_bytes, f"{self.url}/{name}")
-                write_all(to, chunk)
+                file.write(chunk)
         return written
 
     def read(self, name: str) -> bytes:
-        """Return a whole object, for small ones."""
+        """Return a whole (small) object."""
         return self._read(name, 0, None)
 
     def get_range(self, name: str, begin: int, end: int) -> bytes:
-        """Return the bytes ``[begin, end)`` of an object; fewer only where the object ends before."""
+        """Return the bytes ``[begin, end)`` of an object; fewer if the object ends before."""
         if not 0 <= begin <= end:
             raise ValueError(f"a range is 0 <= begin <= end; got [{begin}, {end})")
         return self._read(name, begin, end) if begin < end else b""
@@ -160,7 +157,7 @@ class Store(ABC):
             return b"".join(stream)
 
     def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
-        """List all objects whose names begin with `prefix`, at any depth, sorted by name. No such objects: empty."""
+        """List all objects whose names begin with `prefix`, at any depth, sorted by name."""
         entries = self._entries(prefix)
         return entries if self.traits.sorted_listing else iter(sorted(entries, key=lambda entry: entry.name))
 
@@ -176,17 +173,16 @@ class Store(ABC):
 
 
 class BaseStore(Store):
-    """A store over one client library: five methods to write, and class attributes that explain the client's errors.
+    """A store over one client library: four methods to write, and class attributes that explain the client's errors.
 
-    Public methods check names and translate errors; `_open`, `_put`, `_list` (or `_list_page`), `_delete` and, where
-    the server has something cheaper than opening, `_exists` do the work and let the client's errors pass. See
-    docs/storage.md for a complete example.
+    Public methods check names and translate errors; `_open`, `_put`, `_list` (or `_list_page`) and `_delete` do the
+    work and do not catch the client's errors. See docs/storage.md for an example.
 
     Attributes:
-        access_remedy: What to do about refused credentials, as sentences.
-        missing: What to say of an absent object.
-        network_errors: Names of exception classes (or of their bases) that stand for a broken connection.
-        client_errors: Names of those that stand for anything else that the client library reports.
+        access_remedy: What a user can do about refused credentials, as sentences.
+        missing: The message about an absent object.
+        network_errors: Names of exception classes (or of their bases) for a broken connection.
+        client_errors: Names of exception classes for any other error of the client library.
     """
 
     access_remedy: ClassVar[str] = "Check the credentials and their rights."
@@ -196,28 +192,26 @@ class BaseStore(Store):
 
     @classmethod
     def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
-        """Make the store of a URL. `options` are the user's, with ``timeout_s``, the longest silence on a connection.
+        """Make the store of a URL; ValueError for an incomplete URL, or an option that this store does not have.
 
-        Raises:
-            ValueError: An option that this store does not have, or an incomplete URL.
+        `options` are those of the user, and ``timeout_s``, the longest silence on a connection.
         """
         raise NotImplementedError(f"{cls.__name__}.from_url")
 
     @abstractmethod
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
-        """Stream a range. :class:`PastTheEndError`, or status 416, says that it begins at or after the end."""
+        """Stream a range; :class:`PastTheEndError`, or status 416, if it begins at or after the end."""
 
     @abstractmethod
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
-        """Store what is left of a file, whole or not at all.
+        """Store the rest of a file, whole or not at all; :class:`PreconditionError`, or status 412, for a condition.
 
-        A condition is only given where the traits have it; :class:`PreconditionError`, or status 412, says that it
-        does not hold.
+        A condition is only given if the traits have it.
         """
 
     @abstractmethod
     def _delete(self, name: str) -> None:
-        """Remove an object; :class:`NotFoundError`, or status 404, is no error."""
+        """Remove an object; it may raise :class:`NotFoundError`, or an error with status 404."""
 
     def _list(self, prefix: str) -> Iterator[ObjectEntry]:
         """List in any order. `prefix` may end in the middle of a name."""
@@ -226,17 +220,13 @@ class BaseStore(Store):
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:  # noqa: ARG002
         return list(self._list(prefix)), None
 
-    def _exists(self, name: str) -> bool:
-        self._open(name, 0, 1).close()
-        return True
-
     def _status(self, error: Exception) -> int:
-        """The HTTP status that an error of the client stands for; 0 where it stands for none."""
+        """Return the HTTP status of a client's error; 0 if it has none."""
         status = getattr(error, "status_code", None) or getattr(error, "code", None)
         return status if isinstance(status, int) else 0
 
     def _special_error(self, error: Exception, where: str) -> Exception | None:  # noqa: ARG002
-        """An error of ours for what the table in `_translated` does not know, or knows less well."""
+        """Return the error for a client's error that `_translated` does not know, or knows less about."""
         return None
 
     def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
@@ -248,7 +238,7 @@ class BaseStore(Store):
             return ObjectStream(iter(()), 0, where=where, past_end=True)
         stream.where = where
         if not self.traits.conditional_put:
-            stream.version = None  # but the digest of the content, which `put` can compare
+            stream.version = None  # the digest of the content takes its place: `claimed` compares it
         stream.chunks = self._guarded(name, stream.chunks)
         return stream
 
@@ -267,10 +257,7 @@ class BaseStore(Store):
                 self._put(name, file, num_bytes, if_absent and native, if_version if native else None)
         except (PreconditionError, NotFoundError) as error:
             if if_version is not None:
-                raise ConflictError(
-                    f"{where}: it is not the version that was read any more: another process replaced or deleted it. "
-                    "Read it again."
-                ) from None
+                raise ConflictError(f"{where}: another process has replaced or deleted it. Read it again.") from None
             if isinstance(error, NotFoundError):
                 raise
             raise already_exists(where) from None
@@ -284,18 +271,8 @@ class BaseStore(Store):
         with contextlib.suppress(NotFoundError), self.translate_errors(name):
             self._delete(name)
 
-    def exists(self, name: str) -> bool:
-        check_name(name)
-        try:
-            with self.translate_errors(name):
-                return self._exists(name)
-        except NotFoundError:
-            return False
-        except PastTheEndError:
-            return True
-
     def translate_errors(self, name: str) -> _Translation:
-        """Raise the client library's errors as ours, in a ``with`` statement."""
+        """Translate the client library's errors, in a ``with`` statement."""
         return _Translation(self, name)
 
     def _translated(self, error: Exception, where: str) -> Exception | None:
@@ -315,7 +292,7 @@ class BaseStore(Store):
         if status == 416:
             return PastTheEndError(f"{where}: past its end")
         if status < 300 and kinds & self.network_errors:
-            return UnavailableError(f"{where}: {reason}. Look at the network and the server.")
+            return UnavailableError(f"{where}: {reason}. Check the network and the server.")
         if status >= 300 or kinds & self.client_errors:
             return StoreError(f"{where}: {reason}. Check the URL and the options.")
         return None
@@ -325,11 +302,23 @@ class BaseStore(Store):
             yield from chunks
 
 
+class BucketStore(BaseStore):
+    """Objects of one bucket (or container) below a prefix, which may be empty."""
+
+    def __init__(self, bucket: str, prefix: str, url: str) -> None:
+        self._bucket = bucket
+        self._prefix = f"{prefix}/" if prefix else ""
+        self.url = url.rstrip("/")
+
+    def _entry(self, key: str, num_bytes: int, version: object = None) -> ObjectEntry:
+        return ObjectEntry(key[len(self._prefix) :], num_bytes, str(version or ""))
+
+
 @dataclass
 class _Translation:
-    """Raises a client's error as ours, without any link to the client's.
+    """Replaces a client's error by one of ours, without a link to it.
 
-    That may hold a signed URL or a token, which tracebacks would print, and connections, which it would keep open.
+    It may hold a signed URL or a token, which tracebacks would print, and connections, which it would keep open.
     """
 
     store: BaseStore
@@ -352,14 +341,14 @@ class _Translation:
 
 
 def already_exists(where: str | Path) -> AlreadyExistsError:
-    """The error of a put of a name that is taken."""
+    """Return the error for a put of an existing name."""
     return AlreadyExistsError(f"{where}: there is an object of that name already. Choose another name.")
 
 
 def refuse_larger(found: int | None, promised: int | None, where: str) -> None:
-    """Raise DigestError for an object that is larger than its index promises, before more of it is downloaded."""
+    """Raise DigestError for an object that is larger than its index promises, before more is downloaded."""
     if promised is not None and found is not None and found > promised:
         raise DigestError(
             f"{where}: the index promises {promised:,} bytes; there are {found:,} or more. Compare it with the "
-            "dataset's source; upload that shard and its index again if it is damaged there."
+            "dataset's source; if it is damaged there, upload that shard and its index again."
         )

@@ -1,4 +1,4 @@
-"""Conditional puts for a server that has none."""
+"""Conditional puts for a server without them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _WAIT_S = 60.0
 
 
 class PreconditionError(StoreError):
-    """The condition of a put does not hold. Raised and caught within the stores."""
+    """The condition of a put does not hold. It is raised and caught within the stores."""
 
 
 @contextlib.contextmanager
 def claimed(store: BaseStore, name: str, if_version: str | None) -> Iterator[None]:
-    """Exclude other conditional puts of a name, and see that it has this version (None: that there is no object).
+    """Exclude other conditional puts of a name, and check that it has this version (None: that there is no object).
 
-    Each process puts a claim of its own beside the object, then looks for others; one that sees another's withdraws and
-    tries again. Of two, the one that looks last sees both. The claim of a killed process counts for ten minutes; the
-    next process that looks deletes it.
+    Each process puts a claim beside the object, then looks for other claims; if it sees one, it withdraws and tries
+    again. Of two processes, the one that looks last sees both claims. The claim of a killed process is valid for ten
+    minutes; then the next process that looks deletes it.
     """
     for _ in backoff(_WAIT_S):
         claim = f"{name}.claim-{int(time.time())}-{uuid.uuid4().hex}"
@@ -46,11 +46,11 @@ def claimed(store: BaseStore, name: str, if_version: str | None) -> Iterator[Non
             return
         finally:
             store.delete(claim)
-    raise UnavailableError(f"{store.url}/{name}: other processes write it all the time. Let one process write it.")
+    raise UnavailableError(f"{store.url}/{name}: other processes keep writing it. Let one process write it.")
 
 
 def _others(store: BaseStore, name: str, claim: str) -> list[str]:
-    """The claims of other processes that count; deletes those that count no more."""
+    """Return the valid claims of other processes, and delete the expired ones."""
     found = (_CLAIM.search(entry.name) for entry in store.list(f"{name}.claim-") if entry.name != claim)
     made_at = {match.string: int(match[1]) for match in found if match}
     dead = [other for other, since in made_at.items() if since < time.time() - _LIFETIME_S]

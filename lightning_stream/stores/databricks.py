@@ -29,12 +29,11 @@ _STATUS = {
 
 @dataclass(frozen=True)
 class DatabricksOptions:
-    """Options for ``dbfs:/``; what is not given comes from ``DATABRICKS_*`` or ``~/.databrickscfg``.
+    """Options for ``dbfs:/``; the others come from ``DATABRICKS_*`` or ``~/.databrickscfg``.
 
     Attributes:
-        host: The workspace's address; else ``DATABRICKS_HOST``.
-        token: Else ``DATABRICKS_TOKEN``.
-        profile: One of ``~/.databrickscfg``; else ``DATABRICKS_CONFIG_PROFILE``.
+        host, token: The workspace's address, and a token; else ``DATABRICKS_HOST`` and ``DATABRICKS_TOKEN``.
+        profile: A profile of ``~/.databrickscfg``; else ``DATABRICKS_CONFIG_PROFILE``.
         timeout_s: Longest silence on a connection.
     """
 
@@ -45,18 +44,13 @@ class DatabricksOptions:
 
 
 class DatabricksStore(BaseStore):
-    """Files of a workspace below a path.
-
-    Args:
-        path: Absolute, e.g. ``/Volumes/catalog/schema/volume/folder``; others are DBFS paths.
-        options: See :class:`DatabricksOptions`.
-    """
+    """Files of a workspace below an absolute path: ``/Volumes/catalog/schema/volume/folder``, or a path of DBFS."""
 
     traits = StoreTraits(exclusive_put=True)  # both APIs refuse to create, or to move to, a file that exists
     access_remedy = (
         "Set both DATABRICKS_HOST (https://....cloud.databricks.com) and DATABRICKS_TOKEN, on the worker nodes too: "
-        "what TorchDistributor or spark starts there does not inherit the driver's environment or notebook login. The "
-        "user needs READ VOLUME there."
+        "the processes that TorchDistributor or Spark start there do not inherit the driver's environment or notebook "
+        "login. The user needs READ VOLUME there."
     )
     missing = "no such file or volume. Check the path."
     client_errors = frozenset({"DatabricksError"})
@@ -92,7 +86,7 @@ class DatabricksStore(BaseStore):
                 raw=True,
             )
         except Exception as error:
-            # A range past the end is refused like any wrong request.
+            # The status of a range past the end is that of any wrong request.
             if header and self._status(error) == 400 and begin >= self._size(path):
                 raise PastTheEndError(name) from None
             raise
@@ -112,8 +106,8 @@ class DatabricksStore(BaseStore):
             workspace.files.create_directory(folder)
             workspace.files.upload(path, file, overwrite=not if_absent)
             return
-        # DBFS writes block by block, and shows a file while it grows: so under another name first. Its move replaces
-        # nothing, so what is there steps aside, and comes back if the move fails.
+        # DBFS shows a file while it grows, so it is written under another name first. A move replaces nothing, so the
+        # old file is moved away first, and moved back if the move of the new one fails.
         draft, old = (f"{folder}/{_DRAFT}{uuid.uuid4().hex}" for _ in range(2))
         workspace.dbfs.upload(draft, file, overwrite=True)
         replaces = not if_absent and self._dbfs_moved(path, old)
@@ -187,7 +181,7 @@ class DatabricksStore(BaseStore):
         options = self._options
         given = {"host": options.host, "token": options.token, "profile": options.profile}
         settings: dict[str, Any] = {key: value for key, value in given.items() if value}
-        # The client does not try again: RetryingStore does, and resumes.
+        # The client must not try again: RetryingStore does, and resumes.
         settings |= {"http_timeout_seconds": options.timeout_s, "retry_timeout_seconds": 1}
         return WorkspaceClient(config=Config(**settings))
 

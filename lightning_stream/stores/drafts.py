@@ -1,4 +1,4 @@
-"""Drafts: files that are written beside their final place. A draft whose writer was killed is known by its lock."""
+"""Drafts: files that are written beside their final name. The lock of a draft shows that its writer is alive."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 @contextlib.contextmanager
 def locked_draft(final: Path) -> Iterator[Path]:
-    """Yield an empty draft beside `final`; it is locked by this process, and removed at the end if it is still there.
+    """Yield an empty draft beside `final`, locked by this process; it is removed at the end if it is still there.
 
-    The lock is only a sign of life for `sweep_drafts`. A file system without locks works too: nothing is swept there.
+    The lock is only for `sweep_drafts`. In a file system without locks, nothing is swept.
     """
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise StoreError(f"{final.parent} must be a folder; it is a file, or below one. Name another place.") from None
+        raise StoreError(f"{final.parent} must be a folder; it is a file, or below one. Use another folder.") from None
     while True:
         draft = final.with_name(f"{DRAFT}{secrets.token_hex(16)}")
         fd = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
         try:
-            if _is_locked(fd) and same_file(fd, draft):  # else a sweep came first, and removes it
+            if _is_locked(fd) and same_file(fd, draft):  # else a sweep came first
                 yield draft
                 return
         finally:
@@ -53,21 +53,18 @@ def _is_locked(fd: int) -> bool:
 
 
 def sweep_drafts(folder: Path) -> bool:
-    """Remove the drafts in a folder whose writers are dead; give whether there were any.
-
-    Those of living writers and of other users stay.
-    """
+    """Remove the drafts of dead writers in a folder, except those of other users; return whether there were any."""
     swept = False
     for draft in folder.glob(f"{DRAFT}*"):
         try:
             fd = os.open(draft, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # published meanwhile, or another user's
+        except OSError:  # it was published meanwhile, or is another user's
             continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             draft.unlink(missing_ok=True)
             swept = True
-        except OSError:  # its writer is alive, or the file system has no locks to say so
+        except OSError:  # its writer is alive, or the file system has no locks
             continue
         finally:
             os.close(fd)
@@ -75,11 +72,7 @@ def sweep_drafts(folder: Path) -> bool:
 
 
 def publish_new(draft: Path, final: Path) -> None:
-    """Give a finished draft a name that no file may have yet.
-
-    Raises:
-        AlreadyExistsError: There is a file of that name.
-    """
+    """Give a finished draft its final name; AlreadyExistsError if there is a file of that name."""
     sync(draft)
     try:
         os.link(draft, final)
@@ -97,5 +90,5 @@ def publish_new(draft: Path, final: Path) -> None:
 
 
 def name_lock(final: Path) -> FileLock:
-    """The lock under which a file of this name is compared and replaced."""
+    """Return the lock for comparing and replacing a file of this name."""
     return FileLock(final.with_name(f"{LOCK}{final.name}"), modes=_OPEN_TO_ALL)

@@ -1,4 +1,4 @@
-"""Google Cloud Storage, by its own client; with HMAC keys, in S3's protocol."""
+"""Google Cloud Storage, by its own client, or with HMAC keys by the protocol of S3."""
 
 from __future__ import annotations
 
@@ -11,19 +11,9 @@ from typing import Any, BinaryIO
 
 from lightning_stream.errors import AccessError, NotFoundError, missing_extra, redact, summarize
 
-from .base import AnswerError, BaseStore, ListingPage, ObjectEntry, StoreTraits
+from .base import AnswerError, BaseStore, BucketStore, ListingPage, StoreTraits
 from .s3 import S3Options, S3Store
-from .transfer import (
-    ObjectStream,
-    PerProcess,
-    first_set,
-    header_stream,
-    join,
-    range_header,
-    read_options,
-    relative,
-    split_url,
-)
+from .transfer import ObjectStream, PerProcess, first_set, header_stream, range_header, read_options, split_url
 
 _REASON_BYTES = 1000
 _HOME = "https://storage.googleapis.com"
@@ -32,16 +22,15 @@ _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 @dataclass(frozen=True)
 class GcsOptions:
-    """Options for ``gs://``; what is not given comes from the variables and files that Google's tools read.
+    """Options for ``gs://``; the others come from the variables and files that Google's tools read.
 
     Attributes:
         credentials_file: A service account's (or other) JSON file; else ``GOOGLE_APPLICATION_CREDENTIALS``, or the
             machine's own account.
-        project: Billed where the bucket asks for it; else ``GOOGLE_CLOUD_PROJECT``.
-        anonymous: Use no credentials. None: where there are none.
+        project: Billed if the bucket asks for it; else ``GOOGLE_CLOUD_PROJECT``.
+        anonymous: Use no credentials. None: only if there are none.
         endpoint_url: Else ``STORAGE_EMULATOR_HOST``.
-        access_key_id: An HMAC key; else ``GCS_KEY``. With it the bucket is spoken to in S3's language.
-        secret_access_key: Its secret; else ``GCS_SECRET``.
+        access_key_id, secret_access_key: An HMAC key, for the protocol of S3; else ``GCS_KEY`` and ``GCS_SECRET``.
         timeout_s: Longest silence on a connection.
     """
 
@@ -54,7 +43,7 @@ class GcsOptions:
     timeout_s: float = 60.0
 
 
-class GcsStore(BaseStore):
+class GcsStore(BucketStore):
     """Objects of one bucket below a prefix, by Google's JSON API."""
 
     traits = StoreTraits(ranges=True, sorted_listing=True, conditional_put=True)
@@ -66,23 +55,18 @@ class GcsStore(BaseStore):
     client_errors = frozenset({"GoogleAPIError", "GoogleCloudError", "InvalidResponse"})
 
     def __init__(self, bucket: str, prefix: str, options: GcsOptions | None = None) -> None:
-        self._bucket = bucket
-        self._prefix = prefix
+        super().__init__(bucket, prefix, f"gs://{bucket}/{prefix}")
         self._options = options or GcsOptions()
-        self.url = f"gs://{join(bucket, prefix) if prefix else bucket}"
         self._client = PerProcess(self._connect)
 
     @classmethod
     def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
-        """Make the store: with HMAC keys that of S3, else Google's own."""
         bucket, prefix = split_url(url)
         given = read_options(GcsOptions, options, "gs://")
         key = given.access_key_id or os.environ.get("GCS_KEY")
         secret = given.secret_access_key or os.environ.get("GCS_SECRET")
         if (given.access_key_id and not secret) or (given.secret_access_key and not key):
-            raise ValueError(
-                "access_key_id and secret_access_key (GCS_KEY and GCS_SECRET) come together; one is missing"
-            )
+            raise ValueError("access_key_id and secret_access_key (GCS_KEY, GCS_SECRET) come together; one is missing.")
         if key and secret:
             endpoint = given.endpoint_url or _HOME
             interop = S3Options(endpoint, "auto", None, key, secret, anonymous=False, timeout_s=given.timeout_s)
@@ -95,7 +79,7 @@ class GcsStore(BaseStore):
         return self.url if endpoint == _HOME else f"{self.url}@{redact(endpoint)}"
 
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
-        key = urllib.parse.quote(join(self._prefix, name), safe="")
+        key = urllib.parse.quote(self._prefix + name, safe="")
         payer = f"&userProject={urllib.parse.quote(self._options.project)}" if self._options.project else ""
         address = f"{self._endpoint()}/download/storage/v1/b/{self._bucket}/o/{key}?alt=media{payer}"
         headers = {"Accept-Encoding": "gzip", **range_header(begin, end)}
@@ -104,31 +88,21 @@ class GcsStore(BaseStore):
             with answer:
                 reason = answer.raw.read(_REASON_BYTES, decode_content=True)
                 raise AnswerError(answer.status_code, reason.decode(errors="replace"))
-        # Undecoded, as stored: what an object's Content-Encoding says is its reader's business.
+        # As it is stored, whatever its Content-Encoding is.
         return header_stream(answer.raw, answer.headers, answer.headers.get("x-goog-generation"), answer.close)
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
         generation = 0 if if_absent else None if if_version is None else int(if_version)
-        self._blob(name).upload_from_file(
-            file,
-            size=num_bytes,
-            content_type="application/octet-stream",
-            timeout=self._options.timeout_s,
-            retry=None,
-            if_generation_match=generation,
-        )
+        more = {"timeout": self._options.timeout_s, "retry": None, "if_generation_match": generation}
+        self._blob(name).upload_from_file(file, size=num_bytes, content_type="application/octet-stream", **more)
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:
         client = self._client()[0]
         bucket = client.bucket(self._bucket, user_project=self._options.project)
-        wanted = {"prefix": join(self._prefix, prefix), "timeout": self._options.timeout_s, "retry": None}
-        found = client.list_blobs(
-            bucket, page_token=token, fields="items(name,size,generation),nextPageToken", **wanted
-        )
-        page = [
-            ObjectEntry(relative(blob.name, self._prefix), blob.size, str(blob.generation or ""))
-            for blob in next(found.pages, ())
-        ]
+        wanted = {"prefix": self._prefix + prefix, "timeout": self._options.timeout_s, "retry": None}
+        fields = "items(name,size,generation),nextPageToken"
+        found = client.list_blobs(bucket, page_token=token, fields=fields, **wanted)
+        page = [self._entry(blob.name, blob.size, blob.generation) for blob in next(found.pages, ())]
         return page, found.next_page_token
 
     def _delete(self, name: str) -> None:
@@ -136,14 +110,14 @@ class GcsStore(BaseStore):
 
     def _blob(self, name: str) -> Any:
         bucket = self._client()[0].bucket(self._bucket, user_project=self._options.project)
-        return bucket.blob(join(self._prefix, name))
+        return bucket.blob(self._prefix + name)
 
     def _endpoint(self) -> str:
         given = self._options.endpoint_url or first_set("STORAGE_EMULATOR_HOST") or _HOME
         return (given if "://" in given else f"http://{given}").rstrip("/")
 
     def _connect(self) -> tuple[Any, Any]:
-        """The client, and the authorised session that it shares with our own reads."""
+        """Make the client, and the authorised session that it shares with `_open`."""
         try:
             from google.cloud import storage
             from requests.adapters import HTTPAdapter
@@ -163,13 +137,13 @@ class GcsStore(BaseStore):
         anonymous = importlib.import_module("google.auth.credentials").AnonymousCredentials
         missing = importlib.import_module("google.auth.exceptions").DefaultCredentialsError
         path, wish = self._options.credentials_file, self._options.anonymous
-        # Another endpoint is mostly an emulator; one that asks for a login (Private Service Connect) says so by False.
+        # Another endpoint is mostly an emulator; for one with a login (Private Service Connect), users pass False.
         if wish or (wish is None and not path and self._endpoint() != _HOME):
             return anonymous()
         try:
             found = auth.load_credentials_from_file(path, scopes=[_SCOPE]) if path else auth.default(scopes=[_SCOPE])
         except missing:
-            # Nothing is set up: the bucket may be public. What is set up wrongly is the user's to know.
+            # The bucket may be public, unless the user has set credentials, which are wrong then.
             if path or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") or wish is False:
                 raise
             return anonymous()

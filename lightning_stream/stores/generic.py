@@ -1,4 +1,4 @@
-"""Everything else that fsspec knows: ``sftp://``, ``oci://``, ``hdfs://``, ``smb://`` and more."""
+"""All other schemes of fsspec: ``sftp://``, ``oci://``, ``hdfs://``, ``smb://`` and more."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from lightning_stream.errors import (
 )
 
 from .base import BaseStore, ObjectEntry
-from .transfer import ObjectStream, PerProcess, file_chunks, relative
+from .transfer import ObjectStream, PerProcess, file_chunks
 
 _BLOCK_BYTES = 4 << 20
 # What file systems call the version of a file; most have one of these.
 _VERSIONS = ("ETag", "etag", "version_id", "mtime", "last_modified", "LastModified", "created")
 _PACKAGES = {"sftp": "paramiko", "ssh": "paramiko", "oci": "ocifs", "smb": "smbprotocol", "hdfs": "pyarrow"}
 _LOGIN_ERRORS = {"AuthenticationException", "BadHostKeyException", "PasswordRequiredException", "NotAuthenticated"}
-_IN_PLACE = {"sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs"}  # a file being written is seen: write a draft, rename it
+_IN_PLACE = {
+    "sftp",
+    "ssh",
+    "ftp",
+    "smb",
+    "hdfs",
+    "webhdfs",
+}  # readers see a file while it is written, so a draft is renamed
 
 
 class FsspecStore(BaseStore):
-    """Files of any file system of fsspec.
-
-    Args:
-        url: The URL, as fsspec takes it.
-        options: Handed to the file system; the secrets in them are not shown.
-        timeout_s: Longest silence on a connection, where the file system has such a setting that we know.
-    """
+    """Files of any file system of fsspec, which gets the options; only sftp gets the timeout."""
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, timeout_s: float = 60.0) -> None:
         self._given = url.rstrip("/")
@@ -44,7 +45,7 @@ class FsspecStore(BaseStore):
         self._scheme = url.partition("://")[0]
         self._timeout_s = timeout_s
         self.url = redact(self._given)
-        # One connection per thread: not every file system (sftp's) survives two threads on one.
+        # One connection per thread: not every file system (sftp) can share one between threads.
         self._of_thread = PerProcess(threading.local)
 
     @classmethod
@@ -79,7 +80,7 @@ class FsspecStore(BaseStore):
         except FileNotFoundError:
             return
         for path, about in found.items():
-            name = relative(path, root.rstrip("/"))
+            name = path.removeprefix(f"{root.rstrip('/')}/")
             if name and name.startswith(prefix) and ".draft-" not in name:
                 version = next((about[key] for key in _VERSIONS if about.get(key)), "")
                 yield ObjectEntry(name, about["size"], str(version))
@@ -87,10 +88,6 @@ class FsspecStore(BaseStore):
     def _delete(self, name: str) -> None:
         system, path = self._at(name)
         system.rm_file(path)
-
-    def _exists(self, name: str) -> bool:
-        system, path = self._at(name)
-        return bool(system.isfile(path))
 
     def _at(self, name: str | None) -> tuple[Any, str]:
         mine = self._of_thread()
@@ -105,7 +102,7 @@ class FsspecStore(BaseStore):
         except ImportError as error:
             raise missing_extra("fsspec", "fsspec", f"using {self.url}") from error
         try:
-            # No shared instances: neither two stores nor a fork's child may meet on one connection.
+            # No shared instances: neither two stores nor a forked child may use the same connection.
             system, path = fsspec.core.url_to_fs(self._given, skip_instance_cache=True, **self._options)
         except ImportError as error:
             package = _PACKAGES.get(self._scheme, "its fsspec package")
@@ -124,14 +121,14 @@ class FsspecStore(BaseStore):
             return AccessError(f"{where}: refused ({summarize(error)}). Check user, key or password, and their rights.")
         if isinstance(error, (OSError, EOFError, TimeoutError)) or type(error).__name__ == "SSHException":
             self._of_thread().connected = None  # the next attempt makes a new connection
-            return UnavailableError(f"{where}: {summarize(error)}. Look at the network and the server.")
+            return UnavailableError(f"{where}: {summarize(error)}. Check the network and the server.")
         if isinstance(error, ValueError) and "Protocol not known" in str(error):
             return ValueError(f"no store is known for {self._scheme}:// ({summarize(error)})")
         return StoreError(f"{where}: {summarize(error)}. Check the URL and the options.")
 
 
 def known_schemes() -> list[str]:
-    """The schemes that fsspec knows here, those of installed plugins included; none without it."""
+    """Return the schemes of fsspec, with those of installed plugins; none if fsspec is not installed."""
     try:
         import fsspec
     except ImportError:

@@ -1,4 +1,4 @@
-"""A folder of this machine (or a mounted one) as a store."""
+"""A local (or mounted) folder as a store."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ _OF_DATABRICKS = re.compile(r"/(?:dbfs/(?=.)|(?=Volumes/.))(.+)")  # paths that 
 
 
 class LocalStore(BaseStore):
-    """Objects as the files below a folder; `put` publishes by rename.
-
-    Args:
-        folder: The folder; it need not exist before the first `put`.
-    """
+    """Files below a folder, which need not exist before the first `put`; that publishes by rename."""
 
     traits = StoreTraits(ranges=True, sorted_listing=True, exclusive_put=True, conditional_put=True)
 
@@ -41,7 +37,7 @@ class LocalStore(BaseStore):
         if options:
             raise ValueError(f"a local folder has no options; got {', '.join(sorted(options))}")
         if not url:
-            raise ValueError("a place is a path or a URL; got an empty text. Pass one.")
+            raise ValueError("a dataset is at a path or a URL; got an empty text. Pass one of them.")
         if not url.lower().startswith("file://"):
             return cls(url)
         host, slash, path = url[len("file://") :].partition("/")
@@ -54,8 +50,7 @@ class LocalStore(BaseStore):
 
     @property
     def identity(self) -> str:
-        """The folder behind links: one dataset has one identity, by whatever path it is named."""
-        return os.path.realpath(self.folder)
+        return os.path.realpath(self.folder)  # the same for every path to the folder
 
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
         file = (self.folder / name).open("rb", buffering=0)
@@ -71,7 +66,7 @@ class LocalStore(BaseStore):
             with draft.open("wb") as copy:
                 for chunk in file_chunks(file, num_bytes):
                     copy.write(chunk)
-            # The kernel's own clock for files moves in steps of milliseconds: two versions could have one time.
+            # The kernel's clock for files has steps of milliseconds: two versions could have the same time.
             os.utime(draft, ns=(time_ns(), time_ns()))
             if if_absent:
                 publish_new(draft, path)
@@ -92,9 +87,6 @@ class LocalStore(BaseStore):
     def _delete(self, name: str) -> None:
         (self.folder / name).unlink(missing_ok=True)
 
-    def _exists(self, name: str) -> bool:
-        return (self.folder / name).is_file()
-
     def _special_error(self, error: Exception, where: str) -> Exception | None:
         if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
             lacking = "" if self.folder.is_dir() else f" (nor the folder {self.folder})"
@@ -103,7 +95,7 @@ class LocalStore(BaseStore):
             return NotFoundError(f"no such file: {where}{lacking}. Check the path.{hint}")
         if isinstance(error, PermissionError):
             return AccessError(
-                f"no right to use {where} as user {os.getuid()}. Check the owner and mode of its folders."
+                f"user {os.getuid()} has no right to use {where}. Check the owner and mode of its folder."
             )
         if isinstance(error, OSError):
             kind = UnavailableError if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT) else StoreError
@@ -112,12 +104,12 @@ class LocalStore(BaseStore):
 
 
 def _version(about: os.stat_result) -> str:
-    # Without the inode: mounts in user space (Databricks volumes, gcsfuse) give a file a new one now and then.
+    # Without the inode: mounts in user space (Databricks volumes, gcsfuse) may give a file a new one.
     return f"{about.st_mtime_ns:x}-{about.st_size:x}"
 
 
 def _walk(folder: Path, above: str, prefix: str) -> Iterator[str]:
-    """Names of all files, without entering folders that the prefix rules out, nor our control folders and drafts."""
+    """Yield the names of all files with the prefix, except drafts, locks and our control folders."""
     try:
         entries = list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):

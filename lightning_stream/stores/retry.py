@@ -1,4 +1,4 @@
-"""A store that tries again: jittered backoff, streams resumed by range, a deadline."""
+"""A store that tries again: with jittered backoff, streams that are resumed by range, and a deadline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 from lightning_stream.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError, UnavailableError
 from lightning_stream.threads import DaemonPool
@@ -22,8 +22,8 @@ _jitter = random.SystemRandom()
 
 T = TypeVar("T")
 _log = logging.getLogger("lightning_stream.stores")
-_LEAST_PART_BYTES = 4 << 20  # below that a request's own time and work weigh too much
-_READS = 3  # of an object that is replaced while it is read
+_LEAST_PART_BYTES = 4 << 20  # for smaller parts, a request costs too much
+_READS = 3  # of an object that is replaced during each read
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,12 @@ class RetryPolicy:
     """How a store's operations are tried again.
 
     Attributes:
-        retries: Failures in a row that are tried again; each progress sets the count back to zero.
-        timeout_s: Longest silence on a connection, given to the client.
-        deadline_s: For one operation in all, retries and pauses included. A listing has as much for each page.
-        first_pause_s: Mean pause after the first failure; doubles with each.
-        longest_pause_s: Where the doubling ends.
-        parallel_from_bytes: Objects known to be at least this large are fetched as several ranges at once.
-        part_bytes: Size of such a range.
-        parts_at_once: How many.
+        retries: Number of failures in a row that are tried again; any progress resets it to zero.
+        timeout_s: Longest silence on a connection, for the client.
+        deadline_s: For one operation with its retries and pauses, or for each page of a listing.
+        first_pause_s, longest_pause_s: Mean pause after the first failure, which doubles with each; its limit.
+        parallel_from_bytes: An object of at least this size is fetched as several ranges at once.
+        part_bytes, parts_at_once: The size and the number of these ranges.
     """
 
     retries: int = 6
@@ -59,15 +57,15 @@ class RetryPolicy:
 
 
 class _ReplacedError(StoreError):
-    """The object changed between two requests of one read. Raised and caught in this file."""
+    """The object changed between two requests of a read. It is raised and caught in this file."""
 
 
 class _EndedEarlyError(StoreError):
-    """A server denies bytes that it has promised before. Raised and caught in this file."""
+    """The object ends before its promised size. It is raised and caught in this file."""
 
 
 class RetryingStore(Store):
-    """The same store; what may pass (:class:`UnavailableError`) is tried again, all else is raised as it is."""
+    """A store that tries again after :class:`UnavailableError`, and raises all other errors as they are."""
 
     def __init__(self, store: Store, policy: RetryPolicy | None = None) -> None:
         self.store = store
@@ -81,9 +79,7 @@ class RetryingStore(Store):
     def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
         return self._open(name, begin, end, self._budget(name), restarts=False)
 
-    def get(self, name: str, to: Path | BinaryIO, num_bytes: int | None = None, connections: int = 1) -> int:
-        if not isinstance(to, Path):
-            return super().get(name, to, num_bytes)
+    def get(self, name: str, to: Path, num_bytes: int | None = None, connections: int = 1) -> int:
         return self._whole(name, lambda budget: self._get(name, to, num_bytes, connections, budget))
 
     def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
@@ -93,7 +89,7 @@ class RetryingStore(Store):
             try:
                 self.store.put(name, source, if_absent=if_absent, if_version=if_version)
             except (AlreadyExistsError, ConflictError):
-                # A put whose answer was lost is no conflict with itself.
+                # A put whose answer was lost does not conflict with itself.
                 if not budget.failures or not self._holds(name, source):
                     raise
 
@@ -105,21 +101,18 @@ class RetryingStore(Store):
     def delete(self, name: str) -> None:
         self._budget(name).call(lambda: self.store.delete(name))
 
-    def exists(self, name: str) -> bool:
-        return self._budget(name).call(lambda: self.store.exists(name))
-
     def _budget(self, name: str) -> RetryBudget:
         return RetryBudget(self.policy, f"{self.url}/{name}")
 
     def _open(self, name: str, begin: int, end: int | None, budget: RetryBudget, restarts: bool = True) -> ObjectStream:
         stream = budget.call(lambda: self.store.open(name, begin, end))
         resuming = ResumingStream(self.store, (name, begin, end), stream, budget, restarts)
-        # For `put(if_version=)`, which takes it from `open`: a download of a shard needs no hash of ours.
+        # Only `open` makes a version from the content: a download of a shard needs none.
         digest = stream.version is None and begin == 0 and end is None and not restarts
         return replace(stream, chunks=iter(resuming), close=resuming.close, digest=digest)
 
     def _whole(self, name: str, read: Callable[[RetryBudget], T]) -> T:
-        """Read an object; where it is replaced meanwhile, from the beginning, since nothing was handed out yet."""
+        """Read an object; if it is replaced meanwhile, read it again from the beginning."""
         budget = self._budget(name)
         num_replaced = num_early = 0
         while True:
@@ -150,14 +143,14 @@ class RetryingStore(Store):
         return self._get_range(name, draft, (0, None), budget)[0]
 
     def _part_bytes(self, num_bytes: int, connections: int) -> int | None:
-        """The size of the ranges that an object is fetched as; None: as a whole."""
+        """Return the size of the ranges that an object is fetched as; None: it is fetched as a whole."""
         if num_bytes >= self.policy.parallel_from_bytes:
             return self.policy.part_bytes
         num_parts = min(connections, num_bytes // _LEAST_PART_BYTES)
         return -(-num_bytes // num_parts) if num_parts > 1 and self.traits.ranges else None
 
     def _get_parts(self, name: str, draft: _Draft, ranges: list[tuple[int, int]], budget: RetryBudget) -> int | None:
-        """Fetch ranges at once, each with a budget of its own; None where the server sends the whole for each."""
+        """Fetch ranges at once, each with its own budget; None if the server sends the whole object for a range."""
         parts = []
         if not self.traits.ranges:
             with self._open(name, *ranges[0], budget) as stream:
@@ -180,7 +173,7 @@ class RetryingStore(Store):
             return draft.receive(stream, span[0])
 
     def _holds(self, name: str, source: Path | bytes) -> bool:
-        """Tell whether the object has just these bytes."""
+        """Return whether the object has these bytes."""
         try:
             with self.store.open(name) as stream, source_file(source) as (file, num_bytes):
                 same = stream.num_bytes in (None, num_bytes) and all(chunk == file.read(len(chunk)) for chunk in stream)
@@ -190,7 +183,7 @@ class RetryingStore(Store):
 
 
 class _Draft:
-    """A file that ranges are written to, open as long as any of them may still write: also one left behind."""
+    """A file that ranges are written to. It is open as long as a thread may still write a range."""
 
     _fd = -1  # until it is open
 
@@ -199,7 +192,7 @@ class _Draft:
         self._promised_bytes = promised_bytes
 
     def receive(self, stream: ObjectStream, position: int) -> tuple[int, str | None]:
-        """Write a range of an object into its place; return its size and the object's tag."""
+        """Write a range of an object at its position; return its size and the object's tag."""
         begin, whole = position, stream.total
         if whole is None and stream.num_bytes is not None:
             whole = begin + stream.num_bytes
@@ -219,7 +212,7 @@ class _Draft:
 
 
 class RetryBudget:
-    """The failures of one operation, and when they are too many."""
+    """The failures of one operation, and their limit."""
 
     def __init__(self, policy: RetryPolicy, where: str) -> None:
         self._policy = policy
@@ -229,7 +222,7 @@ class RetryBudget:
         self.failures = 0
 
     def call(self, call: Callable[[], T]) -> T:
-        """Call until it succeeds or the budget is spent."""
+        """Call until it succeeds, or until there were too many failures."""
         while True:
             try:
                 return call()
@@ -237,17 +230,13 @@ class RetryBudget:
                 self.failed(error)
 
     def progressed(self) -> None:
-        """Note that bytes have come through.
-
-        Raises:
-            UnavailableError: The deadline has passed all the same.
-        """
+        """Note that bytes have arrived; UnavailableError if the deadline has passed."""
         self._in_a_row = 0
         if time.monotonic() - self._begun > self._policy.deadline_s:
-            raise self._too_late("it was still arriving, too slowly")
+            raise self._too_late("it was still arriving, but too slowly")
 
     def failed(self, error: UnavailableError) -> None:
-        """Pause after a failure, or raise it where there were too many."""
+        """Pause after a failure, or raise it if there were too many."""
         self.failures += 1
         self._in_a_row += 1
         pause_s = min(self._policy.longest_pause_s, self._policy.first_pause_s * 2 ** (self._in_a_row - 1))
@@ -263,15 +252,15 @@ class RetryBudget:
     def _too_late(self, reason: str) -> UnavailableError:
         return UnavailableError(
             f"{self._where}: not done within the deadline of {self._policy.deadline_s:g} s, after {self.failures} "
-            f"failures. Last: {reason}. Look at the network, or allow more with deadline_s."
+            f"failures. Last: {reason}. Check the network, or allow more time with deadline_s."
         )
 
 
 class ResumingStream:
-    """The chunks of one object or range over as many connections as it takes.
+    """The chunks of one object or range, over any number of connections.
 
-    An odd answer to a resumed request (a login page, a part too short, an object that ends too early) is a failure like
-    a broken connection, and tried again. Only an answer with another tag says that the object was replaced.
+    A wrong answer to a resumed request (a login page, too few bytes) is tried again, like a broken connection. Only an
+    answer with another tag means that the object was replaced.
     """
 
     def __init__(
@@ -282,7 +271,7 @@ class ResumingStream:
         self._stop = None if stream.num_bytes is None else self._position + stream.num_bytes
         self._chunks: Iterator[bytes] | None = iter(stream)
         self._tag = stream.tag
-        # Raised where only a read from the beginning helps: to be caught in this file, or by the user.
+        # Raised if only a read from the beginning helps: caught in this file, or raised to the user.
         self._replaced: type[StoreError] = _ReplacedError if restarts else StoreError
         self._too_short: type[StoreError] = _EndedEarlyError if restarts else UnavailableError
 
@@ -316,26 +305,22 @@ class ResumingStream:
         position = self._position + len(chunk)
         if self._stop is not None and (position > self._stop or (not chunk and position < self._stop)):
             raise UnavailableError(
-                f"{self._stream.where}: the server sent {'more' if chunk else 'less'} than it promised."
+                f"{self._stream.where}: the server sent {'more' if chunk else 'less'} than promised."
             )
         return chunk
 
     def _check(self, stream: ObjectStream) -> None:
-        """See that an answer to a resumed request is about the same object."""
+        """Check that an answer to a resumed request is about the same object."""
         left = None if self._stop is None else self._stop - self._position
         if stream.past_end:
             if left:
-                raise self._too_short(
-                    f"{stream.where}: the server says that it ends before byte {self._position + 1:,}."
-                )
+                raise self._too_short(f"{stream.where}: the server says that it ends before {self._position + 1:,}.")
         elif stream.tag != self._tag:
             if stream.tag is not None and self._tag is not None:
                 raise self._replaced(_replaced(stream.where))
-            raise UnavailableError(
-                f"{stream.where}: an answer without the object's version, perhaps a proxy's page, not the object."
-            )
+            raise UnavailableError(f"{stream.where}: an answer without the object's version, perhaps a proxy's page.")
         elif self._tag is None and left is not None and stream.num_bytes not in (None, left):
-            raise UnavailableError(f"{stream.where}: an answer of another size than what was left of the object.")
+            raise UnavailableError(f"{stream.where}: the answer does not have the size of the rest of the object.")
 
 
 def _replaced(where: str) -> str:

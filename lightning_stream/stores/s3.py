@@ -1,4 +1,4 @@
-"""S3, and everything that speaks its protocol: R2, B2, CoreWeave, MinIO, Ceph, Google's interoperable API."""
+"""S3 and the services with its protocol: R2, B2, CoreWeave, MinIO, Ceph, Google's interoperable API."""
 
 from __future__ import annotations
 
@@ -14,25 +14,14 @@ from typing import Any, BinaryIO, TypeVar
 
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, missing_extra, redact, summarize
 
-from .base import BaseStore, ListingPage, ObjectEntry, StoreTraits
+from .base import BaseStore, BucketStore, ListingPage, StoreTraits
 from .claims import PreconditionError
-from .transfer import (
-    CHUNK_BYTES,
-    ObjectStream,
-    PerProcess,
-    first_set,
-    header_stream,
-    join,
-    range_header,
-    read_options,
-    relative,
-    split_url,
-)
+from .transfer import ObjectStream, PerProcess, first_set, header_stream, range_header, read_options, split_url
 
 T = TypeVar("T")
 _log = logging.getLogger("lightning_stream.stores")
 _MULTIPART_FROM = 64 << 20
-# The status that a code of S3 stands for, where a server answers with another one.
+# The status of a code of S3; some servers answer with another status.
 _STATUS = {
     **dict.fromkeys(("NoSuchKey", "NotFound"), 404),
     **dict.fromkeys(("AccessDenied", "AllAccessDisabled", "AuthorizationHeaderMalformed", "ExpiredToken"), 403),
@@ -51,14 +40,13 @@ _CREDENTIALS = {
 
 @dataclass(frozen=True)
 class S3Options:
-    """Options for ``s3://``; what is not given comes from the variables and files that AWS tools read.
+    """Options for ``s3://``; the others come from the variables and files that AWS tools read.
 
     Attributes:
         endpoint_url: Else ``S3_ENDPOINT_URL``, ``AWS_ENDPOINT_URL_S3``, ``AWS_ENDPOINT_URL``.
-        region: Else ``AWS_REGION``, ``AWS_DEFAULT_REGION``, the profile's.
-        profile: Else ``AWS_PROFILE``.
-        access_key_id: With `secret_access_key`, and `session_token` if temporary; else AWS's usual places.
-        anonymous: Sign nothing. None: where there are no credentials, or they are refused and the bucket is public.
+        region, profile: Else ``AWS_REGION``, ``AWS_DEFAULT_REGION`` or that of the profile; ``AWS_PROFILE``.
+        access_key_id, secret_access_key, session_token: The last one for temporary keys only.
+        anonymous: Sign no request. None: if there are no credentials, or they are refused and the bucket is public.
         requester_pays: Else ``AWS_REQUEST_PAYER=requester``.
         addressing_style: ``"path"``, ``"virtual"``, or None to let the client choose.
         timeout_s: Longest silence on a connection.
@@ -82,19 +70,15 @@ class S3Options:
             shown = redact(self.endpoint_url)
             raise ValueError(
                 f"endpoint_url (or S3_ENDPOINT_URL, AWS_ENDPOINT_URL) is a URL; got {shown!r}. Write https://{shown}, "
-                f"or http://{shown} where the server has no TLS."
+                f"or http://{shown} if the server has no TLS."
             )
 
     def resolved_endpoint(self) -> str | None:
-        """The endpoint, from the options or the variables."""
+        """Return the endpoint, from the options or the variables."""
         return self.endpoint_url or first_set("S3_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
     def resolved(self) -> S3Options:
-        """Add what the variables say that the client itself does not read.
-
-        Raises:
-            ValueError: A variable that holds no URL.
-        """
+        """Add the variables that the client itself does not read; ValueError if one of them is not a URL."""
         payer = self.requester_pays
         return replace(
             self,
@@ -104,18 +88,12 @@ class S3Options:
         )
 
 
-class S3Store(BaseStore):
-    """Objects of one bucket below a prefix.
+class S3Store(BucketStore):
+    """Objects of one bucket below a prefix. `scheme` is ``"gs"`` for Google's interoperable API.
 
     Conditional puts need a server that knows ``If-None-Match`` and ``If-Match`` (AWS since 2024, R2, MinIO, Ceph, ...).
-    One that ignores them cannot be recognised: with an endpoint, the object is looked at first, so that only puts at
-    the same instant can pass each other.
-
-    Args:
-        bucket: The bucket.
-        prefix: The folder in it, without slashes at its ends; may be empty.
-        options: See :class:`S3Options`.
-        scheme: For messages: ``"s3"``, or ``"gs"`` when Google's bucket is spoken to in S3's protocol.
+    A server that ignores them cannot be recognised. So with an endpoint the object's ETag is compared first: then only
+    puts at the same instant can both succeed.
     """
 
     access_remedy = (
@@ -130,11 +108,9 @@ class S3Store(BaseStore):
     client_errors = frozenset({"BotoCoreError", "ClientError", "Boto3Error", "S3UploadFailedError"})
 
     def __init__(self, bucket: str, prefix: str, options: S3Options | None = None, scheme: str = "s3") -> None:
-        self._bucket = bucket
-        self._prefix = prefix
+        super().__init__(bucket, prefix, f"{scheme}://{bucket}/{prefix}")
         self._options = options or S3Options()
-        self.url = f"{scheme}://{join(bucket, prefix) if prefix else bucket}"
-        # AWS sorts, but for its directory buckets. Google takes If-Match in its own protocol only.
+        # AWS sorts, except its directory buckets. Google knows If-Match only in its own protocol.
         aws = self._options.resolved_endpoint() is None and not bucket.endswith("--x-s3")
         self.traits = StoreTraits(ranges=True, sorted_listing=aws, conditional_put=scheme == "s3")
         self._signed = PerProcess(partial(self._connect, signed=True))
@@ -176,7 +152,7 @@ class S3Store(BaseStore):
         try:
             self._signed().put_object(Body=file, **wanted, **more)
         except Exception as error:
-            # Ceph's gateway compares with an ETag without its quotes, which the standard asks for.
+            # Ceph's gateway expects an ETag without the quotes that the standard demands.
             if if_version is None or self._status(error) != 412 or self._etag(name) != if_version:
                 raise
             file.seek(0)
@@ -191,25 +167,22 @@ class S3Store(BaseStore):
             return None
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:
-        wanted = {**self._wanted(None), "Prefix": join(self._prefix, prefix)}
+        wanted = {**self._wanted(None), "Prefix": self._prefix + prefix}
         if token is not None:
             wanted["ContinuationToken"] = token
         page = self._reading(prefix, lambda client: client.list_objects_v2(**wanted))
-        entries = [
-            ObjectEntry(relative(item["Key"], self._prefix), item["Size"], item.get("ETag", ""))
-            for item in page.get("Contents", ())
-        ]
+        entries = [self._entry(item["Key"], item["Size"], item.get("ETag")) for item in page.get("Contents", ())]
         return entries, page["NextContinuationToken"] if page.get("IsTruncated") else None
 
     def _delete(self, name: str) -> None:
         self._signed().delete_object(**self._wanted(name))
 
     def _checksum(self, file: BinaryIO) -> dict[str, Any]:
-        """What lets the server refuse bytes that changed on the way; AWS's own endpoint gets a CRC from the client."""
+        """Return a checksum for the server to verify. For AWS's own endpoint the client sends a CRC."""
         if not self._options.resolved_endpoint():
             return {}
         digest = hashlib.md5(usedforsecurity=False)
-        while chunk := file.read(CHUNK_BYTES):
+        while chunk := file.read(1 << 20):
             digest.update(chunk)
         file.seek(0)
         return {"ContentMD5": base64.b64encode(digest.digest()).decode()}
@@ -217,13 +190,13 @@ class S3Store(BaseStore):
     def _wanted(self, name: str | None) -> dict[str, Any]:
         wanted = {"Bucket": self._bucket}
         if name is not None:
-            wanted["Key"] = join(self._prefix, name)
+            wanted["Key"] = self._prefix + name
         if self._options.resolved().requester_pays:
             wanted["RequestPayer"] = "requester"
         return wanted
 
     def _reading(self, name: str, call: Callable[[Any], T]) -> T:
-        """A read; where credentials are refused, the bucket may still be public."""
+        """Make a reading call; if credentials are refused, try without them, since the bucket may be public."""
         if self._public:
             return call(self._unsigned())
         try:
@@ -234,7 +207,7 @@ class S3Store(BaseStore):
                 raise
             with suppress(StoreError), self.translate_errors(name):
                 found = call(self._unsigned())
-                _log.warning("%s: the credentials were refused, but it is public: reading it without them", self.url)
+                _log.warning("%s: the credentials were refused; it is public, so it is read without them", self.url)
                 self._public = True
                 return found
             raise
@@ -290,7 +263,7 @@ class S3Store(BaseStore):
                 f"{where}: no usable AWS credentials ({reason}). Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
                 "AWS_PROFILE, or log in; for a public bucket pass anonymous=True."
             )
-        # botocore asks a redirecting server for the bucket's region, which redirects too, and so on.
+        # botocore asks a redirecting server for the bucket's region, which redirects again.
         if isinstance(error, RecursionError) or "maximum recursion depth" in str(error):
             return StoreError(f"{where}: the server answers with redirects only. Set its region and endpoint_url.")
         if code == "NoSuchBucket":
@@ -306,18 +279,15 @@ class S3Store(BaseStore):
 
 
 def _answer(error: Exception) -> dict[str, Any]:
-    found = getattr(error, "response", None)  # errors of the connection have one too, that is None
+    found = getattr(error, "response", None)  # connection errors have the attribute too, but it is None
     return found if isinstance(found, dict) else {}
 
 
-_loader: Any = None  # of what describes AWS's services; it holds nothing of a session's
+_loader: Any = None  # reads the descriptions of AWS's services; it has no data of a session
 
 
 def _with_shared_loader(session: Any) -> Any:
-    """The session, with the loader that all sessions of this process and its forks share.
-
-    Each session's own would read the descriptions again: 65 ms for each further client, instead of 12.
-    """
+    """Give a session the loader that all sessions of this process share: a further client takes 12 ms, not 65."""
     global _loader
     _loader = _loader or session.get_component("data_loader")
     session.register_component("data_loader", _loader)

@@ -1,4 +1,4 @@
-"""What the stores share to move bytes: streams, ranges, names, and clients made once per process."""
+"""What the stores have in common: streams, ranges, names, and clients that are made once per process."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ _ENOUGH_BYTES = 256 << 10
 class ObjectStream:
     """The bytes of an object, or of a range of it, as they arrive: iterate once, then close.
 
-    Iterating raises :class:`UnavailableError` where the connection breaks, and where it ends before `num_bytes`.
+    Iterating raises :class:`UnavailableError` if the connection breaks, or ends before `num_bytes`.
 
     Attributes:
         chunks: The bytes, in pieces of any size.
-        num_bytes: How many bytes there will be; None where the server does not say.
-        version: What separates this content from a later one under the same name, to be given to
-            ``put(if_version=...)``. Where the server has no such thing, it is the digest of the content, known once the
-            whole object was read.
-        close: Gives the connection back; bytes not yet read are lost.
+        num_bytes: The number of bytes; None if the server does not say it.
+        version: Identifies this content of the object, for ``put(if_version=...)``. If the server has no versions, it
+            is the digest of the content, known after the whole object was read.
+        close: Gives the connection back.
         where: The object, for messages.
-        tag: What must be the same when the stream is resumed: the version, or something weaker (a date); or None.
-        total: The size of the whole object, from an answer that proves that the server cuts ranges; else None.
+        tag: It must be the same when the stream is resumed: the version, or something weaker (a date); or None.
+        total: The size of the whole object, if the answer proves that the server sends ranges; else None.
         past_end: The range begins at or after the object's end.
         digest: Make the version from the content.
     """
@@ -71,7 +70,7 @@ class ObjectStream:
         if self.num_bytes is not None and seen != self.num_bytes:
             raise UnavailableError(
                 f"{self.where}: the connection ended after {seen:,} of {self.num_bytes:,} bytes. "
-                "Try again; if it persists, look at the proxy or load balancer in between."
+                "Try again; if it persists, check the proxy or load balancer in between."
             )
         if digest is not None:
             self.version = f"sha1-{digest.hexdigest()}"
@@ -84,16 +83,16 @@ class ObjectStream:
 
 
 def content_version(content: bytes) -> str:
-    """The version of an object whose server has none."""
+    """Return the version of an object on a server without versions."""
     return "sha1-" + hashlib.sha1(content, usedforsecurity=False).hexdigest()
 
 
 def response_chunks(raw: Any) -> Iterator[bytes]:
-    """Read a urllib3 response, undecoded, in chunks of 1 MiB; of a slow server, what has come within a second.
+    """Read a urllib3 response, undecoded, in chunks of 1 MiB, or those bytes that arrive within a second.
 
-    `raw.read` would wait for a whole chunk, so that a server that sends a byte now and then passes every timeout.
-    `raw.read1` returns what is there. From the second chunk on it finds more after a short pause: at 60 MB/s a GB then
-    takes 4,000 calls instead of 12,000, and 0.9 CPU-seconds instead of 1.2.
+    `raw.read` would wait for a whole chunk, so a server that sends a byte now and then would pass every timeout.
+    `raw.read1` returns the bytes that are there: more of them after a short pause, from the second chunk on. At 60 MB/s
+    a GB then takes 4,000 calls instead of 12,000, and 0.9 CPU-seconds instead of 1.2.
     """
     pause_s = 0.0
     while True:
@@ -101,7 +100,7 @@ def response_chunks(raw: Any) -> Iterator[bytes]:
         while num_bytes < CHUNK_BYTES and time.monotonic() - since < _SLOW_S:
             try:
                 part = raw.read1(CHUNK_BYTES - num_bytes, decode_content=False)
-            except Exception as error:  # noqa: BLE001 - raised below, after what came before it
+            except Exception as error:  # noqa: BLE001 - raised below, after the bytes before it
                 broken = error
                 break
             if not part:
@@ -120,14 +119,14 @@ def response_chunks(raw: Any) -> Iterator[bytes]:
 
 
 def file_chunks(file: Any, num_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """The next bytes of a file, and how many."""
+    """Yield the next `num_bytes` bytes of a file."""
     while num_bytes > 0 and (chunk := file.read(min(chunk_bytes, num_bytes))):
         num_bytes -= len(chunk)
         yield chunk
 
 
 def slice_stream(chunks: Iterator[bytes], begin: int, end: int | None) -> Iterator[bytes]:
-    """The bytes ``[begin, end)`` of a stream whose server ignored the range that it was asked for."""
+    """Yield the bytes ``[begin, end)`` of a stream whose server ignored the requested range."""
     position = 0
     for chunk in chunks:
         wanted = chunk[max(0, begin - position) : None if end is None else max(0, end - position)]
@@ -139,7 +138,7 @@ def slice_stream(chunks: Iterator[bytes], begin: int, end: int | None) -> Iterat
 
 
 def range_header(begin: int, end: int | None) -> dict[str, str]:
-    """The HTTP header for ``[begin, end)``; none for the whole object."""
+    """Return the HTTP header for ``[begin, end)``; none for the whole object."""
     if begin == 0 and end is None:
         return {}
     return {"Range": f"bytes={begin}-" if end is None else f"bytes={begin}-{end - 1}"}
@@ -148,7 +147,7 @@ def range_header(begin: int, end: int | None) -> dict[str, str]:
 def header_stream(
     raw: Any, headers: Mapping[str, str], version: str | None, close: Callable[[], object], **more: Any
 ) -> ObjectStream:
-    """The stream of an HTTP answer: its length, and the object's size from ``Content-Range``."""
+    """Make the stream of an HTTP answer, with its length, and the object's size from ``Content-Range``."""
     length = headers.get("Content-Length")
     span = re.fullmatch(r"bytes \d+-\d+/(\d+)", headers.get("Content-Range") or "")
     total = int(span[1]) if span else None
@@ -164,32 +163,16 @@ def check_name(name: str) -> str:
     return name
 
 
-def join(prefix: str, name: str) -> str:
-    """The key of a name under a prefix."""
-    return f"{prefix}/{name}" if prefix else name
-
-
-def relative(key: str, prefix: str) -> str:
-    """The name of a key under a prefix."""
-    return key[len(prefix) + 1 :] if prefix else key
-
-
 def split_url(url: str) -> tuple[str, str]:
-    """The bucket (container, host) of a URL and the prefix in it; ValueError where there is no bucket."""
+    """Return the bucket (container, host) of a URL and the prefix in it; ValueError if there is no bucket."""
     bucket, _, prefix = url.partition("://")[2].partition("/")
     if not bucket:
         raise ValueError(f"a URL names a bucket or container after '://'; got {redact(url)!r}")
     return bucket, prefix.strip("/")
 
 
-def write_all(file: BinaryIO, chunk: bytes) -> None:
-    """Write every byte of the chunk, also to an unbuffered file."""
-    while (written := file.write(chunk)) is not None and written < len(chunk):
-        chunk = chunk[written:]
-
-
 def read_options(kind: type[T], options: Mapping[str, Any], scheme: str) -> T:
-    """The options as a frozen value of the given dataclass; all unknown names are reported together."""
+    """Make the given dataclass of the options; one error names all unknown options."""
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     unknown = sorted(set(options) - set(known))
     if unknown:
@@ -198,13 +181,13 @@ def read_options(kind: type[T], options: Mapping[str, Any], scheme: str) -> T:
 
 
 def first_set(*names: str) -> str | None:
-    """The first of these environment variables that is set and not empty."""
+    """Return the first of these environment variables that is set and not empty."""
     return next((os.environ[name] for name in names if os.environ.get(name)), None)
 
 
 @contextlib.contextmanager
 def source_file(source: Path | bytes) -> Iterator[tuple[BinaryIO, int]]:
-    """What is to be put, as a file and its size."""
+    """Yield the source of a put as a file, and its size."""
     if isinstance(source, bytes):
         yield io.BytesIO(source), len(source)
     else:
@@ -212,14 +195,14 @@ def source_file(source: Path | bytes) -> Iterator[tuple[BinaryIO, int]]:
             yield file, os.fstat(file.fileno()).st_size
 
 
-# By process: at a fork, another thread of the parent may hold its lock; that thread does not exist in the child.
+# One lock per process: at a fork, a thread of the parent may hold it, which does not exist in the child.
 _making: dict[int, Any] = {}
 
 
 class PerProcess(Generic[T]):
-    """A client made on first use, once per process: a fork or a pickle carries the recipe, never the client.
+    """A client that is made on first use, once per process; it is never pickled.
 
-    The parent's client is kept (not closed) in a child, since closing it there could end the parent's sessions.
+    A forked child keeps the parent's client, since closing it there could end the parent's sessions.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -242,8 +225,8 @@ class PerProcess(Generic[T]):
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Making a client allocates 100,000 objects that stay. Collections meanwhile look through all that torch has loaded
-    and find nothing: with them, boto3's first client takes 170 ms instead of 65, in every worker."""
+    """Pause the garbage collector. A client has 100,000 objects that stay, and collections find nothing among them and
+    all objects of torch: boto3's first client would take 170 ms instead of 65, in every worker."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,23 +1,27 @@
-"""What all writers share: cutting samples into shards, putting shards in threads, and the index that is put last."""
+"""What all writers share: they cut samples into shards, put the shards from threads, and put the index last."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lightning_stream.errors import ConflictError, suggesting
+from lightning_stream.formats.codecs import check_compression
+from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.formats.index.schema import MAX_FILE_BYTES, schema_object
 from lightning_stream.formats.shard_encoder import EncodedBatch, ShardEncoder
+from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.writer.batch import batch_columns
-from lightning_stream.writer.config import WriterConfig
 from lightning_stream.writer.finalize import finalize_shard
 from lightning_stream.writer.infer import infer_batch_columns, infer_columns
 from lightning_stream.writer.pipeline import Pipeline
@@ -28,18 +32,45 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _LOG = logging.getLogger(__name__)
+_DEFAULT_WORKERS = 4
+_QUICK_HASHES = frozenset({"xxh3_64", "xxh3_128", "xxh128", "xxh64"})  # faster than any disk
+
+
+@dataclass(frozen=True)
+class WriterConfig:
+    """How shards are cut and packed."""
+
+    compression: str | None
+    hashes: tuple[str, ...]
+    size_limit: int | None
+
+    def num_workers(self, is_local: bool) -> int:
+        """The default number of threads. One thread holds less memory, and suffices where a disk is the limit."""
+        only_writes = is_local and self.compression is None and _QUICK_HASHES.issuperset(self.hashes)
+        return 1 if only_writes else min(_DEFAULT_WORKERS, os.cpu_count() or 1)
+
+    @classmethod
+    def make(
+        cls, compression: str | None, hashes: Iterable[str] | None, size_limit: float | str | None
+    ) -> WriterConfig:
+        """Check a writer's settings, and raise ValueError for a wrong one. An empty compression is None."""
+        limit = None if size_limit is None else parse_bytes(size_limit, "size_limit")
+        if limit is not None and limit > MAX_FILE_BYTES:
+            raise ValueError(f"size_limit must stay under 4 GiB, since offsets have 32 bits; got {size_limit!r}.")
+        return cls(check_compression(compression or None), hashes_to_write(hashes), limit)
 
 
 class ShardWriter(ABC):
-    """Cuts samples into shards, and puts each shard in a thread of its own: hash, compress, hash, put.
+    """Cuts samples into shards, and compresses, hashes and puts each shard in a thread.
 
-    Use it as a context, or call `finish`. Until then readers see the dataset as it was, also after a crash. Of several
-    writers to one place at once, one wins, and the others get an error. At most ``max_workers`` + 1 shards are in
+    Use it as a context, or call `finish`. Until then readers see the dataset as it was, also after a crash. If several
+    writers write to one place at once, one wins and the others get an error. At most ``max_workers`` + 1 shards are in
     memory. The arguments are those of `MDSWriter`.
 
     Attributes:
-        num_samples: Samples taken so far.
-        columns, column_names, column_encodings: What it writes; None until known, where they are inferred.
+        num_samples: The number of samples written so far.
+        shards: The index entries of the shards; empty until `finish`.
+        columns, column_names, column_encodings: The columns; None until they are known, if they are inferred.
         size_limit, compression, hashes, keep_local: As given, or by default.
         local, remote: The local folder and the URL of `out`; None where it has none.
     """
@@ -84,10 +115,10 @@ class ShardWriter(ABC):
         self._pool = Pool()
         self._buffer = ShardBuffer(self._pool, 0)
         self.num_samples = 0
-        # What users of MDS writers read. Nothing of ours reads it: a subclass may use the names for its own.
+        # Users of MDS writers read these. This class does not: a subclass may give the names another meaning.
         self.size_limit, self.compression, self.hashes = config.size_limit, config.compression, list(config.hashes)
         self.local, self.remote, self.keep_local = place.local, place.remote, place.keep_local
-        self._entries: list[dict[str, Any]] = []
+        self.shards: list[dict[str, Any]] = []
         self._show_columns(self._columns)
         if self._columns is not None:
             self._make_encoder(self._columns)  # refuses unknown encodings now
@@ -98,33 +129,24 @@ class ShardWriter(ABC):
         self.column_encodings = None if columns is None else [columns[name] for name in sorted(columns)]
 
     def get_config(self) -> dict[str, Any]:
-        """What the index says of every shard: format, columns and how they are packed.
-
-        Raises:
-            ValueError: No columns were given, and no sample came to infer them from.
-        """
+        """Return the format, columns and packing in the index; ValueError if no columns are known."""
         return schema_object((self._encoder or self._make_encoder(self._chosen(None, None))).schema)
 
-    @property
-    def shards(self) -> list[dict[str, Any]]:
-        """The index entries of the shards written; empty until `finish`."""
-        return self._entries
-
     def flush_shard(self) -> None:
-        """End the current shard here; the next sample begins another."""
+        """End the current shard; the next sample begins another one."""
         if self._encoder is not None:
             self._send(self._encoder)
 
     @abstractmethod
     def _make_encoder(self, columns: Mapping[str, str]) -> ShardEncoder:
-        """The encoder for these columns."""
+        """Return the encoder for these columns."""
 
     def _inferred(self, columns: dict[str, str]) -> dict[str, str]:
-        """The format's own types for columns that were inferred as encodings of MDS."""
+        """Translate inferred MDS encodings to the format's own types."""
         return columns
 
     def _chosen(self, sample: Mapping[str, Any] | None, batch: dict[str, Any] | None) -> Mapping[str, str]:
-        """The columns given, or those of the dataset appended to, or those inferred from the first sample or batch."""
+        """Return the given columns, else those of the dataset appended to, else those of the first sample or batch."""
         if self._columns is not None:
             return self._columns
         if self._place.base is not None and self._place.base.schemas:
@@ -133,15 +155,15 @@ class ShardWriter(ABC):
             return self._inferred(infer_columns(sample))
         if batch is not None:
             return self._inferred(infer_batch_columns(batch))
-        raise ValueError("no columns were given, and no sample came to infer them from. Pass columns=.")
+        raise ValueError("no columns were given, and there is no sample to infer them from. Pass columns=.")
 
     def write(self, sample: Mapping[str, Any]) -> None:
-        """Add one sample. What is in it beside the columns is not written, and reported once.
+        """Add one sample. Values that belong to no column are not written; a warning names them once.
 
         Raises:
-            TypeError: A value of the wrong type; names the column.
-            ValueError: A column is missing, or a value is out of range; or there are values beyond columns that were
-                inferred; or the writer is finished.
+            TypeError: A value has the wrong type; the message names the column.
+            ValueError: A column is missing, a value is out of range, a value belongs to none of the inferred columns,
+                or the writer is finished.
             StoreError: A shard could not be put. Then no index will be put either.
         """
         encoder = self._encoder or self._open(sample, None)
@@ -162,12 +184,11 @@ class ShardWriter(ABC):
 
     def write_batch(self, batch: Any) -> None:
         """Add the rows of a batch: a mapping of column names to arrays or lists, an Arrow record batch or table, or a
-        pandas frame. The same bytes as `write` of each row, at a fraction of the time.
+        pandas frame. It writes the same bytes as `write` does for each row, in a fraction of the time.
 
         Raises:
-            TypeError: Not a batch, or values of a wrong type; names the column.
-            ValueError: As for `write`, or columns of different lengths. No row of the batch is then written.
-            StoreError: A shard could not be put. Then no index will be put either.
+            TypeError, ValueError, StoreError: As `write`; also for columns of different lengths, or if it is not a
+                batch. Then no row of the batch is written.
         """
         columns, num_rows = batch_columns(batch)
         if num_rows:
@@ -177,7 +198,7 @@ class ShardWriter(ABC):
             self._add_encoded(encoder, encoder.encode_batch(columns, num_rows))
 
     def _add_encoded(self, encoder: ShardEncoder, batch: EncodedBatch) -> None:
-        """Add all rows, or none where one does not fit. What fails between them, fails the writer."""
+        """Add all rows, or none if one does not fit. An error between two rows makes the writer fail."""
         if not len(batch.sizes):
             return
         ends = np.cumsum(batch.sizes + encoder.per_sample_overhead)
@@ -204,11 +225,11 @@ class ShardWriter(ABC):
             begin, taken = end, int(ends[end - 1])
 
     def finish(self) -> None:
-        """Write the last shard, wait until all are put, and put the index. Idempotent.
+        """Write the last shard, wait until all shards are put, and put the index. A second call does nothing.
 
         Raises:
-            ValueError: No columns were given, and no sample came to infer them from.
-            FileExistsError, ConflictError: Another writer changed the dataset meanwhile; it stays as that one left it.
+            ValueError: No columns were given, and there is no sample to infer them from.
+            FileExistsError, ConflictError: Another writer changed the dataset meanwhile; its dataset stays.
             StoreError: A shard or the index could not be put; then there is no index.
         """
         if self._finished:
@@ -216,7 +237,7 @@ class ShardWriter(ABC):
         encoder = self._encoder or self._open(None, None)
         try:
             self._send(encoder)
-            self._entries = entries = self._pipeline.finish()
+            self.shards = entries = self._pipeline.finish()
         finally:
             self._pipeline.close()  # no thread of a writer that failed puts anything later
         self._pool.clear()
@@ -231,7 +252,7 @@ class ShardWriter(ABC):
 
     def _open(self, sample: Mapping[str, Any] | None, batch: dict[str, Any] | None) -> ShardEncoder:
         if self._finished:
-            raise ValueError("the writer is finished: its index is put. Make a new writer for more samples.")
+            raise ValueError("the writer is finished, and its index is put. Make a new writer for more samples.")
         if not self._opened:
             self._place.begin(self._mode)
             self._opened = True
@@ -243,7 +264,7 @@ class ShardWriter(ABC):
         return encoder
 
     def _check_base(self, encoder: ShardEncoder) -> None:
-        """Raise ValueError unless shards of this encoder fit the dataset appended to."""
+        """Raise ValueError unless shards of this encoder fit the dataset that they are appended to."""
         base, new = self._place.base, encoder.schema
         if base is None or not base.schemas:
             return
@@ -255,32 +276,27 @@ class ShardWriter(ABC):
             )
 
     def _report_extra_columns(self, encoder: ShardEncoder, given: Iterable[str]) -> None:
-        """Warn once of values beyond the columns, which are not written; raise ValueError if the caller did not choose
-        the columns, since then a value would be lost.
-        """
+        """Warn once about values that belong to no column. ValueError if the caller did not choose the columns."""
         extra = ", ".join(sorted(repr(name) for name in set(given) - set(encoder.schema.names)))
         columns = ", ".join(encoder.schema.names)
         if self._columns is None:
             known = "the dataset appended to has them" if self._mode == "append" else "inferred from the first sample"
             raise ValueError(
                 f"values beyond the columns cannot be written: {extra}; the columns are {columns}, as {known}. "
-                "Pass columns= to name those to write."
+                "Pass columns= with the columns to write."
             )
         if not self._has_reported_extra:
             self._has_reported_extra = True
             warnings.warn(
-                f"values beyond the columns are not written: {extra}; the columns are {columns}. Add to columns= "
-                "those to keep.",
+                f"values beyond the columns are not written: {extra}; the columns are {columns}. Add the ones to "
+                "keep to columns=.",
                 stacklevel=3,
             )
 
     def _check_fits(self, encoder: ShardEncoder, num_bytes: int, total_bytes: int) -> None:
         """Raise ValueError unless samples can be written: the largest has `num_bytes`, all need `total_bytes`."""
         if encoder.header_bytes + num_bytes + encoder.per_sample_overhead > MAX_FILE_BYTES:
-            raise ValueError(
-                f"a shard must stay under 4 GiB, since its offsets have 32 bits; one sample has {num_bytes:,} bytes. "
-                "Split the sample."
-            )
+            raise ValueError(f"a shard must stay under 4 GiB; one sample has {num_bytes:,} bytes. Split the sample.")
         if self._config.size_limit is None and self._buffer.file_bytes + total_bytes > self._max_file_bytes:
             raise ValueError(
                 f"without size_limit all samples go to one shard, which must stay under 4 GiB, since its offsets have "
@@ -288,7 +304,7 @@ class ShardWriter(ABC):
             )
 
     def _send(self, encoder: ShardEncoder) -> None:
-        """Hand over the samples gathered so far."""
+        """Hand the samples of the current shard to a thread."""
         buffer, place = self._buffer, self._place
         if not buffer.sizes:
             return
@@ -315,9 +331,9 @@ class ShardWriter(ABC):
         self._pipeline.close()
         left = sorted(self._place.put_names)
         _LOG.error(
-            "writing to %s ended with %s: no index was put by it, so %s. Left there: %s.",
+            "writing to %s ended with %s before the index was put, so %s. It left %s.",
             self._place,
             kind.__name__,
-            "what it wrote is no dataset" if self._mode == "new" else "the dataset is as before",
-            f"{len(left)} files, {left[0]} to {left[-1]}" if left else "nothing new",
+            "there is no dataset" if self._mode == "new" else "the dataset is as before",
+            f"{len(left)} files, {left[0]} to {left[-1]}" if left else "no files",
         )

@@ -1,7 +1,6 @@
-"""A batch as columns, from what people have: a mapping of arrays, an Arrow table, or a pandas frame.
+"""A batch as columns: from a mapping of arrays, an Arrow table, or a pandas frame.
 
-Arrow and pandas are not imported: they are recognised by what they offer, and values are taken without copying where
-their memory allows.
+Arrow and pandas are not imported, but recognised by their attributes. Values are not copied if their memory allows it.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from lightning_stream.formats.encodings.base import BinaryColumn, type_name
 
 
 def batch_columns(batch: Any) -> tuple[dict[str, Any], int]:
-    """The columns of a batch (arrays, or sequences of values), and its number of rows.
+    """Return the columns of a batch (arrays, or sequences of values), and its number of rows.
 
     Raises:
-        TypeError: Not a mapping of columns, an Arrow record batch or table, or a pandas frame.
-        ValueError: Columns of different lengths.
+        TypeError: It is not a mapping of columns, an Arrow record batch or table, or a pandas frame.
+        ValueError: The columns have different lengths.
     """
     columns = _columns(batch)
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"the columns of a batch must have one length; got {lengths}.")
+        raise ValueError(f"the columns of a batch must have the same length; got {lengths}.")
     return columns, next(iter(lengths.values()), 0)
 
 
@@ -40,20 +39,14 @@ def _columns(batch: Any) -> dict[str, Any]:
         return {name: batch.iloc[:, k].to_numpy() for k, name in enumerate(names)}
     if isinstance(batch, Mapping):
         return {name: _values(values, name) for name, values in batch.items()}
-    raise TypeError(
-        "a batch must be a mapping of column names to arrays or lists, an Arrow record batch or table, or a pandas "
-        f"frame; got {type_name(batch)}."
-    )
+    raise TypeError(f"a batch must be a mapping of columns, an Arrow or pandas table; got {type_name(batch)}.")
 
 
 def _distinct(names: Iterable[str]) -> list[str]:
-    """The names of columns; ValueError where one would replace another of the same name."""
+    """Return the names of columns; ValueError if two columns have the same name."""
     found = list(names)
-    twice = sorted({name for name in found if found.count(name) > 1})
-    if twice:
-        raise ValueError(
-            f"each column of a batch must have a name of its own; found {twice} more than once. Rename them."
-        )
+    if twice := sorted({name for name in found if found.count(name) > 1}):
+        raise ValueError(f"columns of a batch must have different names; found {twice} more than once. Rename them.")
     return found
 
 
@@ -63,23 +56,19 @@ def _values(values: Any, name: str) -> Any:
     if hasattr(values, "__array__") and not isinstance(values, np.ndarray):
         try:
             values = np.asarray(values)
-        except (RuntimeError, TypeError) as error:  # torch: of a GPU, or with a gradient
-            raise TypeError(f"column {name!r}: {type_name(values)} gives no array: {error}") from error
+        except (RuntimeError, TypeError) as error:  # a torch tensor on a GPU, or with a gradient
+            raise TypeError(f"column {name!r}: {type_name(values)} cannot be made an array: {error}") from error
     if isinstance(values, (str, bytes)) or (isinstance(values, np.ndarray) and not values.ndim):
-        raise TypeError(
-            f"column {name!r}: a batch holds one value per row; got a single {type_name(values)}. Pass a list."
-        )
+        raise TypeError(f"column {name!r}: a batch has one value per row; got one {type_name(values)}. Pass a list.")
     if isinstance(values, np.ma.MaskedArray) and (masked := int(np.ma.getmaskarray(values).sum())):
         raise ValueError(f"column {name!r}: {masked} values are masked. Fill or drop them before writing.")
-    if isinstance(values, (np.ndarray, list, tuple)):
-        return values
-    if isinstance(values, Sequence):
+    if isinstance(values, (np.ndarray, Sequence)):
         return values
     raise TypeError(f"column {name!r}: a batch holds arrays or sequences of values; got {type_name(values)}.")
 
 
 def arrow_values(column: Any, name: str) -> Any:
-    """An Arrow column as an array, or as a list of bytes-like values, texts, arrays or plain objects."""
+    """Return an Arrow column as an array, or as a list of bytes-like values, texts, arrays or plain objects."""
     if hasattr(column, "combine_chunks"):
         column = column.combine_chunks()
         if hasattr(column, "chunks"):  # older Arrow keeps a chunked array of one chunk
@@ -98,11 +87,8 @@ def arrow_values(column: Any, name: str) -> Any:
     if kind.startswith("fixed_size_list") and column.flatten().null_count == 0:
         flat = arrow_numbers(column.flatten())
         return flat.reshape(len(column), column.type.list_size) if flat.dtype != object else column.to_pylist()
-    if (
-        kind.startswith(("list<", "large_list<"))
-        and str(column.values.type) in _NUMBERS
-        and not column.values.null_count
-    ):
+    is_list = kind.startswith(("list<", "large_list<"))
+    if is_list and str(column.values.type) in _NUMBERS and not column.values.null_count:
         values = arrow_numbers(column.values)  # arrays that share Arrow's memory
         return [values[begin:end] for begin, end in pairwise(arrow_numbers(column.offsets).tolist())]
     if kind in _NUMBERS or kind == "bool":
@@ -111,9 +97,9 @@ def arrow_values(column: Any, name: str) -> Any:
 
 
 def arrow_numbers(column: Any) -> NDArray[Any]:
-    """Arrow's numbers or truth values as an array, sharing its memory where that can be.
+    """Return Arrow's numbers or truth values as an array that shares their memory if possible.
 
-    Arrow's own way to arrays imports pandas where that is installed: a second of work in every process.
+    Arrow's own conversion imports pandas if it is installed, which takes a second in every process.
     """
     kind = str(column.type)
     if kind not in ("bool", *_NUMBERS) or column.null_count:
@@ -134,7 +120,7 @@ _NUMBERS = {
 
 
 def _arrow_bytes(column: Any, large: bool) -> BinaryColumn:
-    """Text or binary values as views of Arrow's own memory: no object is copied."""
+    """Return text or binary values as views of Arrow's memory."""
     _, offsets, data = column.buffers()
     if not len(column):
         return BinaryColumn()

@@ -1,4 +1,4 @@
-"""One shard's way from memory to its place: pack, hash, compress, hash, put. Runs in a thread."""
+"""One shard from memory to the store: pack, hash, compress, hash, put. This runs in a thread."""
 
 from __future__ import annotations
 
@@ -16,16 +16,10 @@ from lightning_stream.writer.shard_buffer import ShardBuffer
 def finalize_shard(
     name: str, encoder: ShardEncoder, buffer: ShardBuffer, place: DatasetPlace, after: Future[Any] | None = None
 ) -> dict[str, Any]:
-    """Put one shard, and give its memory back; return its index entry.
+    """Put one shard, give its memory back, and return its index entry.
 
-    Args:
-        name: Of the data file, as ``shard.00007.mds``; the place may put digits of its digest in.
-        encoder, buffer, place: What makes the files, the samples, and where the files are put.
-        after: The dataset's first shard. It is put before all others: so a second writer at the same place is refused
-            before it has put anything.
-
-    Raises:
-        StoreError: It could not be put.
+    `name` is that of the data file, e.g. ``shard.00007.mds``; the place may add digits to it. `after` is the dataset's
+    first shard. It is put before all others, so that a second writer is refused before it has put anything.
     """
     entry = schema_object(encoder.schema) | {"samples": len(buffer.sizes)}
     try:

@@ -1,4 +1,4 @@
-"""Columns for a writer that was given none: from the first sample or batch."""
+"""Columns for a writer that got none: inferred from the first sample or batch."""
 
 from __future__ import annotations
 
@@ -12,24 +12,17 @@ from lightning_stream.formats.encodings.base import BinaryColumn
 
 
 def infer_columns(sample: Mapping[str, Any]) -> dict[str, str]:
-    """Encoding by column name for samples like this one.
+    """Return the encoding by column name for samples like this one.
 
     Whole numbers become ``int``, floats ``float64``, truth values ``uint8``, numpy numbers their own dtype, arrays and
     tensors ``ndarray:<dtype>`` (any shape), text ``str``, bytes ``bytes``, decimals ``str_decimal``, images ``jpeg``
-    or ``png`` if they were opened from such files, else ``pil``; lists, dicts and None ``json``.
-
-    Raises:
-        TypeError: A value that none of these fits; names the column.
+    or ``png`` if they were opened from such files, else ``pil``; lists, dicts and None ``json``. TypeError for others.
     """
     return {name: infer_encoding(name, value) for name, value in sample.items()}
 
 
 def infer_batch_columns(columns: Mapping[str, Any]) -> dict[str, str]:
-    """As `infer_columns`, for a batch: one array of several dimensions has one shape for all rows, so it is fixed.
-
-    Raises:
-        TypeError: As for `infer_columns`, or a column whose values are of different types.
-    """
+    """As `infer_columns`, for a batch; a column of one array of several dimensions gets a fixed shape."""
     return {name: _infer_column(name, values) for name, values in columns.items()}
 
 
@@ -42,13 +35,12 @@ def _infer_column(name: str, values: Any) -> str:
         return "uint8" if values.dtype.kind == "b" else values.dtype.name
     found = {infer_encoding(name, value) for value in values}
     if len(found) != 1:
-        kinds = ", ".join(sorted(found))
-        raise TypeError(f"column {name!r}: its values are of several types ({kinds}). Pass columns=.")
+        raise TypeError(f"column {name!r}: its values have several types ({', '.join(sorted(found))}). Pass columns=.")
     return found.pop()
 
 
 def infer_encoding(name: str, value: Any) -> str:
-    """The encoding for one column, from one value."""
+    """Return the encoding for a column from one value."""
     if isinstance(value, (bool, np.bool_)):
         return "uint8"
     if type(value) is float:
@@ -62,8 +54,8 @@ def infer_encoding(name: str, value: Any) -> str:
             return f"ndarray:{array.dtype.name}" if array.ndim else array.dtype.name
     if type(value).__module__.startswith("PIL."):
         return {"JPEG": "jpeg", "PNG": "png"}.get(value.format, "pil")
-    found = type(value).__name__
-    raise TypeError(f"column {name!r}: no encoding can be inferred for {found}. Pass columns= with an encoding for it.")
+    kind = type(value).__name__
+    raise TypeError(f"column {name!r}: no encoding can be inferred for {kind}. Pass columns= with an encoding for it.")
 
 
 _BY_TYPE: tuple[tuple[type | tuple[type, ...], str], ...] = (

@@ -1,7 +1,7 @@
-"""Writing one file of this machine, whole or not at all, from parts that are never joined in memory.
+"""Writing one local file, whole or not at all, from parts that are never joined in memory.
 
-A large file goes to the disk past the page cache, which would copy each page once more (2x CPU) and push out of memory
-what others read. Its bytes must be on the disk in any case before it gets its name, so this costs no further wait.
+A large file goes to the disk past the page cache, which would copy each page once more (2 to 4 times the CPU) and push
+other files out of memory. Its bytes must be on the disk before it gets its name, so this costs no further wait.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ _BLOCK_BYTES = 4096  # no disk asks for more
 
 
 def write_file(path: Path, parts: Sequence[Any], *, if_absent: bool = False) -> None:
-    """Write the file that the parts make together. Its folder is made if missing.
+    """Write a file from its parts. A missing folder is created.
 
     Raises:
         AlreadyExistsError: With `if_absent`, there is a file of that name.
-        AccessError: This user may not write there.
-        StoreError: The disk is full, or cannot be written for another reason.
+        AccessError, StoreError: This user may not write there, the disk is full, or it has failed.
     """
     views = [memoryview(part).cast("B") for part in parts]
     try:
@@ -43,10 +42,8 @@ def write_file(path: Path, parts: Sequence[Any], *, if_absent: bool = False) -> 
     except AlreadyExistsError:
         raise
     except PermissionError as error:
-        place = error.filename or path
-        raise AccessError(
-            f"no right to write {place} as user {os.getuid()}. Check the owner and mode of its folders."
-        ) from error
+        where = error.filename or path
+        raise AccessError(f"user {os.getuid()} has no right to write {where}. Check its folder's mode.") from error
     except OSError as error:
         remedy = "Free some space" if error.errno in FULL else "Check the disk or mount it is on"
         raise StoreError(
@@ -66,7 +63,7 @@ def _write(draft: Path, views: list[memoryview]) -> None:
 
 
 def _write_direct(fd: int, views: Iterable[memoryview]) -> None:
-    """Write past the page cache, from memory and in lengths that are whole blocks; the rest of a block as usual."""
+    """Write whole blocks past the page cache, from memory that begins at a page; the last part of a block as usual."""
     stage = memoryview(mmap.mmap(-1, _STAGE_BYTES))  # begins where a page does
     filled = 0
     for filled in _fill(stage, views):
@@ -78,7 +75,7 @@ def _write_direct(fd: int, views: Iterable[memoryview]) -> None:
 
 
 def _fill(stage: memoryview, views: Iterable[memoryview]) -> Iterator[int]:
-    """Copy what the views hold to the stage, again and again; yield how much it holds: all of it but the last time."""
+    """Fill the stage with the bytes of the views again and again; yield how many it holds."""
     at = 0
     for view in views:
         begin = 0
@@ -100,7 +97,7 @@ def _write_all(fd: int, views: list[memoryview]) -> None:
         except OSError as error:
             if error.errno != errno.EINVAL or not _clear_direct(fd):
                 raise
-            continue  # a disk that wants it otherwise than we know: as usual from here
+            continue  # a disk with other rules: the rest goes through the page cache
         while views and written >= len(views[0]):
             written -= len(views.pop(0))
         if views:
@@ -108,18 +105,18 @@ def _write_all(fd: int, views: list[memoryview]) -> None:
 
 
 def _set_direct(fd: int, folder: Path) -> bool:
-    """Have writes go past the page cache, if the file system is known to do that well."""
+    """Let writes go past the page cache, if the file system is known to do that well."""
     if not _O_DIRECT or _file_system(folder) not in _DIRECT_FILE_SYSTEMS:
         return False
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | _O_DIRECT)
-    except OSError:  # an overlay over one that lacks it
+    except OSError:  # an overlay over a file system without it
         return False
     return True
 
 
 def _clear_direct(fd: int) -> bool:
-    """Have writes go through the page cache; False if they did."""
+    """Let writes go through the page cache; False if they already did."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
     return bool(flags & _O_DIRECT)

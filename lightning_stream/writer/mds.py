@@ -10,7 +10,7 @@ from lightning_stream.writer.base import ShardWriter
 
 
 class MDSWriter(ShardWriter):
-    """Writes samples as MDS shards, and index.json last.
+    """Write samples as MDS shards, and index.json last.
 
     Example::
 
@@ -19,25 +19,25 @@ class MDSWriter(ShardWriter):
             writer.write_batch({"text": ["two", "more"], "label": [1, 2]})
 
     Args:
-        out: Where to: a local folder, a URL, or (local folder, URL).
-        columns: Encoding by column name; None to infer them from the first sample or batch, or, when appending, to
-            take those of the dataset.
-        keep_local: With a pair, keep the local copies too.
-        compression: E.g. ``"zstd"`` or ``"zstd:7"``; None for none.
-        hashes: Digests of every file that go into the index, by which readers check what they fetch, e.g.
-            ``["sha1"]``; None for ``["xxh3_64"]``, ``[]`` for none.
+        out: A local folder, a URL, or (local folder, URL).
+        columns: Encoding by column name. None: inferred from the first sample or batch; those of the dataset, if shards
+            are appended to it.
+        keep_local: Keep the local copies of a pair too.
+        compression: E.g. ``"zstd"`` or ``"zstd:7"``; None for no compression.
+        hashes: The hashes of every file in the index, by which readers check files, e.g. ``["sha1"]``; None for
+            ``["xxh3_64"]``, ``[]`` for no hashes.
         size_limit: Bytes after which a shard is full, as a number or ``"64mb"``; None for one shard.
         overwrite: Replace the dataset at ``out`` as a whole, when this writer finishes. Other files there stay.
         append: Add shards to the dataset at ``out``, under a new version of its index. The version before stays beside
             it: `Stream(version=...)` opens it.
-        max_workers: Threads that hash, compress and put shards; 0 to do that in the caller's.
+        max_workers: Number of threads that hash, compress and put shards; 0 to use the caller's thread.
         progress_bar: Report shards on stderr.
-        retry: How often a failed request to the remote store is tried again; None for what suits the store.
-        store_options: For the remote store.
-        exist_ok: mosaicml-streaming's word for `overwrite`.
+        retry: How often a failed request to the remote store is tried again; None for the default.
+        store_options: Options of the remote store.
+        exist_ok: The name that mosaicml-streaming has for `overwrite`.
 
     Raises:
-        ValueError: A wrong setting, or an unknown encoding.
+        ValueError: A setting is wrong, or an encoding is unknown.
     """
 
     def _make_encoder(self, columns: Mapping[str, str]) -> ShardEncoder:

@@ -1,4 +1,4 @@
-"""One index over the indexes of partitions, put in one step."""
+"""One index over the indexes of partitions."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def merge_index(
     """Put one index.json over all partitions of a dataset, with the shards in the order of the partitions.
 
     ``merge_index(root)`` takes every index below ``root``, at any depth, sorted by path with numbers as numbers
-    (part2 before part10); below a folder that has an index, none is looked for. ``merge_index([index, ...], root)``
-    takes those given, in their order. As in mosaicml-streaming, ``keep_local`` and ``download_timeout`` may follow by
+    (part2 before part10); it ignores an index below a folder that has one. ``merge_index([index, ...], root)`` takes
+    the given indexes, in their order. As in mosaicml-streaming, ``keep_local`` and ``download_timeout`` may follow by
     position: ``merge_index(root, False, 30)``.
 
     Example::
@@ -40,18 +40,18 @@ def merge_index(
         merge_index("s3://bucket/train")
 
     Args:
-        indexes: The root, as a path, a URL, or (local path, URL): the URL is read; or a list of such for the indexes
-            themselves (the file, or its folder), all below ``out``.
+        indexes: The root: a path, a URL, or (local path, URL), of which the URL is read. Or a list of indexes (the
+            files, or their folders), all below ``out``.
         out: The root, if ``indexes`` is a list.
-        keep_local: Of a pair, put the index into the local folder too.
+        keep_local: Put the index into the local folder of a pair too.
         download_timeout: Longest silence on a connection, in seconds.
-        store_options: For the remote store.
+        store_options: Options of the remote store.
 
     Raises:
-        NotFoundError: No index below the root, or one of the list is absent.
-        ValueError: An index of the list is not below ``out``.
+        NotFoundError: There is no index below the root, or one of the list is absent.
+        ValueError: An index of the list is not below ``out``, or the root's index lists shards of its own, as after an
+            append there, which no partition has.
         FormatError: One of them is not an index.
-        ValueError: The root's index lists shards of its own, as after an append there, which no partition has.
         FileExistsError, ConflictError: Another process put the root's index meanwhile; that one stays.
     """
     listed = isinstance(indexes, Sequence) and not isinstance(indexes, (str, tuple))
@@ -73,9 +73,9 @@ def merge_index(
     own = sorted(name for name in place.files_begun_with if "/" not in name)
     if own:
         raise ValueError(
-            f"a merged index lists the shards of partitions alone; {store.url}/{INDEX_NAME} also lists {len(own)} "
-            f"files that lie beside it, such as {own[0]}, which would be lost. Move them into a folder with an index "
-            "of their own; if they are not wanted, delete that index."
+            f"a merged index lists only the shards of partitions; {store.url}/{INDEX_NAME} also lists {len(own)} files "
+            f"beside it, such as {own[0]}, which would be lost. Move them into a folder with an index of their own; if "
+            "they are not wanted, delete that index."
         )
     texts = [text for folder in folders for text in _entries(store, folder)]
     place.commit_index(b'{"version": 2, "shards": [' + b", ".join(texts) + b"]}")
@@ -87,19 +87,17 @@ def _last(place: Any) -> str:
 
 
 def _below(index: str, root: str) -> str:
-    """The folder of an index, relative to the root."""
+    """Return the folder of an index, relative to the root."""
     folder = index.removesuffix(f"/{INDEX_NAME}")
     if "://" not in folder and "://" not in root:
         folder, root = os.path.abspath(folder), os.path.abspath(root)  # noqa: PTH100 - no links are to be followed
     if not folder.startswith(f"{root}/"):
-        raise ValueError(
-            f"all indexes must be below {redact(root)}, since shards are named relative to it; got {redact(index)}."
-        )
+        raise ValueError(f"all indexes must be below the root, {redact(root)}; got {redact(index)}.")
     return folder[len(root) + 1 :]
 
 
 def _partitions(names: Iterable[str]) -> list[str]:
-    """The folders that have an index, without the root's own and without those below another."""
+    """Return the folders that have an index, except the root and the folders below another one."""
     found = sorted((name[: -len(INDEX_NAME) - 1] for name in names if name.endswith(f"/{INDEX_NAME}")), key=_natural)
     known = set(found)
     return [folder for folder in found if not {str(above) for above in PurePosixPath(folder).parents} & known]
@@ -111,7 +109,7 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 
 
 def _entries(store: Store, folder: str) -> Iterator[bytes]:
-    """The shard entries of one partition, their files named relative to the root."""
+    """Yield the shard entries of one partition, with their files named relative to the root."""
     index = Index.from_bytes(store.read(f"{folder}/{INDEX_NAME}"), f"{store.url}/{folder}/{INDEX_NAME}")
     for entry in map(json.loads, map(index.text, range(len(index)))):
         for file in filter(None, map(entry.get, _FILE_KEYS)):

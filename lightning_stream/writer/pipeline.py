@@ -1,4 +1,4 @@
-"""Work that leaves the caller's thread, in bounded number, with its results in order. No failure is ever forgotten."""
+"""Work in a bounded number of threads, with its results in order. No failure is ever forgotten."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Pipeline(Generic[T]):
-    """Runs jobs in ``max_workers`` threads (0: in `submit` itself); while all are busy, `submit` blocks.
+    """Runs jobs in ``max_workers`` threads (0: in `submit` itself); `submit` blocks while all of them are busy.
 
     After any failure, also one in `submit` itself, every later call raises it again.
     """
@@ -23,35 +23,33 @@ class Pipeline(Generic[T]):
         self._slots = threading.BoundedSemaphore(max(1, max_workers))
         self._pool: ThreadPoolExecutor | None = None
         self._futures: list[Future[T]] = []
-        self._checked = 0  # futures before this one have succeeded
         self._failure: BaseException | None = None
 
     @property
     def first(self) -> Future[T] | None:
-        """What becomes of the first job; None before it."""
+        """The first job's future; None before it was submitted."""
         return self._futures[0] if self._futures else None
 
     def submit(self, job: Callable[[], T]) -> None:
-        """Hand over a job; raise whatever an earlier one raised, or this one where it runs here."""
+        """Start a job. It raises the failure of an earlier job, or of this one if it runs here."""
         self._raise_failure()
         try:
             if self._count == 0:
-                done: Future[T] = Future()
-                done.set_result(job())
-                self._futures.append(done)
-                return
-            self._slots.acquire()
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._count, thread_name_prefix="shard-writer")
-            future = self._pool.submit(job)
-            future.add_done_callback(lambda _: self._slots.release())
+                future: Future[T] = Future()
+                future.set_result(job())
+            else:
+                self._slots.acquire()
+                if self._pool is None:
+                    self._pool = ThreadPoolExecutor(self._count, thread_name_prefix="shard-writer")
+                future = self._pool.submit(job)
+                future.add_done_callback(self._done)
             self._futures.append(future)
         except BaseException as error:
             self.fail(error)
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Have every later call raise this error, unless there was one before."""
+        """Let every later call raise this error, unless there was one before."""
         self._failure = self._failure or error
 
     def finish(self) -> list[T]:
@@ -70,9 +68,11 @@ class Pipeline(Generic[T]):
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
+    def _done(self, future: Future[T]) -> None:
+        self._slots.release()
+        if not future.cancelled() and (error := future.exception()) is not None:
+            self.fail(error)
+
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-        while self._checked < len(self._futures) and self._futures[self._checked].done():
-            self._futures[self._checked].result()
-            self._checked += 1

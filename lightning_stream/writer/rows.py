@@ -13,12 +13,7 @@ from lightning_stream.writer.base import ShardWriter
 
 
 class _RowWriter(ShardWriter):
-    """Writes samples as rows of text, and index.json last. A column is ``"str"``, ``"int"`` or ``"float"``.
-
-    Args:
-        newline: End of a row.
-        options: The arguments of `MDSWriter`. ``size_limit`` is for a shard's text.
-    """
+    """Writes rows of text that end with ``newline``. A column is ``"str"``, ``"int"`` or ``"float"``."""
 
     _format: ClassVar[str]
     _separator: str | None = None
@@ -42,7 +37,7 @@ class _RowWriter(ShardWriter):
 
 
 class JSONWriter(_RowWriter):
-    """Writes JSON lines: one object per row, keys sorted. The arguments are those of `MDSWriter`, and ``newline``.
+    """Write JSON lines: one object per row, keys sorted. The arguments are those of `MDSWriter`, and ``newline``.
 
     Example::
 
@@ -54,7 +49,7 @@ class JSONWriter(_RowWriter):
 
 
 class CSVWriter(_RowWriter):
-    """Writes values with commas between, unquoted: a value that holds a comma or the newline is refused.
+    """Write values with commas between them, unquoted: a value that holds a comma or the newline is refused.
 
     Example::
 
@@ -66,7 +61,7 @@ class CSVWriter(_RowWriter):
 
 
 class TSVWriter(_RowWriter):
-    """Writes values with tabs between, unquoted: a value that holds a tab or the newline is refused.
+    """Write values with tabs between them, unquoted: a value that holds a tab or the newline is refused.
 
     Example::
 
@@ -78,7 +73,7 @@ class TSVWriter(_RowWriter):
 
 
 class XSVWriter(_RowWriter):
-    """Writes values with ``separator`` between, unquoted: a value that holds it or the newline is refused.
+    """Write values with ``separator`` between them, unquoted: a value that holds it or the newline is refused.
 
     Example::
 

@@ -1,8 +1,8 @@
-"""The bytes of the samples of one shard, held in memory that is used again.
+"""The bytes of the samples of one shard, in memory that is used again.
 
-Fresh memory costs more than copying: its pages are made one by one. So samples are copied into pieces of a pool, which
-come back when their shard was put, and the caller's own memory is free again at once for the next sample. Only very
-large bytes objects are kept as they are.
+Fresh memory costs more than copying, since its pages are made one by one. So samples are copied into pieces of a
+pool, which come back when their shard was put, and the caller may change its own memory at once. Only very large bytes
+objects are not copied.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from lightning_stream.formats.encodings.base import Bytes2d
 
 PIECE_BYTES = 1 << 23  # numpy asks for huge pages from 4 MiB on, and then making them is cheap
 _HUGE_PAGE_BYTES = 1 << 21
-_JOINED_BYTES = 1 << 14  # the parts of smaller samples are joined first: one copy more, but a step each less
-_BLOCK_BYTES = 1 << 18  # of rows put together from blocks at once: it stays in a core's cache meanwhile
-_LARGE_BYTES = 1 << 20  # kept as they are from here on
+_JOINED_BYTES = 1 << 14  # the parts of smaller samples are joined first: one copy more, but fewer steps
+_BLOCK_BYTES = 1 << 18  # so many bytes of rows are joined from blocks at once: they stay in a core's cache
+_LARGE_BYTES = 1 << 20  # bytes objects of this size or more are not copied
 
 
 class Pool:
-    """Pieces of memory that wait to be used again. Thread-safe."""
+    """Pieces of memory to be used again. Thread-safe."""
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
         self._lock = threading.Lock()
 
     def take(self) -> memoryview:
-        """A piece, of any content. A new one begins where a huge page does: else small ones make a quarter of it."""
+        """Return a piece with any content. It begins at a huge page: else a quarter of it would be small pages."""
         with self._lock:
             if self._free:
                 return self._free.pop()
@@ -44,18 +44,13 @@ class Pool:
             self._free += pieces
 
     def clear(self) -> None:
-        """Free the pieces that are not in use."""
+        """Free all pieces that are not in use."""
         with self._lock:
             self._free.clear()
 
 
 class ShardBuffer:
-    """The samples of one shard, in order.
-
-    Attributes:
-        sizes: Bytes of each sample.
-        file_bytes: Bytes of the shard's sized file so far.
-    """
+    """The samples of one shard, in order; `sizes` has their bytes, and `file_bytes` those of the shard's file."""
 
     def __init__(self, pool: Pool, header_bytes: int) -> None:
         self.sizes: list[int] = []
@@ -67,10 +62,7 @@ class ShardBuffer:
         self._begin = self._at = self._room = 0
 
     def add_sample(self, parts: Sequence[bytes], per_sample_overhead: int, max_bytes: int) -> bool:
-        """Add one sample, given in parts; False, and nothing is added, if the file would have more than ``max_bytes``.
-
-        ``per_sample_overhead`` is what a sample adds to the file beyond its own bytes.
-        """
+        """Add one sample. If the file would have more than ``max_bytes``, add nothing and return False."""
         num_bytes = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
         file_bytes = self.file_bytes + num_bytes + per_sample_overhead
         if file_bytes > max_bytes:
@@ -87,7 +79,7 @@ class ShardBuffer:
         return True
 
     def add(self, data: Any) -> None:
-        """Add bytes or a view of some; large bytes objects, which nobody can change, are kept as they are."""
+        """Add bytes or a view of bytes; large bytes objects, which nobody can change, are not copied."""
         size = len(data)
         end = self._at + size
         if size >= _LARGE_BYTES and type(data) is bytes:
@@ -100,7 +92,7 @@ class ShardBuffer:
             self._add_across(memoryview(data))
 
     def add_rows(self, blocks: Sequence[Bytes2d]) -> None:
-        """Add rows whose bytes stand side by side in blocks, uint8[rows, width] each."""
+        """Add rows whose bytes are side by side in blocks, each uint8[rows, width]."""
         if len(blocks) == 1:
             self.add(blocks[0].reshape(-1).data)
             return
@@ -119,7 +111,7 @@ class ShardBuffer:
             at = end
 
     def _add_across(self, data: memoryview) -> None:
-        """Add bytes that do not fit the piece at hand."""
+        """Add bytes that do not fit into the current piece."""
         while len(data):
             if self._at == self._room:
                 self._close()
@@ -137,11 +129,11 @@ class ShardBuffer:
         self._begin = self._at
 
     def parts(self) -> list[Any]:
-        """All bytes, in order, cut anywhere."""
+        """Return all bytes in order, in parts of any size."""
         self._close()
         return self._done
 
     def release(self) -> None:
-        """Give the memory back. The parts must not be used any more."""
+        """Give the memory back to the pool. The parts must not be used any more."""
         pieces, self._pieces, self._done, self._view = self._pieces, [], [], memoryview(bytearray())
         self._pool.give_back(pieces)

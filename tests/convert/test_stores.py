@@ -44,7 +44,7 @@ def test_a_file_url_means_the_same_folder_to_convert_and_to_readers(rows_file: P
         convert(source, "file://host/out", num_workers=1)
     with pytest.raises(ValueError, match="out must name a folder or a URL; got None"):
         convert(source, None, num_workers=1)  # type: ignore[arg-type]
-    with pytest.raises(StoreError, match=r"must be a folder.*Name another place"):
+    with pytest.raises(StoreError, match=r"must be a folder.*Use another folder"):
         convert(source, source, num_workers=1, overwrite=True)
 
 

@@ -162,7 +162,9 @@ def test_tensors_with_gradients_are_stored_and_kinds_that_numpy_lacks_are_refuse
     encode = get_encoding("ndarray").encode
     assert encode(torch.ones(2, requires_grad=True)) == encode(np.ones(2, np.float32))
     for name in ("ndarray", "ndarray:float32:2"):
-        with pytest.raises(TypeError, match=rf"{name} takes numbers that numpy has; got .*Tensor of torch.bfloat16"):
+        with pytest.raises(
+            TypeError, match=rf"{name} takes the types of numbers that numpy has; got .*Tensor of torch.bfloat16"
+        ):
             get_encoding(name).encode(torch.ones(2, dtype=torch.bfloat16))
 
 
@@ -255,7 +257,7 @@ def test_floats_out_of_range_are_refused(name: str, value: float) -> None:
         ("list[png]", Image.new("L", (2, 2)), r"list\[png\] takes a sequence of images; got PIL.Image.Image"),
         ("list[jpeg]", [3], "jpeg takes a PIL image"),
         ("jpeg", b"GIF89a..", r"jpeg takes the bytes of a JPEG file, .*; got 8 bytes that begin with b'GIF89a\.\.'"),
-        ("png", b"", "png takes the bytes of a PNG file, .*Give the opened image, which is then stored as PNG"),
+        ("png", b"", "png takes the bytes of a PNG file, .*Write the opened image, which is then stored as PNG"),
         ("jpeg_array", [b"no image"], "jpeg takes the bytes of a JPEG file"),
         ("list[png]", [b"\xff\xd8\xff"], "png takes the bytes of a PNG file"),
     ],

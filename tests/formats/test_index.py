@@ -184,7 +184,7 @@ def test_a_hundred_thousand_shards_take_little_time_and_memory(tmp_path: Path) -
 def test_one_file_is_not_two_shards_unless_they_are_the_same() -> None:
     assert parse(entry(), entry()).num_samples == 2 * parse(entry()).num_samples
     for other in ({"samples": 7}, {"raw_data": {**entry()["raw_data"], "bytes": 57}}):
-        with pytest.raises(FormatError, match=r"shard 1: .*shard\.00000\.mds is another shard's file too"):
+        with pytest.raises(FormatError, match=r"shard 1: .*shard\.00000\.mds is also the file of a shard"):
             parse(entry(), entry(**other))
 
 

@@ -255,7 +255,7 @@ def test_what_encode_gives_is_stored_as_its_bytes_or_refused(tmp_path: Path, in_
     assert stored(Given(lambda _: memoryview(numbers))) == [numbers.tobytes()] * 2
     assert stored(Given(reused)) == [b"a", b"b"]
     for wrong in ("text", None, [1, 2], 7):
-        with pytest.raises(TypeError, match=r"column 'x': its encoding must give bytes; encode gave "):
+        with pytest.raises(TypeError, match=r"column 'x': encode must give bytes; it gave "):
             stored(Given(lambda _, wrong=wrong: wrong))
 
 

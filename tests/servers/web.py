@@ -10,6 +10,8 @@ import urllib.parse
 from collections import Counter
 from typing import Any, ClassVar
 
+LAST_MODIFIED = "Sun, 06 Nov 1994 08:49:37 GMT"
+
 
 class WebServer:
     """Serves `objects` on 127.0.0.1 while the context lasts.
@@ -21,6 +23,7 @@ class WebServer:
         ranges: False: the server ignores ``Range``, as some do.
         authorization: What the header must be, where it is not None.
         redirect: Where GETs are sent instead, if anywhere.
+        etags: "strong", "weak" or "none".
     """
 
     def __init__(self) -> None:
@@ -32,6 +35,7 @@ class WebServer:
         self.ranges = True
         self.authorization: str | None = None
         self.redirect: str | None = None
+        self.etags = "strong"
         self.lock = threading.RLock()
         self._http = _ThreadingServer(("127.0.0.1", 0), self.handler())
         self._http.owner = self
@@ -116,11 +120,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.headers.get("If-None-Match") == "*":
             return there is None
         wanted = self.headers.get("If-Match")
-        return wanted is None or (there is not None and wanted == f'"{hash(there):x}"')
+        strong = there is not None and self.owner.etags == "strong"
+        return wanted is None or (strong and wanted == f'"{hash(there):x}"')
 
     def media(self, content: bytes, headers: dict[str, str] | None = None) -> None:
         """The content, or the range of it that was asked for."""
-        headers = {"ETag": f'"{hash(content):x}"', "Accept-Ranges": "bytes", **(headers or {})}
+        etag = f'{"W/" if self.owner.etags == "weak" else ""}"{hash(content):x}"'
+        validators = {"Last-Modified": LAST_MODIFIED} if self.owner.etags == "none" else {"ETag": etag}
+        headers = {**validators, "Accept-Ranges": "bytes", **(headers or {})}
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if asked is None or not self.owner.ranges:
             return self.reply(200, content, "application/octet-stream", headers)

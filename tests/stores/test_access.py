@@ -180,7 +180,7 @@ def test_azure_tells_container_blob_and_refusal_apart(tmp_path: Path) -> None:
 
 
 def test_azure_without_an_account_asks_for_one() -> None:
-    with pytest.raises(AccessError, match=r"which account.*AZURE_STORAGE_ACCOUNT"):
+    with pytest.raises(AccessError, match=r"no account is set.*AZURE_STORAGE_ACCOUNT"):
         open_store("azure://container/x", QUICK).read("x")
 
 

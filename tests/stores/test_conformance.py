@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import pickle
 import threading
@@ -40,8 +39,6 @@ def test_what_is_put_is_read_whole_by_range_and_into_files(store: Store, put: An
     assert store.read("a/b.bin") == CONTENT
     assert store.get("a/b.bin", tmp_path / "b") == len(CONTENT)
     assert (tmp_path / "b").read_bytes() == CONTENT
-    assert store.get("a/b.bin", buffer := io.BytesIO()) == len(CONTENT)
-    assert buffer.getvalue() == CONTENT
     for begin, end in ((0, 1), (0, 256), (7, 300), (2303, 2304), (2000, 9999), (2304, 2305), (5000, 6000), (9, 9)):
         assert store.get_range("a/b.bin", begin, end) == CONTENT[begin:end], (begin, end)
 
@@ -163,7 +160,7 @@ def test_a_put_if_version_replaces_that_version_only(place: Any, store: Store) -
     first = version_of(store, "pointer")
     store.put("pointer", b"two", if_version=first)
     assert store.read("pointer") == b"two"
-    with pytest.raises(ConflictError, match="pointer: it is not the version that was read"):
+    with pytest.raises(ConflictError, match="pointer: another process has replaced or deleted it"):
         store.put("pointer", b"six", if_version=first)
     assert store.read("pointer") == b"two"
     second = version_of(store, "pointer")

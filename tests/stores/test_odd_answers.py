@@ -10,9 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers.web import WebServer
+from servers.web import LAST_MODIFIED, WebServer
 
-from lightning_stream.errors import AccessError, AlreadyExistsError, NotFoundError, StoreError, UnavailableError
+from lightning_stream.errors import (
+    AccessError,
+    AlreadyExistsError,
+    ConflictError,
+    NotFoundError,
+    StoreError,
+    UnavailableError,
+)
 from lightning_stream.stores import LocalStore, open_store
 from lightning_stream.stores.generic import FsspecStore
 from lightning_stream.stores.http import HttpStore
@@ -304,6 +311,24 @@ def test_a_listing_of_the_hub_that_is_none_is_a_store_error(
     monkeypatch.setenv("HF_ENDPOINT", odd.url)
     with pytest.raises(UnavailableError, match="must list files as JSON"):
         list(open_store("hf://datasets/org/name", QUICK).list(""))
+
+
+@pytest.mark.parametrize("etags", ["weak", "none"])
+def test_a_web_server_without_strong_etags_replaces_the_version_that_was_read_only(etags: str) -> None:
+    with WebServer() as server:
+        server.etags = etags
+        store = open_store(f"{server.url}/d")
+        store.put("x", b"one")
+        with store.open("x") as stream:
+            assert b"".join(stream) == b"one"
+        store.put("x", b"two", if_version=stream.version)
+        assert server.headers[-1].get("If-Unmodified-Since") == (LAST_MODIFIED if etags == "none" else None)
+        with pytest.raises(ConflictError, match="replaced or deleted"):
+            store.put("x", b"three", if_version=stream.version)
+        server.objects.clear()
+        with pytest.raises(ConflictError, match="replaced or deleted"):
+            store.put("x", b"four", if_version=stream.version)
+        assert not server.objects
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ more is downloaded than was promised."""
 from __future__ import annotations
 
 import contextlib
-import io
 import socket
 import threading
 import time
@@ -119,7 +118,9 @@ def test_a_reset_after_the_last_byte_is_the_end_without_a_further_request() -> N
 
 
 def test_odd_answers_without_end_are_unavailable() -> None:
-    with pytest.raises(UnavailableError, match=r"without the object's version.*gave up after 4 failures in a row"):
+    with pytest.raises(
+        UnavailableError, match=r"the answer has no version of the object.*gave up after 4 failures in a row"
+    ):
         RetryingStore(Script(BROKEN, *[page] * 9), POLICY).read("x")
 
 
@@ -152,8 +153,6 @@ def test_nothing_larger_than_promised_is_downloaded(known: bool, parts: dict[str
         store.get("x", tmp_path / "x", 150)
     assert (tmp_path / "x").stat().st_size <= 150
     assert taken[0] <= 300
-    with pytest.raises(DigestError, match="the index promises 150 bytes"):
-        RetryingStore(Script(endless)).get("x", io.BytesIO(), 150)
 
 
 def test_a_local_file_larger_than_promised_is_not_copied(tmp_path: Path) -> None:

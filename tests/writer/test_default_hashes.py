@@ -15,7 +15,7 @@ from lightning_stream.errors import DigestError
 from lightning_stream.formats.hashing import digest_file
 from lightning_stream.formats.index import Index
 from lightning_stream.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter
-from lightning_stream.writer.config import WriterConfig
+from lightning_stream.writer.base import WriterConfig
 
 ROWS = [{"id": k, "text": f"row {k}"} for k in range(40)]
 COLUMNS = {"id": "int", "text": "str"}

@@ -98,5 +98,5 @@ def test_a_write_that_fails_leaves_no_file(direct: Path, monkeypatch: pytest.Mon
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "taken").write_bytes(b"")
-    with pytest.raises(StoreError, match=r"taken must be a folder.*Name another place"):
+    with pytest.raises(StoreError, match=r"taken must be a folder.*Use another folder"):
         write_file(tmp_path / "taken" / "file", [b"abc"])

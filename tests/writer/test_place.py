@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lightning_stream.convert import convert
 from lightning_stream.errors import AccessError, ConflictError, StoreError
 from lightning_stream.formats.index import Index, version_name
 from lightning_stream.formats.shard import open_shard
@@ -225,7 +226,6 @@ def test_a_batch_that_is_refused_leaves_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None, message: str
 ) -> None:
     monkeypatch.setattr(base, "MAX_FILE_BYTES", 1000)
-    monkeypatch.setattr("lightning_stream.writer.config.MAX_FILE_BYTES", 1000)
     with MDSWriter(out=tmp_path / "out", columns={"b": "bytes"}, size_limit=limit) as writer:
         writer.write_batch({"b": [b"first"]})
         sizes = [100, 100, 1000] if limit else [300] * 4
@@ -283,6 +283,46 @@ def test_a_pair_is_appended_to_only_where_both_places_hold_the_dataset(tmp_path:
     assert names(local) == names(remote) == listed(local)
 
 
+@pytest.mark.parametrize("how", ["overwrite", "append, then overwrite"])
+def test_the_manifest_of_a_conversion_is_deleted_with_its_dataset(tmp_path: Path, how: str) -> None:
+    (tmp_path / "rows.csv").write_text("x\n1\n2\n")
+    convert(tmp_path / "rows.csv", tmp_path / "out", num_workers=1)
+    if how != "overwrite":
+        with MDSWriter(out=tmp_path / "out", append=True) as writer:
+            writer.write({"x": 3})
+    assert "manifest.json" in names(tmp_path / "out")
+    write(tmp_path / "out", [4], overwrite=True)
+    assert names(tmp_path / "out") == listed(tmp_path / "out")
+    convert(tmp_path / "rows.csv", tmp_path / "out", num_workers=1, overwrite=True)
+    assert "manifest.json" in names(tmp_path / "out")
+
+
+@pytest.mark.parametrize("content", ["mine", "[]", '{"fingerprint": 1}'])
+def test_a_manifest_of_another_program_is_not_deleted(tmp_path: Path, content: str) -> None:
+    write(tmp_path, [1])
+    (tmp_path / "manifest.json").write_text(content)
+    write(tmp_path, [2], overwrite=True)
+    assert (tmp_path / "manifest.json").read_text() == content
+
+
+def test_a_manifest_stays_with_the_datasets_in_folders_that_it_describes(tmp_path: Path) -> None:
+    write(tmp_path / "part-00000", [1])
+    (tmp_path / "manifest.json").write_text('{"fingerprint": "a", "index": "b", "partitions": {"part-00000": 1}}')
+    write(tmp_path, [2], overwrite=True)
+    assert (tmp_path / "manifest.json").exists()
+
+
+def test_a_pair_whose_second_swap_is_lost_names_the_place_that_was_changed(tmp_path: Path) -> None:
+    pair: Any = (tmp_path / "local", f"file://{tmp_path / 'remote'}")
+    write(pair, [0], keep_local=True)
+    late = MDSWriter(out=pair, columns={"x": "int"}, keep_local=True, overwrite=True)
+    late.write({"x": 1})
+    write(tmp_path / "local", [2], overwrite=True)
+    with pytest.raises(ConflictError, match=r"another writer .*remote was changed before, and holds"):
+        late.finish()
+    assert (read(tmp_path / "local"), read(tmp_path / "remote")) == ([2], [1])
+
+
 def test_appending_and_overwriting_at_once_is_refused(tmp_path: Path) -> None:
     for word in ("overwrite", "exist_ok"):
         with pytest.raises(ValueError, match="append=True adds"):
@@ -326,7 +366,7 @@ def test_a_place_is_a_folder_or_a_url_or_a_pair_with_the_folder_first(out: Any) 
 def test_a_place_that_is_a_file_or_below_one_is_refused_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(StoreError, match=r"must be a folder.*Name another place"):
+        with pytest.raises(StoreError, match=r"must be a folder.*Use another folder"):
             write(out, range(3))
 
 

@@ -89,7 +89,7 @@ def test_row_values_of_a_wrong_type_are_refused_by_name(tmp_path: Path, value: o
 
 
 def test_row_columns_of_other_types_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="must be str, int, float"):
+    with pytest.raises(ValueError, match="have columns of str, int, float"):
         CSVWriter(out=tmp_path / "out", columns={"c": "jpeg"})
 
 
@@ -133,7 +133,7 @@ def test_a_context_that_raises_leaves_no_index_and_says_what_it_left(
     ):
         write()
     assert not (tmp_path / "out" / "index.json").exists()
-    assert "no index was put" in caplog.text
+    assert "before the index was put" in caplog.text
     assert "shard.00000.mds" in caplog.text
 
 
@@ -215,8 +215,7 @@ def test_a_shard_may_equal_its_limit(tmp_path: Path) -> None:
 def test_a_shard_over_4_gib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="size_limit must stay under 4 GiB"):
         MDSWriter(out=tmp_path / "out", columns={"x": "int"}, size_limit="4gb")
-    for module in ("base", "config"):
-        monkeypatch.setattr(f"lightning_stream.writer.{module}.MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr("lightning_stream.writer.base.MAX_FILE_BYTES", 1000)
     writer = MDSWriter(out=tmp_path / "out", columns={"b": "bytes"}, size_limit=None)
     writer.write({"b": b"x" * 500})
     with pytest.raises(ValueError, match="without size_limit all samples go to one shard"):
@@ -378,7 +377,7 @@ def test_settings_as_mosaicml_streaming_takes_them(tmp_path: Path, form: type[MD
     with form(out=tmp_path / "out", columns={"a": "int"}, compression="", hashes=[], retry=3) as writer:
         writer.write({"a": 1})
     assert read_all(tmp_path / "out") == [{"a": 1}]
-    with pytest.raises(TypeError, match="names of columns must be text; got 3"):
+    with pytest.raises(TypeError, match="column names must be text; got 3"):
         form(out=tmp_path / "two", columns={3: "str"}).write({3: "x"})  # type: ignore[dict-item]
 
 

@@ -1,15 +1,12 @@
-"""How one value becomes bytes and back: the `Encoding` promise, and the register of encodings by name.
-
-Names are those of MDS (28, with ``ndarray`` and ``list`` families), a few of ours, and whatever users register, in code
-or through packaging entry points of the group ``lightning_stream.encodings``.
-"""
+"""The register of encodings: the 28 names of MDS, ``tensors``, ``video``, ``audio``, and those that users register."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.metadata import entry_points
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import Encoding, FamilyMember, NumericLayout
@@ -19,20 +16,6 @@ __all__ = ["Encoding", "NumericLayout", "encoding_names", "get_encoding", "regis
 ENTRY_POINT_GROUP = "lightning_stream.encodings"
 
 _REGISTER: dict[str, FamilyMember] = {}
-
-
-class _FunctionsEncoding(Encoding):
-    def __init__(
-        self, encode: Callable[[Any], bytes], decode: Callable[[bytes], Any], size: int | None, safe: bool
-    ) -> None:
-        self._encode, self._decode = encode, decode
-        self.size, self.safe = size, safe
-
-    def encode(self, value: Any) -> bytes:
-        return self._encode(value)
-
-    def decode(self, data: bytes | memoryview) -> Any:
-        return self._decode(bytes(data))
 
 
 def register_encoding(
@@ -45,10 +28,10 @@ def register_encoding(
     safe: bool = True,
     replace: bool = False,
 ) -> None:
-    """Make ``name`` an encoding, for writing and reading: an `Encoding` object, or a pair of functions.
+    """Register an encoding for writing and reading: an `Encoding` object, or a pair of functions.
 
-    Register before datasets are opened, in every process that reads. Worker processes that are not forked import your
-    module themselves. An entry point of the group ``lightning_stream.encodings`` registers without any call.
+    Call it before datasets are opened, in every process that reads; a worker process that is not forked must import
+    your module. An entry point of the group ``lightning_stream.encodings`` registers an encoding without any call.
 
     Example::
 
@@ -59,22 +42,21 @@ def register_encoding(
     `Encoding` shows how to make whole batches of an encoding fast.
 
     Args:
-        name: What ``columns`` and the index will say. No ``:`` in it.
+        name: The name in ``columns`` and in the index, without ``:``.
         encoding: An object with ``encode``, ``decode``, ``size`` and ``safe``.
-        encode: In place of ``encoding``: value to bytes.
-        decode: In place of ``encoding``: bytes to value.
+        encode, decode: In place of ``encoding``: functions from value to bytes, and from bytes to value.
         size: Bytes of every encoded value, if that is one number. Such columns are read faster.
-        safe: False if decoding could run code that hostile data chose, as pickle does.
+        safe: False if decoding could run code that is in hostile data, as pickle does.
         replace: Allow a name that exists.
 
     Raises:
         ValueError: The name is taken, or holds ``:``.
-        TypeError: Neither an encoding nor both functions.
+        TypeError: It is neither an encoding nor both functions.
     """
     if encoding is None:
         if encode is None or decode is None:
             raise TypeError(f"encoding {name!r}: give an Encoding object, or both encode= and decode=.")
-        encoding = _FunctionsEncoding(encode, decode, size, safe)
+        encoding = cast("Encoding", SimpleNamespace(encode=encode, decode=decode, size=size, safe=safe))
     missing = [part for part in ("encode", "decode", "size", "safe") if not hasattr(encoding, part)]
     if missing:
         raise TypeError(f"encoding {name!r}: it must have {', '.join(missing)}. Subclass Encoding to get them.")
@@ -88,54 +70,35 @@ def register_encoding(
 
 @lru_cache(maxsize=1024)
 def get_encoding(name: str) -> Encoding:
-    """The encoding of that name.
-
-    Raises:
-        ValueError: No such encoding; the message lists those there are.
-    """
+    """Return the encoding of that name; ValueError with a list of all names if there is none."""
     return family_of(name).make(name)
 
 
 def encoding_of_column(column: str, name: str, size: int | None) -> Encoding:
-    """The encoding of a column of an index, which says its size too.
-
-    Raises:
-        ValueError: No such encoding.
-        FormatError: Another size.
-    """
+    """Return the encoding of a column of an index; FormatError if its size there is another one."""
     encoding = get_encoding(name)
     if encoding.size != size:
-        raise FormatError(
-            f"column {column!r}: the index says {size} bytes, but {name!r} takes {encoding.size} (None: it varies). "
-            "Fetch the index again."
-        )
+        raise FormatError(f"column {column!r}: the index says {size} bytes, but {name!r} takes {encoding.size}.")
     return encoding
 
 
 def family_of(name: str) -> FamilyMember:
-    """What makes the encoding of that name; another object once the name is registered again.
+    """Return the register's entry for a name: another object after the name was registered again.
 
-    Raises:
-        ValueError: No such encoding; the message lists those there are.
+    ValueError with a list of all names if there is no such encoding.
     """
     _load_own()
     if not isinstance(name, str):
-        raise ValueError(
-            f"An encoding is given by its name, e.g. 'int' or 'ndarray:float32:3'; found {name!r}. It is one of "
-            f"{', '.join(encoding_names())}."
-        )
+        raise ValueError(f"an encoding is a name, e.g. 'int' or 'ndarray:float32:3'; got {name!r}.")
     base, colon, _ = name.partition(":")
     found = _REGISTER.get(base) or _from_entry_point(base)
     if found is None or (colon and not found.takes_parameters):
-        raise ValueError(
-            f"no encoding {name!r}. There are: {', '.join(encoding_names())}. "
-            f"Register your own with register_encoding(), before the data is opened."
-        )
+        raise ValueError(f"no encoding {name!r}; use register_encoding() or one of {', '.join(encoding_names())}.")
     return found
 
 
 def encoding_names() -> list[str]:
-    """All names that `get_encoding` knows, sorted; families such as ``ndarray:<dtype>:<shape>`` by their first word."""
+    """Return all names that `get_encoding` knows, sorted; ``ndarray`` stands for ``ndarray:<dtype>:<shape>``."""
     _load_own()
     return sorted({*_REGISTER, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 

@@ -30,7 +30,7 @@ _MAX_DIMS = 32
 
 
 class _AnyArray(ViewEncoding):
-    """An array whose shape, and unless given its dtype, are stored with every value."""
+    """An array whose shape is stored with every value, and its dtype too unless it is given."""
 
     ragged = True
 
@@ -39,7 +39,7 @@ class _AnyArray(ViewEncoding):
         self.dtype = dtype
 
     def encode(self, value: Any) -> bytes:
-        """Head and values."""
+        """Return head and values."""
         array = as_array(value, self.name)
         if self.dtype is None:
             code = _CODE_OF.get(array.dtype.name)
@@ -52,12 +52,12 @@ class _AnyArray(ViewEncoding):
         return head + little_endian(array).tobytes()
 
     def decode(self, data: bytes | memoryview) -> NDArray[Any]:
-        """A new array."""
+        """Return a new array."""
         dtype, shape, at = self._read_head(data)
         return np.frombuffer(data, dtype, offset=at).reshape(shape).copy() if at < len(data) else np.empty(shape, dtype)
 
     def encode_many(self, values: Any) -> tuple[Bytes2d, ...] | None:
-        """Arrays of one shape, given as one array: the same head before every row."""
+        """Encode one array of several rows: every row gets the same head."""
         if not isinstance(values, np.ndarray) or values.ndim < 2 or not len(values) or values.dtype == object:
             return None
         first = np.frombuffer(self.encode(values[0]), np.uint8)
@@ -66,7 +66,7 @@ class _AnyArray(ViewEncoding):
         return np.broadcast_to(head, (len(values), len(head))), body
 
     def decode_many(self, window: AddressWindow, offsets: Int64s, sizes: int | Int64s) -> list[Any] | None:
-        """Arrays that all have one shape, taken in one go; None if they differ."""
+        """Decode arrays of one shape at once; None if the shapes differ."""
         if isinstance(sizes, int) or len(offsets) < 2 or not (sizes == sizes[0]).all():
             return None
         width, begin = int(sizes[0]), int(offsets[0])
@@ -77,11 +77,7 @@ class _AnyArray(ViewEncoding):
         return list(window.take_as(dtype, offsets + head, width - head).reshape(len(offsets), *shape))
 
     def _read_head(self, data: bytes | memoryview) -> tuple[np.dtype[Any], tuple[int, ...], int]:
-        """Dtype, shape, and where the values begin.
-
-        Raises:
-            ValueError: An unknown dtype, or a shape that is not that of the bytes.
-        """
+        """Return dtype, shape, and where the values begin; ValueError if they do not fit the bytes."""
         dtype, at = self.dtype, 0
         if dtype is None:
             dtype, at = _DTYPES.get(data[0]) if len(data) else None, 1
@@ -94,7 +90,7 @@ class _AnyArray(ViewEncoding):
 
 
 class _FixedArray(ViewEncoding):
-    """An array of one dtype and shape: only its values are stored, and samples lie at one stride."""
+    """An array of one dtype and shape: only its values are stored."""
 
     def __init__(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self.name = name
@@ -103,7 +99,7 @@ class _FixedArray(ViewEncoding):
         self._native = np.dtype(dtype.name)
 
     def encode(self, value: Any) -> bytes:
-        # numpy has one object for each native dtype: to compare it by identity is cheaper, where it is that one
+        # numpy has one object for each native dtype, and comparing it by identity is cheaper
         if type(value) is not np.ndarray or (value.dtype is not self._native and value.dtype != self._native):
             value = as_array(value, self.name)
             check_dtype(value, self.layout.dtype, self.name)
@@ -119,37 +115,31 @@ class _FixedArray(ViewEncoding):
 
 
 def as_array(value: Any, name: str) -> NDArray[Any]:
-    """The value as a numpy array, if it is one or offers ``__array__`` (tensors do, of any device, with gradients).
+    """Return a numpy array from one, or from what offers ``__array__``, such as tensors on any device, with gradients.
 
-    Raises:
-        TypeError: It is neither, or its numbers are of a kind that numpy lacks.
+    TypeError if it is neither, or if numpy lacks its type of numbers.
     """
     if isinstance(value, np.ndarray):
         return value
     if not hasattr(value, "__array__"):
         raise TypeError(f"{name} takes a numpy array, or what offers __array__; got {describe(value)}.")
-    if hasattr(value, "detach"):  # a torch tensor: only one without gradients in main memory is an array
+    if hasattr(value, "detach"):  # a torch tensor: numpy takes only those without gradients in main memory
         value = value.detach().cpu()
     try:
         return np.asarray(value)
     except (TypeError, RuntimeError) as error:
         dtype = getattr(value, "dtype", "?")
-        raise TypeError(
-            f"{name} takes numbers that numpy has; got {type_name(value)} of {dtype}. Convert it first, "
-            "e.g. with .float()."
-        ) from error
+        raise TypeError(f"{name} takes numbers that numpy has; got {type_name(value)} of {dtype}.") from error
 
 
 def check_dtype(array: NDArray[Any], dtype: np.dtype[Any], name: str) -> None:
-    """Raise ValueError unless the array's numbers are of ``dtype``, in either byte order."""
+    """Raise ValueError unless the array has this dtype, in either byte order."""
     if array.dtype.newbyteorder("<") != dtype:
-        raise ValueError(
-            f"{name} takes dtype {dtype.name}; got dtype {array.dtype}. Convert it: value.astype({dtype.name!r})."
-        )
+        raise ValueError(f"{name} takes dtype {dtype.name}; got dtype {array.dtype}. Convert it with astype().")
 
 
 def little_endian(array: NDArray[Any]) -> NDArray[Any]:
-    """The same numbers in little-endian memory."""
+    """Return the same numbers in little-endian memory."""
     order = array.dtype.newbyteorder("<")
     return array if array.dtype == order else array.astype(order)
 
@@ -178,18 +168,12 @@ def _read_shape(data: bytes | memoryview, at: int) -> tuple[tuple[int, ...], int
 
 
 def make_ndarray(name: str) -> Encoding:
-    """The encoding for ``ndarray``, ``ndarray:<dtype>`` or ``ndarray:<dtype>:<shape>``.
-
-    Raises:
-        ValueError: Another dtype, or a shape that is not positive numbers with commas.
-    """
+    """Return the encoding of ``ndarray``, ``ndarray:<dtype>`` or ``ndarray:<dtype>:<shape>``; ValueError for others."""
     _, *rest = name.split(":")
     if not rest:
         return _AnyArray(name)
     if rest[0] not in _CODE_OF or len(rest) > 2:
-        raise ValueError(
-            f"ndarray takes ndarray:<dtype>:<d0>,<d1>,... with a dtype of {', '.join(_CODE_OF)}; got {name!r}."
-        )
+        raise ValueError(f"ndarray takes ndarray:<dtype>:<d0>,<d1>,... of {', '.join(_CODE_OF)}; got {name!r}.")
     dtype = np.dtype(rest[0]).newbyteorder("<")
     if len(rest) == 1:
         return _AnyArray(name, dtype)

@@ -1,4 +1,4 @@
-"""The promise of an encoding."""
+"""The interface of an encoding."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lightning_stream.formats.memory import AddressWindow, Int64s
 Bytes2d: TypeAlias = NDArray[np.uint8]
 """uint8[rows, width]: the bytes of one row after another."""
 EncodedColumn: TypeAlias = "Bytes2d | tuple[Bytes2d, ...] | list[Any]"
-"""A batch's values as bytes: blocks of uint8[rows, width] that stand side by side, or one bytes-like value a row."""
+"""A batch's values as bytes: blocks of uint8[rows, width], side by side, or one bytes-like value per row."""
 
 
 class NumericLayout(NamedTuple):
-    """Fixed-size bytes that are numbers in memory: little-endian ``dtype``, and ``shape`` per sample."""
+    """Values of fixed size that are plain numbers: their little-endian ``dtype``, and ``shape`` per sample."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
 
 
 class Encoding:
-    """One way to store one value. Subclass it, or give an object with ``encode``, ``decode``, ``size`` and ``safe``.
+    """One way to store one value. Subclass it, or use an object with ``encode``, ``decode``, ``size`` and ``safe``.
 
-    `encode` and `decode` are enough. `encode_many` and `decode_many` make a whole batch fast, without a Python call
-    for each value; the built-in encodings have no other means. Example, complex numbers of 16 bytes::
+    `encode` and `decode` are enough. `encode_many` and `decode_many` make whole batches fast, without a Python call per
+    value, as in the built-in encodings. Example, complex numbers of 16 bytes::
 
         class Complex(Encoding):
             size = 16
@@ -51,12 +51,12 @@ class Encoding:
     Attributes:
         size: Bytes of every encoded value, or None if that varies.
         safe: False if decoding hostile bytes could run code.
-        layout: Set if the bytes are plain numbers in memory: such columns are gathered without decoding, straight into
-            a caller's memory where it gives some.
-        accepts_memoryview: True if `decode` copies what it keeps; it then gets a view of mapped memory, else bytes.
-        fast_decode: A built-in function that does what `decode` does, without a Python frame; or None.
-        ragged: True if the values are arrays, or hold some, that need not have one shape: never stacked into a batch.
-        checks_bytes: Bytes given in place of a value are stored as they are; True if `encode` must check them first.
+        layout: Set if the bytes are plain numbers. Such columns are gathered without decoding, into the caller's memory
+            if it is given.
+        accepts_memoryview: True if `decode` copies the bytes that it keeps. Then it gets a view of mapped memory.
+        fast_decode: A built-in function that does the same as `decode`, without a Python frame; or None.
+        ragged: True if the values are, or hold, arrays of different shapes, which are never stacked into a batch.
+        checks_bytes: True if `encode` must check bytes that are given as a value. Else they are stored as they are.
     """
 
     size: int | None = None
@@ -68,41 +68,29 @@ class Encoding:
     checks_bytes: bool = False
 
     def encode(self, value: Any) -> bytes:
-        """The value's bytes.
-
-        Raises:
-            TypeError: Not a type that this encoding takes.
-            ValueError: The right type, but out of range, or of a wrong shape or dtype.
-        """
+        """Return the value's bytes. TypeError for a wrong type; ValueError for a wrong range, shape or dtype."""
         raise NotImplementedError
 
     def decode(self, data: bytes | memoryview) -> Any:
-        """The value of these bytes.
-
-        Raises:
-            Exception: Not bytes of this encoding. Readers make a `FormatError` of it that says where they are.
-        """
+        """Return the value of these bytes. Readers turn any error into a `FormatError` with file, sample and column."""
         raise NotImplementedError
 
     def encode_many(self, values: Any) -> EncodedColumn | None:
-        """The bytes of all values of a batch: the same as those of `encode` for each.
+        """Return the bytes of all values of a batch: the same as those of `encode` for each. Errors as `encode`.
 
         Args:
             values: An array or a sequence, as the caller gave it to ``write_batch``.
 
         Returns:
-            Blocks, or a list with one bytes-like value a row; they may be views of ``values``. None leaves the values
-            to `encode`, one by one: do so for whatever this method does not know, such as values that are bytes.
-
-        Raises:
-            TypeError, ValueError: As `encode` does.
+            Blocks, or a list with one bytes-like value per row; they may be views of ``values``. With None, `encode`
+            gets the values one by one: return it for values that this method does not know, such as bytes.
         """
         return None if self.layout is None else encode_numbers(self.layout, values)
 
     def decode_many(
         self, window: AddressWindow, offsets: Int64s, sizes: int | Int64s
     ) -> list[Any] | NDArray[Any] | None:
-        """The values of a batch, from all shards at once; not called where there is a `layout`.
+        """Return the values of a batch, from all shards at once. It is not called if there is a `layout`.
 
         Args:
             window: The memory: ``window.take(offsets, width)`` and ``take_as`` copy, ``window.view`` does not. Nothing
@@ -111,22 +99,19 @@ class Encoding:
             sizes: Bytes of each value: one number, or int64[n].
 
         Returns:
-            n values, always as a list or always as an array. None leaves the bytes to `decode`, one by one.
-
-        Raises:
-            Exception: Damaged bytes; `decode` is then tried on each, to find which.
+            n values, always as a list or always as an array. After None or an error, `decode` gets them one by one.
         """
         return None
 
 
 class ViewEncoding(Encoding):
-    """An encoding whose `decode` never keeps the memory that it gets."""
+    """An encoding whose `decode` never keeps its argument's memory."""
 
     accepts_memoryview = True
 
 
 class FamilyMember(NamedTuple):
-    """An entry of a module's ENCODINGS: names, and what makes the encoding of a name."""
+    """An entry of a module's ENCODINGS: names, and a function that makes the encoding of a name."""
 
     names: tuple[str, ...]
     make: Callable[[str], Encoding]
@@ -134,13 +119,13 @@ class FamilyMember(NamedTuple):
 
 
 class BinaryColumn(list[Any]):
-    """A batch's values that are bytes already, as views of one buffer; ``encoding`` is ``str`` or ``bytes``."""
+    """A batch's values as views of one buffer; ``encoding`` is ``str`` or ``bytes``."""
 
     encoding = "bytes"
 
 
 def type_name(value: object) -> str:
-    """A value's type as messages name it."""
+    """Return the name of a value's type, for messages."""
     kind = type(value)
     return kind.__name__ if kind.__module__ in ("builtins", "numpy") else f"{kind.__module__}.{kind.__name__}"
 
@@ -151,17 +136,16 @@ _MAX_SHOWN_BITS = 1000  # Python itself refuses to print whole numbers of thousa
 
 
 def describe(value: object) -> str:
-    """A value as messages show it: its type and a short text, in little time and space however large it is."""
+    """Return a value's type and a short text, for messages; a large value takes no more time and space."""
     if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
         return f"{type_name(value)} of {value.bit_length():,} bits"
     return f"{type_name(value)} {_SHORT.repr(value)}"
 
 
 def encode_numbers(layout: NumericLayout, values: Any) -> Bytes2d | None:
-    """A batch's values as bytes, if they are numbers in one array or can be stacked into one; else None.
+    """Encode a batch's values, if they are numbers in one array or can be stacked into one; else return None.
 
-    Raises:
-        ValueError: Numbers that the layout cannot store; the same that are refused one by one.
+    ValueError for numbers that the layout cannot store: the same that are refused one by one.
     """
     if not isinstance(values, (np.ndarray, list, tuple)):
         return None
@@ -178,13 +162,13 @@ def encode_numbers(layout: NumericLayout, values: Any) -> Bytes2d | None:
 
 
 def as_bytes(array: NDArray[Any]) -> Bytes2d:
-    """The memory of an array, one row of bytes for each of its rows."""
+    """Return the memory of an array, one row of bytes for each of its rows."""
     width = array.dtype.itemsize * int(np.prod(array.shape[1:]))
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(len(array), width)
 
 
 def _stacked(values: Sequence[Any]) -> NDArray[Any] | None:
-    """A list of numbers, or of arrays of one shape, as one array; None if it is anything else."""
+    """Return a list of numbers, or of arrays of one shape, as one array; None if it is anything else."""
     kind = type(values[0]) if values else None
     if kind not in (int, float, np.ndarray) or any(type(value) is not kind for value in values):
         return None
@@ -209,5 +193,5 @@ def _encode_scalars(dtype: np.dtype[Any], array: NDArray[Any]) -> Bytes2d:
         wrong = any(not limits.min <= value <= limits.max for value in extremes)
         wrong = wrong or (array.dtype.kind == "f" and bool((array != np.floor(array)).any()))
     if wrong:
-        raise ValueError(f"values are out of range for {dtype.name}, or no whole numbers.")
+        raise ValueError(f"values are out of range for {dtype.name}, or not whole numbers.")
     return as_bytes(cast)

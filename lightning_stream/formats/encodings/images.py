@@ -44,9 +44,9 @@ class _Pil(ViewEncoding):
 class _ImageFile(ViewEncoding):
     """An image file's bytes. An image that was opened from a JPEG file and never changed keeps that file's bytes.
 
-    `decode` opens the image without loading its pixels, as mosaicml-streaming does: ``draft()`` then still works, and
-    an image that is written again keeps its bytes. With ``on_bad_sample="substitute"`` the reader loads every image,
-    so that a truncated one is found where it can be replaced.
+    `decode` opens the image without loading its pixels, as mosaicml-streaming does: ``draft()`` still works, and an
+    image that is written again keeps its bytes. With ``on_bad_sample="substitute"`` the reader loads every image, so
+    that a truncated one can be replaced.
     """
 
     checks_bytes = True
@@ -72,7 +72,7 @@ class _ImageFile(ViewEncoding):
         if not data.startswith(self._begin):
             raise ValueError(
                 f"{self.name} takes the bytes of a {self.name.upper()} file, which begin with {self._begin!r}; got "
-                f"{len(data)} bytes that begin with {data[:8]!r}. Give the opened image, which is then stored as "
+                f"{len(data)} bytes that begin with {data[:8]!r}. Write the opened image, which is then stored as "
                 f"{self.name.upper()}, or make it a column of 'bytes'."
             )
         return data
@@ -83,10 +83,9 @@ class _ImageFile(ViewEncoding):
 
 
 class _ImageList(ViewEncoding):
-    """Several images in one value; ``jpeg_array`` has no reserved word in front.
+    """A sequence of images, of their files' bytes, or of uint8 pixels; or one array uint8[n, height, width, channels].
 
-    It takes a sequence of images, of their files' bytes, or of uint8 arrays of pixels, or one array of uint8[n, height,
-    width, channels].
+    ``jpeg_array`` has no reserved word in front of the images.
     """
 
     def __init__(self, name: str, element: Encoding, reserved: bytes) -> None:
@@ -123,11 +122,7 @@ class _ImageList(ViewEncoding):
 
 
 def pillow() -> Any:
-    """The module ``PIL.Image``.
-
-    Raises:
-        MissingExtraError: Pillow is not installed.
-    """
+    """Return the module ``PIL.Image``; MissingExtraError if Pillow is not installed."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -136,11 +131,7 @@ def pillow() -> Any:
 
 
 def _as_image(value: Any, name: str) -> Image.Image:
-    """The value, if it is a PIL image; one made of it, if it is an array of pixels.
-
-    Raises:
-        TypeError: It is neither.
-    """
+    """Return a PIL image, or make one of an array of pixels; TypeError for other values."""
     pixels = isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim in (2, 3)
     return _require_image(pillow().fromarray(value) if pixels else value, name)
 
@@ -151,18 +142,14 @@ def _require_image(value: Any, name: str) -> Image.Image:
     if getattr(value, "tile", None) and getattr(value, "fp", None) is None:
         raise ValueError(
             f"{name}: the image's file was closed before its pixels were loaded. Write the image while it is open, or "
-            "call its load() first, or give the bytes of the file."
+            "call its load() first, or write the bytes of the file."
         )
     image: Image.Image = value
     return image
 
 
 def load_images(column: str, value: Any) -> None:
-    """Read the pixels of an image that was only opened, or of all images in a list.
-
-    Raises:
-        FormatError: They are damaged.
-    """
+    """Read the pixels of an image, or of all images in a list; FormatError if they are damaged."""
     if isinstance(value, list):
         for one in value:
             load_images(column, one)
@@ -174,11 +161,11 @@ def load_images(column: str, value: Any) -> None:
 
 
 def _original_bytes(image: Image.Image) -> bytes | None:
-    """The bytes of the JPEG file that an image was opened from, if they still are what the image shows; else None.
+    """Return the bytes of the JPEG file that an image was opened from, if the image still shows them; else None.
 
-    What is drawn, pasted, rotated or removed from an image must not come back. So the file is opened once more. Pixels
-    that were never loaded cannot have been changed, and loading them would read this file, at these places (`tile`).
-    Pixels that were loaded are compared. So are the size, the mode and all that is kept beside the pixels.
+    A change of the image (drawn, pasted, rotated, removed) must not be lost, so the file is opened once more. Pixels
+    that were never loaded cannot have changed, and would be read from this file, at these offsets (`tile`). Loaded
+    pixels are compared, and so are the size, the mode and all metadata.
     """
     unloaded = bool(getattr(image, "tile", None))
     file: Any = getattr(image, "fp", None)
@@ -203,7 +190,7 @@ def _original_bytes(image: Image.Image) -> bytes | None:
 
 
 def _exif(image: Image.Image, opened: Image.Image) -> Any:
-    """The EXIF data, with all changes; None if those of ``opened`` were never read, hence never changed."""
+    """Return the EXIF data with all changes; None if those of ``opened`` were never read, so never changed."""
     if getattr(opened, "_exif", opened) is None:
         return None
     exif = image.getexif()

@@ -1,7 +1,4 @@
-"""JPEG bytes straight to an array of pixels: by simplejpeg where it is installed, else by Pillow; the same pixels.
-
-Use it in place of a column's own decoding, which gives PIL images.
-"""
+"""JPEG bytes to an array of pixels, by simplejpeg if it is installed, else by Pillow; both give the same pixels."""
 
 from __future__ import annotations
 
@@ -19,18 +16,18 @@ _MAX_PIXELS = 178_956_970  # from here on Pillow takes an image for a decompress
 
 
 def decode_jpeg(data: bytes, min_height: int = 0, min_width: int = 0) -> NDArray[np.uint8]:
-    """The pixels of a JPEG: uint8[height, width, 3], RGB.
+    """Return the pixels of a JPEG: uint8[height, width, 3], RGB. Use it in place of a column's own decoding.
 
-    With ``min_height`` and ``min_width`` the image is decoded at the smallest scale that the library has and that is
-    still at least that large: much faster, for training on small crops of large photos. simplejpeg has every eighth,
-    Pillow a half, a quarter and an eighth, so scaled images differ between the two.
+    With ``min_height`` and ``min_width`` the image is decoded at the smallest scale of the library that is at least so
+    large: much faster, for training on small crops of large photos. simplejpeg has every eighth, Pillow a half, a
+    quarter and an eighth, so scaled images differ between the two.
 
     Example::
 
         StreamingDataset(remote="s3://bucket/photos", decoders={"image": decode_jpeg})
 
     Raises:
-        ValueError: Not a JPEG, a damaged one, or one of more pixels than Pillow's limit.
+        ValueError: It is not a JPEG, it is damaged, or it has more pixels than Pillow's limit.
         MissingExtraError: Neither library is installed.
     """
     fast = _simplejpeg()
@@ -43,7 +40,7 @@ def decode_jpeg(data: bytes, min_height: int = 0, min_width: int = 0) -> NDArray
                 data, colorspace="RGB", fastdct=False, fastupsample=False, min_height=min_height, min_width=min_width
             )
         except ValueError:
-            pass  # CMYK and the like: Pillow knows more kinds, and says better what is wrong
+            pass  # CMYK and others: Pillow knows more kinds, and has better messages
         else:
             return pixels
     return _by_pillow(data, min_height, min_width)
@@ -51,7 +48,7 @@ def decode_jpeg(data: bytes, min_height: int = 0, min_width: int = 0) -> NDArray
 
 def _by_pillow(data: bytes, min_height: int, min_width: int) -> NDArray[np.uint8]:
     try:
-        # Collections of photos have a PNG here and there; no other format is opened, since some run programs.
+        # Collections of photos may hold some PNGs; no other format is opened, since some run programs.
         with pillow().open(BytesIO(data), formats=("JPEG", "PNG")) as image:
             if min_height or min_width:
                 image.draft("RGB", (min_width or min_height, min_height or min_width))

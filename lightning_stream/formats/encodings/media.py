@@ -1,4 +1,4 @@
-"""Video and audio: stored as the file's bytes, and decoded only when asked, by PyAV."""
+"""Video and audio, stored as the file's bytes and decoded on request, by PyAV."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from lightning_stream.formats.encodings.base import FamilyMember, ViewEncoding, 
 
 
 class Media:
-    """A video or audio file in memory. Picklable; two are equal if their bytes are.
-
-    Attributes:
-        data: The file's bytes.
-    """
+    """The `data` of a video or audio file. It can be pickled; two are equal if their bytes are."""
 
     __slots__ = ("data",)
 
@@ -23,11 +19,7 @@ class Media:
         self.data = data
 
     def open(self) -> Any:
-        """The file, opened by PyAV: ``with media.open() as container: for frame in container.decode(video=0)``.
-
-        Raises:
-            MissingExtraError: PyAV is not installed.
-        """
+        """Open the file by PyAV: ``with media.open() as container: for frame in container.decode(video=0)``."""
         try:
             av = import_module("av")
         except ImportError as error:

@@ -19,7 +19,7 @@ _CODES = {
 
 
 class _Number(ViewEncoding):
-    """A number of a numpy dtype. Gives a numpy scalar back."""
+    """A number of a numpy dtype, read as a numpy scalar."""
 
     def __init__(self, name: str, dtype: str | None = None) -> None:
         dtype = dtype or name
@@ -60,7 +60,7 @@ class _Number(ViewEncoding):
 
 
 class _Int(_Number):
-    """``int``: stored as int64, given back as a Python int."""
+    """``int``: stored as int64, read as a Python int."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "int64")
@@ -71,7 +71,7 @@ class _Int(_Number):
 
 
 def _as_number(value: Any, is_float: bool) -> int | float | None:
-    """A plain number from a scalar of numpy or a tensor, and from a whole float for integer types; else None."""
+    """Return a plain number from a numpy scalar or a tensor, and from a whole float for integer types; else None."""
     if isinstance(value, (str, bytes, bytearray, complex)):
         return None
     try:

@@ -1,8 +1,4 @@
-"""Named arrays in one value (``tensors``), as the bytes of a safetensors file: no code can hide in it.
-
-The package safetensors checks and cuts in Rust: 18 us to write and 11 us to read an image with 1,000 labels, against
-23 us and 26 us by hand.
-"""
+"""Named arrays in one value (``tensors``), as the bytes of a safetensors file, which cannot hold code."""
 
 from __future__ import annotations
 

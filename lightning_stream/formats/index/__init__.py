@@ -1,4 +1,4 @@
-"""index.json, parsed into arrays: no Python object per shard is held, entries are made on demand."""
+"""index.json, parsed into arrays. Entries are made on demand, so no shard has a Python object."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def version_name(digest: str) -> str:
-    """What an older version of the index is kept as, once shards were appended: found by its digest."""
+    """Return the name under which an append keeps the index before it, from that index's digest."""
     return f"index.{digest[:16]}.json"
 
 
@@ -25,15 +25,13 @@ class Index:
     """All shards of a dataset, in order.
 
     Attributes:
-        data: The text of index.json, UTF-8.
-        where: What to call this index in messages: its path or URL.
+        data, where: The text of index.json in UTF-8; its path or URL, for messages.
         schemas: The distinct schemas of the shards.
         shard_sizes: int64[num_shards], number of samples.
-        raw_bytes: int64[num_shards], bytes of the shard's files when uncompressed.
-        stored_bytes: int64[num_shards], bytes of the shard's files as they are stored.
-        num_samples: Over all shards.
-        digest: Hex; over the raw files' names, sizes and hashes, the counts, and the columns. The same samples
-            stored under another compression have the same digest.
+        raw_bytes, stored_bytes: int64[num_shards], bytes of the shard's files uncompressed, and as they are stored.
+        num_samples: The number of samples in all shards.
+        digest: Hex, of the raw files' names, sizes and hashes, the counts, and the columns. Another compression of the
+            same samples gives the same digest.
     """
 
     def __init__(self, data: bytes, where: str) -> None:
@@ -51,11 +49,7 @@ class Index:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Index:
-        """Parse the text of an index.json.
-
-        Raises:
-            FormatError: Not version 2, a field missing or of the wrong kind, or a file name that leaves the folder.
-        """
+        """Parse the text of an index.json; FormatError if it is not one, or if a file name leaves the folder."""
         return cls(data.removeprefix(_BYTE_ORDER_MARK), where)
 
     @classmethod
@@ -65,28 +59,24 @@ class Index:
 
     @property
     def num_shards(self) -> int:
-        """Number of shards."""
+        """The number of shards."""
         return len(self.shard_sizes)
 
     @property
     def columns(self) -> dict[str, str]:
-        """Encoding by column name, of the first shard."""
+        """Encoding by column name in the first shard."""
         return self.schemas[0].columns if self.schemas else {}
 
     def schema(self, shard: int) -> Schema:
-        """The schema of one shard, without parsing its entry."""
+        """Return the schema of one shard, without parsing its entry."""
         return self.schemas[int(self._schema_ids[self._checked(shard)])]
 
     def entry(self, shard: int) -> ShardEntry:
-        """One shard's entry, parsed at each call.
-
-        Raises:
-            IndexError: Not 0 <= shard < num_shards.
-        """
+        """Parse one shard's entry; IndexError unless 0 <= shard < num_shards."""
         return parse_entry(self.text(shard), f"{self.where}, shard {shard}", self.schema(shard))
 
     def text(self, shard: int) -> bytes:
-        """The JSON text of one shard's entry, as it stands in the index."""
+        """Return the JSON text of one shard's entry."""
         begin, end = self._spans[self._checked(shard)]
         return self.data[begin:end]
 

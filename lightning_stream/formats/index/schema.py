@@ -1,4 +1,4 @@
-"""What an index says of one shard, as frozen values."""
+"""The description of a shard in an index, as frozen values."""
 
 from __future__ import annotations
 
@@ -17,18 +17,15 @@ MAX_FILE_BYTES = (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """What the shards of one writer share: format, columns, and how their files are packed.
+    """What the shards of one writer have in common: format, columns, and how their files are packed.
 
     Attributes:
         format: ``"mds"``, ``"json"``, ``"csv"``, ``"tsv"`` or ``"xsv"``.
-        names: Column names, in the order of the bytes.
-        encodings: One name per column; for row formats ``str``, ``int`` or ``float``.
+        names, encodings: Column names in the order of the bytes; their encodings (of row formats: `ROW_TYPES`).
         sizes: Fixed size in bytes per column, or None. All None for row formats.
-        compression: Name such as ``"zstd:7"``, or None.
-        hashes: Names of the hashes in the index.
-        size_limit: The writer's; None for one shard.
-        newline: End of a row, for row formats.
-        separator: Between values, for ``csv``, ``tsv`` and ``xsv``.
+        compression, hashes: A name such as ``"zstd:7"``, or None; the names of the hashes in the index.
+        size_limit: That of the writer; None for one shard.
+        newline, separator: The end of a row, and the text between values, for row formats.
     """
 
     format: str
@@ -49,7 +46,7 @@ class Schema:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file of a shard: its name below the dataset's root, its size, and its digests."""
+    """One file of a shard: its name below the dataset's root, its size, and its hashes."""
 
     basename: str
     num_bytes: int
@@ -58,7 +55,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """One shard as its index describes it. Row formats have a meta file beside the data file."""
+    """One shard in an index. Row formats have a meta file beside the data file."""
 
     schema: Schema
     num_samples: int
@@ -69,41 +66,38 @@ class ShardEntry:
 
     @property
     def format(self) -> str:
-        """The format's name."""
+        """The name of the format."""
         return self.schema.format
 
     @property
     def compression(self) -> str | None:
-        """The compression's name, or None."""
+        """The name of the compression, or None."""
         return self.schema.compression
 
     @property
     def files(self) -> tuple[tuple[FileEntry, FileEntry | None], ...]:
-        """All files of the shard: (what must be present to read it, what is stored in its place)."""
+        """All files of the shard: (the raw file, the compressed file or None)."""
         data = (self.raw, self.compressed)
         return (data,) if self.raw_meta is None else (data, (self.raw_meta, self.compressed_meta))
 
 
 def check_basename(name: object, where: str) -> str:
-    """A file's name that stays below the dataset's root: relative, ``/`` between folders, nothing special.
+    """Return a file's name that stays below the dataset's root: relative, with ``/`` between folders.
 
-    Raises:
-        FormatError: Absolute, with empty parts or parts that begin with a dot (``..``, the cache's own), a backslash, a
-            drive, a control character, or the index's own name.
+    FormatError for empty parts, parts that begin with a dot (``..``, the cache's own), a backslash, a drive, a control
+    character, or the name of the index.
     """
     if isinstance(name, str) and name.isprintable() and "\\" not in name and len(name) < 1024 and name[1:2] != ":":
-        # a bare name, as nearly all are, needs no splitting
         parts = name.split("/") if "/" in name else (name,)
         if not any(part == "" or part.startswith(".") for part in parts) and name != "index.json":
             return name
     raise FormatError(
-        f"{where}: names of files must be relative and stay below the dataset's folder; found {name!r:.100}. "
-        "Do not use an index from a source you do not trust."
+        f"{where}: names of files must be relative and stay below the dataset's folder; found {name!r:.100}."
     )
 
 
 def schema_object(schema: Schema) -> dict[str, Any]:
-    """What every shard entry of the schema says in the index."""
+    """Return the fields that all shards of a schema have in the index."""
     about: dict[str, Any] = {
         "compression": schema.compression,
         "format": schema.format,
@@ -126,7 +120,7 @@ def schema_object(schema: Schema) -> dict[str, Any]:
 
 
 def file_object(file: FileEntry | None) -> dict[str, Any] | None:
-    """A file as the index describes it."""
+    """Return the description of a file in the index."""
     if file is None:
         return None
     return {"basename": file.basename, "bytes": file.num_bytes, "hashes": dict(file.hashes)}

@@ -21,7 +21,7 @@ from lightning_stream.formats.shard_encoder import (
     require_columns,
 )
 
-_Column: TypeAlias = "tuple[Bytes2d, ...] | Sequence[Any]"  # blocks side by side, or a value for each row
+_Column: TypeAlias = "tuple[Bytes2d, ...] | Sequence[Any]"  # blocks side by side, or one value per row
 
 
 class _NoValue:
@@ -29,15 +29,7 @@ class _NoValue:
 
 
 class MdsEncoder:
-    """Samples to the one file of an MDS shard; see `ShardEncoder`.
-
-    Args:
-        columns: Encoding by column name; they are stored sorted by name.
-        compression, hashes, size_limit: What the index says of the shards.
-
-    Raises:
-        ValueError: No columns, or an unknown encoding.
-    """
+    """Samples to the one file of an MDS shard; see `ShardEncoder`. Columns are stored sorted by name."""
 
     per_sample_overhead = 4
 
@@ -52,7 +44,7 @@ class MdsEncoder:
         self.schema = Schema("mds", names, encodings, sizes, compression, hashes, size_limit)
         self._config = config_bytes(self.schema)
         self.header_bytes = 8 + len(self._config)
-        # For each column: values of the third, a type, are stored as they are.
+        # Values of the third item, a type, are stored as they are.
         self._steps: list[tuple[str, str, Any, Callable[[Any], bytes], int | None]] = [
             (name, encoding, bytes if _stores_bytes(one) else _NoValue, one.encode, one.size)
             for name, encoding, one in zip(names, encodings, self._encodings, strict=True)
@@ -61,7 +53,7 @@ class MdsEncoder:
         self._pack_head = struct.Struct(f"<{num_variable}I").pack if num_variable else None
 
     def encode(self, sample: Mapping[str, Any]) -> list[bytes]:
-        """The sample's parts: its head, if it has one, and a value per column; see `ShardEncoder.encode`."""
+        """Return the sample's head, if it has one, and a value per column; see `ShardEncoder.encode`."""
         parts: list[bytes] = []
         sizes: list[int] = []
         name = encoding = ""
@@ -87,7 +79,7 @@ class MdsEncoder:
         return parts
 
     def encode_batch(self, columns: dict[str, Any], num_rows: int) -> EncodedBatch:
-        """The bytes of a batch's rows, encoded column by column; see `ShardEncoder.encode_batch`."""
+        """Encode column by column; see `ShardEncoder.encode_batch`."""
         encoded: list[_Column] = []
         for name, kind, encoding in zip(self.schema.names, self.schema.encodings, self._encodings, strict=True):
             if name not in columns:
@@ -99,7 +91,7 @@ class MdsEncoder:
         return _assemble(encoded, [size is None for size in self.schema.sizes], num_rows)
 
     def files(self, sizes: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[str, list[Any]], ...]:
-        """The shard's file; see `ShardEncoder.files`."""
+        """Return the shard's file; see `ShardEncoder.files`."""
         return (("data", [offset_table(sizes, self.header_bytes + 4 * len(sizes)), self._config, *parts]),)
 
 
@@ -108,14 +100,14 @@ def _stores_bytes(encoding: Encoding) -> bool:
 
 
 def _encode_column(encoding: Encoding, name: str, values: Any, num_rows: int) -> _Column:
-    """A batch's values of one column; those of a fixed size as blocks."""
+    """Encode a batch's values of one column; values of a fixed size become blocks."""
     if isinstance(values, BinaryColumn):
         if values.encoding == name or (values.encoding == "bytes" and _stores_bytes(encoding)):
             return values if encoding.size is None else (_same_size(values, encoding.size, name),)
         values = [bytes(value) if values.encoding == "bytes" else str(value, "utf-8") for value in values]
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "USO":
         values = values.tolist()
-    many = getattr(encoding, "encode_many", None)  # an object with the four names alone has none
+    many = getattr(encoding, "encode_many", None)  # an object that is no `Encoding` may lack it
     column = None if many is None else many(values)
     if column is None:
         stored, encode = _stores_bytes(encoding), encoding.encode
@@ -133,19 +125,16 @@ def _encode_column(encoding: Encoding, name: str, values: Any, num_rows: int) ->
     else:
         right = isinstance(column, list) and len(column) == num_rows
     if not right:
-        raise ValueError(
-            f"{name}: encode_many must give {num_rows} values: uint8[rows, width] arrays, of the encoding's size if it "
-            "has one, or a list."
-        )
+        raise ValueError(f"{name}: encode_many must give {num_rows} values of its size: uint8[rows, width], or a list.")
     return column
 
 
 def _as_bytes(data: Any) -> bytes:
-    """What an encoding gave for one value, as bytes of its own: an array's length is not its number of bytes."""
+    """Return the result of an encoding as bytes: the length of an array is not its number of bytes."""
     try:
         return bytes(memoryview(data))
     except TypeError as error:
-        raise TypeError(f"its encoding must give bytes; encode gave {type(data).__name__}.") from error
+        raise TypeError(f"encode must give bytes; it gave {type(data).__name__}.") from error
 
 
 def _same_size(values: Sequence[Any], size: int, name: str) -> Bytes2d:
@@ -156,7 +145,7 @@ def _same_size(values: Sequence[Any], size: int, name: str) -> Bytes2d:
 
 
 def _assemble(columns: list[_Column], varies: list[bool], num_rows: int) -> EncodedBatch:
-    """Columns of one width that follow one another become one block; values that vary in size stand between."""
+    """Join columns: neighbours of fixed width become one block, with values of other columns between them."""
     sizes = np.full(num_rows, 4 * sum(varies), np.int64)
     heads: list[NDArray[np.int64]] = []
     for column, in_head in zip(columns, varies, strict=True):

@@ -1,9 +1,9 @@
-"""A batch as columns: located by numpy as a whole, over any number of shards, without a loop over samples."""
+"""A batch as columns: numpy locates it over any number of shards, without a loop over samples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,20 +13,22 @@ from lightning_stream.formats.mds.layout import Column, RecordLayout
 from lightning_stream.formats.memory import AddressWindow, Int64s
 from lightning_stream.formats.shard import DECODE_ERRORS, Batch, Buffers, Mapped, Ragged, Shard, corrupt_error
 
+_Places: TypeAlias = "list[tuple[Int64s, int | Int64s]]"  # of each column: positions in the window, and size or sizes
+
 
 def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers | None = None) -> Batch:
-    """One batch over many shards: row k is sample ``indices[k]`` of ``shards[which[k]]``.
+    """Return one batch over many shards: row k is sample ``indices[k]`` of ``shards[which[k]]``.
 
     Args:
-        shards: At least one; all with the same column names and encodings.
+        shards: At least one shard; all have the same column names and encodings.
         which: int64[n], 0 <= which < len(shards).
         indices: int64[n], each within its shard.
         out: As for `Shard.columns`.
 
     Raises:
-        ValueError: Shards of different columns, no shards, or ``out`` that does not fit.
-        IndexError: An index out of range.
-        FormatError: Damaged bytes.
+        ValueError: The shards have different columns, there are no shards, or ``out`` does not fit.
+        IndexError: An index is out of range.
+        FormatError: Bytes are damaged.
     """
     if not shards:
         raise ValueError("gather needs at least one shard.")
@@ -34,13 +36,18 @@ def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers
     if len(which) != len(indices) or which.ndim != 1 or indices.ndim != 1:
         raise ValueError(f"which and indices must be of one length; got {which.shape} and {indices.shape}.")
     mapped = [shard.mapped for shard in shards]
-    first = mapped[0]
-    if first is None:
-        return _gather_apart(shards, which, indices, out)
-    found = [one for one in mapped if one is not None and one.layout is first.layout]
-    if len(found) != len(shards):
+    names = shards[0].schema.names
+    if not any(mapped) and all(shard.schema.names == names for shard in shards):
+        return gather_mixed(shards, which, indices, dict.fromkeys(names, True), out)
+    files = [one for one in mapped if one is not None and mapped[0] is not None and one.layout is mapped[0].layout]
+    if len(files) != len(shards):
         raise ValueError("gather needs shards of the same columns; group the samples by their shard's schema first.")
-    return gather_mapped(found, which, indices, out)
+    spans = np.array([one.span for one in files], np.int64).T
+    window = AddressWindow(int(spans[0].min()), int(spans[1].max()))
+    _check_range(which, len(files), "shard")
+    _check_range(indices, spans[3].take(which).view(np.uint64), "sample")
+    where = lambda shard: files[shard].file.where  # noqa: E731
+    return gather_rows(files[0].layout, window, spans.take(which, 1), which, indices, where, out)
 
 
 def gather_mixed(
@@ -48,19 +55,21 @@ def gather_mixed(
 ) -> Batch:
     """As `gather`, over shards of different columns.
 
-    Args:
-        shards, which, indices, out: See `gather`.
-        common: All columns of the data, this batch's or not; True for those that all of it has in one encoding. The
-            others become `Ragged` lists, with None where a sample lacks the column.
+    `common` has all columns of the data, also those that this batch lacks: True for a column that all of the data has
+    in one encoding. The others become `Ragged` lists, with None for a sample without the column.
     """
     groups: dict[tuple[Any, ...], list[int]] = {}
     for k, shard in enumerate(shards):
-        groups.setdefault((shard.schema.format, shard.schema.names, shard.schema.encodings), []).append(k)
+        alone = k if shard.mapped is None else None  # a format that is not mapped is read shard by shard
+        groups.setdefault((alone, shard.schema.names, shard.schema.encodings), []).append(k)
     parts: list[tuple[Int64s, Batch]] = []
-    for members in groups.values():
+    for (alone, *_), members in groups.items():
         rows = np.flatnonzero(np.isin(which, members))
-        place = np.searchsorted(members, which[rows])
-        parts.append((rows, gather([shards[k] for k in members], place, indices[rows])))
+        if alone is not None:
+            parts.append((rows, shards[alone].columns(indices[rows])))
+            continue
+        member = np.searchsorted(members, which[rows])
+        parts.append((rows, gather([shards[k] for k in members], member, indices[rows])))
     batch: Batch = {}
     for name, in_all in common.items():
         found = [(rows, part[name]) for rows, part in parts if name in part]
@@ -73,18 +82,6 @@ def gather_mixed(
     return batch
 
 
-def gather_mapped(files: Sequence[Mapped], which: Int64s | None, indices: Int64s, out: Buffers | None) -> Batch:
-    """As `gather`, over mapped files of one layout; ``which`` None means that there is one."""
-    spans = np.array([one.span for one in files], np.int64).T
-    window = AddressWindow(int(spans[0].min()), int(spans[1].max()))
-    rows = np.zeros(len(indices), np.int64) if which is None else which
-    _check_range(rows, len(files), "shard")
-    _check_range(indices, spans[3].take(rows).view(np.uint64), "sample")
-    return gather_rows(
-        files[0].layout, window, spans.take(rows, 1), rows, indices, lambda shard: files[shard].file.where, out
-    )
-
-
 def gather_rows(
     layout: RecordLayout,
     window: AddressWindow,
@@ -94,96 +91,83 @@ def gather_rows(
     where: Callable[[int], str],
     out: Buffers | None,
 ) -> Batch:
-    """As `gather`, over mapped shards whose places are known, for samples that are known to be there.
+    """As `gather`, over mapped shards of one layout in one window, for samples that are known to be there.
 
     Args:
-        layout: That of all the shards.
-        window: Memory that holds them all.
+        layout, window: The layout of all the shards, and memory that holds them all.
         spans: int64[4, n]: the `Mapped.span` of each sample's shard.
-        which: int64[n], the shards, for messages.
+        which: int64[n], the shards; `where` names one of them, for messages.
         indices: int64[n], 0 <= index < samples of that shard.
-        out: As for `gather`.
-        where: The path of a shard, for messages.
+        where, out: See above; as for `gather`.
     """
-    batch = _Located(layout, window, len(indices))
     if layout.stride is None:
-        batch.locate_variable(spans[0] - window.begin, spans[1] - window.begin, indices)
+        places, bad_row = _locate_variable(layout, window, spans, indices)
     else:
-        batch.locate_fixed(spans[2] + (indices * layout.stride - window.begin))
-    if batch.bad_row is not None:
-        k = batch.bad_row
-        raise FormatError(
-            f"{where(int(which[k]))}, sample {indices[k]}: its columns do not fill it. Fetch the shard again."
-        )
-    return _build(batch, where, which, indices, out or {})
-
-
-def _check_range(values: Int64s, limit: int | Int64s, what: str) -> None:
-    wrong = values.view(np.uint64) >= limit  # negative numbers, too, are beyond then
-    if wrong.any():
-        k = int(np.flatnonzero(wrong)[0])
-        limit = np.asarray(limit)
-        raise IndexError(f"{what} {values[k]} is out of range: there are {np.broadcast_to(limit, values.shape)[k]}.")
-
-
-class _Located:
-    """Where each value of a batch lies: per column, its positions in the window and its size or sizes."""
-
-    def __init__(self, layout: RecordLayout, window: AddressWindow, num_rows: int) -> None:
-        self.layout = layout
-        self.window = window
-        self.num_rows = num_rows
-        self.spans: list[tuple[Int64s, int | Int64s]] = []
-        self.bad_row: int | None = None  # a row whose columns do not fill it
-
-    def locate_fixed(self, at: Int64s) -> None:
-        for column in self.layout.columns:
-            self.spans.append((at, column.size or 0))
-            at = at + (column.size or 0)
-
-    def locate_variable(self, begins: Int64s, ends: Int64s, indices: Int64s) -> None:
-        """From the table of offsets to each sample, and from its head to each column.
-
-        The table was checked when the file was opened; what is read now is checked again, since a file that somebody
-        changes meanwhile must not lead out of its memory.
-        """
-        if not self.num_rows:
-            self.spans = [(indices, indices) for _ in self.layout.columns]
-            return
-        offsets = self._numbers(begins + 4 + 4 * indices, 2)
-        at, stop = begins + offsets[:, 0], begins + offsets[:, 1]
-        out_of_bounds = (stop - at < self.layout.min_bytes) | (stop > ends)
-        if out_of_bounds.any():
-            self.bad_row = int(np.flatnonzero(out_of_bounds)[0])
-            return
-        sizes = iter(self._numbers(at, self.layout.num_variable).T)
-        at = at + self.layout.head.size
-        for column in self.layout.columns:
-            size = next(sizes) if column.size is None else column.size
-            self.spans.append((at, size))
-            at = at + size
-        if not np.array_equal(at, stop):
-            self.bad_row = int(np.flatnonzero(at != stop)[0])
-
-    def _numbers(self, at: Int64s, count: int) -> Int64s:
-        return self.window.take(at, 4 * count).view("<u4").astype(np.int64)
-
-
-def _build(batch: _Located, where: Callable[[int], str], which: Int64s, indices: Int64s, out: Buffers) -> Batch:
+        places, bad_row = _locate_fixed(layout, spans[2] + (indices * layout.stride - window.begin)), None
+    if bad_row is not None:
+        name = where(int(which[bad_row]))
+        raise FormatError(f"{name}, sample {indices[bad_row]}: its columns do not fill it. Fetch the shard again.")
     values: Batch = {}
-    for column, (at, size) in zip(batch.layout.columns, batch.spans, strict=True):
+    out = out or {}
+    for column, (at, size) in zip(layout.columns, places, strict=True):
         if column.gathered and isinstance(size, int):
-            values[column.name] = _numbers(batch.window, column, at, size, out.get(column.name))
+            values[column.name] = _numbers(window, column, at, size, out.get(column.name))
             continue
         if column.name in out:
-            raise ValueError(f"out: column {column.name!r} has no fixed size, so its values cannot go to given memory.")
-        decoded, row, error = _decoded(batch.window, column, at, size)
+            raise ValueError(f"out: column {column.name!r} has no fixed size, so it cannot be written to given memory.")
+        decoded, row, error = _decoded(window, column, at, size)
         if error is not None:
             raise corrupt_error(where(int(which[row])), int(indices[row]), column.name, error) from error
         values[column.name] = Ragged(decoded) if column.ragged else decoded
     if unknown := set(out) - set(values):
         raise ValueError(f"out: no column {min(unknown)!r}; there are {', '.join(values)}.")
     return values
+
+
+def _check_range(values: Int64s, limit: int | Int64s, what: str) -> None:
+    wrong = values.view(np.uint64) >= limit  # as unsigned numbers, negative ones are too large
+    if wrong.any():
+        k = int(np.flatnonzero(wrong)[0])
+        limit = np.asarray(limit)
+        raise IndexError(f"{what} {values[k]} is out of range: there are {np.broadcast_to(limit, values.shape)[k]}.")
+
+
+def _locate_fixed(layout: RecordLayout, at: Int64s) -> _Places:
+    places: _Places = []
+    for column in layout.columns:
+        places.append((at, column.size or 0))
+        at = at + (column.size or 0)
+    return places
+
+
+def _locate_variable(
+    layout: RecordLayout, window: AddressWindow, spans: Int64s, indices: Int64s
+) -> tuple[_Places, int | None]:
+    """Locate each sample by the table of offsets, and each column by the sample's head; or return a bad row.
+
+    The table was checked when the file was opened. It is checked again, since a file that is changed meanwhile must not
+    lead out of its memory.
+    """
+    if not len(indices):
+        return [(indices, indices) for _ in layout.columns], None
+    begins, ends = spans[0] - window.begin, spans[1] - window.begin
+    offsets = _uint32s(window, begins + 4 + 4 * indices, 2)
+    at, stop = begins + offsets[:, 0], begins + offsets[:, 1]
+    out_of_bounds = (stop - at < layout.min_bytes) | (stop > ends)
+    if out_of_bounds.any():
+        return [], int(np.flatnonzero(out_of_bounds)[0])
+    places: _Places = []
+    sizes = iter(_uint32s(window, at, layout.num_variable).T)
+    at = at + layout.head.size
+    for column in layout.columns:
+        size = next(sizes) if column.size is None else column.size
+        places.append((at, size))
+        at = at + size
+    return places, None if np.array_equal(at, stop) else int(np.flatnonzero(at != stop)[0])
+
+
+def _uint32s(window: AddressWindow, at: Int64s, count: int) -> Int64s:
+    return window.take(at, 4 * count).view("<u4").astype(np.int64)
 
 
 def _numbers(window: AddressWindow, column: Column, at: Int64s, size: int, out: Any) -> NDArray[Any]:
@@ -199,11 +183,7 @@ def _numbers(window: AddressWindow, column: Column, at: Int64s, size: int, out: 
 
 
 def buffer_array(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> NDArray[Any]:
-    """A caller's memory as an array to be filled.
-
-    Raises:
-        ValueError: Read-only, not C-contiguous, or not of this dtype and shape. Raw memory needs only enough bytes.
-    """
+    """Return a caller's memory as an array to be filled; ValueError if it does not fit."""
     if isinstance(out, np.ndarray):
         array = out
     else:
@@ -211,23 +191,21 @@ def buffer_array(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: s
         needed = int(np.prod(shape)) * dtype.itemsize
         array = raw[:needed].view(dtype).reshape(shape) if len(raw) >= needed else raw
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous or not array.flags.writeable:
-        raise ValueError(
-            f"out: column {name!r} takes writable C-contiguous memory of {dtype} and shape {shape}; "
-            f"got {array.dtype} and shape {array.shape}."
-        )
+        found = f"{array.dtype} and shape {array.shape}"
+        raise ValueError(f"out: column {name!r} takes writable C-contiguous {dtype} of shape {shape}; got {found}.")
     return array
 
 
 def _decoded(
     window: AddressWindow, column: Column, at: Int64s, size: int | Int64s
 ) -> tuple[Any, int, Exception | None]:
-    """The values; or else the row that could not be decoded, and why."""
+    """Return the values; or the row that could not be decoded, and the error."""
     error: Exception | None = None
     if column.decode_many is not None and len(at):
         try:
             many = column.decode_many(window, at, size)
         except DECODE_ERRORS as raised:
-            many, error = None, raised  # which of the values it was, decoding them one by one shows
+            many, error = None, raised  # decoding the values one by one shows which of them it was
         if many is not None:
             found = len(many) if isinstance(many, list) or (isinstance(many, np.ndarray) and many.ndim) else None
             if found == len(at):
@@ -242,20 +220,6 @@ def _decoded(
     except DECODE_ERRORS as raised:
         return None, len(values), raised
     return values, 0, error
-
-
-def _gather_apart(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers | None) -> Batch:
-    """For formats that are not mapped as samples: each shard its part, then put in the batch's order."""
-    parts: list[tuple[Int64s, Batch]] = []
-    for number in sorted(set(which.tolist())):
-        rows = np.flatnonzero(which == number)
-        parts.append((rows, shards[number].columns(indices[rows])))
-    names = list(parts[0][1]) if parts else []
-    if any(list(part) != names for _, part in parts):
-        raise ValueError("gather needs shards of the same columns; group the samples by their shard's schema first.")
-    return {
-        name: _in_order(name, [(rows, part[name]) for rows, part in parts], len(which), out or {}) for name in names
-    }
 
 
 def _in_order(name: str, parts: list[tuple[Int64s, Any]], num_rows: int, out: Buffers) -> NDArray[Any] | list[Any]:
@@ -283,14 +247,11 @@ class SpanTable:
 
     A gather first refers to `_outlived`, then looks the samples up. A shard is first marked as not here and then put
     into that list, so it stays mapped for every gather that has found it. numpy looks up many rows without holding
-    Python's lock, so a row could be read half written: then `_changes` is odd, or another number afterwards.
-
-    Args:
-        num_shards: All that there are. Memory that is never touched costs nothing, and most shards are never mapped.
+    Python's lock, so it could read a row that is half written: then `_changes` is odd, or another number afterwards.
     """
 
     def __init__(self, num_shards: int) -> None:
-        self._spans: NDArray[np.int64] = np.zeros((num_shards, 4), np.int64)  # a shard not here has no samples
+        self._spans: NDArray[np.int64] = np.zeros((num_shards, 4), np.int64)  # a shard that is not here has no samples
         self._held: dict[int, Mapped] = {}
         # Shards taken out since a gather began; the last element is the list of those taken out later.
         self._outlived: list[Any] = []
@@ -299,7 +260,7 @@ class SpanTable:
         self._changes = 0
 
     def add(self, number: int, mapped: Mapped | None) -> None:
-        """Add a shard that was mapped; one of another layout, or of a format that is not gathered, is ignored."""
+        """Add a mapped shard. One of another layout, or of a format that is not gathered, is ignored."""
         if mapped is None or (self._held and mapped.layout is not self._layout):
             return
         self._layout = mapped.layout
@@ -308,10 +269,10 @@ class SpanTable:
         if self._window is None or begin < self._window.begin or end > self._window.end:
             # It only grows: nothing is read but the samples of shards that are here.
             self._window = AddressWindow(*((begin, end) if self._window is None else self._window.union(begin, end)))
-        self._set(number, mapped.span)  # last: what is found lies in the window
+        self._set(number, mapped.span)  # last, so that the window holds every shard that is found
 
     def remove(self, number: int) -> None:
-        """Remove a shard; it is unmapped once the gathers that have found it are done."""
+        """Remove a shard; it is unmapped when the gathers that have found it are done."""
         if (mapped := self._held.pop(number, None)) is not None:
             self._set(number, (0, 0, 0, 0))
             following: list[Any] = []
@@ -324,10 +285,9 @@ class SpanTable:
         self._changes += 1
 
     def gather(self, numbers: NDArray[np.int64], indices: NDArray[np.int64], out: Buffers | None) -> Batch | None:
-        """One batch: row k is sample ``indices[k]`` of shard ``numbers[k]``; see `columns.gather`.
+        """As `gather`, for samples ``indices[k]`` of shards ``numbers[k]``.
 
-        Returns:
-            None where not all of these samples are here, or the table was changed meanwhile.
+        None if not all of these samples are here, or if the table was changed meanwhile.
         """
         keeps_mapped, layout, changes = self._outlived, self._layout, self._changes
         spans = self._spans.take(numbers, 0).T

@@ -1,4 +1,4 @@
-"""How the bytes of a sample fall into columns: worked out once per schema."""
+"""Which bytes of a sample are which column, once per schema."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ Decoder = Callable[[Any], Any]
 
 
 class Column(NamedTuple):
-    """One column. ``decode`` may get a view of mapped memory, and copies what it keeps."""
+    """One column. ``decode`` may get a view of mapped memory, and copies the bytes that it keeps."""
 
     name: str
     encoding: Encoding
     size: int | None
     decode: Decoder
     decode_many: Callable[..., Any] | None
-    gathered: bool  # plain numbers, not decoded by the caller's own function
-    ragged: bool  # arrays that need not have one shape, decoded as stored
+    gathered: bool  # plain numbers, without a decoder of the caller
+    ragged: bool  # arrays that may have different shapes, decoded as stored
 
 
 class RecordLayout:
-    """The columns of MDS samples, ready to be read.
+    """The columns of MDS samples.
 
     Attributes:
-        columns: In the order of the bytes.
-        num_variable: How many have no fixed size: as many uint32 stand at a sample's head.
-        head: Those sizes.
-        stride: Bytes of every sample, if all columns are fixed.
+        columns: The columns in the order of their bytes.
+        num_variable: The number of columns without a fixed size; their sizes are a sample's `head`, uint32 each.
+        stride: Bytes of every sample, if all columns have a fixed size; else None.
         min_bytes: Bytes of the smallest possible sample.
     """
 
@@ -46,21 +45,20 @@ class RecordLayout:
         self.steps = tuple((column.name, column.decode, column.size) for column in columns)
 
 
-# Shards of one layout can be gathered together. It lives as long as a shard that has it, and so do the users' decoders.
+# Shards of one layout can be gathered together. A layout, and its users' decoders, live as long as a shard that has it.
 _LAYOUTS: WeakValueDictionary[Any, RecordLayout] = WeakValueDictionary()
 
 
 def record_layout(
     schema: Schema, allow_unsafe_types: bool = False, decoders: Mapping[str, Callable[[bytes], Any]] | None = None
 ) -> RecordLayout:
-    """The layout of a schema; the same object for the same arguments, while it is in use.
+    """Return the layout of a schema: the same object for the same arguments, while it is in use.
 
-    Raises:
-        ValueError: An encoding that is unknown, or unsafe and not allowed; a decoder for a column that is not there.
-        FormatError: A fixed size that is not that of the encoding.
+    ValueError for an encoding that is unknown, or unsafe and not allowed, and for a decoder of an unknown column;
+    FormatError for a fixed size that is not that of the encoding.
     """
     chosen = dict(decoders or {})
-    families = tuple(map(family_of, schema.encodings))  # a name that is registered again is another encoding
+    families = tuple(map(family_of, schema.encodings))  # a name may be registered again for another encoding
     key = (schema.names, schema.encodings, schema.sizes, families, allow_unsafe_types, frozenset(chosen.items()))
     found = _LAYOUTS.get(key)
     if found is None:
@@ -76,8 +74,8 @@ def _make_layout(schema: Schema, allow_unsafe_types: bool, decoders: Mapping[str
         encoding = encoding_of_column(name, encoding_name, size)
         if not encoding.safe and not allow_unsafe_types and name not in decoders:
             raise ValueError(
-                f"column {name!r} is stored as {encoding_name!r}: reading it can run code that the data brings along. "
-                "If you trust where the data comes from, pass allow_unsafe_types=True."
+                f"column {name!r} is stored as {encoding_name!r}: reading it can run code that is in the data. If you "
+                "trust the source of the data, pass allow_unsafe_types=True."
             )
         columns.append(_column(name, encoding, size, decoders.get(name)))
     return RecordLayout(tuple(columns))

@@ -1,4 +1,4 @@
-"""MDS shards: mapped, their offsets checked once."""
+"""Open MDS shards: mapped, with offsets that are checked once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.index.schema import ShardEntry
-from lightning_stream.formats.mds.gather import gather_mapped
+from lightning_stream.formats.mds.gather import gather
 from lightning_stream.formats.mds.layout import RecordLayout, record_layout
 from lightning_stream.formats.memory import MappedFile, offsets_error, sample_offsets
 from lightning_stream.formats.shard import DECODE_ERRORS, Batch, Buffers, Mapped, closed_error, corrupt_error
@@ -21,17 +21,9 @@ _OFFSETS = struct.Struct("<II")
 
 
 class MdsShard:
-    """One open MDS shard. Holds one mapping (and, before Python 3.13, one file descriptor) until it is closed.
+    """An open MDS shard; the arguments are those of `open_shard`.
 
-    Args:
-        entry: The shard, as the index describes it.
-        folder: The dataset's local root.
-        allow_unsafe_types: Read columns whose decoding can run code (``pkl``).
-        decoders: By column name, functions that replace the column's own decoding; they get its bytes.
-
-    Raises:
-        FormatError: The file is not what the index says, or its offsets are not increasing and within the file.
-        ValueError: An encoding that is unknown, or unsafe and not allowed.
+    Until it is closed, it holds a mapping of its file (and, before Python 3.13, a file descriptor).
     """
 
     def __init__(
@@ -44,23 +36,22 @@ class MdsShard:
     ) -> None:
         self.schema = entry.schema
         self.num_samples = entry.num_samples
-        self.nbytes = entry.raw.num_bytes
         self._layout = record_layout(entry.schema, allow_unsafe_types, decoders)
         self._path = folder / entry.raw.basename
-        file = MappedFile(self._path, self.nbytes)
+        file = MappedFile(self._path, entry.raw.num_bytes)
         first = _first_sample(file, self.num_samples, self._layout)
         span = (file.address, file.address + file.num_bytes, file.address + first, self.num_samples)
         self._mapped: Mapped | None = Mapped(self._layout, file, span)
 
     @property
     def mapped(self) -> Mapped:
-        """Where the samples are."""
+        """The mapped samples."""
         if self._mapped is None:
             raise closed_error(str(self._path))
         return self._mapped
 
     def sample(self, index: int) -> dict[str, Any]:
-        """The sample at ``index`` as values by column name."""
+        """Return a sample as values by column name; see `Shard.sample`."""
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} is out of range: {self._path} has {self.num_samples}.")
         view = self.mapped.file.view
@@ -81,29 +72,25 @@ class MdsShard:
         return values
 
     def stored(self, index: int) -> memoryview:
-        """The bytes of the sample at ``index``, 0 <= index < num_samples, as they are in the file."""
+        """Return the bytes of the sample at ``index`` as they are in the file."""
         view = self.mapped.file.view
         begin, end = _OFFSETS.unpack_from(view, 4 + 4 * index)
         return view[begin:end]
 
     def columns(self, indices: NDArray[np.int64], out: Buffers | None = None) -> Batch:
-        """Samples as columns; see `Shard.columns`."""
-        return gather_mapped([self.mapped], None, np.asarray(indices, np.int64), out)
+        """Return samples as columns; see `Shard.columns`."""
+        return gather([self], np.zeros(len(indices), np.int64), indices, out)
 
     def close(self) -> None:
-        """Release the file; it is unmapped as soon as no read of it is running."""
+        """Release the file; it is unmapped when no read of it is running."""
         self._mapped = None
 
     def __repr__(self) -> str:
-        return f"MdsShard({str(self._path)!r}: {self.num_samples} samples, {self.nbytes} bytes)"
+        return f"MdsShard({str(self._path)!r}: {self.num_samples} samples)"
 
 
 def _first_sample(file: MappedFile, num_samples: int, layout: RecordLayout) -> int:
-    """Where the first sample begins.
-
-    Raises:
-        FormatError: Offsets that are not those of samples of this layout in order.
-    """
+    """Return where the first sample begins; FormatError if the offsets do not fit samples of this layout."""
     offsets = sample_offsets(file, num_samples, file.num_bytes)
     steps = offsets[1:] - offsets[:-1]
     right = steps >= layout.min_bytes if layout.stride is None else steps == layout.stride

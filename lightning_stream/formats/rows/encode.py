@@ -30,20 +30,14 @@ _CASTS: dict[str, Callable[[Any], Any]] = {"str": _text, "int": operator.index, 
 
 
 class RowEncoder:
-    """Samples to the two files of a row shard; see `ShardEncoder`. The size limit is for the text.
-
-    Raises:
-        ValueError: A column type that row formats lack, or a column's name that holds the separator or the newline.
-    """
+    """Samples to the two files of a row shard; see `ShardEncoder`. The size limit is for the text."""
 
     per_sample_overhead = 0
 
     def __init__(self, schema: Schema) -> None:
         wrong = {name: kind for name, kind in schema.columns.items() if kind not in ROW_TYPES}
         if wrong:
-            raise ValueError(
-                f"columns of row formats must be {', '.join(ROW_TYPES)}; got {wrong}. Write MDS for others."
-            )
+            raise ValueError(f"row formats have columns of {', '.join(ROW_TYPES)}; got {wrong}. Write MDS for others.")
         self.schema = schema
         self._config = config_bytes(schema)
         self._casts = [(name, kind, _CASTS[kind]) for name, kind in schema.columns.items()]
@@ -58,11 +52,11 @@ class RowEncoder:
         self.header_bytes = len(self._header)
 
     def encode(self, sample: Mapping[str, Any]) -> list[bytes]:
-        """The sample's row; see `ShardEncoder.encode`."""
+        """Return the sample's row; see `ShardEncoder.encode`."""
         values: dict[str, Any] = {}
         name = kind = ""
         try:
-            for name, kind, cast in self._casts:  # noqa: B007 - the error says it
+            for name, kind, cast in self._casts:  # noqa: B007 - for the error
                 values[name] = cast(sample[name])
         except Exception as error:
             if isinstance(sample, Mapping) and name in sample and isinstance(error, (TypeError, ValueError)):
@@ -71,14 +65,14 @@ class RowEncoder:
         return [(self._row(values) + self._newline).encode()]
 
     def encode_batch(self, columns: dict[str, Any], num_rows: int) -> EncodedBatch:
-        """The bytes of a batch's rows, row by row; see `ShardEncoder.encode_batch`."""
+        """Encode row by row; see `ShardEncoder.encode_batch`."""
         names = list(columns)
         values = [column.tolist() if isinstance(column, np.ndarray) else column for column in columns.values()]
         rows = [self.encode(dict(zip(names, row, strict=True)))[0] for row in zip(*values, strict=True)]
         return EncodedBatch(np.fromiter(map(len, rows), np.int64, num_rows), parts=rows)
 
     def files(self, sizes: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[str, list[Any]], ...]:
-        """The shard's data and meta files; see `ShardEncoder.files`."""
+        """Return the shard's data and meta files; see `ShardEncoder.files`."""
         return ("data", [self._header, *parts]), ("meta", [offset_table(sizes, len(self._header)), self._config])
 
     def _json_row(self, values: dict[str, Any]) -> str:
@@ -90,7 +84,7 @@ class RowEncoder:
         if row.count(self._separator) != len(texts) - 1 or self._newline in row:
             for name, text in texts.items():
                 self._check(name, text)
-            raise ValueError("a row's values, joined, must not hold the newline or more separators than columns.")
+            raise ValueError("a joined row must not hold the newline, or more separators than the columns need.")
         return row
 
     def _check(self, name: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Row shards: JSON lines, and values with separators (CSV, TSV, XSV), each with a meta file of offsets."""
+"""Open row shards: JSON lines, and values with separators (CSV, TSV, XSV), each with a meta file of offsets."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.index.schema import Schema, ShardEntry
+from lightning_stream.formats.index.schema import ShardEntry
 from lightning_stream.formats.mds.gather import buffer_array
 from lightning_stream.formats.memory import MappedFile, sample_offsets
 from lightning_stream.formats.shard import DECODE_ERRORS, Batch, Buffers, closed_error, corrupt_error
 
 _TYPES: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
+_decode_json = json.JSONDecoder().decode
 _DTYPES = {"int": np.dtype("<i8"), "float": np.dtype("<f8")}
 
 
 class RowShard:
-    """One open shard of a row format, both its files mapped."""
+    """An open shard of a row format; both its files are mapped."""
 
     mapped = None
 
@@ -30,25 +31,25 @@ class RowShard:
             raise FormatError(f"{entry.raw.basename}: an entry of format {entry.format} must have 'raw_meta'.")
         self.schema = entry.schema
         self.num_samples = entry.num_samples
-        self.nbytes = entry.raw.num_bytes + entry.raw_meta.num_bytes
         self._path = folder / entry.raw.basename
-        self._parse = _json_parser(self.schema) if entry.format == "json" else _values_parser(self.schema)
+        self._casts = [_TYPES[kind] for kind in self.schema.encodings]  # the index was refused if there are others
+        self._separator = self.schema.separator or ","
         self._newline = (self.schema.newline or "\n").encode()
         file = MappedFile(self._path, entry.raw.num_bytes)
         meta = MappedFile(folder / entry.raw_meta.basename, entry.raw_meta.num_bytes)
-        # The offsets stay in the mapped file: 4 bytes a row, against 36 in a list.
+        # The offsets stay in the mapped file: 4 bytes a row, not 36 as in a list.
         offsets = sample_offsets(meta, self.num_samples, file.num_bytes)
         self._open: tuple[MappedFile, NDArray[np.uint32]] | None = (file, offsets)
 
     def sample(self, index: int) -> dict[str, Any]:
-        """The sample at ``index`` as values by column name."""
+        """Return a sample as values by column name; see `Shard.sample`."""
         file, offsets = self._files()
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} is out of range: {self._path} has {self.num_samples}.")
         return self._row(index, file.view[offsets.item(index) : offsets.item(index + 1)])
 
     def columns(self, indices: NDArray[np.int64], out: Buffers | None = None) -> Batch:
-        """Samples as columns: int64 and float64 arrays, and lists of str; see `Shard.columns`."""
+        """Return samples as columns: int64 and float64 arrays, and lists of str; see `Shard.columns`."""
         file, offsets = self._files()
         indices = np.asarray(indices, np.int64)
         wrong = indices[(indices < 0) | (indices >= self.num_samples)]
@@ -56,7 +57,22 @@ class RowShard:
             raise IndexError(f"sample {wrong[0]} is out of range: {self._path} has {self.num_samples}.")
         places = zip(indices.tolist(), offsets[indices].tolist(), offsets[indices + 1].tolist(), strict=True)
         samples = [self._row(index, file.view[begin:end]) for index, begin, end in places]
-        return rows_to_columns(samples, self.schema, out or {}, str(self._path))
+        batch: Batch = {}
+        name = kind = ""
+        try:
+            for name, kind in self.schema.columns.items():
+                values, dtype = [sample[name] for sample in samples], _DTYPES.get(kind)
+                batch[name] = values if dtype is None else np.array(values, dtype)
+        except (KeyError, OverflowError, ValueError, TypeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise FormatError(f"{self._path}: column {name!r} must be {kind} in every sample ({why}).") from error
+        for name, memory in (out or {}).items():
+            column = batch.get(name)
+            if not isinstance(column, np.ndarray):
+                raise ValueError(f"out: no column {name!r} of numbers; there are {', '.join(self.schema.names)}.")
+            batch[name] = buffer_array(memory, column.dtype, column.shape, name)
+            batch[name][:] = column
+        return batch
 
     def _files(self) -> tuple[MappedFile, NDArray[np.uint32]]:
         if self._open is None:
@@ -64,69 +80,26 @@ class RowShard:
         return self._open
 
     def _row(self, index: int, stored: memoryview) -> dict[str, Any]:
+        parse = self._parse_json if self.schema.format == "json" else self._parse_values
         try:
-            return self._parse(str(bytes(stored).removesuffix(self._newline), "utf-8"))
+            return parse(str(bytes(stored).removesuffix(self._newline), "utf-8"))
         except DECODE_ERRORS as error:
             raise corrupt_error(str(self._path), index, "(the row)", error) from error
+
+    def _parse_json(self, text: str) -> dict[str, Any]:
+        value = _decode_json(text)
+        if not isinstance(value, dict):
+            raise TypeError("a row must be a JSON object")
+        for name in self.schema.names:
+            value[name]  # KeyError if the column is missing
+        return value
+
+    def _parse_values(self, text: str) -> dict[str, Any]:
+        names, parts = self.schema.names, text.split(self._separator)
+        if len(parts) != len(names):
+            raise ValueError(f"{len(names)} columns, but {len(parts)} values")
+        return {name: cast(part) for name, cast, part in zip(names, self._casts, parts, strict=True)}
 
     def close(self) -> None:
         """Release the files; see `Shard.close`."""
         self._open = None
-
-
-def rows_to_columns(samples: list[dict[str, Any]], schema: Schema, out: Buffers, where: str) -> Batch:
-    """Samples of a row format as columns.
-
-    Raises:
-        FormatError: A column is missing in a sample, or a number does not fit 64 bits.
-        ValueError: ``out`` does not fit.
-    """
-    batch: Batch = {}
-    name = kind = ""
-    try:
-        for name, kind in schema.columns.items():
-            values = [sample[name] for sample in samples]
-            dtype = _DTYPES.get(kind)
-            batch[name] = values if dtype is None else np.array(values, dtype)
-    except (KeyError, OverflowError, ValueError, TypeError) as error:
-        raise FormatError(
-            f"{where}: column {name!r} must be {kind} in every sample ({type(error).__name__}: {error}). "
-            "Read it sample by sample."
-        ) from error
-    for name, memory in out.items():
-        column = batch.get(name)
-        if not isinstance(column, np.ndarray):
-            raise ValueError(f"out: no column {name!r} of numbers; there are {', '.join(schema.names)}.")
-        target = buffer_array(memory, column.dtype, column.shape, name)
-        target[...] = column
-        batch[name] = target
-    return batch
-
-
-def _json_parser(schema: Schema) -> Callable[[str], dict[str, Any]]:
-    decode = json.JSONDecoder().decode
-    names = schema.names
-
-    def parse(text: str) -> dict[str, Any]:
-        value = decode(text)
-        if not isinstance(value, dict):
-            raise TypeError("a row must be a JSON object")
-        for name in names:
-            value[name]  # KeyError if the column is missing
-        return value
-
-    return parse
-
-
-def _values_parser(schema: Schema) -> Callable[[str], dict[str, Any]]:
-    separator = schema.separator or ","
-    names = schema.names
-    casts = [_TYPES[kind] for kind in schema.encodings]  # the index was refused if there are others
-
-    def parse(text: str) -> dict[str, Any]:
-        parts = text.split(separator)
-        if len(parts) != len(names):
-            raise ValueError(f"{len(names)} columns, but {len(parts)} values")
-        return {name: cast(part) for name, cast, part in zip(names, casts, parts, strict=True)}
-
-    return parse
