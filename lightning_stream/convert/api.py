@@ -72,8 +72,8 @@ def convert(
 
     Every row is in the dataset exactly once, also if processes are killed. index.json comes last: without it there is
     no dataset, and the same call then writes only the missing partitions. The same source and settings give the same
-    files, with any number of processes. ``manifest.json`` beside the index holds schema, row counts, source files and
-    statistics; if it describes this source and these settings, nothing is written again.
+    files, with any number of processes. ``manifest.json`` beside the index holds schema, counts and source files; if it
+    describes this source and these settings, nothing is written again.
 
     A source folder with the folders ``train`` and ``val`` (or ``validation``, ``test``) is written as the datasets
     ``out/train`` and ``out/val``.

@@ -125,14 +125,13 @@ class Conversion:
         found, columns = self._columns()
         specs = {split: self._spec(out, columns, found) for split, out in outs.items() if split not in held}
         begun = {split: Publication.begin(spec, self._settings.overwrite, _REPLACE) for split, spec in specs.items()}
-        receipts, statistics = self._write(found, columns, begun, num_workers, progress_bar)
+        receipts = self._write(found, columns, begun, num_workers, progress_bar)
         self._check(begun, receipts)
         check_unchanged(self._listed.files)
         about = {**found.about, "source": source_record(self._listed), "settings": self._described}
         about["read"] = found.columns
         for split, publication in begun.items():
-            more = {"statistics": statistics[split]} if split in statistics else {}
-            publication.publish(receipts[split], True, as_json({**about, **more}))
+            publication.publish(receipts[split], True, as_json(about))
         if self._shuffle is not None:
             self._shuffle.clean()
         return result_of(uri, self._held(outs), time.perf_counter() - begin, is_new=True)
@@ -204,8 +203,8 @@ class Conversion:
 
     def _write(
         self, found: Found, columns: Mapping[str, str], begun: Mapping[str, Publication], num_workers: int, shown: bool
-    ) -> tuple[dict[str, list[Receipt]], dict[str, Any]]:
-        """The receipts of all partitions, by split, in order; and statistics that are not in them."""
+    ) -> dict[str, list[Receipt]]:
+        """The receipts of all partitions, by split, in order."""
         settings = self._settings
         partitions = self._source.partitions(self._partition_bytes)
         done: frozenset[int] = frozenset()
@@ -223,14 +222,13 @@ class Conversion:
         def run(task: Any, pieces: Sequence[Any], phase: str) -> dict[int, dict[str, Receipt]]:
             return run_partitions(task, pieces, num_workers, Progress(len(pieces), phase, shown))
 
-        statistics: dict[str, Any] = {}
         if self._shuffle is None:
             receipts = run(task, [each for each in partitions if each.number not in done], "converting")
         else:
-            receipts, statistics = self._shuffle.write(task, partitions, done, run)
+            receipts = self._shuffle.write(task, partitions, done, run)
         for number in done:
             receipts[number] = {split: _earlier(spec, number) for split, spec in specs.items()}
-        return {split: [receipts[number][split] for number in sorted(receipts)] for split in specs}, statistics
+        return {split: [receipts[number][split] for number in sorted(receipts)] for split in specs}
 
 
 def folder_of(out: Any, split: str) -> Any:

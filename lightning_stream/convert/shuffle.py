@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from lightning_stream.convert.partition import OutputSpec, PartitionWriter, merged_statistics
+from lightning_stream.convert.partition import OutputSpec, PartitionWriter
 from lightning_stream.convert.receipt import Receipt, index_of, receipt_name
 from lightning_stream.convert.sources.base import Source
 from lightning_stream.convert.task import PartitionTask
@@ -227,7 +227,7 @@ class Shuffle:
 
     def write(
         self, task: PartitionTask, partitions: Sequence[Any], done: frozenset[int], run: Runner
-    ) -> tuple[dict[int, dict[str, Receipt]], dict[str, Any]]:
+    ) -> dict[int, dict[str, Receipt]]:
         """Scatter the partitions that are not scattered yet, and write the buckets that are not written yet.
 
         Args:
@@ -237,22 +237,20 @@ class Shuffle:
             run: Has a task done by processes, and returns the receipts by number; its last argument names the phase.
 
         Returns:
-            The receipts by number and split, of the partitions if one of them cannot be written, else of the buckets;
-            and the statistics by split.
+            The receipts by number and split, of the partitions if one of them cannot be written, else of the buckets.
         """
         missing = [Bucket(k) for k in range(self.num_buckets) if k not in done]
         spills = {split: self._spill(split, spec) for split, spec in task.specs.items()}
-        found: dict[int, dict[str, Any]]
-        found = {each.number: {s: _receipt(spill, each.number) for s, spill in spills.items()} for each in partitions}
         if missing:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             scatter = ScatterTask(**{**vars(task), "specs": spills}, seed=self.seed)
-            spilled = run(scatter, [each for each in partitions if None in found[each.number].values()], "reading")
+            unread = [
+                each for each in partitions if None in (_receipt(spill, each.number) for spill in spills.values())
+            ]
+            spilled = run(scatter, unread, "reading")
             if not all(receipt.is_good for each in spilled.values() for receipt in each.values()):
-                return spilled, {}
-            found.update(spilled)
-        statistics = {s: merged_statistics(filter(None, (each[s] for each in found.values()))) for s in spills}
-        return run(GatherTask(task.specs, spills, len(partitions), self.num_buckets), missing, "writing"), statistics
+                return spilled
+        return run(GatherTask(task.specs, spills, len(partitions), self.num_buckets), missing, "writing")
 
     def _spill(self, split: str, spec: OutputSpec) -> OutputSpec:
         writer = {**spec.writer, "compression": None, "hashes": [], "size_limit": _RUN_BYTES}

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from lightning_stream.convert.partition import OutputSpec, PartitionWriter, RefusedError, Statistics
+from lightning_stream.convert.partition import OutputSpec, PartitionWriter, RefusedError
 from lightning_stream.convert.receipt import Receipt, receipt_name
 from lightning_stream.convert.sources.base import Batch, Partition, Reader
 from lightning_stream.convert.sources.rows import fit_values
@@ -173,15 +173,18 @@ class PartitionTask:
     def run(self, partition: Partition) -> dict[str, Receipt]:
         """Write a partition, and then its receipts; return them by split."""
         nulls: dict[str, int] = {}
-        outputs = {split: _Output(self.writer(split, partition.number), Statistics()) for split in self.specs}
+        writers = {split: self.writer(split, partition.number) for split in self.specs}
         try:
             with ExitStack() as open_writers:
-                for output in outputs.values():
-                    open_writers.enter_context(output.writer)
-                self._write(partition, outputs, nulls)
+                for writer in writers.values():
+                    open_writers.enter_context(writer)
+                self._write(partition, writers, nulls)
         except RefusedError as error:
-            return {split: Receipt(partition.number, "", refused=str(error)) for split in outputs}
-        receipts = {split: output.receipt(partition.number, nulls) for split, output in outputs.items()}
+            return {split: Receipt(partition.number, "", refused=str(error)) for split in writers}
+        receipts = {
+            split: Receipt(partition.number, "", writer.num_samples, tuple(writer.shards), nulls)
+            for split, writer in writers.items()
+        }
         for split, receipt in receipts.items():
             if receipt.is_good:
                 spec = self.specs[split]
@@ -192,19 +195,19 @@ class PartitionTask:
         """Take the rows of a partition that belong to a split."""
         return PartitionWriter(self.specs[split], number)
 
-    def _write(self, partition: Partition, outputs: Mapping[str, _Output], nulls: dict[str, int]) -> None:
+    def _write(self, partition: Partition, writers: Mapping[str, PartitionWriter], nulls: dict[str, int]) -> None:
         batches = _refusing(self.reader.read_all(partition.splits, self.read))
         if self.transform.function is None:
             for batch in batches:
-                self._write_batch(batch, outputs, nulls)
+                self._write_batch(batch, writers, nulls)
             return
         for sample, where in self.transform.samples(batches):
             with _refused_at(where or str(partition)):
-                output = outputs.get("" if self.split is None else self.split.of_sample(sample))
-                if output is not None:
-                    output.writer.write(sample)
+                writer = writers.get("" if self.split is None else self.split.of_sample(sample))
+                if writer is not None:
+                    writer.write(sample)
 
-    def _write_batch(self, batch: Batch, outputs: Mapping[str, _Output], nulls: dict[str, int]) -> None:
+    def _write_batch(self, batch: Batch, writers: Mapping[str, PartitionWriter], nulls: dict[str, int]) -> None:
         with _refused_at(batch.where):
             values, num_rows = self.nulls.settle(batch.columns, self.read, nulls)
             if self.split is None or not num_rows:
@@ -214,21 +217,10 @@ class PartitionTask:
                 parts = {
                     split: {name: taken(column, kept) for name, column in values.items()}
                     for split, kept in rows.items()
-                    if len(kept) and split in outputs
+                    if len(kept) and split in writers
                 }
             for split, chosen in parts.items():
-                outputs[split].writer.write_batch(chosen)
-                outputs[split].statistics.add(chosen)
-
-
-@dataclass(frozen=True)
-class _Output:
-    writer: PartitionWriter
-    statistics: Statistics
-
-    def receipt(self, number: int, nulls: Mapping[str, int]) -> Receipt:
-        shards = tuple(self.writer.shards)
-        return Receipt(number, "", self.writer.num_samples, shards, self.statistics.columns, nulls)
+                writers[split].write_batch(chosen)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from lightning_stream.convert.files import SourceFile, Uris, find_files
-from lightning_stream.convert.sources.arrays import NumpyReader
 from lightning_stream.convert.sources.base import Reader, Source
 from lightning_stream.convert.sources.images import SUFFIXES, ImageFolderReader
 from lightning_stream.convert.sources.inputs import FunctionReader, Inputs, input_items
@@ -140,16 +139,18 @@ def _only_kind(found: Sequence[SourceFile], source: Uris) -> str:
     raise ValueError(f"a source must be of one kind; {source} holds files of several ({counts}). Pass kind=.")
 
 
-def _table_reader(name: str) -> Any:
+def _table_reader(name: str, module: str = "tables") -> Any:
     try:
-        return getattr(import_module("lightning_stream.convert.sources.tables"), name)
+        return getattr(import_module(f"lightning_stream.convert.sources.{module}"), name)
     except ModuleNotFoundError as error:
-        raise missing_extra("pyarrow", "convert", "reading Parquet, Arrow and CSV files") from error
+        raise missing_extra("pyarrow", "convert", "reading Parquet, Arrow, CSV and NumPy files") from error
 
 
 def _delimited(kind: str, default: str) -> Callable[..., Reader]:
     def make(_: Sequence[SourceFile], delimiter: str = default, names: Sequence[str] | None = None) -> Reader:
-        reader: Reader = _table_reader("CsvReader")(kind, delimiter, None if names is None else tuple(names))
+        reader: Reader = _table_reader("CsvReader", "delimited")(
+            kind, delimiter, None if names is None else tuple(names)
+        )
         return reader
 
     return make
@@ -163,6 +164,6 @@ _MAKERS: dict[str, Callable[..., Reader]] = {
     "tsv": _delimited("tsv", "\t"),
     "images": ImageFolderReader.over,
     "webdataset": lambda _: TarReader(),
-    "numpy": lambda _, column="array": NumpyReader(column),
+    "numpy": lambda _, column="array": _table_reader("NumpyReader")(column),
     "text": lambda _, lines=False: TextReader(lines),
 }
