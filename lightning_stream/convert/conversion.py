@@ -82,16 +82,7 @@ class Settings:
 
 
 class Conversion:
-    """One source under some settings. Reads only what is needed to know its columns.
-
-    Args:
-        source: What is converted.
-        settings: How, and where to.
-        found: Its columns, if they are known from more files than those of the source.
-
-    Raises:
-        ValueError: Columns that do not exist, or cannot be inferred.
-    """
+    """One source under some settings. Reads only what is needed to know its columns."""
 
     def __init__(self, source: Source, settings: Settings, found: Found | None = None) -> None:
         self._settings, self._found = settings, found
@@ -111,11 +102,7 @@ class Conversion:
             self._shuffle = Shuffle.plan(source, spec, self._partition_bytes, settings.seed, settings.tmp_dir)
 
     def run(self, num_workers: int, progress_bar: bool) -> ConversionResult:
-        """Write what is missing, and publish it.
-
-        Raises:
-            FileExistsError: There is something else.
-        """
+        """Write what is missing, and publish it."""
         begin, outs = time.perf_counter(), self._outs()
         uri = str(self._settings.out[-1] if isinstance(self._settings.out, tuple) else self._settings.out)
         held = {} if self._settings.force else self._held(outs)

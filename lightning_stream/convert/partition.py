@@ -20,16 +20,7 @@ from lightning_stream.writer.place import DatasetPlace, digest_of
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """One dataset that is being written: what every process gets.
-
-    Attributes:
-        out: A folder, a URL, or a pair, as a writer takes it.
-        keep_local: Whether a pair keeps its local files.
-        store_options: For the store.
-        columns: Encoding by column name.
-        writer: The writer's other settings.
-        fingerprint: Identifies this conversion.
-    """
+    """One dataset that is being written: what every process gets."""
 
     out: Any
     keep_local: bool
@@ -62,10 +53,6 @@ class PartitionWriter(MDSWriter):
     """An `MDSWriter` that names its shards by their bytes, and keeps its index entries instead of putting an index.
 
     `shards` has the entries once it is finished, with file names relative to the dataset's root.
-
-    Args:
-        spec: The dataset.
-        number: The number of the partition.
     """
 
     def __init__(self, spec: OutputSpec, number: int) -> None:

@@ -48,13 +48,7 @@ class Bucket:
 
 
 class RunWriter(PartitionWriter):
-    """Writes rows in runs of about 64 MiB, each sorted by the rows' keys, and keeps the keys beside the shards.
-
-    Args:
-        spec: The temporary dataset.
-        number: The partition's number.
-        seed: Decides the keys.
-    """
+    """Writes rows in runs of about 64 MiB, each sorted by the rows' keys, and keeps the keys beside the shards."""
 
     def __init__(self, spec: OutputSpec, number: int, seed: int) -> None:
         super().__init__(spec, number)
@@ -108,11 +102,7 @@ class RunWriter(PartitionWriter):
 
 @dataclass(frozen=True)
 class ScatterTask(PartitionTask):
-    """Writes partitions into the temporary folder.
-
-    Attributes:
-        seed: Decides the order.
-    """
+    """Writes partitions into the temporary folder."""
 
     seed: int = 0
 
@@ -123,14 +113,7 @@ class ScatterTask(PartitionTask):
 
 @dataclass(frozen=True)
 class GatherTask:
-    """Writes buckets.
-
-    Attributes:
-        specs: The datasets, by split.
-        spills: The temporary datasets, by split.
-        num_partitions: How many were scattered.
-        num_buckets: How many buckets there are.
-    """
+    """Writes buckets."""
 
     specs: Mapping[str, OutputSpec]
     spills: Mapping[str, OutputSpec]
@@ -201,13 +184,7 @@ def shuffled_listing(source: Source, seed: int) -> Source:
 
 @dataclass(frozen=True)
 class Shuffle:
-    """A shuffled conversion.
-
-    Attributes:
-        folder: For temporary files.
-        num_buckets: So many that each is at most a partition, and about 64 MiB of the source.
-        seed: Decides the order.
-    """
+    """A shuffled conversion."""
 
     folder: Path
     num_buckets: int
@@ -228,17 +205,7 @@ class Shuffle:
     def write(
         self, task: PartitionTask, partitions: Sequence[Any], done: frozenset[int], run: Runner
     ) -> dict[int, dict[str, Receipt]]:
-        """Scatter the partitions that are not scattered yet, and write the buckets that are not written yet.
-
-        Args:
-            task: Writes partitions in their own order.
-            partitions: All of them.
-            done: The buckets that an earlier run wrote.
-            run: Has a task done by processes, and returns the receipts by number; its last argument names the phase.
-
-        Returns:
-            The receipts by number and split, of the partitions if one of them cannot be written, else of the buckets.
-        """
+        """Scatter the partitions that are not scattered yet, and write the buckets that are not written yet."""
         missing = [Bucket(k) for k in range(self.num_buckets) if k not in done]
         spills = {split: self._spill(split, spec) for split, spec in task.specs.items()}
         if missing:

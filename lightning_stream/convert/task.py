@@ -20,12 +20,7 @@ Row: TypeAlias = "dict[str, Any]"
 
 @dataclass(frozen=True)
 class Transform:
-    """A function of the user's, or none.
-
-    Attributes:
-        of_row: From a row to a sample, None for none, or several samples.
-        of_partition: From the rows of a partition, in order, to its samples.
-    """
+    """A function of the user's, or none."""
 
     of_row: Callable[[Row], Any] | None = None
     of_partition: Callable[[Iterator[Row]], Iterable[Mapping[str, Any]]] | None = None
@@ -40,11 +35,7 @@ class Transform:
         return self.of_row or self.of_partition
 
     def samples(self, batches: Iterable[Batch]) -> Iterator[tuple[Mapping[str, Any], str]]:
-        """Yield the samples made from a partition's rows, each with where its row was, if that is known.
-
-        Raises:
-            TypeError: The function returned something other than samples.
-        """
+        """Yield the samples made from a partition's rows, each with where its row was, if that is known."""
         if self.of_partition is not None:
             made = self.of_partition(row for batch in batches for row in rows_of(batch))
             yield from ((sample, "") for sample in _samples(made, "transform_partition"))
@@ -83,22 +74,13 @@ def rows_of(batch: Batch) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class NullRule:
-    """How nulls are treated in columns whose encoding has none: all but json.
-
-    Attributes:
-        fill: A value by column that is written instead.
-        drop: Whether rows with other nulls are dropped.
-    """
+    """How nulls are treated in columns whose encoding has none: all but json."""
 
     fill: Mapping[str, Any] = field(default_factory=dict)
     drop: bool = False
 
     def settle(self, batch: Any, columns: Mapping[str, str], nulls: dict[str, int]) -> tuple[dict[str, Any], int]:
-        """Return a batch as a writer takes it, and its number of rows; no rows if nulls are left, which are counted.
-
-        Raises:
-            ValueError: A value that its encoding does not take; names the column.
-        """
+        """Return a batch as a writer takes it, and its number of rows; no rows if nulls are left, which are counted."""
         settle = self._arrow if hasattr(batch, "schema") else self._plain
         values = settle(batch, columns, nulls)
         return batch_columns({} if nulls else values)
@@ -151,17 +133,7 @@ def taken(values: Any, kept: Any) -> Any:
 
 @dataclass(frozen=True)
 class PartitionTask:
-    """What all partitions have in common. Picklable.
-
-    Attributes:
-        reader: Reads the source.
-        read: The columns that are read, with their encodings.
-        specs: The datasets that are written: by the name of the split, or one named ``""``. Rows of other splits are
-            skipped.
-        transform: What is done with rows.
-        nulls: How nulls are treated.
-        split: Chooses the rows of the validation split; None where there is one dataset.
-    """
+    """What all partitions have in common. Picklable."""
 
     reader: Reader
     read: Mapping[str, str]

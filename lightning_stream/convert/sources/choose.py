@@ -36,19 +36,7 @@ _HUGGING_FACE_STATE = "state.json"
 
 
 def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None, store_options: Any) -> Source:
-    """Find the files of a source, and the reader for them.
-
-    Args:
-        source: A file, folder or pattern, or a list of these, paths or URLs; or `Inputs`; or a `datasets.Dataset`.
-        kind: The kind of its files; None to decide by their names.
-        options: For the reader, e.g. ``{"delimiter": ";"}``.
-        store_options: For the store of the source.
-
-    Raises:
-        NotFoundError: There are no such files.
-        ValueError: Files of several kinds, or of no known kind; an unknown kind or option.
-        MissingExtraError: The reader needs a package that is not installed.
-    """
+    """Find the files of a source, and the reader for them."""
     if isinstance(source, Inputs):
         return Source(f"{len(source.inputs):,} inputs", input_items(source), FunctionReader(source.function))
     if hasattr(source, "with_format") and hasattr(source, "features"):
@@ -76,9 +64,6 @@ def splits_of(source: Source) -> dict[str, Source]:
     """Return the splits of a source whose files are in folders ``train`` and ``val`` (or ``validation``, ``test``).
 
     Empty if there are no such folders.
-
-    Raises:
-        ValueError: Beside them there are other files of the source's kind.
     """
     splits = dict(_by_split(source.files))
     return {split: replace(source, files=tuple(_in_split(file) for file in files)) for split, files in splits.items()}

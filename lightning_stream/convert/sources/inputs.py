@@ -40,12 +40,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class FunctionReader(Reader):
-    """Reads `Inputs`.
-
-    Attributes:
-        function: Returns the samples of an input.
-        strict, as_rows: See `Reader.tuned`.
-    """
+    """Reads `Inputs`."""
 
     kind = "inputs"
     min_bytes = 1
@@ -85,11 +80,7 @@ class FunctionReader(Reader):
 
 @dataclass(frozen=True)
 class InputItem(SourceFile):
-    """An input as if it were a file of one byte.
-
-    Attributes:
-        value: The input.
-    """
+    """An input as if it were a file of one byte."""
 
     value: Any = None
 

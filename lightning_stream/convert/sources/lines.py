@@ -34,11 +34,7 @@ def line_splits(file: SourceFile, partition_bytes: int) -> list[InputSplit]:
 
 
 def line_blocks(split: InputSplit) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that begin within a piece, in blocks of a few MiB; each with its position in bytes.
-
-    Raises:
-        FormatError: The file is damaged.
-    """
+    """Yield the lines that begin within a piece, in blocks of a few MiB; each with its position in bytes."""
     try:
         with split.file.unpacked() as file:
             yield from _blocks(file, split)
@@ -72,11 +68,7 @@ def filled_lines(split: InputSplit) -> Iterator[tuple[list[bytes], str]]:
 
 @dataclass(frozen=True)
 class JsonlReader(Reader):
-    """One JSON object in each line.
-
-    Attributes:
-        strict, as_rows: See `Reader.tuned`.
-    """
+    """One JSON object in each line."""
 
     kind = "jsonl"
     strict: bool = False

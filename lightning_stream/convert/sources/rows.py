@@ -23,14 +23,6 @@ def infer_rows(rows: Sequence[Mapping[str, Any]], asked: Mapping[str, str] | Non
 
     Whole numbers become ``int64``, numbers ``float64``, truth values ``uint8``, text ``str``, lists of numbers
     ``ndarray``, everything else, and values of several types, ``json``. Nulls do not matter.
-
-    Args:
-        rows: Some rows.
-        asked: Encodings by column name: only these columns are then written. None for all, inferred.
-        where: The source, for messages.
-
-    Raises:
-        ValueError: No rows, or a column or encoding that does not exist.
     """
     names = dict.fromkeys(name for row in rows for name in row)
     if asked is not None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.parquet as pq
 
+from lightning_stream.convert.arrow_schema import arrow_columns
 from lightning_stream.convert.files import SourceFile
 from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, present
-from lightning_stream.convert.sources.hugging_face import features_of, with_files
+from lightning_stream.convert.sources.images import image_encoding
 from lightning_stream.convert.sources.inputs import InputItem
 from lightning_stream.convert.sources.lines import DAMAGED
 from lightning_stream.errors import FormatError
@@ -23,6 +26,7 @@ from lightning_stream.errors import FormatError
 _BATCH_BYTES, _MAX_ROWS = 1 << 23, 8192
 _CSV_BLOCK_BYTES = 1 << 22
 _MAGIC = b"ARROW1"
+_FILES = ("Image", "Audio", "Video")  # features that are a struct of a file's bytes and its path
 _DAMAGED = (pa.ArrowInvalid, OSError)
 
 
@@ -72,8 +76,8 @@ class _TableReader(Reader):
                 raise FormatError(f"{file.uri} is not a file of kind {self.kind}: {error}") from error
             yield table
 
-    @abstractmethod
-    def _table(self, plain: Any) -> _Table: ...
+    def _table(self, plain: Any) -> _Table:
+        raise NotImplementedError
 
 
 def pieces_of(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
@@ -203,11 +207,7 @@ class NumpyReader(_TableReader):
 
 @dataclass(frozen=True)
 class DatasetReader(Reader):
-    """Rows of a `datasets.Dataset` object, in its own order.
-
-    Attributes:
-        dataset: The object, which gives Arrow tables.
-    """
+    """Rows of a `datasets.Dataset` object, in its own order."""
 
     kind = "dataset"
     dataset: Any
@@ -238,3 +238,63 @@ class DatasetReader(Reader):
             table = rows[begin : min(end, begin + _MAX_ROWS // 8)].replace_schema_metadata(schema.metadata)
             for batch in table.combine_chunks().to_batches():
                 yield Batch(with_files(batch).select(list(columns)), f"the dataset, from row {begin:,}")
+
+
+def features_of(schema: pa.Schema, first: Any, asked: Mapping[str, str] | None) -> Found:
+    """Return the columns of a schema, with images and class labels as ``datasets`` notes them."""
+    features = _noted(schema)
+    images = [name for name, kind in features.items() if kind.get("_type") in _FILES and name in schema.names]
+    for name in images:
+        schema = schema.set(schema.get_field_index(name), pa.field(name, pa.binary()))
+    columns = arrow_columns(schema, asked)
+    for name in images if asked is None else ():
+        value = None if first is None or not first.num_rows else image_bytes(first.column(name))[0].as_py()
+        columns[name] = image_encoding(value or b"")
+    for name, shape in _shapes(features).items() if asked is None else ():
+        if columns.get(name, "").count(":") == 1:
+            columns[name] += f":{shape}"
+    classes = {name: kind["names"] for name, kind in features.items() if kind.get("_type") == "ClassLabel"}
+    about: dict[str, Any] = {"schema": {field.name: str(field.type) for field in schema}}
+    if classes:
+        about["classes"] = {name: names for name, names in classes.items() if name in columns}
+    return Found(columns, about, media=tuple(images))
+
+
+def _shapes(features: Mapping[str, Any]) -> dict[str, str]:
+    """Return the shapes of array features that have one shape for all rows, as encodings write them."""
+    arrays = {name: kind["shape"] for name, kind in features.items() if str(kind.get("_type")).startswith("Array")}
+    return {name: ",".join(map(str, shape)) for name, shape in arrays.items() if all(shape)}
+
+
+def image_bytes(column: pa.Array) -> pa.Array:
+    """Return a column of structs of bytes and path, or of plain bytes, as bytes; null where there is neither."""
+    if not pa.types.is_struct(column.type):
+        return column
+    data = pa.compute.struct_field(column, "bytes")
+    if not data.null_count:
+        return data
+    paths = pa.compute.struct_field(column, "path").to_pylist()
+    return pa.array(
+        [
+            Path(path).read_bytes() if held is None and path and Path(path).is_file() else held
+            for held, path in zip(data.to_pylist(), paths, strict=True)
+        ],
+        pa.large_binary(),
+    )
+
+
+def with_files(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return the batch with its images as their files' bytes."""
+    noted = _noted(batch.schema)
+    for k, field in enumerate(batch.schema):
+        if noted.get(field.name, {}).get("_type") in _FILES and pa.types.is_struct(field.type):
+            batch = batch.set_column(k, field.name, image_bytes(batch.column(k)))
+    return batch
+
+
+def _noted(schema: pa.Schema) -> dict[str, Any]:
+    noted = (schema.metadata or {}).get(b"huggingface")
+    if noted is None:
+        return {}
+    features = json.loads(noted).get("info", {}).get("features") or {}
+    return {name: kind for name, kind in features.items() if isinstance(kind, dict)}

@@ -34,11 +34,7 @@ _MEDIA = ("webp", "gif", "mp3", "m4a", "ogg", "opus", "flac", "mp4", "webm", "mk
 
 @dataclass(frozen=True)
 class TarReader(Reader):
-    """Samples of WebDataset tars.
-
-    Attributes:
-        strict: See `Reader.tuned`.
-    """
+    """Samples of WebDataset tars."""
 
     kind = "webdataset"
     strict: bool = False
@@ -112,11 +108,7 @@ def _array(data: bytes) -> Any:
 
 
 def _samples(file: SourceFile) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield samples as their files' bytes by ending, and their sizes.
-
-    Raises:
-        FormatError: The tar is damaged, or a sample has two files of one ending.
-    """
+    """Yield samples as their files' bytes by ending, and their sizes."""
     try:
         with file.unpacked() as plain:
             watched = _Watched(plain)
