@@ -82,16 +82,7 @@ class Settings:
 
 
 class Conversion:
-    """One source under some settings. Reads only what is needed to know its columns.
-
-    Args:
-        source: What is converted.
-        settings: How, and where to.
-        found: Its columns, if they are known from more files than those of the source.
-
-    Raises:
-        ValueError: Columns that do not exist, or cannot be inferred.
-    """
+    """One source under some settings. Reads only what is needed to know its columns."""
 
     def __init__(self, source: Source, settings: Settings, found: Found | None = None) -> None:
         self._settings, self._found = settings, found
@@ -99,9 +90,7 @@ class Conversion:
         about = json.dumps([as_json(source_identity(source)), self._described], sort_keys=True)
         self.fingerprint = hashlib.sha256(about.encode()).hexdigest()[:16]
         self._listed = self._source = source  # as it is listed, and in the order in which it is read
-        self._reader = source.reader.tuned(
-            strict=settings.columns is None, as_rows=settings.transform.function is not None
-        )
+        self._reader = source.reader.reading(settings.columns)
         self._partition_bytes = settings.partition_bytes or source.partition_bytes
         self._shuffle: Shuffle | None = None
         if settings.shuffle and source.reader.is_listing:
@@ -111,28 +100,25 @@ class Conversion:
             self._shuffle = Shuffle.plan(source, spec, self._partition_bytes, settings.seed, settings.tmp_dir)
 
     def run(self, num_workers: int, progress_bar: bool) -> ConversionResult:
-        """Write what is missing, and publish it.
-
-        Raises:
-            FileExistsError: There is something else.
-        """
+        """Write what is missing, and publish it."""
         begin, outs = time.perf_counter(), self._outs()
         uri = str(self._settings.out[-1] if isinstance(self._settings.out, tuple) else self._settings.out)
         held = {} if self._settings.force else self._held(outs)
         if len(held) == len(outs):
             return result_of(uri, held, time.perf_counter() - begin)
         self._refuse_other(outs)
+        if self._shuffle is not None and self._settings.force:
+            self._shuffle.clean()
         found, columns = self._columns()
         specs = {split: self._spec(out, columns, found) for split, out in outs.items() if split not in held}
         begun = {split: Publication.begin(spec, self._settings.overwrite, _REPLACE) for split, spec in specs.items()}
-        receipts, statistics = self._write(found, columns, begun, num_workers, progress_bar)
+        receipts = self._write(found, columns, begun, num_workers, progress_bar)
         self._check(begun, receipts)
         check_unchanged(self._listed.files)
         about = {**found.about, "source": source_record(self._listed), "settings": self._described}
         about["read"] = found.columns
         for split, publication in begun.items():
-            more = {"statistics": statistics[split]} if split in statistics else {}
-            publication.publish(receipts[split], True, as_json({**about, **more}))
+            publication.publish(receipts[split], True, as_json(about))
         if self._shuffle is not None:
             self._shuffle.clean()
         return result_of(uri, self._held(outs), time.perf_counter() - begin, is_new=True)
@@ -204,8 +190,8 @@ class Conversion:
 
     def _write(
         self, found: Found, columns: Mapping[str, str], begun: Mapping[str, Publication], num_workers: int, shown: bool
-    ) -> tuple[dict[str, list[Receipt]], dict[str, Any]]:
-        """The receipts of all partitions, by split, in order; and statistics that are not in them."""
+    ) -> dict[str, list[Receipt]]:
+        """The receipts of all partitions, by split, in order."""
         settings = self._settings
         partitions = self._source.partitions(self._partition_bytes)
         done: frozenset[int] = frozenset()
@@ -218,19 +204,20 @@ class Conversion:
         if settings.val_fraction is not None:
             hashed = identifying(columns, found.identity)
             split = ValidationSplit(settings.val_fraction, settings.seed, settings.group_by, hashed)
-        task = PartitionTask(self._reader, found.columns, specs, settings.transform, settings.nulls, split)
+        task = PartitionTask(
+            self._reader, found.columns, specs, settings.transform, settings.nulls, split, settings.columns is None
+        )
 
         def run(task: Any, pieces: Sequence[Any], phase: str) -> dict[int, dict[str, Receipt]]:
             return run_partitions(task, pieces, num_workers, Progress(len(pieces), phase, shown))
 
-        statistics: dict[str, Any] = {}
         if self._shuffle is None:
             receipts = run(task, [each for each in partitions if each.number not in done], "converting")
         else:
-            receipts, statistics = self._shuffle.write(task, partitions, done, run)
+            receipts = self._shuffle.write(task, partitions, done, run)
         for number in done:
             receipts[number] = {split: _earlier(spec, number) for split, spec in specs.items()}
-        return {split: [receipts[number][split] for number in sorted(receipts)] for split in specs}, statistics
+        return {split: [receipts[number][split] for number in sorted(receipts)] for split in specs}
 
 
 def folder_of(out: Any, split: str) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import bz2
-import fnmatch
 import gzip
 import io
 import lzma
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +69,7 @@ class SourceFile:
         """Its bytes, seekable, as stored."""
         path = self.path
         if path is not None:
-            return cast(BinaryIO, path.open("rb", buffering))
+            return path.open("rb", buffering)
         raw = _Ranges(open_store(self.root, self.options), self.name, self.num_bytes)
         return cast(BinaryIO, io.BufferedReader(raw, _BUFFER_BYTES))
 
@@ -133,71 +133,44 @@ def find_files(source: Uris, options: Mapping[str, Any] | None = None) -> list[S
     """Return the files of a source but hidden ones: those of a folder sorted by name, those of a list in its order.
 
     Args:
-        source: A file, a folder (searched at any depth), a pattern with ``*`` or ``?``, or a list of these; paths or
-            URLs. Other characters stand for themselves.
+        source: A file, a folder (searched at any depth), a pattern, or a list of these; paths or URLs. In a pattern,
+            ``*`` and ``?`` stand for any characters of one name, and ``**/`` for folders at any depth.
         options: For stores.
 
     Raises:
         NotFoundError: One of them names no file.
     """
-    places = [source] if isinstance(source, (str, os.PathLike)) else list(source)
     found: list[SourceFile] = []
-    for given in places:
-        place = os.fspath(given)
-        files = _in_store(place, options) if is_remote(place) else _on_disk(place)
+    for given in [source] if isinstance(source, (str, os.PathLike)) else source:
+        uri = os.fspath(given)
+        files = _found(uri.rstrip("/") if is_remote(uri) else str(LocalStore.from_url(uri, {}).folder), options)
         if not files:
-            raise NotFoundError(f"a source must name files; {redact(place)} names none. Check the path.")
+            raise NotFoundError(f"a source must name files; {redact(uri)} names none. Check the path.")
         found += files
     return found
 
 
-def _on_disk(place: str) -> list[SourceFile]:
-    path = LocalStore.from_url(place, {}).folder
-    if path.is_file():
-        return [_local(path.parent, path.name, path.stat())]
-    if path.is_dir():
-        return sorted(_below(path, path, ""), key=lambda file: file.name)
-    if not _WILD & set(str(path)):
-        return []
-    root = Path(*_before_wild(path.parts))
-    pattern = str(path.relative_to(root)).replace("[", "[[]")
-    names = [str(found.relative_to(root)) for found in root.glob(pattern) if found.is_file()]
-    return [_local(root, name, (root / name).stat()) for name in sorted(names) if not _hidden(name)]
+def _found(uri: str, options: Mapping[str, Any] | None) -> list[SourceFile]:
+    parts = uri.split("/")
+    literal = next((k for k, part in enumerate(parts) if _WILD & set(part)), len(parts))
+    root = "/".join(parts[:literal]) or "/"
+    options = options if is_remote(root) else None
+    entries = list(open_store(root, options).list(""))
+    if literal == len(parts) and not entries:  # one file
+        root, _, name = uri.rpartition("/")
+        entries = [entry for entry in open_store(root or "/", options).list(name) if entry.name == name]
+    is_match = _pattern("/".join(parts[literal:])).fullmatch
+    return [
+        SourceFile(root, entry.name, entry.num_bytes, entry.version, options)
+        for entry in entries
+        if is_match(entry.name) and not _hidden(entry.name)
+    ]
 
 
-def _below(root: Path, folder: Path | str, above: str) -> Iterable[SourceFile]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if _hidden(entry.name):
-                continue
-            if entry.is_dir():
-                yield from _below(root, entry.path, f"{above}{entry.name}/")
-            elif entry.is_file():
-                yield _local(root, above + entry.name, entry.stat())
-
-
-def _before_wild(parts: Iterable[str]) -> Iterable[str]:
-    for part in parts:
-        if _WILD & set(part):
-            return
-        yield part
-
-
-def _local(root: Path, name: str, known: os.stat_result) -> SourceFile:
-    return SourceFile(str(root), name, known.st_size, str(known.st_mtime_ns))
-
-
-def _in_store(url: str, options: Mapping[str, Any] | None) -> list[SourceFile]:
-    url = url.rstrip("/")
-    root = "/".join(_before_wild(url.split("/")))
-    store = open_store(root, options)
-    entries = list(store.list(""))
-    if root == url and not entries:  # one object
-        root, _, only = url.rpartition("/")
-        entries = [entry for entry in open_store(root, options).list(only) if entry.name == only]
-    pattern = url[len(root) + 1 :].replace("[", "[[]") if root != url and _WILD & set(url) else "*"
-    kept = [entry for entry in entries if not _hidden(entry.name) and fnmatch.fnmatchcase(entry.name, pattern)]
-    return [SourceFile(root, entry.name, entry.num_bytes, entry.version, options) for entry in kept]
+def _pattern(text: str) -> re.Pattern[str]:
+    """A pattern as a regular expression; all names if it is empty."""
+    wild = {"**/": "(.*/)?", "*": "[^/]*", "?": "[^/]"}
+    return re.compile("".join(wild.get(part) or re.escape(part) for part in re.split(r"(\*\*/|\*|\?)", text)) or ".*")
 
 
 def _hidden(name: str) -> bool:

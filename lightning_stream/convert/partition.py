@@ -7,36 +7,20 @@ at all, and an attempt that writes other bytes writes other files. The receipt d
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
-from lightning_stream.convert.receipt import Receipt
-from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.shard_encoder import EncodedBatch
 from lightning_stream.stores import Store
 from lightning_stream.writer import MDSWriter
 from lightning_stream.writer.place import DatasetPlace, digest_of
 
-_JOINS: Mapping[str, Callable[[Any, Any], Any]] = {"min": min, "max": max, "bytes": operator.add}
-
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """One dataset that is being written: what every process gets.
-
-    Attributes:
-        out: A folder, a URL, or a pair, as a writer takes it.
-        keep_local: Whether a pair keeps its local files.
-        store_options: For the store.
-        columns: Encoding by column name.
-        writer: The writer's other settings.
-        fingerprint: Identifies this conversion.
-    """
+    """One dataset that is being written: what every process gets."""
 
     out: Any
     keep_local: bool
@@ -69,10 +53,6 @@ class PartitionWriter(MDSWriter):
     """An `MDSWriter` that names its shards by their bytes, and keeps its index entries instead of putting an index.
 
     `shards` has the entries once it is finished, with file names relative to the dataset's root.
-
-    Args:
-        spec: The dataset.
-        number: The number of the partition.
     """
 
     def __init__(self, spec: OutputSpec, number: int) -> None:
@@ -100,43 +80,3 @@ class _PartitionPlace(DatasetPlace):
 
     def commit(self, entries: Sequence[bytes]) -> None:
         pass
-
-
-class Statistics:
-    """The lowest and highest number, or the bytes of texts and binary values, of each column.
-
-    Attributes:
-        columns: The statistics by column.
-    """
-
-    def __init__(self) -> None:
-        self.columns: dict[str, dict[str, Any]] = {}
-
-    def add(self, values: Mapping[str, Any]) -> None:
-        """Count a batch, as `batch_columns` returns it."""
-        for name, column in values.items():
-            if isinstance(column, BinaryColumn):
-                self.merge(name, {"bytes": sum(map(len, column))})
-            elif isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in "iuf" and len(column):
-                self.merge(name, _extremes(column))
-
-    def merge(self, name: str, found: Mapping[str, Any]) -> None:
-        """Add the statistics of other rows of a column."""
-        held = self.columns.setdefault(name, {})
-        for key, value in found.items():
-            held[key] = _JOINS[key](held[key], value) if key in held else value
-
-
-def merged_statistics(receipts: Iterable[Receipt]) -> dict[str, dict[str, Any]]:
-    """Return the statistics over several partitions."""
-    total = Statistics()
-    for receipt in receipts:
-        for name, found in receipt.statistics.items():
-            total.merge(name, found)
-    return total.columns
-
-
-def _extremes(column: Any) -> dict[str, Any]:
-    if column.dtype.kind == "f":
-        column = column[np.isfinite(column)]
-    return {"min": column.min().item(), "max": column.max().item()} if len(column) else {}

@@ -39,18 +39,7 @@ class Task(Protocol):
 def run_partitions(
     task: Task, partitions: Sequence[Any], num_workers: int, report: Callable[[dict[str, Receipt]], None]
 ) -> dict[int, dict[str, Receipt]]:
-    """Write all partitions, in this process if one is enough; return their receipts by number.
-
-    Args:
-        task: What is done with each.
-        partitions: Those to write. Each has a number.
-        num_workers: Processes at most.
-        report: Called here with the receipts of each partition that is written.
-
-    Raises:
-        LightningStreamError: Workers died several times over one partition.
-        Exception: What a worker raised; the others are then ended.
-    """
+    """Write all partitions, in this process if one is enough; return their receipts by number."""
     count = min(num_workers, len(partitions))
     done: dict[int, dict[str, Receipt]] = {}
 
@@ -165,11 +154,7 @@ def _run_one(partition: bytes) -> dict[str, bytes] | str:
 
 
 def _pickled(task: Task) -> bytes:
-    """The task as bytes; with cloudpickle where its functions cannot be imported.
-
-    Raises:
-        ValueError: Such a function, and there is no cloudpickle.
-    """
+    """The task as bytes; with cloudpickle where its functions cannot be imported."""
     failure: Exception | None = None
     try:
         data = pickle.dumps(task)
@@ -190,13 +175,7 @@ def _pickled(task: Task) -> bytes:
 
 
 class Progress:
-    """A line on stderr that counts partitions and rows; on a terminal it is updated in place.
-
-    Args:
-        num_partitions: How many are written.
-        phase: What is done with them, e.g. ``"converting"``.
-        shown: Whether to write the line.
-    """
+    """A line on stderr that counts partitions and rows; on a terminal it is updated in place."""
 
     def __init__(self, num_partitions: int, phase: str, shown: bool) -> None:
         self._num_partitions, self._phase, self._shown = num_partitions, phase, shown and num_partitions > 0

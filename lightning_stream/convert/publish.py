@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_stream.convert.partition import OutputSpec, merged_statistics
+from lightning_stream.convert.partition import OutputSpec
 from lightning_stream.convert.receipt import BEGUN, CONTROL, Receipt, index_bytes, index_of, is_receipt
 from lightning_stream.errors import StoreError
 from lightning_stream.formats.index import INDEX_NAME
+from lightning_stream.stores import LocalStore
+from lightning_stream.stores.drafts import sweep_drafts
 from lightning_stream.writer.place import MANIFEST as MANIFEST
 from lightning_stream.writer.place import OURS, DatasetPlace, digest_of
 
@@ -100,6 +102,9 @@ class Publication:
                     store.put(f"{folder}/{INDEX_NAME}", index_of(_inside(entry, folder) for entry in shards))
                 store.delete(INDEX_NAME)
             wanted |= {f"{folder}/{INDEX_NAME}": 0 for folder in indexes}
+        for store in place.stores:
+            if isinstance(store, LocalStore):  # a killed worker may have left the draft of a receipt
+                sweep_drafts(store.folder / CONTROL / self.spec.fingerprint)
         place.sweep(before, _ALL, wanted)
 
 
@@ -123,7 +128,6 @@ def _manifest(spec: OutputSpec, receipts: Sequence[Receipt], about: Mapping[str,
         "num_shards": sum(len(receipt.shards) for receipt in receipts),
         "index": digest_of(index),
         "partitions": {f"part-{receipt.partition:05}": receipt.num_samples for receipt in receipts},
-        "statistics": merged_statistics(receipts),
         **about,
     }
     return json.dumps(held, indent=1, sort_keys=True).encode()

@@ -19,9 +19,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from lightning_stream.convert.partition import OutputSpec, PartitionWriter, merged_statistics
+from lightning_stream.convert.partition import OutputSpec, PartitionWriter
 from lightning_stream.convert.receipt import Receipt, index_of, receipt_name
-from lightning_stream.convert.sources.base import Source
+from lightning_stream.convert.sources.base import Partition, Source
 from lightning_stream.convert.task import PartitionTask
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.index import Index
@@ -37,24 +37,8 @@ Keys = NDArray[np.uint64]
 Runner = Callable[[Any, Sequence[Any], str], "dict[int, dict[str, Receipt]]"]
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """A partition of the dataset in its new order."""
-
-    number: int
-
-    def __str__(self) -> str:
-        return f"bucket {self.number}"
-
-
 class RunWriter(PartitionWriter):
-    """Writes rows in runs of about 64 MiB, each sorted by the rows' keys, and keeps the keys beside the shards.
-
-    Args:
-        spec: The temporary dataset.
-        number: The partition's number.
-        seed: Decides the keys.
-    """
+    """Writes rows in runs of about 64 MiB, each sorted by the rows' keys, and keeps the keys beside the shards."""
 
     def __init__(self, spec: OutputSpec, number: int, seed: int) -> None:
         super().__init__(spec, number)
@@ -108,11 +92,7 @@ class RunWriter(PartitionWriter):
 
 @dataclass(frozen=True)
 class ScatterTask(PartitionTask):
-    """Writes partitions into the temporary folder.
-
-    Attributes:
-        seed: Decides the order.
-    """
+    """Writes partitions into the temporary folder."""
 
     seed: int = 0
 
@@ -123,21 +103,14 @@ class ScatterTask(PartitionTask):
 
 @dataclass(frozen=True)
 class GatherTask:
-    """Writes buckets.
-
-    Attributes:
-        specs: The datasets, by split.
-        spills: The temporary datasets, by split.
-        num_partitions: How many were scattered.
-        num_buckets: How many buckets there are.
-    """
+    """Writes buckets."""
 
     specs: Mapping[str, OutputSpec]
     spills: Mapping[str, OutputSpec]
     num_partitions: int
     num_buckets: int
 
-    def run(self, bucket: Bucket) -> dict[str, Receipt]:
+    def run(self, bucket: Partition) -> dict[str, Receipt]:
         """Write a bucket, and then its receipts."""
         receipts = {}
         for split, spec in self.specs.items():
@@ -201,13 +174,7 @@ def shuffled_listing(source: Source, seed: int) -> Source:
 
 @dataclass(frozen=True)
 class Shuffle:
-    """A shuffled conversion.
-
-    Attributes:
-        folder: For temporary files.
-        num_buckets: So many that each is at most a partition, and about 64 MiB of the source.
-        seed: Decides the order.
-    """
+    """A shuffled conversion."""
 
     folder: Path
     num_buckets: int
@@ -227,32 +194,20 @@ class Shuffle:
 
     def write(
         self, task: PartitionTask, partitions: Sequence[Any], done: frozenset[int], run: Runner
-    ) -> tuple[dict[int, dict[str, Receipt]], dict[str, Any]]:
-        """Scatter the partitions that are not scattered yet, and write the buckets that are not written yet.
-
-        Args:
-            task: Writes partitions in their own order.
-            partitions: All of them.
-            done: The buckets that an earlier run wrote.
-            run: Has a task done by processes, and returns the receipts by number; its last argument names the phase.
-
-        Returns:
-            The receipts by number and split, of the partitions if one of them cannot be written, else of the buckets;
-            and the statistics by split.
-        """
-        missing = [Bucket(k) for k in range(self.num_buckets) if k not in done]
+    ) -> dict[int, dict[str, Receipt]]:
+        """Scatter the partitions that are not scattered yet, and write the buckets that are not written yet."""
+        missing = [Partition(k, ()) for k in range(self.num_buckets) if k not in done]
         spills = {split: self._spill(split, spec) for split, spec in task.specs.items()}
-        found: dict[int, dict[str, Any]]
-        found = {each.number: {s: _receipt(spill, each.number) for s, spill in spills.items()} for each in partitions}
         if missing:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             scatter = ScatterTask(**{**vars(task), "specs": spills}, seed=self.seed)
-            spilled = run(scatter, [each for each in partitions if None in found[each.number].values()], "reading")
+            unread = [
+                each for each in partitions if None in (_receipt(spill, each.number) for spill in spills.values())
+            ]
+            spilled = run(scatter, unread, "reading")
             if not all(receipt.is_good for each in spilled.values() for receipt in each.values()):
-                return spilled, {}
-            found.update(spilled)
-        statistics = {s: merged_statistics(filter(None, (each[s] for each in found.values()))) for s in spills}
-        return run(GatherTask(task.specs, spills, len(partitions), self.num_buckets), missing, "writing"), statistics
+                return spilled
+        return run(GatherTask(task.specs, spills, len(partitions), self.num_buckets), missing, "writing")
 
     def _spill(self, split: str, spec: OutputSpec) -> OutputSpec:
         writer = {**spec.writer, "compression": None, "hashes": [], "size_limit": _RUN_BYTES}

@@ -38,12 +38,7 @@ class ValidationSplit:
             raise ValueError(f"val_fraction must be between 0 and 1; got {self.fraction}.")
 
     def of_rows(self, values: Mapping[str, Any], num_rows: int) -> dict[str, NDArray[np.int64]]:
-        """Return the numbers of a batch's rows by split.
-
-        Args:
-            values: The batch's columns, as `batch_columns` returns them.
-            num_rows: How many rows it has.
-        """
+        """Return the numbers of a batch's rows by split."""
         parts: Iterator[Any]
         if self.group_by is not None:
             found = self._group(values)

@@ -7,10 +7,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from lightning_stream.convert.partition import OutputSpec, PartitionWriter, RefusedError, Statistics
+from lightning_stream.convert.partition import OutputSpec, PartitionWriter, RefusedError
 from lightning_stream.convert.receipt import Receipt, receipt_name
 from lightning_stream.convert.sources.base import Batch, Partition, Reader
-from lightning_stream.convert.sources.rows import fit_values
+from lightning_stream.convert.sources.rows import columns_of, fit_values
 from lightning_stream.convert.split import ValidationSplit
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.writer.batch import batch_columns
@@ -20,12 +20,7 @@ Row: TypeAlias = "dict[str, Any]"
 
 @dataclass(frozen=True)
 class Transform:
-    """A function of the user's, or none.
-
-    Attributes:
-        of_row: From a row to a sample, None for none, or several samples.
-        of_partition: From the rows of a partition, in order, to its samples.
-    """
+    """A function of the user's, or none."""
 
     of_row: Callable[[Row], Any] | None = None
     of_partition: Callable[[Iterator[Row]], Iterable[Mapping[str, Any]]] | None = None
@@ -40,11 +35,7 @@ class Transform:
         return self.of_row or self.of_partition
 
     def samples(self, batches: Iterable[Batch]) -> Iterator[tuple[Mapping[str, Any], str]]:
-        """Yield the samples made from a partition's rows, each with where its row was, if that is known.
-
-        Raises:
-            TypeError: The function returned something other than samples.
-        """
+        """Yield the samples made from a partition's rows, each with where its row was, if that is known."""
         if self.of_partition is not None:
             made = self.of_partition(row for batch in batches for row in rows_of(batch))
             yield from ((sample, "") for sample in _samples(made, "transform_partition"))
@@ -83,22 +74,13 @@ def rows_of(batch: Batch) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class NullRule:
-    """How nulls are treated in columns whose encoding has none: all but json.
-
-    Attributes:
-        fill: A value by column that is written instead.
-        drop: Whether rows with other nulls are dropped.
-    """
+    """How nulls are treated in columns whose encoding has none: all but json."""
 
     fill: Mapping[str, Any] = field(default_factory=dict)
     drop: bool = False
 
     def settle(self, batch: Any, columns: Mapping[str, str], nulls: dict[str, int]) -> tuple[dict[str, Any], int]:
-        """Return a batch as a writer takes it, and its number of rows; no rows if nulls are left, which are counted.
-
-        Raises:
-            ValueError: A value that its encoding does not take; names the column.
-        """
+        """Return a batch as a writer takes it, and its number of rows; no rows if nulls are left, which are counted."""
         settle = self._arrow if hasattr(batch, "schema") else self._plain
         values = settle(batch, columns, nulls)
         return batch_columns({} if nulls else values)
@@ -151,17 +133,7 @@ def taken(values: Any, kept: Any) -> Any:
 
 @dataclass(frozen=True)
 class PartitionTask:
-    """What all partitions have in common. Picklable.
-
-    Attributes:
-        reader: Reads the source.
-        read: The columns that are read, with their encodings.
-        specs: The datasets that are written: by the name of the split, or one named ``""``. Rows of other splits are
-            skipped.
-        transform: What is done with rows.
-        nulls: How nulls are treated.
-        split: Chooses the rows of the validation split; None where there is one dataset.
-    """
+    """What all partitions have in common. Picklable."""
 
     reader: Reader
     read: Mapping[str, str]
@@ -169,19 +141,23 @@ class PartitionTask:
     transform: Transform
     nulls: NullRule
     split: ValidationSplit | None
+    strict: bool
 
     def run(self, partition: Partition) -> dict[str, Receipt]:
         """Write a partition, and then its receipts; return them by split."""
         nulls: dict[str, int] = {}
-        outputs = {split: _Output(self.writer(split, partition.number), Statistics()) for split in self.specs}
+        writers = {split: self.writer(split, partition.number) for split in self.specs}
         try:
             with ExitStack() as open_writers:
-                for output in outputs.values():
-                    open_writers.enter_context(output.writer)
-                self._write(partition, outputs, nulls)
+                for writer in writers.values():
+                    open_writers.enter_context(writer)
+                self._write(partition, writers, nulls)
         except RefusedError as error:
-            return {split: Receipt(partition.number, "", refused=str(error)) for split in outputs}
-        receipts = {split: output.receipt(partition.number, nulls) for split, output in outputs.items()}
+            return {split: Receipt(partition.number, "", refused=str(error)) for split in writers}
+        receipts = {
+            split: Receipt(partition.number, "", writer.num_samples, tuple(writer.shards), nulls)
+            for split, writer in writers.items()
+        }
         for split, receipt in receipts.items():
             if receipt.is_good:
                 spec = self.specs[split]
@@ -192,21 +168,23 @@ class PartitionTask:
         """Take the rows of a partition that belong to a split."""
         return PartitionWriter(self.specs[split], number)
 
-    def _write(self, partition: Partition, outputs: Mapping[str, _Output], nulls: dict[str, int]) -> None:
+    def _write(self, partition: Partition, writers: Mapping[str, PartitionWriter], nulls: dict[str, int]) -> None:
         batches = _refusing(self.reader.read_all(partition.splits, self.read))
         if self.transform.function is None:
             for batch in batches:
-                self._write_batch(batch, outputs, nulls)
+                self._write_batch(batch, writers, nulls)
             return
         for sample, where in self.transform.samples(batches):
             with _refused_at(where or str(partition)):
-                output = outputs.get("" if self.split is None else self.split.of_sample(sample))
-                if output is not None:
-                    output.writer.write(sample)
+                writer = writers.get("" if self.split is None else self.split.of_sample(sample))
+                if writer is not None:
+                    writer.write(sample)
 
-    def _write_batch(self, batch: Batch, outputs: Mapping[str, _Output], nulls: dict[str, int]) -> None:
+    def _write_batch(self, batch: Batch, writers: Mapping[str, PartitionWriter], nulls: dict[str, int]) -> None:
         with _refused_at(batch.where):
-            values, num_rows = self.nulls.settle(batch.columns, self.read, nulls)
+            found = batch.columns
+            found = columns_of(found, self.read, strict=self.strict) if isinstance(found, list) else found
+            values, num_rows = self.nulls.settle(found, self.read, nulls)
             if self.split is None or not num_rows:
                 parts = {"": values} if num_rows else {}
             else:
@@ -214,21 +192,10 @@ class PartitionTask:
                 parts = {
                     split: {name: taken(column, kept) for name, column in values.items()}
                     for split, kept in rows.items()
-                    if len(kept) and split in outputs
+                    if len(kept) and split in writers
                 }
             for split, chosen in parts.items():
-                outputs[split].writer.write_batch(chosen)
-                outputs[split].statistics.add(chosen)
-
-
-@dataclass(frozen=True)
-class _Output:
-    writer: PartitionWriter
-    statistics: Statistics
-
-    def receipt(self, number: int, nulls: Mapping[str, int]) -> Receipt:
-        shards = tuple(self.writer.shards)
-        return Receipt(number, "", self.writer.num_samples, shards, self.statistics.columns, nulls)
+                writers[split].write_batch(chosen)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ import pytest
 import zstandard
 
 from lightning_stream.convert import convert
-from lightning_stream.convert.command_line import main
 from lightning_stream.errors import FormatError, NotFoundError
 
 PLAIN: dict[str, Any] = {"compression": None, "num_workers": 1}
@@ -100,7 +99,6 @@ def test_an_image_folder_keeps_bytes_and_numbers_its_classes(tmp_path: Path, fil
     assert all(path.read_bytes() in shards for path in (tmp_path / "in").rglob("*.jpg"))
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["classes"] == {"label": ["cat", "dog", "emu"]}
-    assert manifest["statistics"]["label"] == {"min": 0, "max": 2}
 
 
 def test_nulls_are_refused_with_counts_or_filled_or_left_out(tmp_path: Path, samples_of: Any) -> None:
@@ -271,16 +269,3 @@ def test_a_transform_of_a_script_needs_the_guard_and_says_so(rows_file: Path, tm
     (tmp_path / "script.py").write_text(f"{function}if __name__ == '__main__':\n    print({call})\n")
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert "3,000 samples" in done.stdout
-
-
-def test_the_command_line_converts_and_tells(
-    rows_file: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments = [str(rows_file), "out", "--compression", "zstd:7", "--column", "k=int32", "--workers", "1"]
-    assert main(arguments) == 0
-    told = capsys.readouterr()
-    assert "3,000 samples in 1 shards" in told.out
-    assert "1 of 1 partitions" in told.err
-    assert main([*arguments[:-2], "--quiet", "--size-limit", "1kb"]) == 1
-    assert "size_limit was" in capsys.readouterr().err

@@ -34,27 +34,18 @@ class InputSplit:
 
 @dataclass(frozen=True)
 class Partition:
-    """What one process writes at a time.
-
-    Attributes:
-        number: Its position in the dataset.
-        splits: The pieces of files that it is made from.
-    """
+    """What one process writes at a time."""
 
     number: int
     splits: tuple[InputSplit, ...]
 
     def __str__(self) -> str:
-        return f"partition {self.number} ({self.splits[0].file.uri}{' and others' if len(self.splits) > 1 else ''})"
+        files = f" ({self.splits[0].file.uri}{' and others' if len(self.splits) > 1 else ''})" if self.splits else ""
+        return f"partition {self.number}{files}"
 
 
 class Batch(NamedTuple):
-    """Some rows.
-
-    Attributes:
-        columns: An Arrow record batch, values by column name, or a list of rows (for a transform only).
-        where: Which rows they are, for messages.
-    """
+    """Some rows."""
 
     columns: Columns
     where: str
@@ -92,15 +83,7 @@ class Reader(ABC):
 
     @abstractmethod
     def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
-        """Return the columns, from a schema or from some rows.
-
-        Args:
-            files: All files.
-            asked: Encodings by column name: only these columns are then written. None for all, inferred.
-
-        Raises:
-            ValueError: A column that does not exist, or values that no encoding fits.
-        """
+        """Return the columns, from a schema or from some rows."""
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:  # noqa: ARG002
         """Cut a file into pieces of about ``partition_bytes``; always in the same way."""
@@ -108,29 +91,15 @@ class Reader(ABC):
 
     @abstractmethod
     def read(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
-        """Yield the rows of a piece, in order, some at a time.
-
-        Args:
-            split: A piece, as `input_splits` returned it.
-            columns: The wanted columns, with their encodings.
-
-        Raises:
-            FormatError: The file is damaged, or of another kind.
-            ValueError: A value that its column's encoding does not take.
-        """
+        """Yield the rows of a piece, in order, some at a time."""
 
     def read_all(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield the rows of several pieces."""
         for split in splits:
             yield from self.read(split, columns)
 
-    def tuned(self, *, strict: bool, as_rows: bool) -> Reader:  # noqa: ARG002 - for kinds whose rows may differ
-        """Return the reader for one conversion.
-
-        Args:
-            strict: Refuse rows with values beyond the columns: those were inferred, so nobody chose to drop a value.
-            as_rows: Return rows as dicts, with all that they hold, where they come as dicts: for a transform.
-        """
+    def reading(self, asked: Mapping[str, str] | None) -> Reader:  # noqa: ARG002 - for kinds whose values are texts
+        """Return the reader for one conversion, whose columns are chosen by the user (`asked`) or inferred (None)."""
         return self
 
     @property
@@ -141,17 +110,12 @@ class Reader(ABC):
 
 @dataclass(frozen=True)
 class Source:
-    """What is converted.
-
-    Attributes:
-        name: As the user wrote it, for messages and the manifest.
-        files: The files that are read.
-        reader: Reads them.
-    """
+    """What is converted."""
 
     name: str
     files: tuple[SourceFile, ...]
     reader: Reader
+    splits: Mapping[str, tuple[SourceFile, ...]] = field(default_factory=dict)  # where names of files show splits
 
     @property
     def num_bytes(self) -> int:
@@ -181,29 +145,13 @@ class Source:
 
 
 def chosen_columns(known: Mapping[str, str], asked: Mapping[str, str] | None, what: str) -> dict[str, str]:
-    """Return the columns that are written: those asked for, or all.
-
-    Raises:
-        ValueError: A column that does not exist, or an unknown encoding.
-    """
+    """Return the columns that are written: those asked for, or all."""
     missing = [name for name in asked or () if name not in known]
     if missing:
         raise ValueError(f"{what} has no column {', '.join(missing)}; it has {', '.join(known)}.")
     for encoding in (asked or {}).values():
         get_encoding(encoding)
     return dict(asked or known)
-
-
-def refuse_others(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], where: str) -> None:
-    """Raise ValueError if a row has values beyond the columns."""
-    known = columns.keys()
-    for row in rows:
-        if not row.keys() <= known:
-            others = ", ".join(sorted(map(str, row.keys() - known)))
-            raise ValueError(
-                f"{where}: a row has {others}, unlike the rows that the columns were inferred from. Pass columns= to "
-                "choose what is written."
-            )
 
 
 def present(names: Sequence[str], columns: Mapping[str, str], file: SourceFile) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,6 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from lightning_stream.convert.files import SourceFile, Uris, find_files
-from lightning_stream.convert.sources.arrays import NumpyReader
 from lightning_stream.convert.sources.base import Reader, Source
 from lightning_stream.convert.sources.images import SUFFIXES, ImageFolderReader
 from lightning_stream.convert.sources.inputs import FunctionReader, Inputs, input_items
@@ -37,19 +37,7 @@ _HUGGING_FACE_STATE = "state.json"
 
 
 def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None, store_options: Any) -> Source:
-    """Find the files of a source, and the reader for them.
-
-    Args:
-        source: A file, folder or pattern, or a list of these, paths or URLs; or `Inputs`; or a `datasets.Dataset`.
-        kind: The kind of its files; None to decide by their names.
-        options: For the reader, e.g. ``{"delimiter": ";"}``.
-        store_options: For the store of the source.
-
-    Raises:
-        NotFoundError: There are no such files.
-        ValueError: Files of several kinds, or of no known kind; an unknown kind or option.
-        MissingExtraError: The reader needs a package that is not installed.
-    """
+    """Find the files of a source, and the reader for them."""
     if isinstance(source, Inputs):
         return Source(f"{len(source.inputs):,} inputs", input_items(source), FunctionReader(source.function))
     if hasattr(source, "with_format") and hasattr(source, "features"):
@@ -60,58 +48,43 @@ def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None
     if chosen not in _MAKERS:
         raise ValueError(f"kind must be one of {', '.join(sorted(_MAKERS))}; got {chosen!r}.")
     files = [file for file in found if _KIND_OF.get(file.ending) == chosen] or found
-    if chosen == "images":  # a class is a folder in its split
-        names = {split: [replace(file, name=_below(file.name)) for file in each] for split, each in _by_split(files)}
-        reader_files: Sequence[SourceFile] = [file for each in names.values() for file in each] or files
-    else:
-        reader_files = files
+    splits = _by_split(files) if isinstance(source, (str, os.PathLike)) else {}
+    known = [file for each in splits.values() for file in each] or files  # a class is a folder in its split
     try:
-        reader = _MAKERS[chosen](reader_files, **dict(options or {}))
+        reader = _MAKERS[chosen](known, **dict(options or {}))
     except TypeError as error:
         raise ValueError(f"source_options do not fit kind {chosen!r}: {error}.") from error
     name = source if isinstance(source, (str, os.PathLike)) else ", ".join(map(str, source))
-    return Source(redact(f"{name!s:.200}"), tuple(files), reader)
+    return Source(redact(f"{name!s:.200}"), tuple(files), reader, splits)
 
 
-def splits_of(source: Source) -> dict[str, Source]:
-    """Return the splits of a source whose files are in folders ``train`` and ``val`` (or ``validation``, ``test``).
-
-    Empty if there are no such folders.
+def _by_split(files: Sequence[SourceFile]) -> dict[str, tuple[SourceFile, ...]]:
+    """The files of each split, named by folders (``train/a.csv``) or by files (``train-1.csv``); empty for no splits.
 
     Raises:
-        ValueError: Beside them there are other files of the source's kind.
+        ValueError: Beside the splits there are other files.
     """
-    splits = dict(_by_split(source.files))
-    return {split: replace(source, files=tuple(_in_split(file) for file in files)) for split, files in splits.items()}
-
-
-def _by_split(files: Sequence[SourceFile]) -> list[tuple[str, list[SourceFile]]]:
-    """The files of each split, or nothing."""
-    if len({file.root for file in files}) != 1:
-        return []
     folders: dict[str, list[SourceFile]] = {}
     for file in files:
-        folders.setdefault(file.name.partition("/")[0] if "/" in file.name else "", []).append(file)
+        first, slash, _ = file.name.partition("/")
+        folders.setdefault(first if slash else re.split("[-_.]", first)[0], []).append(file)
     found = {name: _SPLIT_OF[name.lower()] for name in folders if name.lower() in _SPLIT_OF}
     if "train" not in found.values() or len(found) < 2:
-        return []
-    others = sorted(folders.keys() - found.keys())
+        return {}
+    others = [folders[name][0].name for name in sorted(folders.keys() - found.keys())]
     if others or len(set(found.values())) < len(found):
         raise ValueError(
             f"{redact(files[0].root)} holds the splits {', '.join(sorted(found))}"
-            + (f", and beside them {others[0] or folders[''][0].name}" if others else "")
-            + ". Convert each folder by itself, or pass a list of folders to write them as one dataset."
+            + (f", and beside them {others[0]}" if others else "")
+            + ". Convert each by itself, or pass a list of files or folders to write them as one dataset."
         )
-    return [(split, folders[name]) for name, split in sorted(found.items(), key=lambda each: each[1] != "train")]
-
-
-def _below(name: str) -> str:
-    return name.partition("/")[2]
+    in_order = sorted(found, key=lambda name: (found[name] != "train", name))
+    return {found[name]: tuple(map(_in_split, folders[name])) for name in in_order}
 
 
 def _in_split(file: SourceFile) -> SourceFile:
-    folder, _, name = file.name.partition("/")
-    return replace(file, root=f"{file.root}/{folder}", name=name)
+    folder, slash, name = file.name.partition("/")
+    return replace(file, root=f"{file.root}/{folder}", name=name) if slash else file
 
 
 def _saved_files(found: Sequence[SourceFile]) -> list[SourceFile]:
@@ -140,16 +113,18 @@ def _only_kind(found: Sequence[SourceFile], source: Uris) -> str:
     raise ValueError(f"a source must be of one kind; {source} holds files of several ({counts}). Pass kind=.")
 
 
-def _table_reader(name: str) -> Any:
+def _table_reader(name: str, module: str = "tables") -> Any:
     try:
-        return getattr(import_module("lightning_stream.convert.sources.tables"), name)
+        return getattr(import_module(f"lightning_stream.convert.sources.{module}"), name)
     except ModuleNotFoundError as error:
-        raise missing_extra("pyarrow", "convert", "reading Parquet, Arrow and CSV files") from error
+        raise missing_extra("pyarrow", "convert", "reading Parquet, Arrow, CSV and NumPy files") from error
 
 
 def _delimited(kind: str, default: str) -> Callable[..., Reader]:
     def make(_: Sequence[SourceFile], delimiter: str = default, names: Sequence[str] | None = None) -> Reader:
-        reader: Reader = _table_reader("CsvReader")(kind, delimiter, None if names is None else tuple(names))
+        reader: Reader = _table_reader("CsvReader", "delimited")(
+            kind, delimiter, None if names is None else tuple(names)
+        )
         return reader
 
     return make
@@ -163,6 +138,6 @@ _MAKERS: dict[str, Callable[..., Reader]] = {
     "tsv": _delimited("tsv", "\t"),
     "images": ImageFolderReader.over,
     "webdataset": lambda _: TarReader(),
-    "numpy": lambda _, column="array": NumpyReader(column),
+    "numpy": lambda _, column="array": _table_reader("NumpyReader")(column),
     "text": lambda _, lines=False: TextReader(lines),
 }

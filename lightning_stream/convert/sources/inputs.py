@@ -9,8 +9,7 @@ from typing import Any
 
 from lightning_stream.convert.files import SourceFile
 from lightning_stream.convert.fingerprint import function_text, value_digest
-from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, refuse_others
-from lightning_stream.convert.sources.rows import columns_of
+from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.writer.infer import infer_columns
 
@@ -40,27 +39,16 @@ class Inputs:
 
 @dataclass(frozen=True)
 class FunctionReader(Reader):
-    """Reads `Inputs`.
-
-    Attributes:
-        function: Returns the samples of an input.
-        strict, as_rows: See `Reader.tuned`.
-    """
+    """Reads `Inputs`."""
 
     kind = "inputs"
     min_bytes = 1
     function: Callable[[Any], Iterable[Mapping[str, Any]]]
-    strict: bool = False
-    as_rows: bool = False
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """The function, and all that it uses."""
         return {"kind": self.kind, "function": function_text(self.function)}
-
-    def tuned(self, *, strict: bool, as_rows: bool) -> FunctionReader:
-        """Return the reader for one conversion."""
-        return FunctionReader(self.function, strict, as_rows)
 
     def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
         """Look at the first sample."""
@@ -74,22 +62,17 @@ class FunctionReader(Reader):
                 return Found(infer_columns(sample))
         raise ValueError("the function returned no sample for any input: there is nothing to write.")
 
-    def read(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:  # noqa: ARG002
         """Yield some hundred samples at a time."""
+        assert isinstance(split.file, InputItem)
         samples, where = iter(self.function(split.file.value)), split.file.uri
         while rows := list(islice(samples, _BATCH_SAMPLES)):
-            if self.strict and not self.as_rows:
-                refuse_others(rows, columns, where)
-            yield Batch(rows if self.as_rows else columns_of(rows, columns), where)
+            yield Batch(rows, where)
 
 
 @dataclass(frozen=True)
 class InputItem(SourceFile):
-    """An input as if it were a file of one byte.
-
-    Attributes:
-        value: The input.
-    """
+    """An input as if it were a file of one byte."""
 
     value: Any = None
 

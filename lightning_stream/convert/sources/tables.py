@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import chain, islice
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.csv
+import pyarrow.compute
 import pyarrow.parquet as pq
 
+from lightning_stream.convert.arrow_schema import arrow_columns
 from lightning_stream.convert.files import SourceFile
-from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, chosen_columns, present
-from lightning_stream.convert.sources.hugging_face import features_of, with_files
+from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, present
+from lightning_stream.convert.sources.images import image_encoding
 from lightning_stream.convert.sources.inputs import InputItem
-from lightning_stream.convert.sources.lines import DAMAGED, line_blocks, line_splits, spread
-from lightning_stream.convert.sources.rows import SAMPLED_ROWS
+from lightning_stream.convert.sources.lines import DAMAGED
 from lightning_stream.errors import FormatError
 
 _BATCH_BYTES, _MAX_ROWS = 1 << 23, 8192
 _CSV_BLOCK_BYTES = 1 << 22
 _MAGIC = b"ARROW1"
+_FILES = ("Image", "Audio", "Video")  # features that are a struct of a file's bytes and its path
 _DAMAGED = (pa.ArrowInvalid, OSError)
 
 
@@ -59,7 +61,7 @@ class _TableReader(Reader):
             wanted = present(opened.schema.names, columns, split.file)
             try:
                 for batch in opened.batches(split.begin, split.end, wanted):
-                    for piece in _pieces(with_files(batch).select(wanted)):
+                    for piece in pieces_of(with_files(batch).select(wanted)):
                         yield Batch(piece, f"{uri}, rows {done:,} to {done + piece.num_rows:,}{after}")
                         done += piece.num_rows
             except _DAMAGED as error:
@@ -74,11 +76,12 @@ class _TableReader(Reader):
                 raise FormatError(f"{file.uri} is not a file of kind {self.kind}: {error}") from error
             yield table
 
-    @abstractmethod
-    def _table(self, plain: Any) -> _Table: ...
+    def _table(self, plain: Any) -> _Table:
+        raise NotImplementedError
 
 
-def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+def pieces_of(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Cut a batch into pieces of about 8 MiB."""
     rows = max(1, min(_MAX_ROWS, batch.num_rows * _BATCH_BYTES // max(1, batch.nbytes)))
     for begin in range(0, batch.num_rows, rows):
         yield batch.slice(begin, rows)
@@ -142,159 +145,71 @@ class ArrowReader(_TableReader):
         return _ArrowFile(reader.schema, reader) if is_file else _Table(reader.schema, reader)
 
 
-_WHOLE, _NUMBER = r"[+-]?(0|[1-9]\d{0,17})", r"[+-]?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE][+-]?\d+)?"
-_TRUTH = r"(?i)true|false"
-_PATTERNS = {"int64": f"^({_WHOLE})$", "float64": rf"^({_NUMBER})$", "uint8": f"^({_TRUTH})$"}
+class _NumpyArrays(_Table):
+    """Arrays of one length, as batches of some rows. ``reader`` has them by name."""
+
+    def batches(self, begin: int, end: int | None, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
+        num_rows, step = len(next(iter(self.reader.values()))), self._step()
+        for start in range(begin * step, num_rows if end is None else min(end * step, num_rows), step):
+            rows = {name: _arrow_array(self.reader[name][start : start + step]) for name in columns or self.reader}
+            yield pa.RecordBatch.from_pydict(rows)
+
+    def _step(self) -> int:
+        arrays = self.reader.values()
+        return max(1, _BATCH_BYTES // max(1, *(int(array.nbytes) // max(1, len(array)) for array in arrays)))
+
+    def sizes(self) -> list[int]:
+        num_rows = len(next(iter(self.reader.values())))
+        return [_BATCH_BYTES] * -(-num_rows // self._step())
+
+
+def _arrow_array(array: Any) -> pa.Array:
+    flat = pa.array(np.ascontiguousarray(array).reshape(-1))
+    for size in reversed(array.shape[1:]):
+        flat = pa.FixedSizeListArray.from_arrays(flat, size)
+    return flat
 
 
 @dataclass(frozen=True)
-class CsvReader(Reader):
-    """Rows of CSV or TSV files, with quotes as spreadsheets write them.
-
-    A column is numbers only if every value that is looked at is one: identifiers such as ``01234`` or ``2021_03``, and
-    words such as ``nan``, stay text.
+class NumpyReader(_TableReader):
+    """Rows of ``.npy`` and ``.npz`` files, along the first axis; an uncompressed local ``.npy`` file is mapped.
 
     Attributes:
-        kind: ``csv`` or ``tsv``.
-        delimiter: Between values.
-        names: The columns, where files have no line of names; None to read them from the first line.
-        is_inferred: Whether encodings were inferred, so that all values must match as strictly.
+        column: Name of the one column of a ``.npy`` file; of a structured array, its fields are the columns.
     """
 
-    kind: str = "csv"  # type: ignore[misc]
-    delimiter: str = ","
-    names: tuple[str, ...] | None = None
-    is_inferred: bool = field(default=False, compare=False)
+    kind = "numpy"
+    column: str = "array"
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Delimiter and names decide what is read."""
-        return {"kind": self.kind, "delimiter": self.delimiter, "names": self.names}
+        """The column's name."""
+        return {"kind": self.kind, "column": self.column}
 
-    def tuned(self, *, strict: bool, as_rows: bool) -> CsvReader:  # noqa: ARG002 - rows are dicts of columns
-        """Return the reader for one conversion."""
-        return CsvReader(self.kind, self.delimiter, self.names, strict)
-
-    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
-        """Look at the first rows of some files: whole numbers, else numbers, else true and false, else text."""
-        tables: list[pa.RecordBatch] = []
-        for file in spread(files):
-            num_rows = 0
-            for batch, _ in self._batches(InputSplit(file, 0, None, file.num_bytes)):
-                tables.append(batch.slice(0, SAMPLED_ROWS))
-                num_rows += batch.num_rows
-                if num_rows >= SAMPLED_ROWS:
-                    break
-        if not any(table.num_rows for table in tables):
-            raise ValueError(f"{files[0].root} is empty: there is nothing to write.")
-        columns: dict[str, list[Any]] = {}
-        for table in tables:
-            for name, column in zip(table.schema.names, table.columns, strict=True):
-                columns.setdefault(name, []).append(column)
-        known = {name: _inferred(pa.chunked_array(chunks)) for name, chunks in columns.items()}
-        return Found(chosen_columns(known, asked, files[0].root))
-
-    def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:
-        """Cut between lines, unless values are quoted: these may hold line ends."""
-        if file.num_bytes <= partition_bytes or file.is_packed or file.path is None:
-            return super().input_splits(file, partition_bytes)
-        with file.open() as plain:
-            has_quotes = any(b'"' in block for block in iter(lambda: plain.read(_CSV_BLOCK_BYTES), b""))
-        return super().input_splits(file, partition_bytes) if has_quotes else line_splits(file, partition_bytes)
-
-    def read(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
-        """Yield some MiB of rows at a time; an empty value is null wherever the column is not text."""
-        for batch, where in self._batches(split):
-            present(batch.schema.names, columns, split.file)
-            arrays = [self._parsed(name, batch.column(name), kind, where) for name, kind in columns.items()]
-            for piece in _pieces(pa.RecordBatch.from_arrays(arrays, names=list(columns))):
-                yield Batch(piece, where)
-
-    def _batches(self, split: InputSplit) -> Iterator[tuple[pa.RecordBatch, str]]:
-        """All rows as texts."""
-        file = split.file
+    @contextmanager
+    def _opened(self, file: SourceFile) -> Iterator[_Table]:
         try:
-            names = list(self.names) if self.names is not None else self._header(file)
-            if len(set(names)) < len(names):
-                raise FormatError(
-                    f"{file.uri}: columns must differ in name; its first line is {', '.join(names):.200}."
-                )
-            if not names:
-                return
-            skipped = int(self.names is None and split.begin == 0)
-            if split.begin or split.end is not None:
-                for at, block in line_blocks(split):
-                    lines = block.partition(b"\n")[2] if skipped and at == 0 else block
-                    for batch in self._parser(pa.BufferReader(lines), names, 0) if lines.strip() else ():
-                        yield batch, f"{file.uri}, rows from byte {at:,}"
-                return
             with file.unpacked() as plain:
-                done = 0
-                for batch in self._parser(pa.PythonFile(plain, "r"), names, skipped):
-                    yield batch, f"{file.uri}, rows {done:,} to {done + batch.num_rows:,}"
-                    done += batch.num_rows
-        except (*DAMAGED, *_DAMAGED, UnicodeDecodeError) as error:
-            raise FormatError(f"{file.uri} cannot be read as {self.kind}: {error}.") from error
-
-    def _header(self, file: SourceFile) -> list[str]:
-        with file.unpacked() as plain:
-            first = next((line for line in chain([plain.readline()], plain) if line.strip(b"\r\n\xef\xbb\xbf")), b"")
-            options = pa.csv.ParseOptions(delimiter=self.delimiter)
-            return pa.csv.read_csv(pa.BufferReader(first), parse_options=options).column_names if first else []
-
-    def _parser(self, plain: Any, names: list[str], skipped: int) -> Any:
-        texts = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
-        reading = pa.csv.ReadOptions(
-            use_threads=False, block_size=_CSV_BLOCK_BYTES, column_names=names, skip_rows_after_names=skipped
-        )
-        parsing = pa.csv.ParseOptions(delimiter=self.delimiter, newlines_in_values=True)
-        return pa.csv.open_csv(plain, read_options=reading, parse_options=parsing, convert_options=texts)
-
-    def _parsed(self, name: str, texts: pa.Array, encoding: str, where: str) -> pa.Array:
-        """Texts as what the encoding stores."""
-        if encoding.startswith(("str", "bytes", "json")):
-            return texts
-        filled = pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
-        try:
-            return _numbers(filled, encoding, is_strict=self.is_inferred)
-        except (ValueError, pa.ArrowInvalid) as error:
-            raise ValueError(
-                f"{where}, column {name!r}: {error}. It was taken for {encoding}; pass another encoding for it in "
-                "columns=, e.g. 'str'."
-            ) from error
-
-
-def _inferred(texts: pa.ChunkedArray) -> str:
-    filled = texts.filter(pc.not_equal(texts, ""))
-    if not len(filled):
-        return "str"
-    return next(
-        (kind for kind, rule in _PATTERNS.items() if pc.all(pc.match_substring_regex(filled, rule)).as_py()), "str"
-    )
-
-
-def _numbers(texts: pa.Array, encoding: str, *, is_strict: bool) -> pa.Array:
-    is_truth = encoding == "uint8" and pc.all(pc.match_substring_regex(texts, _PATTERNS["uint8"])).as_py()
-    if is_truth:
-        return pc.equal(pc.utf8_lower(texts), "true").cast(pa.uint8())
-    if is_strict:
-        fits = pc.fill_null(pc.match_substring_regex(texts, _PATTERNS[encoding]), True)
-        if not pc.all(fits).as_py():
-            raise ValueError(f"{texts.filter(pc.invert(fits))[0].as_py()!r:.60} is not of that kind")
-    if encoding.startswith(("int", "uint")):
-        return texts.cast(pa.uint64() if encoding == "uint64" else pa.int64())
-    if encoding.startswith("float"):
-        return texts.cast(pa.float64())
-    raise ValueError(f"text cannot be written as {encoding}")
+                if file.ending == ".npy" and file.path is not None and not file.is_packed:
+                    found: Any = np.load(file.path, "r", allow_pickle=False)
+                else:
+                    found = np.load(plain, allow_pickle=False)
+                names = getattr(getattr(found, "dtype", None), "names", None) or getattr(found, "files", None)
+                arrays = {self.column: found} if names is None else {name: found[name] for name in names}
+            lengths = {name: len(array) if array.ndim else None for name, array in arrays.items()}
+            if len(set(lengths.values())) != 1 or None in lengths.values():
+                raise ValueError(f"its arrays must have one number of rows; found {lengths}")
+            table = _NumpyArrays(
+                pa.schema({name: _arrow_array(array[:0]).type for name, array in arrays.items()}), arrays
+            )
+        except (*DAMAGED, *_DAMAGED, ValueError, pa.ArrowNotImplementedError) as error:
+            raise FormatError(f"{file.uri} cannot be read as a NumPy file: {error}.") from error
+        yield table
 
 
 @dataclass(frozen=True)
 class DatasetReader(Reader):
-    """Rows of a `datasets.Dataset` object, in its own order.
-
-    Attributes:
-        dataset: The object, which gives Arrow tables.
-    """
+    """Rows of a `datasets.Dataset` object, in its own order."""
 
     kind = "dataset"
     dataset: Any
@@ -325,3 +240,63 @@ class DatasetReader(Reader):
             table = rows[begin : min(end, begin + _MAX_ROWS // 8)].replace_schema_metadata(schema.metadata)
             for batch in table.combine_chunks().to_batches():
                 yield Batch(with_files(batch).select(list(columns)), f"the dataset, from row {begin:,}")
+
+
+def features_of(schema: pa.Schema, first: Any, asked: Mapping[str, str] | None) -> Found:
+    """Return the columns of a schema, with images and class labels as ``datasets`` notes them."""
+    features = _noted(schema)
+    images = [name for name, kind in features.items() if kind.get("_type") in _FILES and name in schema.names]
+    for name in images:
+        schema = schema.set(schema.get_field_index(name), pa.field(name, pa.binary()))
+    columns = arrow_columns(schema, asked)
+    for name in images if asked is None else ():
+        value = None if first is None or not first.num_rows else image_bytes(first.column(name))[0].as_py()
+        columns[name] = image_encoding(value or b"")
+    for name, shape in _shapes(features).items() if asked is None else ():
+        if columns.get(name, "").count(":") == 1:
+            columns[name] += f":{shape}"
+    classes = {name: kind["names"] for name, kind in features.items() if kind.get("_type") == "ClassLabel"}
+    about: dict[str, Any] = {"schema": {field.name: str(field.type) for field in schema}}
+    if classes:
+        about["classes"] = {name: names for name, names in classes.items() if name in columns}
+    return Found(columns, about, media=tuple(images))
+
+
+def _shapes(features: Mapping[str, Any]) -> dict[str, str]:
+    """Return the shapes of array features that have one shape for all rows, as encodings write them."""
+    arrays = {name: kind["shape"] for name, kind in features.items() if str(kind.get("_type")).startswith("Array")}
+    return {name: ",".join(map(str, shape)) for name, shape in arrays.items() if all(shape)}
+
+
+def image_bytes(column: pa.Array) -> pa.Array:
+    """Return a column of structs of bytes and path, or of plain bytes, as bytes; null where there is neither."""
+    if not pa.types.is_struct(column.type):
+        return column
+    data = pa.compute.struct_field(column, "bytes")
+    if not data.null_count:
+        return data
+    paths = pa.compute.struct_field(column, "path").to_pylist()
+    return pa.array(
+        [
+            Path(path).read_bytes() if held is None and path and Path(path).is_file() else held
+            for held, path in zip(data.to_pylist(), paths, strict=True)
+        ],
+        pa.large_binary(),
+    )
+
+
+def with_files(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return the batch with its images as their files' bytes."""
+    noted = _noted(batch.schema)
+    for k, field in enumerate(batch.schema):
+        if noted.get(field.name, {}).get("_type") in _FILES and pa.types.is_struct(field.type):
+            batch = batch.set_column(k, field.name, image_bytes(batch.column(k)))
+    return batch
+
+
+def _noted(schema: pa.Schema) -> dict[str, Any]:
+    noted = (schema.metadata or {}).get(b"huggingface")
+    if noted is None:
+        return {}
+    features = json.loads(noted).get("info", {}).get("features") or {}
+    return {name: kind for name, kind in features.items() if isinstance(kind, dict)}
