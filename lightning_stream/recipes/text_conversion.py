@@ -206,7 +206,9 @@ class TextConversion:
         open_store(self.place).put(DESCRIPTION, held.to_bytes())
         return Made(held, is_new=any(converted.is_new for converted, _ in done.values()))
 
-    def _write(self, source: TextSource, split: str, *, is_one_document: bool) -> tuple[ConversionResult, dict]:
+    def _write(
+        self, source: TextSource, split: str, *, is_one_document: bool
+    ) -> tuple[ConversionResult, dict[str, int]]:
         """Write a split; what it holds, and how many documents and tokens that is."""
         config = self.config
         dtype = token_dtype(self.tokenizer.vocabulary)
