@@ -147,7 +147,7 @@ def test_what_fails_in_an_executor_is_told_as_what_it_is(spark: Any, tmp_path: P
         assert caught.value.__cause__ is not None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_killed_executors_and_speculation_change_nothing(
     tmp_path: Path, spark: Any, undisturbed: dict[str, bytes]
