@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -544,4 +545,17 @@ def test_a_loader_is_shown_in_one_line(shards: Path) -> None:
     assert "global_batch_size=32, num_workers=2" in repr(
         StreamingDataLoader(dataset, global_batch_size=32, num_workers=2)
     )
-    assert "\n" not in repr(dataset)
+    assert repr(dataset) == f"StreamingDataset(Stream({str(shards)!r}))"
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_in_a_transform_names_sample_shard_and_stream(shards: Path, num_workers: int) -> None:
+    def fails(sample: dict[str, Any]) -> float:
+        return 1 / (sample["id"] - 40)
+
+    loader = StreamingDataLoader(StreamingDataset(remote=shards, transform=fails), 8, num_workers=num_workers)
+    with pytest.raises(ZeroDivisionError) as caught:
+        list(loader)
+    text = "".join(traceback.format_exception(caught.value))
+    if sys.version_info >= (3, 11) or num_workers:
+        assert re.search(rf"While transforming samples \[40\] of stream '{shards}', shard shard\.\d+\.mds\.", text)
