@@ -233,7 +233,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
     length = Readable(__len__)
 
     def subset(self, ids: Iterable[int] | NDArray[np.int64]) -> StreamingDataset:
-        """Some samples as a dataset with an order, a fingerprint and a position of its own; reads only their shards.
+        """Make a dataset of some samples, with its own order, fingerprint and position; it reads only their shards.
 
         Args:
             ids: Sample ids of this dataset, each at most once.
