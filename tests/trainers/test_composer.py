@@ -223,7 +223,7 @@ def test_other_data_or_settings_are_refused(shards: Path, tmp_path: Path) -> Non
 # What is missing is said
 
 
-def test_a_checkpoint_without_a_position_restarts_the_data_and_says_so(shards: Path) -> None:
+def test_a_checkpoint_without_a_position_restarts_the_data_with_a_warning(shards: Path) -> None:
     dataset = data_spec(remote=shards, batch_size=16, on_missing_state="restart").dataloader.dataset
     with pytest.warns(UserWarning, match="this one holds none.* The data begins from its start"):
         dataset.load_state_dict(None)
@@ -233,7 +233,9 @@ def test_a_checkpoint_without_a_position_restarts_the_data_and_says_so(shards: P
 
 
 @pytest.mark.parametrize("step", [14, 22])
-def test_a_position_that_was_not_loaded_restarts_the_data_with_a_warning(shards: Path, tmp_path: Path, step: int) -> None:
+def test_a_position_that_was_not_loaded_restarts_the_data_with_a_warning(
+    shards: Path, tmp_path: Path, step: int
+) -> None:
     whole = Run(shards, tmp_path, save_interval="1ba")
     options = {"load_ignore_keys": ["state/dataset_state"], "max_duration": f"{step + 3}ba"}
     restart = {"data": {"on_missing_state": "restart"}}
