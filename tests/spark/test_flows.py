@@ -87,7 +87,7 @@ def test_lightning_trains_inside_the_distributor(can_run_spark: None, shards: Pa
 
 
 @pytest.mark.distributed
-def test_composer_trains_inside_the_distributor_and_goes_on_elsewhere(
+def test_composer_trains_inside_the_distributor_and_resumes_elsewhere(
     can_run_spark: None, shards: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("torchvision")

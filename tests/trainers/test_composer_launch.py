@@ -28,7 +28,7 @@ RUN = [
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
-def test_composers_launcher_makes_one_run_and_torchrun_goes_on(tmp_path: Path) -> None:
+def test_composers_launcher_makes_one_run_and_torchrun_resumes_it(tmp_path: Path) -> None:
     start = [sys.executable, "-m", "composer.cli", "-n", "2", "--master_port", str(free_port())]
     done = launch(tmp_path, [*start, *train(*RUN, "trainer.max_epochs=1")[1:]])
     assert done.code == 0, done.stdout[-2000:] + done.stderr[-4000:]
