@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ class Regressor(RecipeModule):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, *, widths: Sequence[int] = (64, 64), **shared: Any) -> None:
+    def __init__(self, *, widths: list[int] | tuple[int, ...] = (64, 64), **shared: Any) -> None:
         super().__init__(**{"learning_rate": 0.003, "weight_decay": 0.01, "warmup": 0.1, **shared})
         self.widths = tuple(widths)
         self.columns: tuple[str, ...] = ()
