@@ -275,17 +275,14 @@ class TextMixture(TextData):
         proportions = {name: float(part.get("proportion", 1.0)) for name, part in parts.items()}
         if not parts or min(proportions.values()) <= 0:
             raise ValueError(f"a mixture needs parts, each with a proportion above 0; found {proportions}.")
-        self.parts = {
-            name: TextData(
-                remote=f"{remote}/{name}",
-                local=f"{local}/{name}",
-                **{**shared, "name": name, **{key: value for key, value in part.items() if key != "proportion"}},
-            )
-            for name, part in parts.items()
-        }
+        self.parts: dict[str, TextData] = {}
+        for name, part in parts.items():
+            own = {key: value for key, value in part.items() if key != "proportion"}
+            paths = {"remote": f"{remote}/{name}", "local": f"{local}/{name}", "name": name}
+            self.parts[name] = TextData(**{**shared, **paths, **own})
         common = {"cache_limit": shared.get("cache_limit"), "shuffle_seed": shared.get("seed", 1)}
         common["num_canonical_nodes"] = shared.get("num_canonical_nodes")
-        order = {"shuffle": True, "batching_method": batching_method, "epoch_size": epoch_size}
+        order = {"shuffle": shared.get("shuffle", True), "batching_method": batching_method, "epoch_size": epoch_size}
         self.datasets["train"] = StreamingDataset(streams=self._streams("train", proportions), **order, **common)
         self.datasets["val"] = StreamingDataset(streams=self._streams("val", dict.fromkeys(parts)), **common)
 
