@@ -455,13 +455,15 @@ def test_workers_end_at_once_with_a_trainer_that_an_error_ends(shards: Path) -> 
     program = (
         "import sys\n"
         "from lightning_stream import StreamingDataLoader, StreamingDataset\n"
+        "from lightning_stream.loading import worker_signals\n"
+        "worker_signals._GRACE_S = 3600\n"
         "dataset = StreamingDataset(remote=sys.argv[1], shuffle=True)\n"
         "loader = StreamingDataLoader(dataset, 4, num_workers=2, persistent_workers=True)\n"
         "for batch in loader:\n"
         "    raise RuntimeError('of the user')\n"
     )
     run = subprocess.run(
-        [sys.executable, "-c", program, str(shards)], capture_output=True, text=True, timeout=29, check=False
+        [sys.executable, "-c", program, str(shards)], capture_output=True, text=True, timeout=250, check=False
     )
     assert run.returncode == 1
     assert "of the user" in run.stderr

@@ -1,74 +1,100 @@
-"""The command line: ``lightning-stream train | convert | inspect | verify | explain | simulate``.
+"""The command line ``lightning-stream COMMAND``; docs/cli.md shows every command with its output.
 
-A command's module is imported when the command is called: looking at a dataset needs neither torch nor a trainer.
+A command is a module of this folder with ``HELP``, ``add_arguments(parser)`` and ``run(options, out)``, which returns
+an exit code; its name in `_COMMANDS` registers it. Modules are imported within `main`, so that Ctrl-C prints one line
+from the first moment on; what needs torch or another extra is imported in ``run``.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
 
-from lightning_stream.cli import datasets, states
+import lightning_stream
+from lightning_stream.cli.output import EXIT_CODES, ExitCode, Output, in_flags
 from lightning_stream.errors import LightningStreamError, MissingExtraError
 
-_WRONG_USE = 2
-
-_PASSED_ON = {
-    "train": "train from streamed shards; `lightning-stream train --help` lists what can be chosen",
-    "convert": "other formats into MDS shards; `lightning-stream convert --help` lists them",
-}
+_COMMANDS = ("convert", "inspect", "verify", "explain", "simulate", "merge")
+_TRAIN = "training recipes live in the repository, not in the package; there, run: python train.py +data=flowers"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; gives the exit code: 0, 1 where what was looked at is not well, 2 for wrong use."""
+class _UsageError(Exception):
+    """The arguments are wrong."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(f"{message.rstrip('.')}. See: {self.prog} --help")
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "lightning-stream") -> int:
+    """Run a command and return its exit code.
+
+    Example: ``main(["inspect", "s3://bucket/train", "--json"])``.
+
+    Args:
+        arguments: The command and its arguments; None for those of this process.
+        prog: The program's name in help and messages.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given and given[0] in _PASSED_ON:
-        return _pass_on(given[0], given[1:])
-    options = _parser().parse_args(given)
-    command: Callable[[argparse.Namespace], int] = options.command
+    out = Output(as_json="--json" in given)
     try:
-        return command(options)
-    except (LightningStreamError, MissingExtraError, ValueError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return _WRONG_USE
-    except BrokenPipeError:  # whoever reads had enough
-        sys.stderr.close()
-        return 0
+        code = _run(given, prog, out)
+        out.close()
+        return code
+    except KeyboardInterrupt:
+        return out.error("interrupted", ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at its exit, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.PIPE_CLOSED
 
 
-def _pass_on(command: str, arguments: Sequence[str]) -> int:
-    """Commands with command lines of their own."""
+def _run(given: list[str], prog: str, out: Output) -> int:
+    parser: argparse.ArgumentParser | None = None
     try:
-        if command == "train":
-            from lightning_stream.cli.train import packaged_configs, run
+        if given[:1] == ["train"]:
+            raise _UsageError(_TRAIN)
+        parser = build_parser(prog)
+        if not given:
+            parser.print_help(sys.stderr)
+            return ExitCode.WRONG_USE
+        options = parser.parse_args(given)
+        parser = options.parser
+        return int(options.run(options, out))
+    except (_UsageError, MissingExtraError) as error:
+        return out.error(str(error))
+    except BrokenPipeError:
+        raise
+    except (LightningStreamError, ValueError, OSError) as error:
+        return out.error(in_flags(str(error), parser))
 
-            run(arguments, packaged_configs())
-            return 0
-        from lightning_stream.convert.command_line import main as convert
 
-        return int(convert(arguments) or 0)
-    except (LightningStreamError, MissingExtraError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return _WRONG_USE
-    except ModuleNotFoundError as error:
-        if error.name not in ("hydra", "omegaconf", "lightning", "torch", "torchvision"):
-            raise
-        print(f"{command} needs {error.name}:  pip install 'lightning-stream[recipes]'", file=sys.stderr)
-        return _WRONG_USE
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lightning-stream", description="Train from streamed shards, and look at shards, checkpoints and orders."
+def build_parser(prog: str = "lightning-stream") -> argparse.ArgumentParser:
+    """Build the parser of all commands."""
+    parser = _Parser(
+        prog,
+        description="Convert, inspect and verify datasets of MDS shards; explain checkpoints; simulate orders.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"lightning-stream {lightning_stream.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, told in _PASSED_ON.items():
-        commands.add_parser(name, help=told, add_help=False)
-    datasets.add_commands(commands)
-    states.add_commands(commands)
+    for name in _COMMANDS:
+        module = import_module(f"lightning_stream.cli.{name}")
+        command = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=f"{module.HELP[0].upper()}{module.HELP[1:]}.",
+            epilog=getattr(module, "EXAMPLES", None),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_arguments(command)
+        command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+        command.set_defaults(run=module.run, parser=command)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

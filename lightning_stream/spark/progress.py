@@ -6,7 +6,7 @@ import sys
 import threading
 from types import TracebackType
 
-from lightning_stream.convert.job import Job
+from lightning_stream.convert.partition import OutputSpec
 from lightning_stream.convert.receipt import CONTROL, is_receipt
 from lightning_stream.errors import StoreError
 
@@ -16,7 +16,7 @@ _PERIOD_S = 2.0
 class Progress:
     """Counts in a thread of its own while it is entered."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: OutputSpec) -> None:
         self._job = job
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._count, name="conversion-progress", daemon=True)

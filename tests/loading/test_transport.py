@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import pickle
+import threading
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,12 @@ def test_an_iteration_leaves_no_descriptor_behind(tmp_path: Path) -> None:
             if number == stop:
                 break
         gc.collect()
+        # Under load, torch's workers and the threads of its queues may end later than the iteration.
+        for process in multiprocessing.active_children():
+            process.join(60)
+        for thread in threading.enumerate():
+            if thread.name == "QueueFeederThread":
+                thread.join(60)
         return len(list(Path("/proc/self/fd").iterdir()))
 
     dataset[0]

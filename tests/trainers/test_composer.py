@@ -41,7 +41,7 @@ def test_every_epoch_trains_on_every_sample_once(shards: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "stops", [(4, 11, 14), pytest.param(range(1, 33), marks=pytest.mark.slow)], ids=["few", "many"]
+    "stops", [(4, 11, 14), pytest.param(range(1, 33), marks=pytest.mark.nightly)], ids=["few", "many"]
 )
 @pytest.mark.parametrize(
     "options",
@@ -76,7 +76,7 @@ def test_a_run_resumed_from_any_of_its_checkpoints_continues_exactly(
             assert resumed.noted.evaluations == [e for e in whole.noted.evaluations if e[0] >= due]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_workers_may_be_started_by_any_method(shards: Path, tmp_path: Path, method: str) -> None:
     options = {"data": {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": method}}

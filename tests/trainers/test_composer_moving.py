@@ -70,7 +70,7 @@ def test_a_file_that_mosaicml_streaming_left_continues_as_it_is(
     assert resumed.steps == _steps_from(step)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
 def test_a_run_of_mosaicml_streaming_continues_on_two_devices(shards: Path, tmp_path: Path) -> None:

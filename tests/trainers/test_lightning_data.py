@@ -116,7 +116,7 @@ def test_a_checkpoint_that_is_not_there_is_said_to_be_missing(shards: Path, tmp_
         read_position(tmp_path / "bare.ckpt")
 
 
-@pytest.mark.parametrize("error", ["ImportError", "AttributeError"])
+@pytest.mark.parametrize("error", ["ImportError", pytest.param("AttributeError", marks=pytest.mark.slow)])
 def test_our_classes_are_there_beside_a_broken_second_lightning(tmp_path: Path, error: str) -> None:
     (tmp_path / "pytorch_lightning").mkdir()
     (tmp_path / "pytorch_lightning" / "__init__.py").write_text(f"raise {error}('too old')")

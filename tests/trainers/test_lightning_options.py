@@ -377,7 +377,11 @@ def test_the_happy_path_warns_of_nothing_of_ours(shards: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "first", ["import pytorch_lightning as pl", "from lightning_stream import StreamingDataModule"]
+    "first",
+    [
+        "import pytorch_lightning as pl",
+        pytest.param("from lightning_stream import StreamingDataModule", marks=pytest.mark.slow),
+    ],
 )
 def test_pytorch_lightning_under_its_own_name_works(shards: Path, tmp_path: Path, first: str) -> None:
     program = (

@@ -1,7 +1,0 @@
-"""``python -m lightning_stream.cli`` is ``lightning-stream``."""
-
-import sys
-
-from lightning_stream.cli import main
-
-sys.exit(main())

@@ -1,0 +1,99 @@
+"""``inspect``: what a dataset holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from typing import Any
+
+import numpy as np
+
+from lightning_stream.cli.arguments import FoundDataset, add_dataset, add_store_options, datasets_at
+from lightning_stream.cli.output import ExitCode, Output
+from lightning_stream.errors import StoreError
+from lightning_stream.formats.index import Index
+from lightning_stream.stores import LocalStore
+
+HELP = "show columns, samples, shards, sizes and hashes of a dataset"
+_SHOWN_NUMBERS = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``inspect``."""
+    add_dataset(parser)
+    parser.add_argument("--samples", type=int, default=0, metavar="N", help="show the first N samples, too")
+    add_store_options(parser)
+
+
+def run(options: argparse.Namespace, out: Output) -> int:
+    """Describe every dataset at the path or URL."""
+    if options.samples < 0:
+        raise ValueError(f"--samples is a number of samples; found {options.samples}")
+    described = []
+    for dataset in datasets_at(options.remote, dict(options.store_options)):
+        about = {**_description(dataset.index), **_classes(dataset)}
+        if options.samples:
+            samples = _samples(dataset, options.samples, dict(options.store_options))
+            about |= {f"sample_{number}": sample for number, sample in enumerate(samples)}
+        described.append({"url": dataset.store.url, **about})
+        out.line(dataset.store.url)
+        out.show(about)
+    out.data = {"datasets": described}
+    return ExitCode.OK
+
+
+def _description(index: Index) -> dict[str, Any]:
+    """What an index says about its dataset."""
+    entry = index.entry(0) if index.num_shards else None
+    files = [] if entry is None else [file for raw, packed in entry.files for file in (raw, packed) if file]
+    return {
+        "samples": index.num_samples,
+        "shards": index.num_shards,
+        "samples_per_shard": [int(limit(index.shard_sizes)) for limit in (np.min, np.max) if index.num_shards],
+        "largest_shard_bytes": int(max(index.raw_bytes, default=0)),
+        "raw_bytes": int(index.raw_bytes.sum()),
+        "stored_bytes": int(index.stored_bytes.sum()),
+        "format": None if entry is None else entry.schema.format,
+        "compression": None if entry is None else entry.schema.compression,
+        "hashes": sorted({name for file in files for name in file.hashes}),
+        "digest": index.digest,
+        "schemas": len(index.schemas),
+        "columns": dict(index.columns),
+    }
+
+
+def _classes(dataset: FoundDataset) -> dict[str, Any]:
+    """The class names that ``convert`` wrote beside the index."""
+    try:
+        return {"classes": json.loads(dataset.store.read("manifest.json"))["classes"]}
+    except (StoreError, ValueError, KeyError):
+        return {}
+
+
+def _samples(dataset: FoundDataset, count: int, store_options: dict[str, Any]) -> list[dict[str, Any]]:
+    from lightning_stream.reading.reader import ReaderConfig, SampleReader
+    from lightning_stream.reading.stream import CacheDefaults, Stream
+
+    with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
+        local = None if isinstance(dataset.store, LocalStore) else folder
+        stream = Stream(remote=dataset.store.url, local=local, options=store_options)
+        reader = SampleReader([stream], CacheDefaults(), ReaderConfig())
+        try:
+            ids = range(min(count, reader.snapshot.num_samples))
+            return [{name: _plain(value) for name, value in reader.sample(number).items()} for number in ids]
+        finally:
+            reader.close()
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON; for one that would fill the screen its kind and size, e.g. ``JPEG 320x263``."""
+    if isinstance(value, (bytes, bytearray)):
+        return f"{len(value):,} bytes"
+    if hasattr(value, "getbands"):  # an image of Pillow
+        return f"{value.format or value.mode} {value.width}x{value.height}"
+    if hasattr(value, "shape"):
+        small = isinstance(value, (np.ndarray, np.generic)) and value.size <= _SHOWN_NUMBERS
+        return value.tolist() if small else f"{value.dtype}{list(value.shape)}"
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return value if len(text) <= 90 and value is not None else f"{text[:87]}..."

@@ -1,0 +1,119 @@
+"""What all commands print with: text or JSON on stdout, errors and progress on stderr, one table of exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any
+
+_WIDTH, _SHOWN = 24, 12
+
+
+class ExitCode(IntEnum):
+    """Exit codes of all commands."""
+
+    OK = 0
+    NO = 1
+    WRONG_USE = 2
+    INTERRUPTED = 130
+    PIPE_CLOSED = 141
+
+
+EXIT_CODES = """exit codes:
+  0    done; the answer is yes
+  1    the answer is no: files are corrupt, or the data is not that of the checkpoint
+  2    wrong arguments, input that cannot be read, or a missing package
+  130  interrupted with Ctrl-C
+  141  the reader of the output closed the pipe, e.g. `| head`"""
+
+
+class Output:
+    """Prints a command's answer: as text while it is found, or as one JSON object at the end.
+
+    Args:
+        as_json: Whether to print `data` instead of text.
+
+    Attributes:
+        data: The answer as JSON values, which the command fills.
+    """
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.data: dict[str, Any] = {}
+        self._has_progress = False
+
+    def line(self, text: str) -> None:
+        """Print a line of text."""
+        self._end_progress()
+        if not self.as_json:
+            print(text)
+
+    def show(self, about: Mapping[str, Any]) -> None:
+        """Print names and values, one pair a line; those of a mapping below its name."""
+        for name, value in about.items():
+            label = f"  {name.removesuffix('_bytes').replace('_', ' ')}"
+            if isinstance(value, Mapping):
+                self.line(label)
+                for inner, one in value.items():  # names of columns and settings, as they are
+                    self.line(f"{'    ' + inner.removesuffix('_bytes'):<{_WIDTH}} {_text(inner, one)}")
+            else:
+                self.line(f"{label:<{_WIDTH}} {_text(name, value)}")
+
+    def progress(self, text: str) -> None:
+        """Replace the line of progress; only on a terminal."""
+        if sys.stderr.isatty():
+            print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
+            self._has_progress = True
+
+    def error(self, text: str, code: ExitCode = ExitCode.WRONG_USE) -> ExitCode:
+        """Print an error as one line on stderr and, under ``--json``, as ``{"error": ...}`` on stdout."""
+        self._end_progress()
+        self.data = {"error": " ".join(text.split())}
+        print(f"error: {self.data['error']}", file=sys.stderr)
+        return code
+
+    def close(self) -> None:
+        """Print the JSON object."""
+        self._end_progress()
+        if self.as_json:
+            print(json.dumps(self.data, indent=1))
+        sys.stdout.flush()
+
+    def _end_progress(self) -> None:
+        if self._has_progress:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._has_progress = False
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, list):
+        more = [f"... ({len(value):,})"] if len(value) > _SHOWN else []
+        return ", ".join([_text(name, one) for one in value[:_SHOWN]] + more) or "none"
+    if isinstance(value, int) and name.endswith("_bytes"):
+        return readable(value)
+    return f"{value:.4g}" if isinstance(value, float) else "none" if value is None else str(value)
+
+
+def readable(num_bytes: float) -> str:
+    """A number of bytes as text, e.g. ``"12.3 MB"``."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+def in_flags(message: str, parser: argparse.ArgumentParser | None) -> str:
+    """A message of the library with a command's flags for Python arguments: ``--overwrite`` for ``overwrite=True``."""
+    for action in parser._actions if parser is not None else ():  # noqa: SLF001 - argparse has no public list of flags
+        for flag in action.option_strings[:1]:
+            name = flag.strip("-").replace("-", "_")
+            message = re.sub(rf"(?<![\w/.-]){name}=True\b", flag, message)
+            message = re.sub(rf"(?<![\w/.-]){name}=", f"{flag}=", message)
+            if "_" in name:
+                message = re.sub(rf"(?<![\w/.-]){name}(?![\w/.])", flag, message)
+    return message

@@ -1,0 +1,120 @@
+"""``verify``: whether the files of a dataset are what its index says."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lightning_stream.cli.arguments import FoundDataset, add_dataset, add_store_options, datasets_at
+from lightning_stream.cli.output import ExitCode, Output, readable
+from lightning_stream.errors import DigestError, FormatError, NotFoundError
+from lightning_stream.formats.codecs import decompress_file
+from lightning_stream.formats.hashing import digest_file
+from lightning_stream.formats.index import FileEntry
+from lightning_stream.stores import Store
+from lightning_stream.threads import DaemonPool
+
+HELP = "download every file and check its size, hashes and decompression"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``verify``."""
+    add_dataset(parser)
+    parser.add_argument("--shards", metavar="BEGIN:END", help="check only these shards, counted from 0")
+    parser.add_argument("--num-workers", type=int, default=8, metavar="N", help="shards checked at once (default: 8)")
+    add_store_options(parser)
+
+
+def run(options: argparse.Namespace, out: Output) -> int:
+    """Verify every dataset at the path or URL."""
+    if options.num_workers < 1:
+        raise ValueError(f"--num-workers is at least 1; found {options.num_workers}")
+    found = datasets_at(options.remote, dict(options.store_options))
+    chosen = [_shards(options.shards, dataset) for dataset in found]
+    verified = [_verify(*each, options.num_workers, out) for each in zip(found, chosen, strict=True)]
+    out.data = {"datasets": verified}
+    return ExitCode.NO if any(one["corrupt"] for one in verified) else ExitCode.OK
+
+
+def _shards(text: str | None, dataset: FoundDataset) -> range:
+    every = range(dataset.index.num_shards)
+    if text is None:
+        return every
+    begin, colon, end = text.partition(":")
+    try:
+        chosen = every[int(begin or 0) : int(end) if end else len(every) if colon else int(begin) + 1]
+    except ValueError as error:
+        raise ValueError(f"--shards takes BEGIN:END, numbers from 0; found {text!r}") from error
+    if not chosen:
+        raise ValueError(f"--shards {text} selects no shard: {dataset.store.url} has {len(every)}, counted from 0")
+    return chosen
+
+
+def _verify(dataset: FoundDataset, shards: range, num_workers: int, out: Output) -> dict[str, Any]:
+    """Check some shards, print every corrupt file and then the verdict.
+
+    Every hash in the index is checked: those of the compressed files, and those of the raw ones.
+    """
+    url, index = dataset.store.url, dataset.index
+    corrupt: list[dict[str, Any]] = []
+    hashes, num_bytes, num_unhashed = set[str](), 0, 0
+    with (
+        # Ctrl-C does not wait for the threads: they may still write into the folder.
+        tempfile.TemporaryDirectory("-lightning-stream", ignore_cleanup_errors=True) as folder,
+        DaemonPool(num_workers, "verify") as pool,
+    ):
+        checks = [pool.submit(_problems, dataset, shard, Path(folder)) for shard in shards]
+        for shard, check in zip(shards, checks, strict=True):
+            for problem in check.result():
+                corrupt.append({"shard": shard, "error": problem})
+                out.line(f"shard {shard}: {problem}")
+            for raw, compressed in index.entry(shard).files:
+                names = {*raw.hashes, *(compressed.hashes if compressed else ())}
+                hashes, num_unhashed = hashes | names, num_unhashed + (not names)
+                num_bytes += (compressed or raw).num_bytes
+            out.progress(f"{shard - shards.start + 1:,} of {len(shards):,} shards")
+    by = f"{', '.join(sorted(hashes))} and size" if hashes else "size only, since the index has no hashes"
+    by += f" ({num_unhashed:,} files by size only)" if hashes and num_unhashed else ""
+    verdict = f"CORRUPT ({len(corrupt):,} file{'s' * (len(corrupt) != 1)})" if corrupt else "OK"
+    counts = f"{len(shards):,} of {index.num_shards:,} shards, {readable(num_bytes)}"
+    out.line(f"{verdict}: {url}: {counts}, verified by {by}")
+    return {
+        "url": url,
+        "corrupt": corrupt,
+        "shards": [shards.start, shards.stop],
+        "bytes": num_bytes,
+        "hashes": sorted(hashes),
+    }
+
+
+def _problems(dataset: FoundDataset, shard: int, folder: Path) -> list[str]:
+    """What is wrong with the files of a shard: at most one problem a file."""
+    store, entry, problems = dataset.store, dataset.index.entry(shard), list[str]()
+    for number, (raw, compressed) in enumerate(entry.files):
+        draft, packed = folder / f"{shard}-{number}", folder / f"{shard}-{number}.packed"
+        try:
+            if compressed is None or entry.schema.compression is None:
+                store.get(raw.basename, draft, raw.num_bytes)
+            else:
+                store.get(compressed.basename, packed, compressed.num_bytes)
+                _check(packed, compressed, store)
+                decompress_file(entry.schema.compression, packed, draft, raw.num_bytes)
+            _check(draft, raw, store)
+        except (FormatError, NotFoundError) as error:
+            problems.append(str(error))
+        draft.unlink(missing_ok=True)
+        packed.unlink(missing_ok=True)
+    return problems
+
+
+def _check(path: Path, file: FileEntry, store: Store) -> None:
+    """Raise DigestError if the size or a hash is not that of the index."""
+    where = f"{store.url}/{file.basename}"
+    if (size := path.stat().st_size) != file.num_bytes:
+        raise DigestError(f"{where}: the index says {file.num_bytes:,} bytes, the file has {size:,}.")
+    found = digest_file(list(file.hashes), path)
+    for name, expected in file.hashes.items():
+        if found[name] != expected:
+            raise DigestError(f"{where}: the index says {name} {expected}, the file has {found[name]}.")

@@ -1,0 +1,151 @@
+"""What all commands have in common: help, errors, exit codes, JSON, interrupts and pipes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_stream
+from lightning_stream.cli import build_parser, main
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def program(*arguments: str, before: str = "", **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own, after some code."""
+    code = f"import sys; {before}\nfrom lightning_stream.cli import main; sys.exit(main({list(arguments)!r}))"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env, **kwargs)
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"lightning-stream {lightning_stream.__version__}\n"
+
+
+def test_no_command_prints_the_help_as_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("usage: lightning-stream ")
+    assert "\nexit codes:\n  0 " in err
+
+
+def test_python_m_names_itself_in_the_help() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_stream", "convert", "--help"],
+        capture_output=True, text=True, check=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.stdout.startswith("usage: python -m lightning_stream convert ")
+
+
+def test_every_command_has_help_and_json() -> None:
+    (commands,) = (action for action in build_parser()._actions if hasattr(action, "choices") and action.choices)
+    assert list(commands.choices or ()) == ["convert", "inspect", "verify", "explain", "simulate", "merge"]
+    for parser in dict(commands.choices or {}).values():
+        assert "--json" in parser.format_help()
+        assert "--store-options KEY=VALUE" in parser.format_help()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["trian"], "invalid choice: 'trian'"),
+        (["train", "+data=flowers"], "recipes live in the repository, not in the package; there, run: python train.py"),
+        (["inspect"], "the following arguments are required: PATH|URL. See: lightning-stream inspect --help"),
+        (["inspect", "nowhere"], "a dataset is a folder with an index.json; "),
+        (["inspect", "nowhere", "--samples", "-1"], "--samples is a number of samples; found -1"),
+        (["verify", "s3//bucket/x"], "Did you mean s3://BUCKET/FOLDER?"),
+        (["inspect", "x", "--store-options", "endpoint"], "--store-options: expected KEY=VALUE, got 'endpoint'"),
+        (["inspect", "s3://b", "--store-options", "secret_access_key=hush"], "a secret must not be on a command line"),
+        (["explain", "none.ckpt"], "there is no checkpoint at"),
+        (["explain", "."], "there is no checkpoint at"),
+        (["convert", "nowhere.csv", "out"], "nowhere.csv"),
+        (["merge", "nowhere"], "no index.json in any folder below"),
+        (["simulate", "--global-batch-size", "8"], "either a PATH|URL, or --stream"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    answer: Callable[..., tuple[int, Any]],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"error: [^\n]+\n", err)
+    assert sentence in err
+    assert "hush" not in err
+    code, data = answer(*arguments)
+    assert code == 2
+    assert data == {"error": err.removeprefix("error: ").strip()}
+
+
+def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path: Path) -> None:
+    (tmp_path / "last.ckpt").write_bytes(b"x")
+    done = program("explain", str(tmp_path), before="sys.modules['torch'] = None")
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(r"error: [^\n]*'torch'[^\n]*lightning-stream\[torch\]'\n", done.stderr)
+    done = program("inspect", "s3://bucket/x", before="sys.modules['boto3'] = None")
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(r"error: [^\n]*'boto3'[^\n]*lightning-stream\[s3\]'\n", done.stderr)
+
+
+def test_ctrl_c_is_one_line_and_exit_code_130(shards: Path) -> None:
+    # The signal comes while a command's modules are imported, and while a command reads.
+    during_import = "import os, signal, importlib.abc\nclass Hook(importlib.abc.MetaPathFinder):\n"
+    during_import += "    def find_spec(self, name, path=None, target=None):\n"
+    during_import += f"        if name.endswith('cli.verify'): os.kill(os.getpid(), {int(signal.SIGINT)})\n"
+    during_import += "sys.meta_path.insert(0, Hook())"
+    during_read = "import os\nfrom lightning_stream.stores import LocalStore\n"
+    during_read += f"LocalStore.get = lambda *a: os.kill(os.getpid(), {int(signal.SIGINT)})"
+    for before in (during_import, during_read):
+        done = program("verify", str(shards), before=before, timeout=60)
+        assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+
+
+def test_a_closed_pipe_is_quiet(shards: Path) -> None:
+    code = "import os, sys; from lightning_stream.cli import main; os.dup2(int(sys.argv[1]), 1); sys.exit(main())"
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = f"import sys; from lightning_stream.cli import main; sys.exit(main(['inspect', {str(shards)!r}]))"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=env
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_pipes_get_no_control_codes(shards: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
+    converted = program("convert", str(tmp_path / "rows.jsonl"), str(tmp_path / "out"), "--progress-bar")
+    verified = program("verify", str(shards))
+    for done in (converted, verified):
+        assert done.returncode == 0, done.stderr
+        assert not re.search("[\r\x1b]", done.stdout + done.stderr)
+
+
+def test_looking_at_datasets_needs_no_torch(shards: Path) -> None:
+    for command in (
+        ["inspect", str(shards)],
+        ["verify", str(shards)],
+        ["simulate", str(shards), "--global-batch-size=8"],
+    ):
+        done = program(*command, before="sys.modules['torch'] = None")
+        assert done.returncode == 0, done.stderr
