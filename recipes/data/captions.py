@@ -80,21 +80,13 @@ class CaptionData(RecipeData):
     """
 
     def __init__(
-        self,
-        *,
-        synthetic_count: int = 1300,
-        synthetic_seed: int = 1,
-        image_size: int = 32,
-        caption_length: int = 32,
+        self, *, synthetic_count: int = 1300, synthetic_seed: int = 1, image_size: int = 32, caption_length: int = 32,
         **shared: Any,
-    ) -> None:
-        super().__init__(
-            settings={"synthetic": (synthetic_count, synthetic_seed)},
-            train_transform=CaptionedPixels(image_size, caption_length, flip=True),
-            val_transform=CaptionedPixels(image_size, caption_length, flip=False),
-            **{"name": "captioned images", **shared},
-        )
+    ) -> None:  # fmt: skip
         self.synthetic = (synthetic_count, synthetic_seed)
+        transforms = [CaptionedPixels(image_size, caption_length, flip=flip) for flip in (True, False)]
+        options = {"settings": {"synthetic": self.synthetic}, "name": "captioned images", **shared}
+        super().__init__(train_transform=transforms[0], val_transform=transforms[1], **options)
         self.image_size, self.caption_length = image_size, caption_length
 
     def convert_source(self) -> None:
@@ -109,12 +101,7 @@ class CaptionData(RecipeData):
         return [*found][:count]
 
     def _files(self) -> Any:
-        """What `convert` reads.
-
-        Raises:
-            NotFoundError: There is no such folder.
-            FormatError: It has neither tars nor images.
-        """
+        """What `convert` reads."""
         assert self.source is not None
         if self.source == SYNTHETIC:
             (count, seed), size = self.synthetic, _IMAGES_OF_PARTITION
@@ -127,13 +114,11 @@ class CaptionData(RecipeData):
         if any(folder.glob("*.tar")):
             return glob(self.source, "*.tar")
         images = sorted(file for file in folder.rglob("*") if file.suffix.lower() in _IMAGES)
-        if not images:
-            hint = " Its parquet files list URLs: download the images with img2dataset." if _parquet(folder) else ""
-            raise FormatError(f"captioned images are tars, or .jpg files with .txt or .json; none in {folder}.{hint}")
+        lists = not images and any(folder.rglob("*.parquet"))
+        hint = " Its parquet files list URLs: download the images with img2dataset." if lists else ""
+        if not any(file.with_suffix(ending).exists() for file in images for ending in (".txt", ".json")):
+            found = f"none of the images in {folder} has a caption" if images else f"{folder} has neither"
+            raise FormatError(f"captioned images are tars, or .jpg files with .txt or .json beside; {found}.{hint}")
         files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in images]
         size = _IMAGES_OF_PARTITION
         return Inputs([files[begin : begin + size] for begin in range(0, len(files), size)], read_files)
-
-
-def _parquet(folder: Path) -> bool:
-    return any(folder.rglob("*.parquet"))

@@ -1,7 +1,7 @@
 """Text as streamed blocks of tokens: documents are tokenized and packed into blocks once, and no token is lost.
 
 A block is a sample ``{"tokens": uint16[seq_len], "documents": int32[seq_len]}`` (uint32 for large vocabularies). Each
-document begins with the bos token; ``documents`` numbers the document of each token, for masking, and is -1 for padding.
+document begins with the bos token. ``documents`` numbers the document of each token, for masking; padding has -1.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import hashlib
 import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -33,45 +33,22 @@ _STORIES_OF_PARTITION = 500
 _TEXT_FILES = (".txt", ".text", ".md")
 
 
-class Tokenizer(Protocol):
-    """Turns text into token ids below `vocab_size`, and back; `bos_token` begins each document."""
-
-    vocab_size: int
-    bos_token: int
-    fingerprint: str
-
-    def encode(self, text: str) -> NDArray[np.int64]:
-        """The tokens of a text, without the bos token."""
-
-    def decode(self, tokens: list[int]) -> str:
-        """The text of some tokens, without bos tokens."""
-
-
 class ByteTokenizer:
     """Each byte of the UTF-8 text is a token."""
 
     vocab_size, bos_token, fingerprint = 257, 256, BYTES
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """The bytes of a text."""
+        """The tokens of a text, without the bos token."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
 
     def decode(self, tokens: list[int]) -> str:
-        """The text; invalid UTF-8 becomes replacement characters."""
+        """The text of some tokens; invalid UTF-8 becomes replacement characters."""
         return bytes(token for token in tokens if token < self.bos_token).decode(errors="replace")
 
 
 class FileTokenizer:
-    """A Hugging Face ``tokenizer.json``.
-
-    Args:
-        path: The file.
-        bos_token: The token that begins each document; None for the first usual one that the file has.
-
-    Raises:
-        MissingExtraError: `tokenizers` is not installed.
-        ValueError: The file has no such token.
-    """
+    """A Hugging Face ``tokenizer.json``; `bos_token` begins each document, None for a usual token of the file."""
 
     def __init__(self, path: str, bos_token: str | None = None) -> None:
         try:
@@ -94,18 +71,15 @@ class FileTokenizer:
         self.fingerprint = f"{digest}-{self.bos_token}"
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """The tokens, without those that a tokenizer adds around a text."""
+        """The tokens of a text, without those that the tokenizer adds around one."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
 
     def decode(self, tokens: list[int]) -> str:
-        """The text."""
         text: str = self._tokenizer.decode([token for token in tokens if token != self.bos_token])
         return text
 
 
-def load_tokenizer(name: str, bos_token: str | None = None) -> Tokenizer:
-    """The tokenizer of a config: ``"bytes"``, or the path of a ``tokenizer.json``."""
-    return ByteTokenizer() if name == BYTES else FileTokenizer(name, bos_token)
+Tokenizer: TypeAlias = "ByteTokenizer | FileTokenizer"
 
 
 @dataclass(frozen=True)
@@ -113,62 +87,66 @@ class PackBlocks:
     """Packs the documents of a partition into blocks of one length; `convert` calls it in its workers.
 
     Attributes:
-        tokenizer, bos_token: See `load_tokenizer`.
-        fingerprint: The tokenizer's; another one makes another dataset.
+        tokenizer: ``bytes``, or the path of a ``tokenizer.json``.
+        bos_token: See `FileTokenizer`.
         seq_len: Tokens of a block.
         text_key: The column of the text.
         separator: What divides a text into documents; None where each text is one.
-        split: ``train`` or ``val``, of which only that split's documents are packed; None for all.
         val_fraction: Share of the documents in the validation split, chosen by a hash of their text.
+        split: ``train`` or ``val``, of which only that split's documents are packed; None for all.
         is_single: Whether the source is one document, which is cut in two at a line's end.
+        fingerprint: The tokenizer's: with another one, `convert` makes another dataset.
     """
 
-    tokenizer: str
-    bos_token: str | None
-    fingerprint: str
-    seq_len: int
-    text_key: str
-    separator: str | None
-    split: str | None
-    val_fraction: float
-    is_single: bool
+    tokenizer: str = BYTES
+    bos_token: str | None = None
+    seq_len: int = 128
+    text_key: str = "text"
+    separator: str | None = None
+    val_fraction: float = 0.0
+    split: str | None = None
+    is_single: bool = False
+    fingerprint: str = ""
+
+    def load_tokenizer(self) -> Tokenizer:
+        return ByteTokenizer() if self.tokenizer == BYTES else FileTokenizer(self.tokenizer, self.bos_token)
 
     def __call__(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, NDArray[Any]]]:
         """Pack a partition; its last block is padded."""
-        tokenizer = load_tokenizer(self.tokenizer, self.bos_token)
+        tokenizer = self.load_tokenizer()
+        dtype = token_dtype(tokenizer.vocab_size)
         tokens, documents = np.empty(0, np.int64), np.empty(0, np.int32)
         for number, text in enumerate(self.texts(rows)):
             encoded = tokenizer.encode(text)
             tokens = np.concatenate([tokens, [tokenizer.bos_token], encoded])
             documents = np.concatenate([documents, np.full(len(encoded) + 1, number, np.int32)])
             whole = len(tokens) // self.seq_len * self.seq_len
-            yield from self._blocks(tokens[:whole], documents[:whole], tokenizer.vocab_size)
+            yield from self._blocks(tokens[:whole].astype(dtype), documents[:whole])
             tokens, documents = tokens[whole:], documents[whole:]
-        padding = -len(tokens) % self.seq_len
-        tokens = np.pad(tokens, (0, padding), constant_values=tokenizer.bos_token)
-        documents = np.pad(documents, (0, padding), constant_values=PADDING)
-        yield from self._blocks(tokens, documents, tokenizer.vocab_size)
+        padding = (0, -len(tokens) % self.seq_len)
+        tokens = np.pad(tokens, padding, constant_values=tokenizer.bos_token)
+        yield from self._blocks(tokens.astype(dtype), np.pad(documents, padding, constant_values=PADDING))
 
     def texts(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         """The documents of the split."""
         for row in rows:
             text = row.get(self.text_key)
             if not isinstance(text, str):
-                raise FormatError(
-                    f"each row must have text under {self.text_key!r}; found a row with {', '.join(sorted(row))}. Set "
-                    "data.text_key."
-                )
-            if self.is_single and self.split:
-                yield from filter(None, [cut_in_two(text, self.val_fraction)[self.split]])
-                continue
-            for document in [text] if self.separator is None else text.split(self.separator):
-                if document.strip() and self.split in (None, split_of(document, self.val_fraction)):
-                    yield document
+                found = ", ".join(sorted(row))
+                raise FormatError(f"each row must have text under {self.text_key!r}; found {found}. Set data.text_key.")
+            parts = [text] if self.separator is None else text.split(self.separator)
+            if self.is_single:
+                cut = int(len(text) * (1 - self.val_fraction))
+                cut = text.rfind("\n", 0, cut) + 1 or cut
+                parts = [text[:cut] if self.split == "train" else text[cut:]]
+            for part in parts:
+                if part.strip() and (self.is_single or self.split in (None, split_of(part, self.val_fraction))):
+                    yield part
 
-    def _blocks(self, tokens: NDArray[Any], documents: NDArray[Any], vocab_size: int) -> Iterator[dict[str, Any]]:
+    def _blocks(self, tokens: NDArray[Any], documents: NDArray[Any]) -> Iterator[dict[str, NDArray[Any]]]:
         for begin in range(0, len(tokens), self.seq_len):
-            cut = slice(begin, begin + self.seq_len)
-            yield {"tokens": tokens[cut].astype(token_dtype(vocab_size)), "documents": documents[cut]}
+            block = slice(begin, begin + self.seq_len)
+            yield {"tokens": tokens[block], "documents": documents[block]}
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -179,13 +157,6 @@ def token_dtype(vocab_size: int) -> str:
 def split_of(text: str, val_fraction: float) -> str:
     """The split of a document, by a hash of its text: equal documents are never in both."""
     return "val" if xxhash.xxh3_64_intdigest(text.encode()) / 2**64 < val_fraction else "train"
-
-
-def cut_in_two(text: str, val_fraction: float) -> dict[str, str]:
-    """The beginning of a text to train on, and the rest for validation; cut at a line's end if it has lines."""
-    kept = int(len(text) * (1 - val_fraction))
-    kept = text.rfind("\n", 0, kept) + 1 or kept
-    return {"train": text[:kept], "val": text[kept:]}
 
 
 def read_stories(numbers: tuple[int, int, int]) -> Iterator[dict[str, str]]:
@@ -203,101 +174,78 @@ class TextData(RecipeData):
         text_key: The column of the text in JSON lines.
         train_files, val_files: Patterns of files in the folder, e.g. ``c4-train.*``; None divides by `val_fraction`.
         synthetic_count, synthetic_seed: How many stories, and which.
-        tokenizer: ``bytes``, or the path of a Hugging Face ``tokenizer.json``.
-        bos_token: The token that begins each document; None for a usual one of the tokenizer.
-        seq_len: Tokens of a block.
+        tokenizer, bos_token, seq_len: See `PackBlocks`.
         **shared: See `RecipeData`.
     """
 
     token_column = "tokens"
 
     def __init__(
-        self,
-        *,
-        separator: str | None = None,
-        text_key: str = "text",
-        train_files: str | None = None,
-        val_files: str | None = None,
-        synthetic_count: int = 1000,
-        synthetic_seed: int = 1,
-        tokenizer: str = BYTES,
-        bos_token: str | None = None,
-        seq_len: int = 128,
-        **shared: Any,
-    ) -> None:
-        settings = {
-            "separator": separator, "text_key": text_key, "train_files": train_files, "val_files": val_files,
-            "synthetic": (synthetic_count, synthetic_seed), "tokenizer": (tokenizer, bos_token), "seq_len": seq_len,
-        }  # fmt: skip
-        super().__init__(settings=settings, **{"name": "text", **shared})
+        self, *, separator: str | None = None, text_key: str = "text", train_files: str | None = None,
+        val_files: str | None = None, synthetic_count: int = 1000, synthetic_seed: int = 1, tokenizer: str = BYTES,
+        bos_token: str | None = None, seq_len: int = 128, **shared: Any,
+    ) -> None:  # fmt: skip
         if (train_files is None) != (val_files is None):
             raise ValueError("set both data.train_files and data.val_files, or neither; found one of them.")
+        separator = separator and separator.replace("\\n", "\n")  # as it arrives from a command line
+        self.pack = PackBlocks(tokenizer, bos_token, seq_len, text_key, separator)
         self.files = {"train": train_files, "val": val_files}
-        self.separator, self.text_key, self.seq_len = separator, text_key, seq_len
         self.synthetic = (synthetic_count, synthetic_seed)
-        self._tokenizer_name = (tokenizer, bos_token)
+        settings = {**asdict(self.pack), **self.files, "synthetic": self.synthetic}
+        super().__init__(settings=settings, **{"name": "text", **shared})
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of these blocks."""
-        return load_tokenizer(*self._tokenizer_name)
+        return self.pack.load_tokenizer()
 
     @property
     def title(self) -> str:
-        """What the samples are."""
         made = "synthetic stories" if self.source == SYNTHETIC else self.source or self.uri
-        return f"blocks of {self.seq_len} tokens from {made}"
+        return f"blocks of {self.pack.seq_len} tokens from {made}"
 
     def prepare_data(self) -> None:
-        """Convert the source once; without one, check that the dataset has these tokens.
-
-        Raises:
-            FormatError: The dataset was made with another tokenizer or another length of blocks.
-        """
+        """Convert the source once; refuse a dataset of another tokenizer or another length of blocks."""
         super().prepare_data()
-        expected = {"tokenizer": self.tokenizer.fingerprint, "seq_len": self.seq_len}
+        expected = {"tokenizer": self.tokenizer.fingerprint, "seq_len": self.pack.seq_len}
         try:
             found = json.loads(open_store(self.uri).read("text.json"))
         except NotFoundError as error:
             raise NotFoundError(f"no converted text at {self.uri}. Set data.source to the text to convert.") from error
         if found != expected:
             raise FormatError(
-                f"the blocks at {self.uri} were made with {found}; found {expected}. Set data.tokenizer, data.bos_token "
-                "and data.seq_len to theirs."
+                f"the blocks at {self.uri} were made with {found}; found {expected}. Set data.tokenizer, "
+                "data.bos_token and data.seq_len to theirs."
             )
 
     def convert_source(self) -> None:
         """Write the blocks of both splits."""
-        seq_len, dtype = self.seq_len, token_dtype(self.tokenizer.vocab_size)
-        columns = {"tokens": f"ndarray:{dtype}:{seq_len}", "documents": f"ndarray:int32:{seq_len}"}
+        made = {"tokenizer": self.tokenizer.fingerprint, "seq_len": self.pack.seq_len}
+        dtype = token_dtype(self.tokenizer.vocab_size)
+        columns = {"tokens": f"ndarray:{dtype}:{self.pack.seq_len}", "documents": f"ndarray:int32:{self.pack.seq_len}"}
+        pack = replace(self.pack, fingerprint=made["tokenizer"], val_fraction=self.val_fraction or 0.0)
         for split, pattern in self.files.items():
-            source, is_single = self._files(pattern)
-            pack = PackBlocks(
-                *self._tokenizer_name, self.tokenizer.fingerprint, seq_len, self.text_key, self.separator,
-                None if pattern else split, self.val_fraction or 0.0, is_single,
-            )  # fmt: skip
-            self.convert(source, split, columns=columns, transform_partition=pack)
-        told = {"tokenizer": self.tokenizer.fingerprint, "seq_len": seq_len}
-        open_store(self.uri).put("text.json", json.dumps(told).encode())
+            is_single = self.pack.separator is None and Path(str(self.source)).suffix in _TEXT_FILES
+            of_split = replace(pack, split=None if pattern else split, is_single=is_single)
+            try:
+                self.convert(self._files(pattern), split, columns=columns, transform_partition=of_split)
+            except ValueError as error:
+                advice = "Both splits need documents: set data.separator, data.val_fraction or the patterns."
+                raise FormatError(f"the {split} split cannot be written: {error} {advice}") from error
+        open_store(self.uri).put("text.json", json.dumps(made).encode())
 
-    def _files(self, pattern: str | None) -> tuple[Any, bool]:
-        """What `convert` reads, and whether that is a single document."""
-        assert self.source is not None
+    def _files(self, pattern: str | None) -> Any:
+        """What `convert` reads."""
         if self.source == SYNTHETIC:
             count, seed = self.synthetic
             begins = range(0, count, _STORIES_OF_PARTITION)
-            return Inputs([(seed, one, min(one + _STORIES_OF_PARTITION, count)) for one in begins], read_stories), False
+            return Inputs([(seed, one, min(one + _STORIES_OF_PARTITION, count)) for one in begins], read_stories)
         if pattern is None:
-            return self.source, self.separator is None and Path(self.source).suffix in _TEXT_FILES
-        return (f"{self.source}/{pattern}" if "://" in self.source else glob(self.source, pattern)), False
+            return self.source
+        return f"{self.source}/{pattern}" if "://" in str(self.source) else glob(str(self.source), pattern)
 
 
 def glob(folder: str, pattern: str) -> list[str]:
-    """The files of a folder that match a pattern; characters like ``[`` in the folder's own name are literal.
-
-    Raises:
-        NotFoundError: There are none.
-    """
+    """The files of a folder that match a pattern; characters like ``[`` in the folder's own name are literal."""
     found = sorted(str(file) for file in Path(folder).glob(pattern) if file.is_file())
     if not found:
         raise NotFoundError(f"no files {pattern} in {folder}. Check data.source, or the pattern.")
@@ -320,46 +268,32 @@ class TextMixture(TextData):
     """
 
     def __init__(
-        self,
-        *,
-        parts: Mapping[str, Mapping[str, Any]],
-        batching_method: str = "stratified",
-        epoch_size: int | str | None = None,
-        remote: str,
-        local: str,
-        **shared: Any,
-    ) -> None:
+        self, *, parts: Mapping[str, Mapping[str, Any]], batching_method: str = "stratified",
+        epoch_size: int | str | None = None, remote: str, local: str, **shared: Any,
+    ) -> None:  # fmt: skip
         super().__init__(remote=remote, local=local, **{"name": "mixture", **shared})
         proportions = {name: float(part.get("proportion", 1.0)) for name, part in parts.items()}
         if not parts or min(proportions.values()) <= 0:
             raise ValueError(f"a mixture needs parts, each with a proportion above 0; found {proportions}.")
-        self.parts = {
-            name: TextData(
-                remote=f"{remote}/{name}",
-                local=f"{local}/{name}",
-                **{**shared, "name": name, **{key: value for key, value in part.items() if key != "proportion"}},
-            )
-            for name, part in parts.items()
-        }
+        self.parts: dict[str, TextData] = {}
+        for name, part in parts.items():
+            own = {key: value for key, value in part.items() if key != "proportion"}
+            paths = {"remote": f"{remote}/{name}", "local": f"{local}/{name}", "name": name}
+            self.parts[name] = TextData(**{**shared, **paths, **own})
         common = {"cache_limit": shared.get("cache_limit"), "shuffle_seed": shared.get("seed", 1)}
         common["num_canonical_nodes"] = shared.get("num_canonical_nodes")
-        order = {"shuffle": True, "batching_method": batching_method, "epoch_size": epoch_size}
+        order = {"shuffle": shared.get("shuffle", True), "batching_method": batching_method, "epoch_size": epoch_size}
         self.datasets["train"] = StreamingDataset(streams=self._streams("train", proportions), **order, **common)
         self.datasets["val"] = StreamingDataset(streams=self._streams("val", dict.fromkeys(parts)), **common)
 
     def _streams(self, split: str, proportions: Mapping[str, float | None]) -> list[Stream]:
-        locals_ = {name: part.datasets[split].streams[0].local for name, part in self.parts.items()}
-        return [
-            Stream(f"{part.uri}/{split}", local=locals_[name], proportion=proportions[name])
-            for name, part in self.parts.items()
-        ]
+        found = {name: part.datasets[split].streams[0] for name, part in self.parts.items()}
+        return [Stream(one.remote, local=one.local, proportion=proportions[name]) for name, one in found.items()]
 
     @property
     def title(self) -> str:
-        """What the samples are."""
         return f"a mixture of {', '.join(f'{name} ({part.title})' for name, part in self.parts.items())}"
 
     def prepare_data(self) -> None:
-        """Convert each part once."""
         for part in self.parts.values():
             part.prepare_data()

@@ -1,8 +1,7 @@
 """Proof: a training run that is resumed on other numbers of devices has the samples and losses of an unbroken one.
 
-    python -m recipes.proofs.device_counts                               # gpt on text, devices 1 -> 2 -> 4 -> 1
-    python -m recipes.proofs.device_counts --devices 1 2 --workers 0 1
-    python -m recipes.proofs.device_counts -- +data=flowers model.arch=squeezenet1_1 '+model.model_kwargs.dropout=0.0'
+    python -m recipes.proofs.device_counts                                    # a small GPT, devices 1 -> 2 -> 4 -> 1
+    python -m recipes.proofs.device_counts --devices 1 2 --workers 0 1 -- experiment=gpt_shakespeare
 
 Each run is `train.py` with Lightning's own launcher. It is stopped at an even share of the steps, and the next one
 resumes from the checkpoint it left. The exit code is 1 if an optimizer step has other samples, or if a loss differs by
@@ -20,11 +19,12 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+
+from recipes.report import plot_curves
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (
@@ -42,28 +42,25 @@ class StepRecord(Callback):
     """
 
     def __init__(self, dirpath: str, stop_after: int | None = None) -> None:
-        self._folder = Path(dirpath)
-        self._stop_after = stop_after
+        self._folder, self._stop_after = Path(dirpath), stop_after
         self._ids: list[int] = []
         self._loss = 0.0
-        self._step_before = 0
+        self._last_step = 0
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Remember the number of finished steps."""
-        self._step_before = trainer.global_step
+    def on_train_start(self, trainer: Trainer, _module: LightningModule) -> None:
+        self._last_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, _module: LightningModule, outputs: Any, *_: Any) -> None:
-        """Add this micro-batch; write the step when it is complete."""
         batch = trainer.train_dataloader.last_batch  # type: ignore[union-attr]
         self._ids += batch.ids[~batch.filler].tolist()
-        self._loss += float(outputs["loss"])
+        self._loss += float(outputs["loss"])  # of several micro-batches, this is each one's part
         step = trainer.global_step
-        if step == self._step_before:
+        if step == self._last_step:
             return
         line = {"step": step, "epoch": batch.epoch, "ids": self._ids, "loss": self._loss, "ranks": trainer.world_size}
         with (self._folder / f"rank-{trainer.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-        self._ids, self._loss = [], 0.0
+        self._ids, self._loss, self._last_step = [], 0.0, step
         if step == self._stop_after:
             trainer.save_checkpoint(self._folder / "stopped.ckpt")
             trainer.should_stop = True
@@ -81,21 +78,13 @@ Record = Mapping[int, Step]
 """Optimizer steps by number, from 1."""
 
 
-class Link(NamedTuple):
-    """One run of a chain of resumed runs."""
-
-    devices: int
-    workers: int
-    record: Record
-
-
 class Comparison(NamedTuple):
     """A chain of resumed runs compared with the unbroken run.
 
     Attributes:
         missing, repeated, wrong: Optimizer steps that no run trained, that several did, or that had other samples.
         lost, extra: Samples that were trained on less often, or more often, than in the unbroken run.
-        differences: By step, the absolute difference of the losses.
+        largest: The largest difference of a loss.
     """
 
     missing: list[int]
@@ -103,12 +92,17 @@ class Comparison(NamedTuple):
     wrong: list[int]
     lost: int
     extra: int
-    differences: dict[int, float]
+    largest: float
 
     @property
     def is_exact(self) -> bool:
-        """Whether each step had exactly its samples."""
         return not (self.missing or self.repeated or self.wrong or self.lost or self.extra)
+
+    def __str__(self) -> str:
+        return (
+            f"Samples lost: {self.lost}, repeated: {self.extra}; steps missing: {len(self.missing)}, repeated: "
+            f"{len(self.repeated)}, with other samples: {len(self.wrong)}. Largest loss difference: {self.largest:.1e}."
+        )
 
 
 def read_record(folder: Path) -> Record:
@@ -130,21 +124,19 @@ def read_record(folder: Path) -> Record:
     return record
 
 
-def compare(whole: Record, chain: Sequence[Link]) -> Comparison:
+def compare(whole: Record, chain: Sequence[Record]) -> Comparison:
     """Compare a chain of resumed runs with the unbroken one."""
-    found: dict[int, list[Step]] = {}
-    for link in chain:
-        for number, step in link.record.items():
-            found.setdefault(number, []).append(step)
+    steps = [(number, step) for record in chain for number, step in record.items()]
+    times = Counter(number for number, _ in steps)
     expected = Counter((step.epoch, one) for step in whole.values() for one in step.ids)
-    trained = Counter((step.epoch, one) for steps in found.values() for step in steps for one in step.ids)
+    trained = Counter((step.epoch, one) for _, step in steps for one in step.ids)
     return Comparison(
-        sorted(whole.keys() - found.keys()),
-        sorted(number for number, steps in found.items() if len(steps) > 1),
-        sorted(n for n, steps in found.items() if n not in whole or any(step.ids != whole[n].ids for step in steps)),
-        (expected - trained).total(),
-        (trained - expected).total(),
-        {n: max(abs(step.loss - whole[n].loss) for step in found[n]) for n in sorted(found) if n in whole},
+        missing=sorted(whole.keys() - times.keys()),
+        repeated=sorted(number for number, count in times.items() if count > 1),
+        wrong=sorted({n for n, step in steps if n not in whole or step.ids != whole[n].ids}),
+        lost=(expected - trained).total(),
+        extra=(trained - expected).total(),
+        largest=max((abs(step.loss - whole[n].loss) for n, step in steps if n in whole), default=0.0),
     )
 
 
@@ -165,45 +157,9 @@ def run(folder: Path, name: str, overrides: Sequence[str], devices: int, workers
         done = subprocess.run(command, env=env, stdout=file, stderr=file, check=False)
     if done.returncode:
         raise SystemExit(f"train.py failed with exit code {done.returncode}:\n{output.read_text()[-3000:]}")
-    return read_record(record)
-
-
-def run_chain(folder: Path, overrides: Sequence[str], devices: Sequence[int], workers: Sequence[int]) -> list[Link]:
-    """Repeat the unbroken run in parts of equal length, each resumed on its own number of devices and workers."""
-    total = len(read_record(folder / "records" / "whole"))
-    chain: list[Link] = []
-    resume: list[str] = []
-    for number, (device_count, worker_count) in enumerate(zip(devices, workers, strict=True), 1):
-        is_last = number == len(devices)
-        stop = [] if is_last else [f"+callbacks.record.stop_after={total * number // len(devices)}"]
-        record = run(folder, f"part-{number}", overrides, device_count, worker_count, *stop, *resume)
-        chain.append(Link(device_count, worker_count, record))
-        print(
-            f"{device_count} devices, {worker_count} workers: steps {min(record)}-{max(record)} of {total}", flush=True
-        )
-        resume = [f"ckpt_path='{folder / 'records' / f'part-{number}' / 'stopped.ckpt'}'"]
-    return chain
-
-
-def draw(path: Path, whole: Record, chain: Sequence[Link]) -> None:
-    """Plot both loss curves, and their difference below."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 6), dpi=130, layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    above.plot([*whole], [step.loss for step in whole.values()], color="0.75", linewidth=5, label="unbroken run")
-    for number, link in enumerate(chain):
-        losses = [step.loss for step in link.record.values()]
-        above.plot([*link.record], losses, f"C{number}", linewidth=1.4, label=f"{link.devices} device(s)")
-        apart = [max(abs(step.loss - whole[n].loss), 1e-9) for n, step in link.record.items() if n in whole]
-        below.plot([n for n in link.record if n in whole], apart, f"C{number}.-", linewidth=0.8)
-    for before, _ in pairwise(chain):
-        for axes in (above, below):
-            axes.axvline(max(before.record) + 0.5, color="0.6", linestyle="--", linewidth=1)
-    above.set(title="Devices " + " → ".join(str(link.devices) for link in chain), ylabel="training loss")
-    below.set(yscale="log", ylabel="difference\n(1e-9: none)", xlabel="optimizer step")
-    above.legend(frameon=False)
-    figure.savefig(path)
+    found = read_record(record)
+    print(f"{name}: {devices} device(s), {workers} worker(s), steps {min(found)}-{max(found)}", flush=True)
+    return found
 
 
 def main() -> int:
@@ -212,26 +168,29 @@ def main() -> int:
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 0, 2], help="workers of each run's devices")
     parser.add_argument("--out", type=Path, default=Path("runs/device_counts"))
     parser.add_argument("--tolerance", type=float, default=1e-2, help="largest allowed difference of a loss")
-    parser.add_argument("overrides", nargs="*", help="after --: overrides of train.py, in place of the text's")
+    parser.add_argument("overrides", nargs="*", help="after --: overrides of train.py, in place of the small GPT's")
     options = parser.parse_args()
     if len(options.devices) != len(options.workers):
         parser.error(f"--devices and --workers must be as long; found {len(options.devices)}, {len(options.workers)}")
     folder = options.out.absolute()
-    chooses = any(one.lstrip("+").startswith(("data=", "experiment=")) for one in options.overrides)
-    overrides = options.overrides if chooses else [*TEXT, *options.overrides]
+    overrides = options.overrides or TEXT
     whole = run(folder, "whole", overrides, options.devices[0], options.workers[0])
-    print(f"Unbroken run: {len(whole)} steps on {options.devices[0]} device(s)", flush=True)
-    chain = run_chain(folder, overrides, options.devices, options.workers)
-    found = compare(whole, chain)
-    largest = max(found.differences.values(), default=0.0)
-    print(
-        f"Samples lost: {found.lost}, repeated: {found.extra}; steps missing: {len(found.missing)}, repeated: "
-        f"{len(found.repeated)}, with other samples: {len(found.wrong)}."
-    )
-    print(f"Largest difference of a loss: {largest:.1e}; allowed: {options.tolerance:.0e}.")
-    draw(folder / "device_counts.png", whole, chain)
+    chain: dict[str, Record] = {}
+    resume: list[str] = []
+    for number, (devices, workers) in enumerate(zip(options.devices, options.workers, strict=True), 1):
+        name = f"part-{number}"
+        stop_after = len(whole) * number // len(options.devices)
+        stop = [f"+callbacks.record.stop_after={stop_after}"] if number < len(options.devices) else []
+        chain[f"{name}, {devices} device(s)"] = run(folder, name, overrides, devices, workers, *stop, *resume)
+        resume = [f"ckpt_path='{folder / 'records' / name / 'stopped.ckpt'}'"]
+    found = compare(whole, [*chain.values()])
+    print(f"{found} Allowed: {options.tolerance:.0e}.")
+    curves = {
+        name: {n: step.loss for n, step in record.items()} for name, record in ({"unbroken": whole} | chain).items()
+    }
+    plot_curves(curves, folder / "device_counts.png", f"Devices {' → '.join(map(str, options.devices))}")
     print(f"Picture: {folder / 'device_counts.png'}")
-    return 0 if found.is_exact and largest <= options.tolerance else 1
+    return 0 if found.is_exact and found.largest <= options.tolerance else 1
 
 
 if __name__ == "__main__":

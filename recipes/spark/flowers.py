@@ -2,18 +2,17 @@
 
     python -m recipes.spark.flowers                                          # 90 synthetic flowers, 10 for validation
     python -m recipes.spark.flowers --photos /data/flower_photos --train all --out dbfs:/Volumes/main/ml/flowers
-    python -m recipes.spark.flowers --data runs/shards --trainer lightning   # or composer; these shards exist already
+    python -m recipes.spark.flowers --data runs/shards --trainer composer    # these shards exist already
 
 1. Spark reads the images by its binary file source.  2. `dataframe_to_mds` writes shards to a folder, volume or URL.
-3. `TorchDistributor` runs a training function in several processes: a plain loop with DistributedDataParallel,
-Lightning or Composer. Each process streams its share. The notebook `flowers.ipynb` shows the same step by step.
+3. `TorchDistributor` trains in several processes, by Lightning or Composer; each process streams its share. The
+notebook `flowers.ipynb` shows the same step by step, by a plain loop.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import tempfile
 from pathlib import Path
@@ -22,7 +21,6 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from lightning_stream import StreamingDataLoader, StreamingDataModule, StreamingDataset, data_spec
 from lightning_stream.spark import carrying_env, dataframe_to_mds, local_session, trainer_devices
 
 CLASSES = ("daisy", "dandelion", "roses", "sunflowers", "tulips")
@@ -81,40 +79,11 @@ def network(arch: str) -> torch.nn.Module:
     return model
 
 
-def train_torch(data: str, epochs: int, arch: str, _checkpoints: str | None = None) -> dict[str, Any]:
-    """A plain loop, in one process or in each of several."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    on_gpu = torch.cuda.is_available()
-    if world > 1:
-        torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
-    plain = network(arch).to(device)
-    model = torch.nn.parallel.DistributedDataParallel(plain) if world > 1 else plain
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-    batches = StreamingDataLoader(StreamingDataset(**stream(data, "train")), global_batch_size=GLOBAL_BATCH)
-    steps = 0
-    for _ in range(epochs):
-        model.train()
-        for batch in batches:
-            loss = cross_entropy(model(batch["image"].to(device)), batch["label"].to(device))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            steps += 1
-    plain.eval()
-    counts = torch.zeros(2, device=device)
-    with torch.inference_mode():
-        for batch in StreamingDataLoader(StreamingDataset(**stream(data, "val")), GLOBAL_BATCH, evaluation=True):
-            correct = plain(batch["image"].to(device)).argmax(1) == batch["label"].to(device)
-            counts += torch.tensor([int(correct.sum()), len(correct)], device=device)
-    if world > 1:
-        torch.distributed.all_reduce(counts)
-    return {"processes": world, "steps": steps, "correct": int(counts[0]), "of": int(counts[1])}
-
-
 def train_lightning(data: str, epochs: int, arch: str, _checkpoints: str | None = None) -> dict[str, Any]:
     """An ordinary Lightning run on the devices that Spark gave."""
     from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_stream import StreamingDataModule
 
     class Classifier(LightningModule):
         def __init__(self) -> None:
@@ -152,6 +121,8 @@ def train_composer(data: str, epochs: int, arch: str, checkpoints: str | None) -
     from composer import Trainer
     from composer.models import ComposerClassifier
 
+    from lightning_stream import data_spec
+
     class Classifier(ComposerClassifier):
         def forward(self, batch: Any) -> torch.Tensor:
             return self.module(batch["image"])
@@ -166,20 +137,13 @@ def train_composer(data: str, epochs: int, arch: str, checkpoints: str | None) -
     latest = None if checkpoints is None else Path(checkpoints) / "latest-rank0.pt"
     model = Classifier(network(arch), num_classes=len(CLASSES))
     trainer = Trainer(
-        model=model,
-        train_dataloader=data_spec(**stream(data, "train"), global_batch_size=GLOBAL_BATCH),
+        model=model, train_dataloader=data_spec(**stream(data, "train"), global_batch_size=GLOBAL_BATCH),
         eval_dataloader=data_spec(**stream(data, "val"), batch_size=16, evaluation=True),
-        optimizers=torch.optim.AdamW(model.parameters(), lr=0.001),
-        max_duration=f"{epochs}ep",
-        device="gpu" if torch.cuda.is_available() else "cpu",
-        progress_bar=False,
-        run_name="flowers",
-        save_folder=checkpoints,
-        save_latest_filename="latest-rank{rank}.pt",
-        save_overwrite=True,
+        optimizers=torch.optim.AdamW(model.parameters(), lr=0.001), max_duration=f"{epochs}ep", progress_bar=False,
+        device="gpu" if torch.cuda.is_available() else "cpu", run_name="flowers", save_folder=checkpoints, seed=1,
+        save_latest_filename="latest-rank{rank}.pt", save_overwrite=True,
         load_path=str(latest) if latest is not None and latest.exists() else None,
-        seed=1,
-    )
+    )  # fmt: skip
     trainer.fit()
     clock, metrics = trainer.state.timestamp, trainer.state.eval_metrics["eval"]
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
@@ -189,7 +153,7 @@ def train_composer(data: str, epochs: int, arch: str, checkpoints: str | None) -
     return done
 
 
-TRAINERS = {"torch": train_torch, "lightning": train_lightning, "composer": train_composer}
+TRAINERS = {"lightning": train_lightning, "composer": train_composer}
 
 
 def main() -> None:
@@ -199,7 +163,7 @@ def main() -> None:
     parser.add_argument("--data", help="shards that exist already; nothing is converted")
     parser.add_argument("--train", default="90", help="photos to train on, or 'all'")
     parser.add_argument("--val", type=int, default=10, help="photos in the validation split")
-    parser.add_argument("--trainer", choices=[*TRAINERS], default="torch")
+    parser.add_argument("--trainer", choices=[*TRAINERS], default="lightning")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--arch", default="mobilenet_v2")
     parser.add_argument("--processes", type=int, default=2)

@@ -3,8 +3,8 @@
     python -m recipes.spark.wine winequality.csv                                       # both trainers, on the CPU
     python -m recipes.spark.wine winequality.csv --trainer loop --device cuda --workers 2
 
-1. Spark reads the table and infers its types.  2. `StreamToTorchDataset` makes a torch dataset of it, without
-``.collect()``.  3. A plain loop, and Lightning, learn to predict the label from all other columns.
+Spark reads the table and infers its types; `StreamToTorchDataset` makes a torch dataset of it, without ``.collect()``.
+A plain loop, and Lightning, learn to predict the label from all other columns.
 """
 
 from __future__ import annotations
@@ -31,19 +31,6 @@ def load(session: Any, path: str, label: str, val_fraction: float) -> tuple[Any,
     table = table.dropna()
     share = f.pmod(f.xxhash64(*(f.col(f"`{name}`") for name in table.columns)), f.lit(1000))
     return table.where(share >= 1000 * val_fraction), table.where(share < 1000 * val_fraction)
-
-
-class Table(StreamToTorchDataset):
-    """A dataset of your own over a DataFrame's rows: features and label, made one by one."""
-
-    def __init__(self, spark_df: Any, feature_cols: list[str], label_col: str) -> None:
-        self.spark_df = spark_df
-        self.feature_cols, self.label_col = feature_cols, label_col
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        row = self.spark_df[index]
-        features = torch.tensor([row[name] for name in self.feature_cols], dtype=torch.float32)
-        return features, torch.tensor(row[self.label_col], dtype=torch.float32)
 
 
 def stats(rows: Any, names: list[str]) -> tuple[Tensor, Tensor]:
@@ -122,12 +109,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--workers", type=int, default=0, help="processes that read; 0 reads between steps")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--own-class", action="store_true", help="read by the class Table above, row by row")
     options = parser.parse_args()
     session = local_session(conf={"spark.log.level": "ERROR", "spark.ui.showConsoleProgress": "false"})
     train_rows, val_rows = load(session, options.csv, options.label, options.val_fraction)
     features = [name for name in train_rows.columns if name != options.label]
-    train = (Table if options.own_class else StreamToTorchDataset)(train_rows, features, options.label)
+    train = StreamToTorchDataset(train_rows, features, options.label)
     val = StreamToTorchDataset(val_rows, features, options.label, device=options.device)
     label_mean = float(stats(train_rows, [options.label])[0])
     results: dict[str, float] = {"rows": len(train), "val rows": len(val)}

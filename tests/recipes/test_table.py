@@ -1,22 +1,23 @@
-"""A table is foretold from its columns of numbers; what is none is named."""
+"""A column of a table is predicted from its other columns of numbers."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from lightning_stream.recipes import training
-from lightning_stream.recipes.table import TableData, table_data
+pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync")
+from support.recipe_runs import train
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+from recipes.data.table import TableData
 
 
-def table(folder: Path, **settings: object) -> TableData:
-    places = {"remote": str(folder / "shards"), "local": str(folder / "cache")}
-    return table_data(**{"conversion_workers": 1, **places, **settings})
+def table(folder: Path, csv: Path, **settings: Any) -> TableData:
+    paths = {"remote": str(folder / "shards"), "local": str(folder / "cache"), "conversion_workers": 1}
+    data = TableData(source=str(csv), label="price", **paths, **settings)
+    data.prepare_data()
+    return data
 
 
 def write_csv(path: Path, rows: int = 200) -> Path:
@@ -27,51 +28,44 @@ def write_csv(path: Path, rows: int = 200) -> Path:
 
 def test_the_features_are_the_other_columns_of_numbers(tmp_path: Path) -> None:
     csv = write_csv(tmp_path / "flats.csv")
-    data = table(tmp_path, source=str(csv), label="price")
-    assert data.features == ("area", "rooms")
-    train, val = data.datasets["train"], data.datasets["val"]
-    assert train is not None
-    assert val is not None
-    assert train.size + val.size == 200
-    assert 5 < val.size < 40
-    mean, deviation = data.moments()
-    prices = [row["price"] for row in train[:]]
+    data = table(tmp_path, csv)
+    assert set(data.features) == {"area", "rooms"}
+    assert data.train_dataset.size + data.val_dataset.size == 200
+    assert 5 < data.val_dataset.size < 40
+    mean, std = data.feature_stats()
+    prices = [row["price"] for row in data.train_dataset[:]]
     assert mean[-1] == pytest.approx(sum(prices) / len(prices))
-    assert deviation[-1] > 100
-    for wrong in ({"label": "prize"}, {"label": "price", "features": ["city"]}):
-        with pytest.raises(ValueError, match="columns of numbers are area, price, rooms"):
-            table(tmp_path, source=str(csv), **wrong).features  # noqa: B018
+    assert std[-1] > 100
+    data.label = "prize"
+    with pytest.raises(ValueError, match=r"prize is not one.*price"):
+        data.features  # noqa: B018
+    with pytest.raises(ValueError, match="city is not one"):
+        table(tmp_path, csv, features=["city"]).features  # noqa: B018
 
 
-def test_a_changed_file_is_another_table(tmp_path: Path) -> None:
+def test_empty_cells_are_filled_or_their_rows_dropped(tmp_path: Path) -> None:
+    csv = tmp_path / "flats.csv"
+    csv.write_text(write_csv(csv).read_text().replace("town 0,1,20,", "town 0,1,,"))
+    with pytest.raises(ValueError, match="area"):
+        table(tmp_path, csv)
+    sizes = []
+    for settings in ({"drop_nulls": True}, {"fill_nulls": {"area": 0}}):
+        data = table(tmp_path, csv, **settings)
+        sizes.append(data.train_dataset.size + data.val_dataset.size)
+    assert sizes == [199, 200]
+
+
+def test_rows_stay_in_their_split_when_the_table_grows(tmp_path: Path) -> None:
     csv = write_csv(tmp_path / "flats.csv")
-    before = table(tmp_path, source=str(csv), label="price")
-    before.prepare_data()
+    before = {row["area"] for row in table(tmp_path, csv).val_dataset[:]}
     write_csv(csv, rows=250)
-    after = table(tmp_path, source=str(csv), label="price")
-    assert after.place != before.place
-    assert after.features == ("area", "rooms")
-    sizes = [sum(one.datasets[split].size for split in ("train", "val")) for one in (before, after)]  # type: ignore[union-attr]
-    assert sizes == [200, 250]
+    with pytest.raises(FileExistsError):
+        table(tmp_path, csv)
+    after = {row["area"] for row in table(tmp_path, csv, overwrite=True).val_dataset[:]}
+    assert {area for area in after if area < 220} == before
 
 
-def test_train_py_explains_most_of_a_made_up_table(tmp_path: Path) -> None:
-    chosen = [
-        "data=table",
-        "model=mlp",
-        "scale=cpu",
-        "num_threads=1",
-        "data.conversion_workers=1",
-        "trainer.max_epochs=4",
-        "~callbacks.progress",
-        "trainer.enable_progress_bar=false",
-        f"root={tmp_path}",
-        "name=table",
-    ]
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = compose("train", overrides=chosen)
-    training.train(config)
-    told = json.loads((tmp_path / "table" / "summary.json").read_text())
-    assert told["history"]["3"]["val/explained"] > 0.6
-    assert Path(told["places"]["picture"]).read_bytes().startswith(b"\x89PNG")
-    assert any("made up by this package" in note for note in told["notes"])
+def test_train_py_explains_most_of_the_synthetic_rows(tmp_path: Path) -> None:
+    summary = train(tmp_path / "table", "data=table", "trainer.max_epochs=4")
+    assert summary["history"]["3"]["val/r2"] > 0.6
+    assert Path(summary["paths"]["picture"]).read_bytes().startswith(b"\x89PNG")

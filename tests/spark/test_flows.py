@@ -24,78 +24,50 @@ def run(arguments: list[str], **env: str) -> str:
     return done.stdout
 
 
+@pytest.fixture
+def shards(tmp_path: Path) -> str:
+    """40 synthetic flowers to train on and 10 to validate on, as the recipe saves them."""
+    pytest.importorskip("torchvision")
+    from lightning_stream import MDSWriter
+    from recipes.data.synthetic import write_flowers
+
+    write_flowers(tmp_path / "photos", 50)
+    photos = sorted((tmp_path / "photos").glob("*/*.jpg"))
+    classes = sorted({photo.parent.name for photo in photos})
+    for number, split in enumerate(("train", "val")):
+        columns = {"image": "jpeg", "label": "int32", "path": "str"}
+        with MDSWriter(out=tmp_path / "shards" / split, columns=columns, size_limit="16kb") as writer:
+            for photo in [one for k, one in enumerate(photos) if (k % 5 == 4) == number]:
+                label = classes.index(photo.parent.name)
+                writer.write({"image": photo.read_bytes(), "label": label, "path": str(photo)})
+    return str(tmp_path / "shards")
+
+
+def flowers(*arguments: str) -> dict[str, float]:
+    told = run(["-m", "recipes.spark.flowers", "--arch", "squeezenet1_1", *arguments], PYTHONPATH=str(ROOT))
+    results: dict[str, float] = json.loads(told.strip().splitlines()[-1])
+    return results
+
+
 @pytest.mark.distributed
 def test_flowers_go_from_spark_to_several_processes(can_run_spark: None, tmp_path: Path) -> None:
     pytest.importorskip("torchvision")
-    script = str(ROOT / "recipes" / "flowers_spark.py")
-    told = run(
-        [
-            script,
-            "--train",
-            "40",
-            "--val",
-            "10",
-            "--epochs",
-            "1",
-            "--network",
-            "squeezenet1_1",
-            "--out",
-            str(tmp_path / "out"),
-        ]
-    )
-    results = json.loads(told.strip().splitlines()[-1])
-    assert results["one process"] | {"right": 0, "loss": 0} == {
-        "processes": 1,
-        "seen_by_first": 40,
-        "right": 0,
-        "of": 10,
-        "loss": 0,
-    }
-    assert results["several"]["processes"] == 2
-    assert results["several"]["of"] == 10
-    assert 20 <= results["several"]["seen_by_first"] < 40
-
-
-@pytest.fixture
-def shards(tmp_path: Path) -> Path:
-    """40 drawn flowers to train on and 10 held out, as the recipe saves them."""
-    pytest.importorskip("PIL")
-    from lightning_stream import MDSWriter
-    from lightning_stream.recipes.photos import DrawnFlowers
-
-    columns = {"image": "jpeg", "label": "int32", "path": "str"}
-    with DrawnFlowers(count=50).open() as drawn:
-        photos = [
-            {"image": read(), "label": k % 5, "path": "/".join(key)} for k, (key, read) in enumerate(drawn.items())
-        ]
-    for name, chosen in (("train", photos[::5] + photos[1::5] + photos[2::5] + photos[3::5]), ("val", photos[4::5])):
-        with MDSWriter(out=tmp_path / "shards" / name, columns=columns, size_limit="16kb") as writer:
-            for sample in chosen:
-                writer.write(sample)
-    return tmp_path / "shards"
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("where", [[], ["--on-driver"]], ids=["on workers", "on the driver"])
-def test_lightning_trains_inside_the_distributor(can_run_spark: None, shards: Path, where: list[str]) -> None:
-    pytest.importorskip("torchvision")
     pytest.importorskip("lightning")
-    script = str(ROOT / "recipes" / "flowers_spark_lightning.py")
-    told = run([script, str(shards), "--epochs", "2", "--network", "squeezenet1_1", *where])
-    results = json.loads(told.strip().splitlines()[-1])
-    assert results | {"right": 0} == {"processes": 2, "steps": 6, "seen_by_first": 40, "right": 0, "of": 10}
+    out = str(tmp_path / "out")
+    done = flowers("--train", "40", "--val", "10", "--epochs", "1", "--out", out)
+    assert done | {"correct": 0} == {"processes": 2, "steps": 3, "correct": 0, "of": 10}
+    on_driver = flowers("--data", out, "--epochs", "2", "--on-driver")
+    assert on_driver | {"correct": 0} == {"processes": 2, "steps": 6, "correct": 0, "of": 10}
 
 
 @pytest.mark.distributed
 def test_composer_trains_inside_the_distributor_and_resumes_elsewhere(
-    can_run_spark: None, shards: Path, tmp_path: Path
+    can_run_spark: None, shards: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip("torchvision")
     pytest.importorskip("composer", reason="needs Composer: uv sync --extra composer --extra spark")
-    common = [str(ROOT / "recipes" / "flowers_spark_composer.py"), str(shards), "--network", "squeezenet1_1"]
-    common += ["--checkpoints", str(tmp_path / "checkpoints")]
-    told = [run([*common, "--epochs", epochs, *where]) for epochs, where in (("1", []), ("3", ["--on-driver"]))]
-    first, second = (json.loads(one.strip().splitlines()[-1]) for one in told)
+    common = ["--data", shards, "--trainer", "composer", "--checkpoints", str(tmp_path / "checkpoints")]
+    first = flowers(*common, "--epochs", "1")
+    second = flowers(*common, "--epochs", "3", "--on-driver")
     assert [first[name] for name in ("processes", "steps", "samples")] == [2, 3, 40]
     assert [second[name] for name in ("processes", "steps", "samples")] == [2, 9, 120]
 
@@ -105,10 +77,10 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(can_run_spark: None, 
     pytest.importorskip("torchvision")
     for package in ("nbformat", "nbclient", "ipykernel"):
         pytest.importorskip(package, reason="needs Jupyter's engine: pip install nbformat nbclient ipykernel")
-    env = {"FLOWERS_OUT": str(tmp_path / "out"), "FLOWERS_EPOCHS": "1", "FLOWERS_NETWORK": "squeezenet1_1"}
-    told = run(["-c", NOTEBOOK, str(ROOT / "recipes" / "flowers_spark.ipynb")], **env)
-    assert "90 seen" in told
-    assert "{'processes': 2, 'seen_by_first': 45, " in told
+    env = {"FLOWERS_OUT": str(tmp_path / "out"), "FLOWERS_EPOCHS": "1", "FLOWERS_ARCH": "squeezenet1_1"}
+    told = run(["-c", NOTEBOOK, str(ROOT / "recipes" / "spark" / "flowers.ipynb")], PYTHONPATH=str(ROOT), **env)
+    assert "90 trained" in told
+    assert "{'processes': 2, 'trained_by_first': 45, " in told
     assert (tmp_path / "out" / "val" / "index.json").exists()
 
 
