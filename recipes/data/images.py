@@ -70,7 +70,9 @@ class ImageData(RecipeData):
 
     def convert_source(self) -> None:
         """Convert class folders; the shards mix the classes."""
-        self.convert(str(self.source_folder()), shuffle=True)
+        folder = self.source_folder()
+        has_splits = {"val_fraction": None} if (folder / "train").is_dir() else {}
+        self.convert(str(folder), shuffle=True, **has_splits)
 
     def source_folder(self) -> Path:
         """The source as a folder: downloaded, extracted or drawn, unless that was done."""
