@@ -2,7 +2,7 @@
 
 Spark may run a task several times: again after a failure, twice at once under speculation, and on executors that it
 took for dead. Spark decides which attempt counts: the receipts that reach the driver are those of committed
-attempts, and only what they list enters the index.
+attempts, and only the shards that they list enter the index.
 """
 
 from __future__ import annotations
