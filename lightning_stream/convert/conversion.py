@@ -90,9 +90,7 @@ class Conversion:
         about = json.dumps([as_json(source_identity(source)), self._described], sort_keys=True)
         self.fingerprint = hashlib.sha256(about.encode()).hexdigest()[:16]
         self._listed = self._source = source  # as it is listed, and in the order in which it is read
-        self._reader = source.reader.tuned(
-            strict=settings.columns is None, as_rows=settings.transform.function is not None
-        )
+        self._reader = source.reader.reading(settings.columns)
         self._partition_bytes = settings.partition_bytes or source.partition_bytes
         self._shuffle: Shuffle | None = None
         if settings.shuffle and source.reader.is_listing:
@@ -204,7 +202,9 @@ class Conversion:
         if settings.val_fraction is not None:
             hashed = identifying(columns, found.identity)
             split = ValidationSplit(settings.val_fraction, settings.seed, settings.group_by, hashed)
-        task = PartitionTask(self._reader, found.columns, specs, settings.transform, settings.nulls, split)
+        task = PartitionTask(
+            self._reader, found.columns, specs, settings.transform, settings.nulls, split, settings.columns is None
+        )
 
         def run(task: Any, pieces: Sequence[Any], phase: str) -> dict[int, dict[str, Receipt]]:
             return run_partitions(task, pieces, num_workers, Progress(len(pieces), phase, shown))

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.convert.partition import OutputSpec, PartitionWriter
 from lightning_stream.convert.receipt import Receipt, index_of, receipt_name
-from lightning_stream.convert.sources.base import Source
+from lightning_stream.convert.sources.base import Partition, Source
 from lightning_stream.convert.task import PartitionTask
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.index import Index
@@ -35,16 +35,6 @@ _BUCKET_BYTES, _RUN_BYTES = 64 << 20, 64 << 20
 
 Keys = NDArray[np.uint64]
 Runner = Callable[[Any, Sequence[Any], str], "dict[int, dict[str, Receipt]]"]
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """A partition of the dataset in its new order."""
-
-    number: int
-
-    def __str__(self) -> str:
-        return f"bucket {self.number}"
 
 
 class RunWriter(PartitionWriter):
@@ -120,7 +110,7 @@ class GatherTask:
     num_partitions: int
     num_buckets: int
 
-    def run(self, bucket: Bucket) -> dict[str, Receipt]:
+    def run(self, bucket: Partition) -> dict[str, Receipt]:
         """Write a bucket, and then its receipts."""
         receipts = {}
         for split, spec in self.specs.items():
@@ -206,7 +196,7 @@ class Shuffle:
         self, task: PartitionTask, partitions: Sequence[Any], done: frozenset[int], run: Runner
     ) -> dict[int, dict[str, Receipt]]:
         """Scatter the partitions that are not scattered yet, and write the buckets that are not written yet."""
-        missing = [Bucket(k) for k in range(self.num_buckets) if k not in done]
+        missing = [Partition(k, ()) for k in range(self.num_buckets) if k not in done]
         spills = {split: self._spill(split, spec) for split, spec in task.specs.items()}
         if missing:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)

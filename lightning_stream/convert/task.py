@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from lightning_stream.convert.partition import OutputSpec, PartitionWriter, RefusedError
 from lightning_stream.convert.receipt import Receipt, receipt_name
 from lightning_stream.convert.sources.base import Batch, Partition, Reader
-from lightning_stream.convert.sources.rows import fit_values
+from lightning_stream.convert.sources.rows import columns_of, fit_values
 from lightning_stream.convert.split import ValidationSplit
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.writer.batch import batch_columns
@@ -141,6 +141,7 @@ class PartitionTask:
     transform: Transform
     nulls: NullRule
     split: ValidationSplit | None
+    strict: bool
 
     def run(self, partition: Partition) -> dict[str, Receipt]:
         """Write a partition, and then its receipts; return them by split."""
@@ -181,7 +182,9 @@ class PartitionTask:
 
     def _write_batch(self, batch: Batch, writers: Mapping[str, PartitionWriter], nulls: dict[str, int]) -> None:
         with _refused_at(batch.where):
-            values, num_rows = self.nulls.settle(batch.columns, self.read, nulls)
+            found = batch.columns
+            found = columns_of(found, self.read, strict=self.strict) if isinstance(found, list) else found
+            values, num_rows = self.nulls.settle(found, self.read, nulls)
             if self.split is None or not num_rows:
                 parts = {"": values} if num_rows else {}
             else:

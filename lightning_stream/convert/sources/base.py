@@ -40,7 +40,8 @@ class Partition:
     splits: tuple[InputSplit, ...]
 
     def __str__(self) -> str:
-        return f"partition {self.number} ({self.splits[0].file.uri}{' and others' if len(self.splits) > 1 else ''})"
+        files = f" ({self.splits[0].file.uri}{' and others' if len(self.splits) > 1 else ''})" if self.splits else ""
+        return f"partition {self.number}{files}"
 
 
 class Batch(NamedTuple):
@@ -97,8 +98,8 @@ class Reader(ABC):
         for split in splits:
             yield from self.read(split, columns)
 
-    def tuned(self, *, strict: bool, as_rows: bool) -> Reader:  # noqa: ARG002 - for kinds whose rows may differ
-        """Return the reader for one conversion."""
+    def reading(self, asked: Mapping[str, str] | None) -> Reader:  # noqa: ARG002 - for kinds whose values are texts
+        """Return the reader for one conversion, whose columns are chosen by the user (`asked`) or inferred (None)."""
         return self
 
     @property
@@ -150,18 +151,6 @@ def chosen_columns(known: Mapping[str, str], asked: Mapping[str, str] | None, wh
     for encoding in (asked or {}).values():
         get_encoding(encoding)
     return dict(asked or known)
-
-
-def refuse_others(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], where: str) -> None:
-    """Raise ValueError if a row has values beyond the columns."""
-    known = columns.keys()
-    for row in rows:
-        if not row.keys() <= known:
-            others = ", ".join(sorted(map(str, row.keys() - known)))
-            raise ValueError(
-                f"{where}: a row has {others}, unlike the rows that the columns were inferred from. Pass columns= to "
-                "choose what is written."
-            )
 
 
 def present(names: Sequence[str], columns: Mapping[str, str], file: SourceFile) -> list[str]:

@@ -49,9 +49,9 @@ class CsvReader(Reader):
         """Delimiter and names decide what is read."""
         return {"kind": self.kind, "delimiter": self.delimiter, "names": self.names}
 
-    def tuned(self, *, strict: bool, as_rows: bool) -> CsvReader:  # noqa: ARG002 - rows are dicts of columns
-        """Return the reader for one conversion."""
-        return CsvReader(self.kind, self.delimiter, self.names, strict)
+    def reading(self, asked: Mapping[str, str] | None) -> CsvReader:
+        """Return the reader for one conversion: what the user asked for need not look like numbers."""
+        return CsvReader(self.kind, self.delimiter, self.names, asked is None)
 
     def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
         """Look at the first rows of some files: whole numbers, else numbers, else true and false, else text."""

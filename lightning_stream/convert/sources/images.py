@@ -100,15 +100,13 @@ class ImageFolderReader(Reader):
         rows: list[dict[str, Any]] = []
         for file in files:
             row: dict[str, Any] = {"name": file.name, "label": numbers[_class_of(file)]}
+            row = {name: row[name] for name in row.keys() & columns.keys()}
             if "image" in columns:
                 row["image"] = file.read()
                 if not self._is_kept(file, row["image"], columns["image"]):
                     continue
             rows.append(row)
-        values = {name: [row[name] for row in rows] for name in columns} if rows else {}
-        return Batch(
-            values or {name: [] for name in columns}, f"{files[0].uri} and the {len(files) - 1} images after it"
-        )
+        return Batch(rows, f"{files[0].uri} and the {len(files) - 1} images after it")
 
     def _is_kept(self, file: SourceFile, data: bytes, encoding: str) -> bool:
         if encoding in ("jpeg", "png") and data and image_encoding(data) != encoding:

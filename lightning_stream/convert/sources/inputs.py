@@ -9,8 +9,7 @@ from typing import Any
 
 from lightning_stream.convert.files import SourceFile
 from lightning_stream.convert.fingerprint import function_text, value_digest
-from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, refuse_others
-from lightning_stream.convert.sources.rows import columns_of
+from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.writer.infer import infer_columns
 
@@ -45,17 +44,11 @@ class FunctionReader(Reader):
     kind = "inputs"
     min_bytes = 1
     function: Callable[[Any], Iterable[Mapping[str, Any]]]
-    strict: bool = False
-    as_rows: bool = False
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """The function, and all that it uses."""
         return {"kind": self.kind, "function": function_text(self.function)}
-
-    def tuned(self, *, strict: bool, as_rows: bool) -> FunctionReader:
-        """Return the reader for one conversion."""
-        return FunctionReader(self.function, strict, as_rows)
 
     def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
         """Look at the first sample."""
@@ -69,13 +62,11 @@ class FunctionReader(Reader):
                 return Found(infer_columns(sample))
         raise ValueError("the function returned no sample for any input: there is nothing to write.")
 
-    def read(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:  # noqa: ARG002
         """Yield some hundred samples at a time."""
         samples, where = iter(self.function(split.file.value)), split.file.uri
         while rows := list(islice(samples, _BATCH_SAMPLES)):
-            if self.strict and not self.as_rows:
-                refuse_others(rows, columns, where)
-            yield Batch(rows if self.as_rows else columns_of(rows, columns), where)
+            yield Batch(rows, where)
 
 
 @dataclass(frozen=True)

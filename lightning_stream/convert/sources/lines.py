@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 import zstandard
 
 from lightning_stream.convert.files import SourceFile
-from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, chosen_columns, refuse_others
-from lightning_stream.convert.sources.rows import SAMPLED_ROWS, columns_of, infer_rows
+from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, chosen_columns
+from lightning_stream.convert.sources.rows import SAMPLED_ROWS, infer_rows
 from lightning_stream.errors import FormatError
 
 _BLOCK_BYTES = 1 << 22
@@ -71,12 +71,6 @@ class JsonlReader(Reader):
     """One JSON object in each line."""
 
     kind = "jsonl"
-    strict: bool = False
-    as_rows: bool = False
-
-    def tuned(self, *, strict: bool, as_rows: bool) -> JsonlReader:
-        """Return the reader for one conversion."""
-        return JsonlReader(strict, as_rows)
 
     def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
         """Look at some rows of some files: where they can be cut, from all over."""
@@ -92,12 +86,9 @@ class JsonlReader(Reader):
         """Cut anywhere, unless the file is compressed, or one array of objects."""
         return super().input_splits(file, partition_bytes) if _is_array(file) else line_splits(file, partition_bytes)
 
-    def read(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:  # noqa: ARG002
         """Yield a few MiB of lines at a time."""
-        for rows, where in self._rows(split):
-            if self.strict and not self.as_rows:
-                refuse_others(rows, columns, where)
-            yield Batch(rows if self.as_rows else columns_of(rows, columns), where)
+        yield from map(Batch._make, self._rows(split))
 
     def _rows(self, split: InputSplit, limit: int | None = None) -> Iterator[tuple[list[Mapping[str, Any]], str]]:
         """Yield rows a few MiB at a time, no more than ``limit`` of each."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,17 @@ from lightning_stream.writer.infer import infer_encoding
 SAMPLED_ROWS = 10_000
 
 
-def columns_of(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, list[Any]]:
-    """Return the values by column; None where a row has no such key."""
-    return {name: [row.get(name) for row in rows] for name in names}
+def columns_of(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], *, strict: bool) -> dict[str, list[Any]]:
+    """Return the values by column, None where a row has no such key; `strict` refuses values beyond the columns."""
+    for row in rows if strict else ():
+        if not row.keys() <= columns.keys():
+            others = ", ".join(sorted(map(str, row.keys() - columns.keys())))
+            key = f"sample {row['__key__']!r}: " if "__key__" in row else ""
+            raise ValueError(
+                f"{key}a row has {others}, unlike the rows that the columns were inferred from. Pass columns= to choose "
+                "what is written."
+            )
+    return {name: [row.get(name) for row in rows] for name in columns}
 
 
 def infer_rows(rows: Sequence[Mapping[str, Any]], asked: Mapping[str, str] | None, where: str) -> dict[str, str]:

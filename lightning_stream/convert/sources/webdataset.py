@@ -14,9 +14,8 @@ from typing import IO, Any, cast
 import numpy as np
 
 from lightning_stream.convert.files import SourceFile
-from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, chosen_columns, refuse_others
+from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, chosen_columns
 from lightning_stream.convert.sources.lines import DAMAGED
-from lightning_stream.convert.sources.rows import columns_of
 from lightning_stream.errors import FormatError
 
 KEY = "__key__"
@@ -37,11 +36,6 @@ class TarReader(Reader):
     """Samples of WebDataset tars."""
 
     kind = "webdataset"
-    strict: bool = False
-
-    def tuned(self, *, strict: bool, as_rows: bool) -> TarReader:  # noqa: ARG002 - endings decide how files are decoded
-        """Return the reader for one conversion."""
-        return TarReader(strict)
 
     def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
         """Return ``__key__`` and the endings of the first samples."""
@@ -55,29 +49,19 @@ class TarReader(Reader):
 
     def read(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield some MiB of samples at a time."""
-        uri = split.file.uri
         rows: list[Mapping[str, Any]] = []
-        room = _BATCH_BYTES
-        for sample, num_bytes in _samples(split.file):
-            rows.append(self._decoded(sample, columns, uri))
-            room -= num_bytes
-            if room <= 0 or len(rows) == _BATCH_SAMPLES:
-                yield _batch(rows, columns, uri)
-                rows, room = [], _BATCH_BYTES
+        num_bytes, uri = 0, split.file.uri
+        for sample, size in _samples(split.file):
+            try:
+                rows.append({name: _value(data, columns.get(name, "bytes")) for name, data in sample.items()})
+            except ValueError as error:
+                raise ValueError(f"{uri}: sample {sample[KEY]!r}: {error}") from error
+            num_bytes += size
+            if num_bytes >= _BATCH_BYTES or len(rows) == _BATCH_SAMPLES:
+                yield Batch(rows, f"{uri}, samples from {rows[0][KEY]!r}")
+                rows, num_bytes = [], 0
         if rows:
-            yield _batch(rows, columns, uri)
-
-    def _decoded(self, sample: Mapping[str, Any], columns: Mapping[str, str], uri: str) -> dict[str, Any]:
-        if self.strict:
-            refuse_others([sample], columns, f"{uri}, sample {sample[KEY]!r}")
-        try:
-            return {name: _value(sample[name], columns[name]) for name in columns if name in sample}
-        except ValueError as error:
-            raise ValueError(f"{uri}: sample {sample[KEY]!r}: {error}") from error
-
-
-def _batch(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], uri: str) -> Batch:
-    return Batch(columns_of(rows, columns), f"{uri}, samples from {rows[0].get(KEY, 'one')!r}")
+            yield Batch(rows, f"{uri}, samples from {rows[0][KEY]!r}")
 
 
 def _encoding(name: str, samples: Sequence[Mapping[str, Any]]) -> str:
