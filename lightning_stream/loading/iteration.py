@@ -1,4 +1,4 @@
-"""One iteration over a loader: it owns its workers and its hold on shards, and has a position of its own."""
+"""`LoaderIterator`: one iteration over a loader, with workers and a position of its own."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning_stream.order.micro_batches import MicroBatch
 
 
 class Driver(Protocol):
-    """A trainer that drives a loader: it knows where the training run is, and which iteration is its own."""
+    """A trainer that drives a loader: it has the training run's position, and recognises its own iteration."""
 
     padding: bool  # whether a rank gets padding beside samples of its own
-    counts: bool  # whether a trainer says what was trained on
-    takes_states: bool  # whether the trainer loads states through the loader, and not by itself
+    counts: bool  # whether a trainer reports what was trained on
+    takes_states: bool  # whether the trainer loads states through the loader
 
     @property
     def known(self) -> Position | None:
@@ -28,13 +28,13 @@ class Driver(Protocol):
 
     @property
     def current(self) -> MicroBatch | None:
-        """What is being trained on."""
+        """The micro-batch in training."""
 
     def begin(self, iterator: LoaderIterator) -> Position | None:
         """Where the trainer's own iteration begins; None for an iteration that the trainer does not train on."""
 
     def note_batch(self, iterator: LoaderIterator) -> None:
-        """Take note of a batch that is about to be handed out."""
+        """Note a batch that is about to be handed out."""
 
     def state(self) -> dict[str, Any]:
         """The position as plain values."""
@@ -44,7 +44,7 @@ class Driver(Protocol):
 
 
 class Loads(Protocol):
-    """What is iterated over: a `StreamingDataLoader`."""
+    """The part of a `StreamingDataLoader` that its iterators need."""
 
     @property
     def position(self) -> Position:
@@ -53,26 +53,26 @@ class Loads(Protocol):
     def __len__(self) -> int: ...
 
     def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]:
-        """Say where an iteration begins, and begin to make its batches."""
+        """Start making an iteration's batches; returns where it begins."""
 
     def note_batch(self, iterator: LoaderIterator, waited_s: float) -> None:
-        """Take note of a batch that is about to be handed out, and of the seconds that its consumer waited for it."""
+        """Note a batch that is about to be handed out, and the seconds that its consumer waited for it."""
 
     def note_end(self, iterator: LoaderIterator) -> None:
-        """Take note that an iteration is over."""
+        """Note the end of an iteration."""
 
     def state_of(self, position: Position) -> dict[str, Any]:
         """A position as a state."""
 
 
 class LoaderIterator:
-    """One iteration over a `StreamingDataLoader`: it owns its workers and its hold on shards, and has a position.
+    """One iteration over a `StreamingDataLoader`, with workers and a position of its own.
 
-    It begins at the first ``next``. Closed early or dropped, it leaves nothing behind.
+    It begins at the first ``next``. `close` or dropping it ends its workers and releases its shards.
 
     Attributes:
         start: Where it began; None before its first batch.
-        last_batch: What the batch that it handed out last is made of.
+        last_batch: The samples of the batch that it handed out last.
         num_batches: How many it handed out.
         limit: How many it hands out at most; None for all of the epoch.
 
@@ -122,7 +122,7 @@ class LoaderIterator:
         return self._loader.position if self.start is None else position_after(self.start, self.last_batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of this iteration as plain values, whatever other iterations do."""
+        """The position of this iteration as plain values; other iterations do not change it."""
         return self._loader.state_of(self.position)
 
     def close(self) -> None:
@@ -140,9 +140,9 @@ class LoaderIterator:
 
 
 def driver_of(loader: Loads) -> Driver | None:
-    """The trainer that asks for batches, where it is one that a loader must recognise by itself."""
+    """The Composer trainer that asks for batches; None if another program does. Other trainers call `driven_by`."""
     if "composer" not in sys.modules:
         return None
-    join = import_module("lightning_stream.trainers.composer.callback")  # above us: only where Composer is there
+    join = import_module("lightning_stream.trainers.composer.callback")  # a higher layer, imported only if Composer is
     found: Driver | None = join.driver_of(loader)
     return found

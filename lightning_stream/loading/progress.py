@@ -1,4 +1,4 @@
-"""Where a loader stands, by the batches that its iterations handed out; and the ledger's sum up to there."""
+"""A loader's position, by the batches that its iterations handed out, and the ledger's sum up to there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def position_after(start: Position, last: MicroBatch | None) -> Position:
 
 @dataclass(frozen=True)
 class _Stop:
-    """Where an iteration began, what it handed out last, and how many batches it handed out."""
+    """Where an iteration began, its last batch, and the number of its batches."""
 
     start: Position
     last: MicroBatch | None = None
@@ -94,23 +94,23 @@ class Progress:
         """Note that a state is taken here.
 
         Raises:
-            StateError: Two iterations are under way, and nothing tells which of them trains.
+            StateError: Two iterations are in progress, and either of them may be the one that trains.
         """
         going = [one.num_batches for one in self._live if one.num_batches > 1]
         if len(going) > 1:
             raise StateError(
-                "a loader's state is that of the iteration that trains, but several iterations over this loader are "
-                f"under way, after {' and '.join(map(str, going))} batches. Take iterator.state_dict() of the one that "
+                "a loader's state is that of the iteration that trains, but several iterations over this loader are in "
+                f"progress, after {' and '.join(map(str, going))} batches. Take iterator.state_dict() of the one that "
                 "trains, or close() the others"
             )
         self._was_asked = True
 
     def go_to(self, position: Position) -> None:
-        """Let the next iteration begin here; those under way move nothing any more."""
+        """Let the next iteration begin here; those in progress no longer move the position."""
         self._stop, self._leader, self._live, self._was_asked = _Stop(position), None, WeakSet(), False
 
     def begin(self, iteration: Iteration, run: RunOrder, settings: BatchSettings) -> Position:
-        """Say where a new iteration begins: where the last one did if it was a look, else behind it or its epoch."""
+        """Where a new iteration begins: where the last one began if it was a look, else after it or its epoch."""
         size, tail, now = settings.global_batch_size, settings.tail, self._now
         if now is None:
             here = Position.start(run, batch_size=size, tail=tail)

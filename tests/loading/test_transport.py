@@ -121,7 +121,7 @@ def test_without_a_free_slot_or_with_too_much_for_one_a_batch_goes_as_it_is() ->
     assert is_handle(slots.put(0, batches[0]))  # a large batch takes no slot
 
 
-def test_a_batch_that_cannot_be_sent_says_so_and_leaves_the_slot_free() -> None:
+def test_a_batch_that_cannot_be_sent_raises_and_leaves_the_slot_free() -> None:
     slots = SharedSlots.create(1, num_slots=1)
     for _ in range(2):
         with pytest.raises((pickle.PicklingError, AttributeError)):

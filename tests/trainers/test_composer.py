@@ -223,7 +223,7 @@ def test_other_data_or_settings_are_refused(shards: Path, tmp_path: Path) -> Non
 # What is missing is said
 
 
-def test_a_checkpoint_without_a_position_restarts_the_data_and_says_so(shards: Path) -> None:
+def test_a_checkpoint_without_a_position_restarts_the_data_with_a_warning(shards: Path) -> None:
     dataset = data_spec(remote=shards, batch_size=16, on_missing_state="restart").dataloader.dataset
     with pytest.warns(UserWarning, match="this one holds none.* The data begins from its start"):
         dataset.load_state_dict(None)
@@ -233,15 +233,17 @@ def test_a_checkpoint_without_a_position_restarts_the_data_and_says_so(shards: P
 
 
 @pytest.mark.parametrize("step", [14, 22])
-def test_a_position_left_out_in_loading_restarts_the_data_and_says_so(shards: Path, tmp_path: Path, step: int) -> None:
+def test_a_position_that_was_not_loaded_restarts_the_data_with_a_warning(
+    shards: Path, tmp_path: Path, step: int
+) -> None:
     whole = Run(shards, tmp_path, save_interval="1ba")
     options = {"load_ignore_keys": ["state/dataset_state"], "max_duration": f"{step + 3}ba"}
     restart = {"data": {"on_missing_state": "restart"}}
-    with pytest.warns(UserWarning, match="left out in loading it.* The data begins from its start"):
+    with pytest.warns(UserWarning, match="loaded without its data position.* The data begins from its start"):
         run = Run(shards, tmp_path / "again", checkpoints(tmp_path)[step], **options, **restart)
     first = min(run.steps)
     assert [run.steps[first + k] for k in range(2)] == [whole.steps[k] for k in range(2)]
-    with pytest.raises(StateError, match="left out"):
+    with pytest.raises(StateError, match="loaded without"):
         Run(shards, tmp_path / "b", checkpoints(tmp_path)[step], **options)
 
 

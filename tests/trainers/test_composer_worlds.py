@@ -117,7 +117,7 @@ def test_mixtures_are_exact_over_worlds(tmp_path: Path, method: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_autoresume_goes_on_in_another_world(shards: Path, tmp_path: Path) -> None:
+def test_autoresume_continues_in_another_world(shards: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"run_name": "run", "autoresume": True, "save_interval": "7ba"}
     launch(tmp_path, shards, 1, max_duration="15ba", **options)
     first = steps_of(tmp_path)

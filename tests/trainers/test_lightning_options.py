@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
 from support.lightning_runs import GLOBAL_BATCH, NUM_SAMPLES, Recorder, Run, checkpoints, expect_exact, keep_all
 
 from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataModule, StreamingDataset
@@ -93,7 +94,7 @@ def test_other_loaders_and_two_callbacks_are_refused(shards: Path, tmp_path: Pat
         fit(shards, tmp_path, "loader", accumulate_grad_batches=2)
 
 
-def test_fitting_again_begins_the_next_epoch_and_another_trainer_begins_anew(shards: Path, tmp_path: Path) -> None:
+def test_fitting_again_begins_the_next_epoch_and_another_trainer_starts_over(shards: Path, tmp_path: Path) -> None:
     whole = Run(shards, tmp_path / "whole", max_epochs=4)
     run = Run(shards, tmp_path, max_epochs=1)
     run.trainer.fit_loop.max_epochs = 2
@@ -282,7 +283,7 @@ def test_prediction_and_test_see_every_sample_once(shards: Path, tmp_path: Path)
 # Checkpoints of others, and what does not fit
 
 
-def test_a_checkpoint_without_a_position_is_refused_or_begins_anew(shards: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_position_is_refused_or_starts_over(shards: Path, tmp_path: Path) -> None:
     trainer = Trainer(max_steps=3, **QUIET)
     trainer.fit(Recorder(), streaming(shards))
     trainer.save_checkpoint(tmp_path / "plain.ckpt")
@@ -412,7 +413,7 @@ def test_pytorch_lightning_under_its_own_name_works(shards: Path, tmp_path: Path
 
 @pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available", "ignore:You defined a `validation_step`")
 @pytest.mark.parametrize("bare", [False, True], ids=["module", "loader"])
-def test_a_last_checkpoint_that_is_not_there_is_an_error_where_the_run_has_others(
+def test_a_missing_last_checkpoint_is_an_error_where_the_run_has_others(
     shards: Path, tmp_path: Path, bare: bool
 ) -> None:
     def fit(save_last: bool, ckpt_path: str | None = "last", max_steps: int = 3) -> Recorder:
@@ -434,10 +435,27 @@ def test_a_last_checkpoint_that_is_not_there_is_an_error_where_the_run_has_other
         return module
 
     fit(save_last=False)  # nothing is there yet
-    with pytest.raises(StateError, match=r"none is marked as last among 1 .* save_last=True"):
+    with pytest.raises(StateError, match=r"none is marked as last .* among the 1 .* save_last=True"):
         fit(save_last=False)
     fit(save_last=True, ckpt_path=None)
     assert min(fit(save_last=True, max_steps=5).steps) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available", "ignore:.*val_dataloader")
+@pytest.mark.parametrize("save_last", [False, True])
+def test_a_last_checkpoint_in_the_folder_of_another_version_is_an_error(
+    shards: Path, tmp_path: Path, save_last: bool
+) -> None:
+    def fit() -> None:
+        options = {**QUIET, "enable_checkpointing": True, "logger": CSVLogger(tmp_path), "default_root_dir": tmp_path}
+        keeps = ModelCheckpoint(every_n_train_steps=2, save_last=save_last)  # without dirpath=
+        trainer = Trainer(max_steps=3, **options, callbacks=[keeps, StreamingCallback()])
+        trainer.fit(Recorder(), streaming(shards), ckpt_path="last")
+
+    fit()  # nothing is there yet
+    assert list(tmp_path.glob("lightning_logs/version_0/checkpoints/*.ckpt"))
+    with pytest.raises(StateError, match=r"none is marked as last .*version_0.*ModelCheckpoint\(dirpath="):
+        fit()
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")

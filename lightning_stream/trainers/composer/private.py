@@ -1,4 +1,4 @@
-"""The private names of Composer that this package touches, all in this file; `test_composer_private` tries each.
+"""All private names of Composer that this package uses; `test_composer_private` tests each.
 
 Composer gives a loader no handle on its trainer, so the trainer that asks for a batch is looked up on the call stack.
 Only the generator by which the training loop takes its batches counts; a callback's look, a pass before `fit` and an
@@ -30,7 +30,7 @@ def trainer_that_asks(loader: Any) -> Any | None:
 
 
 def restore_random_state(trainer: Any) -> None:
-    """Restore the random state as Composer does before the first batch, which it leaves out for our datasets."""
+    """Restore the random state as Composer does before the first batch, which it skips for our datasets."""
     state = trainer._rng_state  # noqa: SLF001
     if state is not None:
         reproducibility.load_rng_state(state)
