@@ -13,7 +13,7 @@ active shards of 400 (random: 92).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import numpy as np
@@ -143,15 +143,12 @@ class WindowOrder:
         for first in range(begin, min(begin + count, end)):
             node, index = first % count, first // count
             stop = index + (end - first + count - 1) // count
-            out[first - begin :: count] = kept(self._nodes, node, self._node, count).ids(index, stop)
+            out[first - begin :: count] = kept(self._nodes, node, partial(NodeWindow, self), count).ids(index, stop)
         return out
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         """The canonical node of each position: p mod C."""
         return np.arange(begin, max(end, begin), dtype=np.int64) % self.canonical_nodes
-
-    def _node(self, node: int) -> NodeWindow:
-        return NodeWindow(self, node)
 
 
 SampleOrder = IndexOrder | WindowOrder

@@ -23,8 +23,14 @@ from lightning_stream.formats.mds.gather import gather, gather_mixed
 from lightning_stream.formats.mds.shard import MdsShard
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.order import Snapshot
-from lightning_stream.reading.fetches import Announced, ReaderProcess, explain_file_limit, raise_file_limit
-from lightning_stream.reading.next_use import NextUse, next_use_of_file
+from lightning_stream.reading.fetches import (
+    Announced,
+    NextUse,
+    ReaderProcess,
+    explain_file_limit,
+    next_use_of_file,
+    raise_file_limit,
+)
 from lightning_stream.reading.range_reads import SampleRanges
 from lightning_stream.reading.stream import CacheDefaults, DownloadHook, Stream, cache_of, index_of, name_of
 from lightning_stream.threads import DaemonPool

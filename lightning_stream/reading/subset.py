@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order import Snapshot
-from lightning_stream.reading.fetches import Announced
-from lightning_stream.reading.next_use import NextUse
+from lightning_stream.reading.fetches import Announced, NextUse
 from lightning_stream.reading.reader import SampleReader
 
 
