@@ -51,13 +51,10 @@ class ShardDraws:
 
 @dataclass(frozen=True)
 class Draw:
-    """The draw of every epoch of a run.
+    """The draw of every epoch of a run: ``chosen`` samples of each stream (see :func:`choose_per_stream`).
 
-    Args:
-        snapshot, seed: The data and the seed of the run.
-        chosen: Samples of each stream in an epoch, see :func:`choose_per_stream`.
-        balanced: Draw other samples each epoch; else the same in every epoch.
-        granularity: Samples taken from a shard at a time where only some are drawn: large values touch fewer shards.
+    ``balanced`` draws other samples in each epoch. Where only some samples of a shard are drawn, they are taken
+    ``granularity`` at a time: large values touch fewer shards.
     """
 
     snapshot: Snapshot
@@ -69,10 +66,7 @@ class Draw:
     @property
     def constant(self) -> bool:
         """Whether every epoch draws the same samples."""
-        samples = self.snapshot.stream_samples.tolist()
-        return not self.balanced or all(
-            have == 0 or take % have == 0 for take, have in zip(self.chosen, samples, strict=True)
-        )
+        return not self.balanced or not (np.array(self.chosen) % np.maximum(self.snapshot.stream_samples, 1)).any()
 
     def shards(self, epoch: int, streams: Sequence[int]) -> ShardDraws:
         """What is drawn from the shards of these streams, in index order."""

@@ -39,7 +39,7 @@ _OTHER_FILES = 256  # connections, logs, and what the trainer has open
 class NextUse:
     """The position in an epoch at which a shard is needed next, by any rank, within a ``horizon`` of positions.
 
-    It looks up a part of the order at a time: O(samples of the part), a fraction of a second for a million.
+    It looks up a part of the order at a time: a fraction of a second for a million samples.
     """
 
     def __init__(self, order: EpochOrder, snapshot: Snapshot, horizon: int = _HORIZON) -> None:
@@ -73,10 +73,7 @@ class NextUse:
 
 
 def next_use_of_file(numbers: Mapping[str, int], plans: Mapping[int, NextUse], basename: str) -> float | None:
-    """In how many positions a file is needed next, by any of the plans; None for an unknown file or without plans.
-
-    ``numbers`` has the shard number of each file.
-    """
+    """In how many positions a file (``numbers``: its shard) is needed next, by any plan; None where that is unknown."""
     number = numbers.get(basename)
     if number is None:
         return None
@@ -131,10 +128,7 @@ class OpenShards:
         return bool(self._is_open.take(numbers).all())
 
     def gather(self, numbers: NDArray[np.int64], indices: NDArray[np.int64], out: Buffers | None) -> Batch | None:
-        """A batch gathered at once: row k is sample ``indices[k]`` of shard ``numbers[k]``.
-
-        None where not all of these shards are open, mapped, and of the same columns.
-        """
+        """Row k is sample ``indices[k]`` of shard ``numbers[k]``; None if these are not all open and of one layout."""
         batch = self._table.gather(numbers, indices, out)
         if batch is not None:
             self._use(numbers)
@@ -174,13 +168,8 @@ class Fetch(Future[Lease]):
 class ReaderProcess:
     """Mapped shards and fetches of one process. Its tables change under `lock`, which nobody holds while reading.
 
-    Args:
-        num_shards: All shards of the dataset.
-        fetch_threads: Shards fetched at the same time.
-        ranges: Reads samples of shards that are not here.
-        max_open_shards: Shards that stay mapped.
-        is_limited: Whether there is a cache limit. Then shards are closed as soon as no announced batch needs them,
-            because what is open cannot be evicted.
+    ``ranges`` reads samples of shards that are not here. With a cache limit (``is_limited``) a shard is closed as soon
+    as no announced batch needs it, because open shards cannot be evicted.
     """
 
     def __init__(
@@ -305,24 +294,21 @@ class ReaderProcess:
                 self._give_up(number)
             self.open.close_all_but(0)
 
+    def raise_file_limit(self) -> None:
+        """Let this process open the files of one more shard: many systems allow 1,024 by default, and more on request."""
+        wanted = (len(self.open) + len(self.fetches) + 1) * _FILES_PER_SHARD + _OTHER_FILES
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY and wanted > soft:
+            most = max(2 * soft, wanted)  # so that it is seldom raised again
+            limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
-def raise_file_limit(num_shards: int) -> None:
-    """Let this process open enough files for so many shards.
-
-    A shuffled batch reads from hundreds; many systems allow 1,024 files by default, and far more on request.
-    """
-    wanted = num_shards * _FILES_PER_SHARD + _OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and wanted > soft:
-        most = max(2 * soft, wanted)  # so that it is seldom raised again
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-
-
-def explain_file_limit(error: OSError, num_shards: int) -> None:
-    """Raise CacheError if the limit of open files is why a file could not be opened, with so many shards open."""
-    if error.errno == errno.EMFILE:
-        raise CacheError(
-            f"each open shard takes up to {_FILES_PER_SHARD} open files, but this process may have "
-            f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} in all and has {num_shards} shards open already. Raise "
-            "the limit (`ulimit -n`), write larger shards, or read from fewer at once: a smaller window= or batch"
-        ) from error
+    def explain_file_limit(self, error: OSError) -> None:
+        """Raise CacheError if the limit of open files is why a file could not be opened."""
+        if error.errno == errno.EMFILE:
+            raise CacheError(
+                f"each open shard takes up to {_FILES_PER_SHARD} open files, but this process may have "
+                f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} in all and has {len(self.open)} shards open already. "
+                "Raise the limit (`ulimit -n`), write larger shards, or read from fewer at once: a smaller window= or "
+                "batch"
+            ) from error

@@ -43,7 +43,7 @@ class EpochTable:
     def of(cls, rows: NDArray[np.int64], drawn: NDArray[np.int64]) -> EpochTable:
         """Flag the repeats of a sample beyond the times it was drawn (int64[sample ids]).
 
-        A batch of repeats alone counts one of them: a step needs a sample, and a position of its own.
+        A batch of repeats alone counts one of them: a step needs a position of its own.
         """
         rows = rows[(rows != PADDING).any(axis=(1, 2))]
         counted = known = rows != PADDING
