@@ -295,7 +295,7 @@ class ReaderProcess:
             self.open.close_all_but(0)
 
     def raise_file_limit(self) -> None:
-        """Let this process open the files of one more shard: many systems allow 1,024 by default, and more on request."""
+        """Let this process open the files of one more shard: many systems allow 1,024 unless asked for more."""
         wanted = (len(self.open) + len(self.fetches) + 1) * _FILES_PER_SHARD + _OTHER_FILES
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY and wanted > soft:

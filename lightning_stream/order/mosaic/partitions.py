@@ -33,7 +33,7 @@ def partition(
     """Assign the positions of an epoch: int64[batches, nodes * ranks * batch size], -1 for padding.
 
     Each of the ``canonical`` nodes holds consecutive positions. `relaxed` differs from `orig` where these and the
-    physical nodes do not divide: there this world splits the batches of the world of ``initial_nodes`` that began the epoch.
+    physical nodes do not divide: there this world splits the batches of the ``initial_nodes`` that began the epoch.
     ``drop_first`` samples, rounded down to a multiple of the nodes, were used already.
 
     Raises:
