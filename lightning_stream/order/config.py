@@ -185,17 +185,17 @@ def _default_nodes(batch_size: int | None, algorithm: str | None, mosaic: Mosaic
 
 
 def _resolve_mosaic(
-    asked: MosaicConfig | None, resumed: OrderConfig | None, world: World, device_batch_size: int | None
+    given: MosaicConfig | None, resumed: OrderConfig | None, world: World, device_batch_size: int | None
 ) -> MosaicConfig:
     """Fill in what was left open: from the state, else from the first run's world."""
-    asked = asked or MosaicConfig()
+    given = given or MosaicConfig()
     first = (resumed and resumed.mosaic) or MosaicConfig()
     here = None if device_batch_size is None else device_batch_size * world.num_replicas
     return replace(
-        asked,
-        initial_physical_nodes=asked.initial_physical_nodes or first.initial_physical_nodes or world.num_nodes,
-        ranks_per_node=asked.ranks_per_node or first.ranks_per_node or world.num_replicas // world.num_nodes,
-        batch_size=asked.batch_size or first.batch_size or here,
+        given,
+        initial_physical_nodes=given.initial_physical_nodes or first.initial_physical_nodes or world.num_nodes,
+        ranks_per_node=given.ranks_per_node or first.ranks_per_node or world.num_replicas // world.num_nodes,
+        batch_size=given.batch_size or first.batch_size or here,
     )
 
 

@@ -125,7 +125,7 @@ def choose_per_stream(
         else:
             chosen = [one.absolute(have) for one, have in zip(weights, samples, strict=True)]
         problems = [
-            f"Stream {name!r} has no samples, but {take} were asked of it: omit it or give it shards."
+            f"Stream {name!r} has no samples, but its weight asks for {take}: omit it or give it shards."
             for name, take, have in zip(snapshot.stream_names, chosen, samples, strict=True)
             if take and not have
         ]
@@ -163,7 +163,7 @@ def _weight_problems(snapshot: Snapshot, weights: Sequence[StreamWeights], epoch
         if len(given) > 1:
             problems.append(f"Stream {name!r} has {' and '.join(kind for kind, _ in given)}: give one of them.")
         bad = [f"{kind}={short(value)}" for kind, value in given if not AMOUNT.holds(value)]
-        problems += [f"Stream {name!r} has {one}, which must be {AMOUNT.says}." for one in bad]
+        problems += [f"Stream {name!r} has {one}, which must be {AMOUNT.text}." for one in bad]
     relative = [name for name, one in pairs if one.proportion is not None]
     absolute = [name for name, one in pairs if one.repeat is not None or one.choose is not None]
     if relative and len(relative) < len(names):
@@ -179,7 +179,7 @@ def _weight_problems(snapshot: Snapshot, weights: Sequence[StreamWeights], epoch
     if epoch_size is not None and epoch_size < 1:
         problems.append(f"epoch_size must be at least 1, not {epoch_size}.")
     if epoch_size is not None and not relative and not absolute and snapshot.num_samples == 0:
-        problems.append(f"epoch_size={epoch_size} was asked, but no stream has any samples.")
+        problems.append(f"epoch_size={epoch_size} needs samples, but no stream has any.")
     return problems
 
 

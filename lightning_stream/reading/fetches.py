@@ -266,7 +266,7 @@ class ReaderProcess:
                 promise.set_result(cache.lease(entry, 0, max(1, self._fetch_threads // max(1, self._wanted))))
             except LockTimeoutError:
                 follow(promise, self._waiters.submit(cache.lease, entry))
-            except BaseException as error:  # noqa: BLE001 - raised where the shard is asked for
+            except BaseException as error:  # noqa: BLE001 - raised where the shard is needed
                 promise.set_exception(error)
 
         promise.add_done_callback(lambda _: self._count(0, -1))

@@ -307,7 +307,7 @@ class SampleReader:
             process.explain_file_limit(error)
             raise
         finally:
-            with process.lock:  # a failed one is fetched again when it is asked for again
+            with process.lock:  # a failed one is fetched again at its next use
                 if process.fetches.get(number) is fetch:
                     process.fetches.pop(number, None)
         if shard is None:

@@ -186,7 +186,7 @@ class MosaicEpoch(EpochOrder):
 
     @classmethod
     def active_shards(cls, run: RunOrder) -> int:
-        """Shards that must be at hand at once: measured over epoch 0. O(samples)."""
+        """Shards in use at once: measured over epoch 0. O(samples)."""
         order = run.epoch(0)
         return max_active(run.snapshot.shards_of(order.ids(0, order.num_samples)))
 

@@ -264,7 +264,7 @@ def _portions(proportions: Sequence[float], global_batch: int) -> Ids:
     portions: Ids = np.floor(exact).astype(np.int64)
     short = global_batch - int(portions.sum())
     if short:
-        # Equal remainders fall as numpy's default sort leaves them (on the processor at hand), as in the original.
+        # Equal remainders fall as numpy's default sort leaves them (on this processor), as in the original.
         portions[np.argsort(exact - portions)[-short:]] += 1
     if not portions.all():
         raise ValueError(
