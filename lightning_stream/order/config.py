@@ -20,7 +20,6 @@ ORDER_VERSION = 1
 
 MOSAIC_ALGORITHMS = SHUFFLES
 
-_MOST_DEFAULT_NODES = 16
 _ACTIVE_PARTS = 128
 _KEYS = {"device_block": "block"}  # a setting's name in a state, where it has another
 MOST_NODES = 2**16
@@ -182,24 +181,21 @@ def _default_nodes(batch_size: int | None, algorithm: str | None, mosaic: Mosaic
     """C where neither the user nor the state has it: that library's rule, or the largest divisor of B up to 16."""
     if mosaic is not None:
         return (mosaic.initial_physical_nodes or 1) * (64 if algorithm in ("py1s", "py2s") else 1)
-    size = _MOST_DEFAULT_NODES if batch_size is None else batch_size
-    return max((divisor for divisor in range(1, _MOST_DEFAULT_NODES + 1) if size % divisor == 0), default=1)
+    return max(nodes for nodes in range(1, 17) if (batch_size or 16) % nodes == 0)
 
 
 def _resolve_mosaic(
-    asked: MosaicConfig | None, resumed: OrderConfig | None, world: World, device_batch_size: int | None
+    given: MosaicConfig | None, resumed: OrderConfig | None, world: World, device_batch_size: int | None
 ) -> MosaicConfig:
     """Fill in what was left open: from the state, else from the first run's world."""
-    asked = asked or MosaicConfig()
-    first = (resumed.mosaic if resumed is not None else None) or MosaicConfig()
-    batch_size = asked.batch_size or first.batch_size
-    if batch_size is None and device_batch_size is not None:
-        batch_size = device_batch_size * world.num_replicas
+    given = given or MosaicConfig()
+    first = (resumed and resumed.mosaic) or MosaicConfig()
+    here = None if device_batch_size is None else device_batch_size * world.num_replicas
     return replace(
-        asked,
-        initial_physical_nodes=asked.initial_physical_nodes or first.initial_physical_nodes or world.num_nodes,
-        ranks_per_node=asked.ranks_per_node or first.ranks_per_node or world.num_replicas // world.num_nodes,
-        batch_size=batch_size,
+        given,
+        initial_physical_nodes=given.initial_physical_nodes or first.initial_physical_nodes or world.num_nodes,
+        ranks_per_node=given.ranks_per_node or first.ranks_per_node or world.num_replicas // world.num_nodes,
+        batch_size=given.batch_size or first.batch_size or here,
     )
 
 

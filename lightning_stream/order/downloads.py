@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.batching.base import BatchPlan
+from lightning_stream.order.batching.base import BatchPlan, EpochOrder
 from lightning_stream.order.plan import RunOrder
 from lightning_stream.order.rank_split import Tail
 from lightning_stream.order.world import World
@@ -46,15 +46,11 @@ def plan_downloads(
     batch_size: int,
     world: World,
     tail: Tail = "pad",
-    start: int = 0,
     shard_bytes: NDArray[np.int64] | None = None,
 ) -> DownloadPlan:
-    """What each node will download from a position to the end of its epoch, exactly. O(samples).
+    """What each node will download in an epoch, exactly. O(samples).
 
-    Args:
-        run, epoch, batch_size, tail, start: See `BatchPlan`.
-        world: All processes; its rank does not matter.
-        shard_bytes: int64[shards]; None counts every sample as one byte.
+    The rank of ``world`` does not matter. ``shard_bytes`` is int64[shards]; None counts every sample as one byte.
 
     Example::
 
@@ -62,7 +58,7 @@ def plan_downloads(
     """
     needed = np.zeros((world.num_nodes, run.snapshot.num_shards), dtype=np.bool_)
     readers = _readers(world)
-    for replica, ids in _replica_reads(run, epoch, batch_size, world, tail, start):
+    for replica, ids in _replica_reads(run.epoch(epoch), batch_size, world, tail):
         shards = np.unique(run.snapshot.shards_of(ids))
         for node in readers[replica]:
             needed[node, shards] = True
@@ -74,10 +70,7 @@ def plan_downloads(
 
 
 def estimate_factor(run: RunOrder, *, epoch: int, batch_size: int, world: World) -> float:
-    """How often a byte will be downloaded on average: an estimate from the data nodes that read each canonical node.
-
-    It looks at a few batches only, for a warning when a run starts.
-    """
+    """How often a byte will be downloaded on average, estimated from the canonical nodes that each node reads."""
     order = run.epoch(epoch)
     plan = BatchPlan(order, batch_size=batch_size, world=world, tail="drop")
     if run.config.mosaic is not None or not plan.num_whole_batches:
@@ -115,8 +108,8 @@ def warning_about(run: RunOrder, *, batch_size: int, world: World, factor: float
 def better_canonical_nodes(batch_size: int, num_nodes: int, *, mixed: bool = False) -> int | None:
     """The C with which fewest shards are downloaded twice: a multiple of the nodes that divides B, at most about 16.
 
-    Where batches mix streams (``mixed``), their canonical nodes are not quite equally filled, and both neighbours read
-    the two canonical nodes at each border between nodes: then more canonical nodes, up to 128, waste less.
+    Batches that mix streams (``mixed``) fill their canonical nodes unequally, and both nodes at a border read some;
+    then more canonical nodes, up to 128, waste less.
     """
     most = max(128 if mixed else 16, num_nodes)
     return max((c for c in range(num_nodes, most + 1, num_nodes) if batch_size % c == 0), default=None)
@@ -131,13 +124,12 @@ def _readers(world: World) -> list[list[int]]:
 
 
 def _replica_reads(
-    run: RunOrder, epoch: int, batch_size: int, world: World, tail: Tail, start: int
+    order: EpochOrder, batch_size: int, world: World, tail: Tail
 ) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """(replica, sample ids it reads), piece by piece; whole batches many at a time."""
-    order = run.epoch(epoch)
     replicas = world.num_replicas
     firsts = [replace(world, rank=replica * world.replication) for replica in range(replicas)]
-    plans = [BatchPlan(order, batch_size=batch_size, world=one, tail=tail, start=start) for one in firsts]
+    plans = [BatchPlan(order, batch_size=batch_size, world=one, tail=tail) for one in firsts]
     whole = plans[0].num_whole_batches if order.splits_samples else 0
     step = max(1, _CHUNK // batch_size)
     for k in range(0, whole, step):

@@ -51,13 +51,10 @@ class ShardDraws:
 
 @dataclass(frozen=True)
 class Draw:
-    """The draw of every epoch of a run.
+    """The draw of every epoch of a run: ``chosen`` samples of each stream (see :func:`choose_per_stream`).
 
-    Args:
-        snapshot, seed: The data and the seed of the run.
-        chosen: Samples of each stream in an epoch, see :func:`choose_per_stream`.
-        balanced: Draw other samples each epoch; else the same in every epoch.
-        granularity: Samples taken from a shard at a time where only some are drawn: large values touch fewer shards.
+    ``balanced`` draws other samples in each epoch. Where only some samples of a shard are drawn, they are taken
+    ``granularity`` at a time: large values touch fewer shards.
     """
 
     snapshot: Snapshot
@@ -69,10 +66,7 @@ class Draw:
     @property
     def constant(self) -> bool:
         """Whether every epoch draws the same samples."""
-        samples = self.snapshot.stream_samples.tolist()
-        return not self.balanced or all(
-            have == 0 or take % have == 0 for take, have in zip(self.chosen, samples, strict=True)
-        )
+        return not self.balanced or not (np.array(self.chosen) % np.maximum(self.snapshot.stream_samples, 1)).any()
 
     def shards(self, epoch: int, streams: Sequence[int]) -> ShardDraws:
         """What is drawn from the shards of these streams, in index order."""
@@ -131,7 +125,7 @@ def choose_per_stream(
         else:
             chosen = [one.absolute(have) for one, have in zip(weights, samples, strict=True)]
         problems = [
-            f"Stream {name!r} has no samples, but {take} were asked of it: omit it or give it shards."
+            f"Stream {name!r} has no samples, but its weight asks for {take}: omit it or give it shards."
             for name, take, have in zip(snapshot.stream_names, chosen, samples, strict=True)
             if take and not have
         ]
@@ -169,7 +163,7 @@ def _weight_problems(snapshot: Snapshot, weights: Sequence[StreamWeights], epoch
         if len(given) > 1:
             problems.append(f"Stream {name!r} has {' and '.join(kind for kind, _ in given)}: give one of them.")
         bad = [f"{kind}={short(value)}" for kind, value in given if not AMOUNT.holds(value)]
-        problems += [f"Stream {name!r} has {one}, which must be {AMOUNT.says}." for one in bad]
+        problems += [f"Stream {name!r} has {one}, which must be {AMOUNT.text}." for one in bad]
     relative = [name for name, one in pairs if one.proportion is not None]
     absolute = [name for name, one in pairs if one.repeat is not None or one.choose is not None]
     if relative and len(relative) < len(names):
@@ -185,7 +179,7 @@ def _weight_problems(snapshot: Snapshot, weights: Sequence[StreamWeights], epoch
     if epoch_size is not None and epoch_size < 1:
         problems.append(f"epoch_size must be at least 1, not {epoch_size}.")
     if epoch_size is not None and not relative and not absolute and snapshot.num_samples == 0:
-        problems.append(f"epoch_size={epoch_size} was asked, but no stream has any samples.")
+        problems.append(f"epoch_size={epoch_size} needs samples, but no stream has any.")
     return problems
 
 

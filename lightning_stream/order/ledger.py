@@ -22,15 +22,11 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 _ATTEMPTS = 16
 
 
-def hashes(epoch: int, positions: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """uint64[n]: one well-mixed number per (epoch, position, sample id)."""
-    start = mix64(np.full(1, epoch, dtype=np.uint64) + _STEP)
-    return mix64(mix64(start + positions.astype(np.uint64) * _STEP) + ids.astype(np.uint64) * _STEP)
-
-
 def total(epoch: int, positions: NDArray[np.int64], ids: NDArray[np.int64]) -> int:
-    """The sum of :func:`hashes` modulo 2**64."""
-    return int(hashes(epoch, positions, ids).sum(dtype=np.uint64))
+    """The sum, modulo 2**64, of one well-mixed number per (epoch, position, sample id)."""
+    start = mix64(np.full(1, epoch, dtype=np.uint64) + _STEP)
+    hashes = mix64(mix64(start + positions.astype(np.uint64) * _STEP) + ids.astype(np.uint64) * _STEP)
+    return int(hashes.sum(dtype=np.uint64))
 
 
 def expected(order: EpochOrder, begin: int, end: int) -> int:

@@ -110,7 +110,7 @@ class MicroBatches:
     def _locate(self, j: int) -> tuple[int, int, int]:
         """Global batch of micro-batch j, its number within that batch, and how many the batch has."""
         if not 0 <= j < len(self):
-            raise IndexError(f"micro-batches count from 0 to {len(self) - 1} here; {j} was asked")
+            raise IndexError(f"micro-batches count from 0 to {len(self) - 1} here; found {j}")
         if j < self._num_whole:
             return j // self._pieces, j % self._pieces, self._pieces
         rest = bisect_right(self._rest_ends, j)

@@ -54,7 +54,7 @@ class RunOrder:
         return kept(self._epochs, epoch, partial(self.config.batching, self), _KEPT_EPOCHS)
 
     def active_shards(self) -> int:
-        """Shards that must be at hand at once, over all nodes."""
+        """Shards in use at once, over all nodes."""
         return self.config.batching.active_shards(self)
 
     def sample_order(self, epoch: int, streams: tuple[int, ...], key: int) -> SampleOrder:

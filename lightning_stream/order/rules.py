@@ -14,15 +14,15 @@ MAX_NUMBER = 2**63  # seeds and epochs stay below: two 32-bit words each, and an
 class Rule(NamedTuple):
     """What a value must be."""
 
-    says: str  # the rule in words, after "must be"
+    text: str  # the rule in words, after "must be"
     holds: Callable[[object], bool]  # whether a value of any type keeps the rule; never raises
 
 
 def count(least: int = 0, most: int = MAX_NUMBER - 1, *, optional: bool = False) -> Rule:
     """An integer (no bool) from ``least`` to ``most``; or None, if ``optional``."""
     limit = most if most < MAX_NUMBER - 1 else "2**63 - 1"
-    says = f"{'None or ' if optional else ''}an integer from {least} to {limit}"
-    return Rule(says, lambda value: is_count(value, least, most) or (optional and value is None))
+    text = f"{'None or ' if optional else ''}an integer from {least} to {limit}"
+    return Rule(text, lambda value: is_count(value, least, most) or (optional and value is None))
 
 
 def is_count(value: object, least: int, most: int = MAX_NUMBER - 1) -> bool:
@@ -52,7 +52,7 @@ def broken(values: Mapping[str, object], rules: Mapping[str, Rule]) -> list[str]
         # ['window must be an integer from 1 to 2**63 - 1, not 0.']
     """
     found = [(name, rule, values.get(name)) for name, rule in rules.items()]
-    return [f"{name} must be {rule.says}, not {short(value)}." for name, rule, value in found if not rule.holds(value)]
+    return [f"{name} must be {rule.text}, not {short(value)}." for name, rule, value in found if not rule.holds(value)]
 
 
 def short(value: object) -> str:

@@ -28,14 +28,11 @@ class Snapshot:
     stream_digests: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.stream_names) != len(self.shard_sizes) or not self.shard_sizes:
+        wrong = [one for one in self.shard_sizes if one.ndim != 1 or one.dtype != np.int64 or (one < 0).any()]
+        if wrong or not 0 < len(self.shard_sizes) == len(self.stream_names):
             raise ValueError(
-                f"A snapshot needs at least one stream and one name for each, but found {len(self.stream_names)} names "
-                f"for {len(self.shard_sizes)} streams."
+                "A snapshot needs streams, and for each of them a name and a 1-d int64 array of counts >= 0."
             )
-        for name, sizes in zip(self.stream_names, self.shard_sizes, strict=True):
-            if sizes.ndim != 1 or sizes.dtype != np.int64 or (sizes < 0).any():
-                raise ValueError(f"Shard sizes must be a 1-d int64 array of counts >= 0; stream {name!r} has others.")
 
     @classmethod
     def of(

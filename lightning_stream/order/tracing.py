@@ -16,10 +16,7 @@ from lightning_stream.order.world import World
 
 @dataclass(frozen=True, eq=False)
 class TracedBatch:
-    """A global batch: its epoch, its number in that (from 0), its positions [begin, end) and samples, without padding.
-
-    ``ids``, ``shards`` and ``streams`` are int64[n] in position order.
-    """
+    """A global batch: epoch, number in it (from 0), positions [begin, end), and int64[n] samples without padding."""
 
     epoch: int
     step: int

@@ -13,7 +13,7 @@ active shards of 400 (random: 92).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import numpy as np
@@ -48,10 +48,8 @@ class Parts:
         self._draw, self._epoch, self.drawn = draw, epoch, drawn
         self._sizes = draw.snapshot.sizes[drawn.shard]
         self._ends = np.cumsum(drawn.count)
-        self._single = bool((drawn.count <= self._sizes).all())  # one part of each shard
         self.num_samples = int(self._ends[-1]) if len(self._ends) else 0
-        parts = np.ones_like(drawn.count) if self._single else (drawn.count - 1) // self._sizes + 1
-        self._last = np.cumsum(parts) - 1  # the last part of each shard
+        self._last = np.cumsum((drawn.count - 1) // self._sizes + 1) - 1  # the last part of each shard
         self.num_parts = int(self._last[-1]) + 1 if len(self._last) else 0
         self._subsets: dict[int, NDArray[np.int64]] = {}
 
@@ -64,8 +62,6 @@ class Parts:
 
     def span(self, first: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Parts [first, end): the shard of each, and its samples."""
-        if self._single:
-            return self.drawn.shard[first:end], self.drawn.count[first:end].copy()
         part = np.arange(first, end)
         entry = np.searchsorted(self._last, part)
         count, size = self.drawn.count[entry], self._sizes[entry]
@@ -74,7 +70,7 @@ class Parts:
 
     def ids(self, part: int, before: int, behind: int) -> NDArray[np.int64]:
         """Sample ids of one part, ascending, without so many at its begin and at its end."""
-        entry = part if self._single else int(np.searchsorted(self._last, part))
+        entry = int(np.searchsorted(self._last, part))
         shard, size = int(self.drawn.shard[entry]), int(self._sizes[entry])
         subset = int(self.drawn.count[entry]) % size
         if not subset or part < self._last[entry]:
@@ -143,15 +139,12 @@ class WindowOrder:
         for first in range(begin, min(begin + count, end)):
             node, index = first % count, first // count
             stop = index + (end - first + count - 1) // count
-            out[first - begin :: count] = kept(self._nodes, node, self._node, count).ids(index, stop)
+            out[first - begin :: count] = kept(self._nodes, node, partial(NodeWindow, self), count).ids(index, stop)
         return out
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         """The canonical node of each position: p mod C."""
         return np.arange(begin, max(end, begin), dtype=np.int64) % self.canonical_nodes
-
-    def _node(self, node: int) -> NodeWindow:
-        return NodeWindow(self, node)
 
 
 SampleOrder = IndexOrder | WindowOrder
@@ -159,10 +152,7 @@ SampleOrder = IndexOrder | WindowOrder
 
 
 class NodeWindow:
-    """The rolling window of one canonical node of an order.
-
-    Its samples are cut out of all parts: a part on a border is cut in two.
-    """
+    """The rolling window of one canonical node, whose samples are cut out of all parts; a part on a border is cut."""
 
     def __init__(self, whole: WindowOrder, node: int) -> None:
         nodes, parts = whole.canonical_nodes, whole.parts

@@ -75,11 +75,7 @@ class BadData:
         return bool(self.found) and not self.found.keys().isdisjoint(ids.tolist())
 
     def is_bad(self, reader: SampleReader, sample_id: int) -> bool:
-        """Whether the sample cannot be read, which is tried where it is not known yet.
-
-        Raises:
-            FormatError, NotFoundError: It cannot, and the policy is to raise.
-        """
+        """Whether the sample cannot be read, which is tried if unknown; raises its error if the policy is to raise."""
         shard = int(reader.snapshot.shards_of(np.array([sample_id]))[0])
         if sample_id in self.found or shard in self.shards:
             self.found.setdefault(sample_id, self.shards.get(shard, ""))
@@ -144,8 +140,7 @@ class BadData:
 def readable(dataset: HasBadData, info: MicroBatch, read: Callable[[MicroBatch], T]) -> tuple[T, MicroBatch]:
     """Read a micro-batch under the dataset's policy: the result, and the micro-batch with its substitutions.
 
-    Raises:
-        FormatError, NotFoundError: Some data cannot be read, and the policy is to raise.
+    Raises FormatError or NotFoundError where data cannot be read and the policy is to raise.
     """
     bad, reader = dataset.bad_data, dataset.reader
     if not bad.suspects(reader, info.ids):

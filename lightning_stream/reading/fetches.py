@@ -1,14 +1,18 @@
-"""What a reader holds in one process: the shards that are mapped, and threads that fetch the next ones."""
+"""What a reader holds in one process: the shards that are mapped, and threads that fetch the next ones.
+
+A cache under a limit evicts first what is needed last (`NextUse`).
+"""
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import resource
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -21,14 +25,59 @@ from lightning_stream.errors import CacheError, LockTimeoutError
 from lightning_stream.formats.index.schema import ShardEntry
 from lightning_stream.formats.mds.gather import SpanTable
 from lightning_stream.formats.shard import Batch, Buffers, Shard
-from lightning_stream.reading.next_use import NextUse
+from lightning_stream.order import EpochOrder, Snapshot
 from lightning_stream.reading.range_reads import SampleRanges
 from lightning_stream.threads import DaemonPool, follow
 
 _WAITERS = 32  # threads that wait for other processes' fetches
 _LOCK_S = 1.0  # the lock is held for microseconds
+_HORIZON = 1 << 20  # positions; what is needed beyond it counts as never needed
 _FILES_PER_SHARD = 2  # one for its lock and, before Python 3.13, one for its mapping
 _OTHER_FILES = 256  # connections, logs, and what the trainer has open
+
+
+class NextUse:
+    """The position in an epoch at which a shard is needed next, by any rank, within a ``horizon`` of positions.
+
+    It looks up a part of the order at a time: a fraction of a second for a million samples.
+    """
+
+    def __init__(self, order: EpochOrder, snapshot: Snapshot, horizon: int = _HORIZON) -> None:
+        self._order, self._snapshot, self._horizon = order, snapshot, horizon
+        nothing = np.zeros(0, np.int64)
+        # Replaced as one, since several threads ask: begin, end, shards ascending, and the positions of each ascending.
+        self._part: tuple[int, int, NDArray[np.int64], NDArray[np.int64]] = (0, 0, nothing, nothing)
+        self.position = 0
+
+    def advance(self, position: int) -> None:
+        """Note the position of the run: everything before it is done."""
+        self.position = position
+
+    def __call__(self, shard: int) -> float:
+        """The position of the shard's next use; infinite if there is none within the horizon."""
+        at = self.position
+        _, _, shards, positions = self._looked_up(at)
+        first, end = np.searchsorted(shards, [shard, shard + 1]).tolist()
+        found = first + int(np.searchsorted(positions[first:end], at))
+        return float(positions[found]) if found < end else math.inf
+
+    def _looked_up(self, at: int) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
+        begin, end = self._part[:2]
+        num_samples = self._order.num_samples
+        if at < begin or (end < num_samples and at + self._horizon // 2 > end):
+            begin, end = at, min(at + self._horizon, num_samples)
+            shards = self._snapshot.shards_of(self._order.ids(begin, end))
+            by_shard = np.argsort(shards, kind="stable")
+            self._part = (begin, end, shards[by_shard], by_shard + begin)
+        return self._part
+
+
+def next_use_of_file(numbers: Mapping[str, int], plans: Mapping[int, NextUse], basename: str) -> float | None:
+    """In how many positions a file (``numbers``: its shard) is needed next, by any plan; None where that is unknown."""
+    number = numbers.get(basename)
+    if number is None:
+        return None
+    return min((plan(number) - plan.position for plan in list(plans.values())), default=None)
 
 
 class OpenShards:
@@ -79,10 +128,7 @@ class OpenShards:
         return bool(self._is_open.take(numbers).all())
 
     def gather(self, numbers: NDArray[np.int64], indices: NDArray[np.int64], out: Buffers | None) -> Batch | None:
-        """A batch gathered at once: row k is sample ``indices[k]`` of shard ``numbers[k]``.
-
-        None where not all of these shards are open, mapped, and of the same columns.
-        """
+        """Row k is sample ``indices[k]`` of shard ``numbers[k]``; None if these are not all open and of one layout."""
         batch = self._table.gather(numbers, indices, out)
         if batch is not None:
             self._use(numbers)
@@ -122,13 +168,8 @@ class Fetch(Future[Lease]):
 class ReaderProcess:
     """Mapped shards and fetches of one process. Its tables change under `lock`, which nobody holds while reading.
 
-    Args:
-        num_shards: All shards of the dataset.
-        fetch_threads: Shards fetched at the same time.
-        ranges: Reads samples of shards that are not here.
-        max_open_shards: Shards that stay mapped.
-        is_limited: Whether there is a cache limit. Then shards are closed as soon as no announced batch needs them,
-            because what is open cannot be evicted.
+    ``ranges`` reads samples of shards that are not here. With a cache limit (``is_limited``) a shard is closed as soon
+    as no announced batch needs it, because open shards cannot be evicted.
     """
 
     def __init__(
@@ -225,7 +266,7 @@ class ReaderProcess:
                 promise.set_result(cache.lease(entry, 0, max(1, self._fetch_threads // max(1, self._wanted))))
             except LockTimeoutError:
                 follow(promise, self._waiters.submit(cache.lease, entry))
-            except BaseException as error:  # noqa: BLE001 - raised where the shard is asked for
+            except BaseException as error:  # noqa: BLE001 - raised where the shard is needed
                 promise.set_exception(error)
 
         promise.add_done_callback(lambda _: self._count(0, -1))
@@ -253,24 +294,21 @@ class ReaderProcess:
                 self._give_up(number)
             self.open.close_all_but(0)
 
+    def raise_file_limit(self) -> None:
+        """Let this process open the files of one more shard: many systems allow 1,024 unless asked for more."""
+        wanted = (len(self.open) + len(self.fetches) + 1) * _FILES_PER_SHARD + _OTHER_FILES
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY and wanted > soft:
+            most = max(2 * soft, wanted)  # so that it is seldom raised again
+            limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
-def raise_file_limit(num_shards: int) -> None:
-    """Let this process open enough files for so many shards.
-
-    A shuffled batch reads from hundreds; many systems allow 1,024 files by default, and far more on request.
-    """
-    wanted = num_shards * _FILES_PER_SHARD + _OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and wanted > soft:
-        most = max(2 * soft, wanted)  # so that it is seldom raised again
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-
-
-def explain_file_limit(error: OSError, num_shards: int) -> None:
-    """Raise CacheError if the limit of open files is why a file could not be opened, with so many shards open."""
-    if error.errno == errno.EMFILE:
-        raise CacheError(
-            f"each open shard takes up to {_FILES_PER_SHARD} open files, but this process may have "
-            f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} in all and has {num_shards} shards open already. Raise "
-            "the limit (`ulimit -n`), write larger shards, or read from fewer at once: a smaller window= or batch"
-        ) from error
+    def explain_file_limit(self, error: OSError) -> None:
+        """Raise CacheError if the limit of open files is why a file could not be opened."""
+        if error.errno == errno.EMFILE:
+            raise CacheError(
+                f"each open shard takes up to {_FILES_PER_SHARD} open files, but this process may have "
+                f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} in all and has {len(self.open)} shards open already. "
+                "Raise the limit (`ulimit -n`), write larger shards, or read from fewer at once: a smaller window= or "
+                "batch"
+            ) from error

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from lightning_stream.order import BatchPlan, prefetch_shards
 from lightning_stream.order.micro_batches import MicroBatch
-from lightning_stream.reading.fetches import Announced
-from lightning_stream.reading.next_use import NextUse
+from lightning_stream.reading.fetches import Announced, NextUse
 from lightning_stream.reading.reader import SampleReader
 
 _READ_AHEAD_BATCHES = 8
@@ -19,9 +18,7 @@ _FURTHER = 16  # times as far, where connections would be idle otherwise
 def warm(reader: SampleReader, plan: BatchPlan, steps: int) -> int:
     """Fetch the shards that this rank needs for the first global batches of a plan, and return how many these are.
 
-    Raises:
-        ValueError: ``steps`` is negative.
-        StoreError, FormatError, CacheError: A shard cannot be fetched.
+    Raises StoreError, FormatError or CacheError if a shard cannot be fetched.
     """
     if steps < 0:
         raise ValueError(f"steps must be at least 0; found {steps}")

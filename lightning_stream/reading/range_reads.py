@@ -39,10 +39,7 @@ _THREADS = 16
 
 
 class SampleRanges:
-    """Reads samples by ranges, as long as that is cheaper than their shards. Thread-safe; of one process.
-
-    ``allow_unsafe_types`` and ``decoders`` are those of `open_shard`.
-    """
+    """Reads samples by ranges, as long as that is cheaper than their shards. Thread-safe; of one process."""
 
     def __init__(self, allow_unsafe_types: bool, decoders: Mapping[str, Callable[[bytes], Any]] | None) -> None:
         self._options: dict[str, Any] = {"allow_unsafe_types": allow_unsafe_types, "decoders": decoders}
@@ -72,9 +69,7 @@ class SampleRanges:
     def shards(self, wanted: Mapping[int, tuple[ShardCache, ShardEntry, _Ints]]) -> dict[int, MdsShard]:
         """By shard number, the samples of ascending, distinct indices as a shard of their own, numbered from 0.
 
-        Raises:
-            StoreError: The store could not send them.
-            FormatError: It sent data that does not match the index.
+        Raises StoreError where the store does not send them, and FormatError for data that does not match the index.
         """
         known = {number: table for number in wanted if (table := self._tables.get(number)) is not None}
         fetched = {
@@ -107,11 +102,7 @@ class SampleRanges:
             }
 
     def compare(self, number: int, shard: Shard, where: str) -> None:
-        """Compare the samples that came by ranges with their shard, which was verified, and forget its ranges.
-
-        Raises:
-            StoreError: They differ.
-        """
+        """Raise StoreError where samples that came by ranges differ from their verified shard; forget its ranges."""
         with self._guard:
             came = self._came.pop(number, None)
             self._versions.pop(number, None)

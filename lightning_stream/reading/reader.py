@@ -23,8 +23,7 @@ from lightning_stream.formats.mds.gather import gather, gather_mixed
 from lightning_stream.formats.mds.shard import MdsShard
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.order import Snapshot
-from lightning_stream.reading.fetches import Announced, ReaderProcess, explain_file_limit, raise_file_limit
-from lightning_stream.reading.next_use import NextUse, next_use_of_file
+from lightning_stream.reading.fetches import Announced, NextUse, ReaderProcess, next_use_of_file
 from lightning_stream.reading.range_reads import SampleRanges
 from lightning_stream.reading.stream import CacheDefaults, DownloadHook, Stream, cache_of, index_of, name_of
 from lightning_stream.threads import DaemonPool
@@ -296,7 +295,7 @@ class SampleReader:
             fetch, before = process.fetches.get(number), process.num_fetched_again
         cache, entry = self.entry(number)
         shard: Shard | None = None
-        raise_file_limit(len(process.open) + len(process.fetches) + 1)
+        process.raise_file_limit()
         try:
             lease = fetch.result() if fetch is not None else cache.lease(entry, None, self.config.fetch_threads)
             try:
@@ -305,10 +304,10 @@ class SampleReader:
                 if not self._fetched_again(process, number, lease, before):
                     raise
         except OSError as error:
-            explain_file_limit(error, len(process.open))
+            process.explain_file_limit(error)
             raise
         finally:
-            with process.lock:  # a failed one is fetched again when it is asked for again
+            with process.lock:  # a failed one is fetched again at its next use
                 if process.fetches.get(number) is fetch:
                     process.fetches.pop(number, None)
         if shard is None:

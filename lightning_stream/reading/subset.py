@@ -9,16 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order import Snapshot
-from lightning_stream.reading.fetches import Announced
-from lightning_stream.reading.next_use import NextUse
+from lightning_stream.reading.fetches import Announced, NextUse
 from lightning_stream.reading.reader import SampleReader
 
 
 class SubsetReader(SampleReader):
-    """Reads some samples (``ids``, each once) of another reader; its own sample ids count through them.
-
-    Only the shards of these samples are fetched.
-    """
+    """Reads some samples (``ids``, each once) of another reader, and only their shards; its sample ids count them."""
 
     def __init__(self, whole: SampleReader, ids: NDArray[np.int64]) -> None:
         super().__init__(whole.streams, whole.defaults, whole.config)

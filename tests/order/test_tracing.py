@@ -37,7 +37,7 @@ def test_trace_honours_the_changes_of_batch_size():
     assert [(batch.begin, batch.end) for batch in traced] == wanted
     assert np.array_equal(np.concatenate([batch.ids for batch in traced]), run.epoch(0).ids(0, 150))
     assert explain(run, position).upcoming.step == 4
-    with pytest.raises(ValueError, match="32 under this state"):
+    with pytest.raises(ValueError, match="has 32 of them, not step 32"):
         trace(run, position, 32)
 
 

@@ -101,7 +101,7 @@ class BatchPlan:
     def bounds(self, k: int) -> tuple[int, int]:
         """First position of global batch ``k`` (counted from ``start``), and the one behind its last."""
         if not 0 <= k < self.num_batches:
-            raise ValueError(f"Global batches count from 0 to {self.num_batches - 1} here; {k} was asked.")
+            raise ValueError(f"Global batches count from 0 to {self.num_batches - 1} here; found {k}.")
         first = self.start + min(k, self.num_whole_batches) * self.batch_size
         if k < self.num_whole_batches:
             return first, first + self.batch_size
@@ -203,7 +203,7 @@ class EpochOrder(ABC):
 
     @classmethod
     def active_shards(cls, run: RunOrder) -> int:
-        """Shards that must be at hand at once: w for each canonical node of each group."""
+        """Shards in use at once: w for each canonical node of each group."""
         most = run.config.canonical_nodes * run.config.window if run.config.shuffle else 1
         return sum(min(most, len(sizes)) for sizes in cls.shard_groups(run.snapshot))
 
@@ -218,9 +218,7 @@ class EpochOrder(ABC):
     def check_range(self, begin: int, end: int) -> None:
         """Raise ValueError for positions outside the epoch."""
         if not 0 <= begin <= end <= self.num_samples:
-            raise ValueError(
-                f"Positions must be within the epoch, [0, {self.num_samples}); [{begin}, {end}) was asked."
-            )
+            raise ValueError(f"Positions must be within the epoch, [0, {self.num_samples}); found [{begin}, {end}).")
 
 
 class RandomOrder(EpochOrder):

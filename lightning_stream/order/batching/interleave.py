@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 class InterleavedOrder(EpochOrder):
     """Every stream's whole stretches are interleaved evenly (:class:`Interleave`); then comes each stream's remainder.
 
-    Args:
-        stretch_length: Consecutive samples of one stream that stay together. With 1 there are no remainders.
-        jitter: Whether a shuffled run draws the distances at random; else they are equal.
+    ``stretch_length`` consecutive samples of a stream stay together; with 1 there are no remainders. With ``jitter`` a
+    shuffled run draws their distances at random; else they are equal.
     """
 
     def __init__(self, run: RunOrder, epoch: int, stretch_length: int, *, jitter: bool = True) -> None:

@@ -43,7 +43,7 @@ class EpochTable:
     def of(cls, rows: NDArray[np.int64], drawn: NDArray[np.int64]) -> EpochTable:
         """Flag the repeats of a sample beyond the times it was drawn (int64[sample ids]).
 
-        A batch of repeats alone counts one of them: a step needs a sample, and a position of its own.
+        A batch of repeats alone counts one of them: a step needs a position of its own.
         """
         rows = rows[(rows != PADDING).any(axis=(1, 2))]
         counted = known = rows != PADDING
@@ -186,7 +186,7 @@ class MosaicEpoch(EpochOrder):
 
     @classmethod
     def active_shards(cls, run: RunOrder) -> int:
-        """Shards that must be at hand at once: measured over epoch 0. O(samples)."""
+        """Shards in use at once: measured over epoch 0. O(samples)."""
         order = run.epoch(0)
         return max_active(run.snapshot.shards_of(order.ids(0, order.num_samples)))
 

@@ -32,13 +32,9 @@ def partition(
 ) -> Ids:
     """Assign the positions of an epoch: int64[batches, nodes * ranks * batch size], -1 for padding.
 
-    Args:
-        algo: `orig`, or `relaxed`: as `orig` where canonical and physical nodes divide, else the batches of the world
-            that began the epoch, split over this world.
-        num_samples, canonical: Positions in the epoch, and canonical nodes: each holds consecutive positions.
-        nodes, ranks_per_node, batch_size: This world, and the samples in a batch of one rank.
-        drop_first: Samples of the epoch that were used already; rounded down to a multiple of the nodes.
-        initial_nodes: Nodes of the world that began this epoch; only `relaxed` uses it.
+    Each of the ``canonical`` nodes holds consecutive positions. `relaxed` differs from `orig` where these and the
+    physical nodes do not divide: there this world splits the batches of the ``initial_nodes`` that began the epoch.
+    ``drop_first`` samples, rounded down to a multiple of the nodes, were used already.
 
     Raises:
         ValueError: Nodes that divide neither way, or a `drop_first` beyond the epoch.

@@ -22,13 +22,10 @@ _LEAST_BLOCK = {"py1e": 1, "py1br": 2}
 def shuffle(
     algo: str, shard_sizes: Ids, num_canonical_nodes: int, seed: int, epoch: int, block_size: int = DEFAULT_BLOCK_SIZE
 ) -> Ids:
-    """The shuffled sample ids of an epoch: int64[sum of `shard_sizes`], a permutation.
+    """The shuffled sample ids of an epoch: int64[sum of ``shard_sizes``], a permutation.
 
-    Args:
-        algo, shard_sizes: One of `SHUFFLES`, and samples of each shard, in the order of their ids.
-        num_canonical_nodes: The epoch is cut into so many; every sample stays inside its node (except with `naive`).
-        seed, epoch: The run's seed, and the epoch counted from 0.
-        block_size: Samples of a shuffle block; only `py1e` and `py1br` use it.
+    The epoch is cut into canonical nodes, and every sample stays inside its node (except with `naive`). Only `py1e` and
+    `py1br` use ``block_size``, the samples of a shuffle block.
 
     Raises:
         ValueError: A block too small to shuffle, or fewer samples than canonical nodes.

@@ -30,10 +30,9 @@ def is_mosaic_state(state: object) -> bool:
 
 
 def mosaic_config(state: Mapping[str, Any], config: OrderConfig) -> OrderConfig:
-    """The order of a run: seed and nodes from its state, the rest from the arguments of this run (``config``).
+    """The order of a run: seed and nodes from its state, the rest from this run's arguments (``config``).
 
-    Raises:
-        StateError: The arguments do not name the algorithm, or the state is damaged.
+    Raises StateError where the arguments do not name the algorithm, or the state is damaged.
     """
     _check(state)
     if config.mosaic is None:

@@ -35,11 +35,8 @@ def chosen(
 ) -> tuple[list[int], list[float]]:
     """How many samples each stream gives to an epoch, and each stream's proportion of it.
 
-    The weights are those that `choose_per_stream` has accepted; the seed picks the streams that give the samples lost
-    by rounding.
-
-    Raises:
-        ValueError: The epoch would be empty, or a stream without samples would have to give some.
+    `choose_per_stream` has accepted the weights; the seed picks the streams that give the samples lost by rounding.
+    Raises ValueError where the epoch would be empty, or a stream without samples would have to give some.
     """
     sizes = snapshot.stream_samples
     if epoch_size is not None or any(one.proportion is not None for one in weights):
@@ -98,8 +95,8 @@ def _drawn(sizes: Ids, per_shard: Ids, begin: int, rng: np.random.Generator) -> 
 def sampling(sizes: Ids, choose: int, granularity: int, seed: int, epoch: int, use_epoch: bool) -> Ids:
     """How many samples to draw from each shard of ``sizes`` samples: int64[shards], with sum ``choose``.
 
-    Whole repeats of the stream come first; what is left over is picked, ``granularity`` samples of a shard at a time
-    (the last pick of a shard may be smaller), in a random order, another one in each epoch if ``use_epoch``.
+    Whole repeats of the stream come first. Then ``granularity`` samples of a shard at a time (the last pick may be
+    smaller) are picked in a random order, another one in each epoch if ``use_epoch``.
     """
     total = int(sizes.sum())
     if not total:
@@ -122,10 +119,7 @@ def sampling(sizes: Ids, choose: int, granularity: int, seed: int, epoch: int, u
 class Work:
     """All that an epoch's global batches depend on, except the position of a resume.
 
-    Args:
-        snapshot, config, mosaic, epoch: The data, the order settings, those of that library alone, and the epoch.
-        choose, proportions: Samples that each stream gives, and its proportion of the epoch.
-        nodes, ranks, batch_size: Nodes of this world, ranks of each node, samples in a batch of one rank.
+    ``nodes``, ``ranks`` of each and ``batch_size`` of a rank are this world; `chosen` has made ``choose, proportions``.
     """
 
     snapshot: Snapshot
@@ -194,12 +188,9 @@ class Work:
 def epoch_batches(
     data: tuple[Snapshot, Sequence[StreamWeights], OrderConfig], epoch: int, world: Sequence[int], used: int = 0
 ) -> tuple[Ids, Ids]:
-    """The batches of an epoch without its first ``used`` samples (as `partition` gives them), and all ids drawn for it.
+    """The batches of an epoch (as `partition` has them) without its first ``used`` samples, and all ids drawn for it.
 
-    ``world`` is (nodes, ranks of each, samples in a batch of one rank).
-
-    Raises:
-        ValueError: Streams or worlds that cannot fill the batches.
+    ``world`` is (nodes, ranks of each, samples in a batch of one rank). Raises ValueError where streams cannot fill it.
     """
     snapshot, weights, config = data
     assert config.mosaic is not None
@@ -273,7 +264,7 @@ def _portions(proportions: Sequence[float], global_batch: int) -> Ids:
     portions: Ids = np.floor(exact).astype(np.int64)
     short = global_batch - int(portions.sum())
     if short:
-        # Equal remainders fall as numpy's default sort leaves them (on the processor at hand), as in the original.
+        # Equal remainders fall as numpy's default sort leaves them (on this processor), as in the original.
         portions[np.argsort(exact - portions)[-short:]] += 1
     if not portions.all():
         raise ValueError(
