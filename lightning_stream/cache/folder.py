@@ -222,9 +222,8 @@ def _check_ours(base: Path) -> None:
 
 
 def _link_error(path: Path) -> CacheError:
-    return CacheError(
-        f"a cache must not hold links to other folders; {path} links to {os.path.realpath(path)}. Remove it."
-    )
+    target = os.path.realpath(path)
+    return CacheError(f"a cache must not hold links to other folders; {path} is a link to {target}. Remove it.")
 
 
 def _user(uid: int) -> str:

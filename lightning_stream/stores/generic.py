@@ -24,14 +24,8 @@ from .transfer import ObjectStream, PerProcess, file_chunks
 _BLOCK_BYTES = 4 << 20
 _PACKAGES = {"sftp": "paramiko", "ssh": "paramiko", "oci": "ocifs", "smb": "smbprotocol", "hdfs": "pyarrow"}
 _LOGIN_ERRORS = {"AuthenticationException", "BadHostKeyException", "PasswordRequiredException", "NotAuthenticated"}
-_IN_PLACE = {
-    "sftp",
-    "ssh",
-    "ftp",
-    "smb",
-    "hdfs",
-    "webhdfs",
-}  # readers see a file while it is written, so a draft is renamed
+# Readers see a file while it is written, so a draft is renamed.
+_IN_PLACE = {"sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs"}
 
 
 class FsspecStore(BaseStore):

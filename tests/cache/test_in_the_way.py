@@ -149,7 +149,5 @@ def test_what_a_limit_evicts_makes_room_on_a_full_disk(tmp_path: Path, small_dis
 @pytest.mark.parametrize("small_disk", ["size=4m,nr_inodes=9"], indirect=True)
 def test_a_disk_that_takes_no_more_files_is_told_from_a_full_one(tmp_path: Path, small_disk: Path) -> None:
     make_dataset(tmp_path / "d", num_shards=1)
-    with pytest.raises(
-        CacheFullError, match=r"took no more, though 4,\d+,\d+ bytes are free on it: all its inodes may be"
-    ):
+    with pytest.raises(CacheFullError, match=r"is full, though 4,\d+,\d+ bytes are free on it: all its inodes may be"):
         read(tmp_path / "d", small_disk / "cache")
