@@ -45,7 +45,7 @@ def _base() -> Path:
         return Path(given).expanduser().absolute()
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given).absolute() / "lightning_stream"
-    home = Path(os.path.expanduser("~"))  # noqa: PTH111 (Path.home() raises where there is none)
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111 (Path.home() raises if there is none)
     if home.is_absolute() and os.access(home, os.W_OK):
         return home / ".cache" / "lightning_stream"
     return _temporary_base()

@@ -71,8 +71,9 @@ class FsspecStore(BaseStore):
             found: dict[str, Any] = system.find(f"{root}/{below}" if below else root, detail=True)
         except FileNotFoundError:
             return
+        root = root.rstrip("/")
         for path, about in found.items():
-            name = path.removeprefix(f"{root.rstrip('/')}/")
+            name = path[len(root) + 1 :] if root else path  # empty if the root is a file
             if name and name.startswith(prefix) and ".draft-" not in name:
                 yield ObjectEntry(name, about["size"])
 

@@ -44,7 +44,7 @@ class WriterConfig:
     size_limit: int | None
 
     def num_workers(self, is_local: bool) -> int:
-        """The default number of threads. One thread holds less memory, and suffices where a disk is the limit."""
+        """The default number of threads. One thread holds less memory, and suffices if a disk is the limit."""
         only_writes = is_local and self.compression is None and _QUICK_HASHES.issuperset(self.hashes)
         return 1 if only_writes else min(_DEFAULT_WORKERS, os.cpu_count() or 1)
 

@@ -46,7 +46,7 @@ def _write(draft: Path, views: list[memoryview]) -> None:
 
 def _write_direct(fd: int, views: Iterable[memoryview]) -> None:
     """Write whole blocks past the page cache, from memory that begins at a page; the last part of a block as usual."""
-    stage = memoryview(mmap.mmap(-1, _STAGE_BYTES))  # begins where a page does
+    stage = memoryview(mmap.mmap(-1, _STAGE_BYTES))  # it begins at a page
     filled = 0
     for filled in _fill(stage, views):
         whole = filled - filled % _BLOCK_BYTES

@@ -345,15 +345,15 @@ def test_columns_are_inferred_from_the_first_sample(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [MDSWriter, JSONWriter])
-def test_values_beyond_the_columns_are_told_of_once_or_refused_never_dropped_silently(
+def test_values_beyond_the_columns_are_reported_once_or_refused_and_never_dropped_silently(
     tmp_path: Path, form: type[MDSWriter]
 ) -> None:
     row, more = {"a": 1, "b": "x"}, {"a": 1, "b": "x", "label": 7, "id": 8}
     with form(out=tmp_path / "chosen", columns={"a": "int", "b": "str"}) as writer:
         writer.write(row)
-        with pytest.warns(UserWarning, match="not written: 'id', 'label'; the columns are a, b") as told:
+        with pytest.warns(UserWarning, match="not written: 'id', 'label'; the columns are a, b") as caught:
             writer.write(more)
-        assert (len(told), told[0].filename) == (1, __file__)
+        assert (len(caught), caught[0].filename) == (1, __file__)
         writer.write_batch({name: [value] for name, value in more.items()})
     assert read_all(tmp_path / "chosen") == [row] * 3
     with form(out=tmp_path / "inferred") as writer:
