@@ -68,7 +68,9 @@ class S3Options:
             raise ValueError("access_key_id and secret_access_key come together; got one without the other")
         if self.endpoint_url and not self.endpoint_url.startswith(("http://", "https://")):
             shown = redact(self.endpoint_url)
-            raise ValueError(f"endpoint_url or S3_ENDPOINT_URL is a URL; got {shown!r}. Use https://{shown} or http://.")
+            raise ValueError(
+                f"endpoint_url or S3_ENDPOINT_URL is a URL; got {shown!r}. Use https://{shown} or http://."
+            )
 
     def resolved_endpoint(self) -> str | None:
         """Return the endpoint, from the options or the variables."""

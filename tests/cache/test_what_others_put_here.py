@@ -342,7 +342,7 @@ def test_a_failure_left_by_another_process_names_an_error_of_ours_or_none(tmp_pa
     other.release()
 
 
-def test_a_log_that_was_deleted_and_made_again_with_the_same_inode_is_read_from_its_beginning(folder: CacheFolder) -> None:
+def test_a_log_that_was_deleted_and_made_again_with_the_same_inode_is_read_again(folder: CacheFolder) -> None:
     log = UsageLog(folder)
     for k in range(20):
         log.settle(CacheEntry((f"s{k}",), 100))

@@ -40,9 +40,7 @@ def held(index: Index) -> set[tuple[str, ...]]:
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 @pytest.mark.parametrize("form", sorted(WRITERS))
-def test_every_writer_hashes_every_file_by_default(
-    tmp_path: Path, form: str, compression: str | None
-) -> None:
+def test_every_writer_hashes_every_file_by_default(tmp_path: Path, form: str, compression: str | None) -> None:
     index = write(form, tmp_path / "default", compression=compression)
     assert held(index) == {("xxh3_64",)}
     entry = index.entry(0)
