@@ -238,7 +238,7 @@ def test_a_missing_bucket_is_an_error_of_ours(bucket: Bucket, tmp_path: Path) ->
     dataset = StreamingDataset(remote="s3://nobody/data", local=tmp_path)
     with pytest.raises(NotFoundError, match=r"s3://nobody/data.*no bucket 'nobody'.*Check the URL"):
         list(StreamingDataLoader(dataset, 8, num_workers=2))
-    with pytest.raises(NotFoundError, match=r"s3://bucket/nothing.*writer puts there last"):
+    with pytest.raises(NotFoundError, match=r"s3://bucket/nothing.*writer puts last"):
         list(StreamingDataLoader(StreamingDataset(remote="s3://bucket/nothing", local=tmp_path), 8, num_workers=2))
 
 

@@ -27,21 +27,17 @@ class Evictor:
     def make_space(self, entry: CacheEntry, limit_bytes: int | None, wait_s: float, next_use: NextUse | None) -> None:
         """Enter a shard that will be fetched: evict shards, and wait for those in use. CacheFullError if that fails."""
         if limit_bytes is not None and entry.num_bytes > limit_bytes:
-            raise CacheFullError(
-                f"cache_limit is {limit_bytes:,} bytes, but {entry.names[0]} alone needs {entry.num_bytes:,} while "
-                f"it is fetched. Raise cache_limit to several times that."
-            )
+            name, need = entry.names[0], entry.num_bytes
+            raise CacheFullError(f"cache_limit is {limit_bytes:,} bytes; {name} alone needs {need:,}. Raise it.")
 
-        in_use_bytes: int | None = None
+        in_use: int | None = None
         for _ in backoff(wait_s):
-            in_use_bytes = self.log.reserve(
-                entry, limit_bytes, lambda held: self._in_order(held, next_use), self.remove
-            )
-            if in_use_bytes is None:
+            in_use = self.log.reserve(entry, limit_bytes, lambda held: self._in_order(held, next_use), self.remove)
+            if in_use is None:
                 break
-        if in_use_bytes is not None:
+        if in_use is not None:
             raise CacheFullError(
-                f"cache_limit is {limit_bytes:,} bytes, {in_use_bytes:,} of them are in use and stayed so for "
+                f"cache_limit is {limit_bytes:,} bytes, {in_use:,} of them are in use and stayed so for "
                 f"{wait_s:g} s, and {entry.names[0]} needs {entry.num_bytes:,} more. Raise it, or lower predownload, "
                 "num_workers or num_canonical_nodes, so that fewer shards are in use at once."
             )

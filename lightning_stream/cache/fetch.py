@@ -11,20 +11,12 @@ from lightning_stream.formats.hashing import FASTEST_FIRST, digest_file
 from lightning_stream.formats.index import FileEntry
 from lightning_stream.shared_files import FULL
 from lightning_stream.stores import Store
-
-_REMEDY = "Compare it with the dataset's source; upload that shard and its index again if it is damaged there."
+from lightning_stream.stores.base import REMEDY
 
 
 @dataclass(frozen=True)
 class ShardFetcher:
-    """Downloads, verifies and decompresses the files of one shard.
-
-    Attributes:
-        compression: Its name; None: files are not compressed.
-        validate_hash, refetches: As in :class:`CacheConfig`.
-        kept: Folders in which there may be a compressed file already.
-        connections: The number of spare connections for one file.
-    """
+    """Downloads, verifies and decompresses the files of one shard. `kept` folders may hold compressed files."""
 
     store: Store
     compression: str | None
@@ -38,16 +30,14 @@ class ShardFetcher:
         here = _kept(self.kept, compressed)
         for left in reversed(range(self.refetches + 1)):
             try:
-                self._fetch_once(raw, compressed, draft, packed, here)
+                self._once(raw, compressed, draft, packed, here)
                 return
             except FormatError as error:  # noqa: PERF203 (the loop is over retries)
                 if not left or is_full(error):
                     raise
                 here = None
 
-    def _fetch_once(
-        self, raw: FileEntry, compressed: FileEntry | None, draft: Path, packed: Path, here: Path | None
-    ) -> None:
+    def _once(self, raw: FileEntry, compressed: FileEntry | None, draft: Path, packed: Path, here: Path | None) -> None:
         where = f"{self.store.url}/{raw.basename}"
         if compressed is None or self.compression is None:
             self._get(raw, draft)
@@ -72,7 +62,7 @@ def check_size(path: Path, file: FileEntry, where: str) -> None:
     """Raise DigestError unless a file has the size in its index; `where` names it in the message."""
     size = size_of(path)
     if size != file.num_bytes:
-        raise DigestError(f"{where}: the index promises {file.num_bytes:,} bytes; there are {size or 0:,}. {_REMEDY}")
+        raise DigestError(f"{where}: the index promises {file.num_bytes:,} bytes; there are {size or 0:,}. {REMEDY}")
 
 
 def verify(path: Path, file: FileEntry, validate_hash: str | None, where: str) -> None:
@@ -80,7 +70,7 @@ def verify(path: Path, file: FileEntry, validate_hash: str | None, where: str) -
     check_size(path, file, where)
     name = _hash_to_check(file, validate_hash)
     if name is not None and (found := digest_file([name], path)[name]) != file.hashes[name]:
-        raise DigestError(f"{where}: the index promises {name} {file.hashes[name]}; the bytes have {found}. {_REMEDY}")
+        raise DigestError(f"{where}: the index promises {name} {file.hashes[name]}; the bytes have {found}. {REMEDY}")
 
 
 def _hash_to_check(file: FileEntry, validate_hash: str | None) -> str | None:

@@ -45,7 +45,7 @@ def _base() -> Path:
         return Path(given).expanduser().absolute()
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given).absolute() / "lightning_stream"
-    home = Path(os.path.expanduser("~"))  # noqa: PTH111 (Path.home() raises where there is none)
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111 (Path.home() raises if there is none)
     if home.is_absolute() and os.access(home, os.W_OK):
         return home / ".cache" / "lightning_stream"
     return _temporary_base()
@@ -222,9 +222,8 @@ def _check_ours(base: Path) -> None:
 
 
 def _link_error(path: Path) -> CacheError:
-    return CacheError(
-        f"a cache must not hold links to other folders; {path} links to {os.path.realpath(path)}. Remove it."
-    )
+    target = os.path.realpath(path)
+    return CacheError(f"a cache must not hold links to other folders; {path} is a link to {target}. Remove it.")
 
 
 def _user(uid: int) -> str:

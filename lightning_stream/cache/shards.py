@@ -80,7 +80,7 @@ class ShardCache:
                 here = partial(self._index.here, name)
                 if not refresh and (index := here()) is not None:
                     return index
-                return self._run_once(name, (lambda: None) if refresh else here, partial(self._fetch_index, name))
+                return self._once(name, (lambda: None) if refresh else here, partial(self._fetch_index, name))
         except NotFoundError as error:
             raise NotFoundError(f"{error} A dataset is a folder with {name}, which its writer puts last.") from error
 
@@ -112,9 +112,8 @@ class ShardCache:
         """Fetch the shard unless it is here; it stays until the lease is closed.
 
         Args:
-            entry: The shard.
+            entry, connections: The shard; the number of spare connections, with which a large one is fetched faster.
             wait_s: Longest wait for another process's fetch of it; None for that of the config.
-            connections: The number of spare connections: with several, a large shard is fetched faster.
 
         Raises:
             NotFoundError, AccessError, UnavailableError: The store failed.
@@ -128,12 +127,12 @@ class ShardCache:
         for _ in range(_DELETIONS):
             try:
                 with self._translate_os_errors():
-                    return pin() or self._run_once(name, pin, fetch, wait_s)
+                    return pin() or self._once(name, pin, fetch, wait_s)
             except CacheError as error:  # noqa: PERF203 (the loop is over retries)
                 if not isinstance(error.__cause__, FileNotFoundError):
                     raise
         with self._translate_os_errors():
-            return self._run_once(name, pin, fetch, wait_s)
+            return self._once(name, pin, fetch, wait_s)
 
     def fetch_again(self, entry: ShardEntry, lease: Lease | None) -> Lease | None:
         """Fetch a shard again whose files could not be read under `lease`. Only one thread per shard may call this.
@@ -159,7 +158,7 @@ class ShardCache:
             _log.warning("A shard in the cache %s is damaged, and is fetched again: %s", self.folder, error)
         with self._translate_os_errors():
             done = lambda: None if lease is None or lease.is_current() else self._pin(entry)  # noqa: E731
-            return self._run_once(name, done, lambda: self._fetch(entry, 1, fresh=True))
+            return self._once(name, done, lambda: self._fetch(entry, 1, fresh=True))
 
     def plan(self, next_use: Callable[[str], float | None] | None) -> None:
         """Set the function from a raw basename to its next use (smaller is sooner; None: not again), for evictions."""
@@ -272,13 +271,10 @@ class ShardCache:
                 raise self._place.os_error(error) from error
             raise
 
-    def _run_once(
-        self, name: str, done: Callable[[], T | None], work: Callable[[], T], wait_s: float | None = None
-    ) -> T:
+    def _once(self, name: str, done: Callable[[], T | None], work: Callable[[], T], wait_s: float | None = None) -> T:
         self._place.prepare()
-        return run_once_across_processes(
-            done, work, self._place.lock(name), self.config.wait_s if wait_s is None else wait_s
-        )
+        wait_s = self.config.wait_s if wait_s is None else wait_s
+        return run_once_across_processes(done, work, self._place.lock(name), wait_s)
 
     def _fetch(self, entry: ShardEntry, connections: int, *, fresh: bool = False) -> Lease:
         """Fetch, check and publish every file of a shard; under its lock. `fresh`: no file that is here is used."""

@@ -28,6 +28,10 @@ class CacheEntry:
     num_bytes: int
 
 
+_Order = Callable[[list[CacheEntry]], list[CacheEntry]]
+_Remove = Callable[[CacheEntry], bool]
+
+
 class UsageLog:
     """A file of lines, ``["+", bytes, names...]``, ``["-", name]`` and ``["=", name]``, appended under a lock.
 
@@ -43,13 +47,7 @@ class UsageLog:
         self._pid = os.getpid()
         self._restart(b"")
 
-    def reserve(
-        self,
-        entry: CacheEntry,
-        limit_bytes: int | None,
-        in_order: Callable[[list[CacheEntry]], list[CacheEntry]],
-        remove: Callable[[CacheEntry], bool],
-    ) -> int | None:
+    def reserve(self, entry: CacheEntry, limit_bytes: int | None, in_order: _Order, remove: _Remove) -> int | None:
         """Enter a shard that will be fetched, after making space for it under the limit, if there is one.
 
         Args:
@@ -106,13 +104,7 @@ class UsageLog:
                 pass
         return found()
 
-    def _make_space(
-        self,
-        wanted: CacheEntry,
-        target: int,
-        in_order: Callable[[list[CacheEntry]], list[CacheEntry]],
-        remove: Callable[[CacheEntry], bool],
-    ) -> int:
+    def _make_space(self, wanted: CacheEntry, target: int, in_order: _Order, remove: _Remove) -> int:
         """Remove shards until the total is at most the target; return the bytes that could not be removed."""
         if len(self._held) > _SLACK_FROM:
             # Make space for a few of many small shards at once, so that not every fetch sorts all of them.

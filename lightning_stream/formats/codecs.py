@@ -114,19 +114,9 @@ def _lz4_reader(file: BinaryIO, num_bytes: int) -> _Reader:
 _CODECS: Mapping[str, _Codec] = {
     "br": _Codec(11, range(12), lambda data, level: _module("brotli").compress(data, quality=level), _BrotliReader),
     "bz2": _Codec(9, range(1, 10), bz2.compress, lambda file, _: bz2.BZ2File(file)),
-    "gz": _Codec(
-        9,
-        range(10),
-        lambda data, level: gzip.compress(data, level, mtime=0),
-        lambda file, _: gzip.GzipFile(fileobj=file, mode="rb"),
-    ),
+    "gz": _Codec(9, range(10), partial(gzip.compress, mtime=0), lambda file, _: gzip.GzipFile(fileobj=file)),
     "snappy": _Codec(None, range(0), lambda data, _: bytes(_cramjam("snappy").compress_raw(data)), _snappy_reader),
-    "zstd": _Codec(
-        3,
-        range(1, 23),
-        lambda data, level: _module("zstandard").ZstdCompressor(level=level).compress(data),
-        _zstd_reader,
-    ),
+    "zstd": _Codec(3, range(1, 23), lambda data, level: _module("zstandard").compress(data, level), _zstd_reader),
     "lz4": _Codec(None, range(0), lambda data, _: bytes(_cramjam("lz4").compress(data)), _lz4_reader),
 }
 
@@ -154,10 +144,7 @@ def compress(name: str, data: bytes | bytearray | memoryview) -> bytes:
 
 
 def decompress_file(name: str, source: Path, target: Path, num_bytes: int) -> None:
-    """Write the ``num_bytes`` bytes that ``source`` holds to ``target``, in bounded memory.
-
-    FormatError if it is damaged or holds another number of bytes; ``target`` is then removed.
-    """
+    """Decompress ``source`` to ``target`` in bounded memory; FormatError unless that gives ``num_bytes`` bytes."""
     try:
         with source.open("rb") as file, target.open("wb") as out:
             _copy(name, file, out, num_bytes, str(source))

@@ -43,9 +43,7 @@ class MappedFile:
         with path.open("rb") as file:
             found = os.fstat(file.fileno()).st_size
             if found != num_bytes:
-                raise FormatError(
-                    f"{path}: must have {num_bytes} bytes, says its index; it has {found}. Fetch it again."
-                )
+                raise FormatError(f"{path}: its index says {num_bytes} bytes; it has {found}. Fetch it again.")
             mapped: Any = b""
             if found:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **MAP_OPTIONS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.index.schema import Schema, ShardEntry
-from lightning_stream.formats.mds.layout import RecordLayout
+from lightning_stream.formats.mds.layout import Decoders, RecordLayout
 from lightning_stream.formats.memory import MappedFile
 
 
@@ -63,10 +63,8 @@ def corrupt_error(where: str, index: int, column: str, error: BaseException) -> 
     """Return the error for a value that cannot be decoded. An error about a missing package is raised as it is."""
     if isinstance(error, ImportError):
         raise error
-    return FormatError(
-        f"{where}, sample {index}, column {column!r}: cannot be decoded ({type(error).__name__}: {error}). "
-        "Fetch the shard again; if it stays so, it was written wrong."
-    )
+    what = f"cannot be decoded ({type(error).__name__}: {error})"
+    return FormatError(f"{where}, sample {index}, column {column!r}: {what}. Fetch the shard again.")
 
 
 def closed_error(where: str) -> ValueError:
@@ -75,11 +73,7 @@ def closed_error(where: str) -> ValueError:
 
 
 def open_shard(
-    entry: ShardEntry,
-    folder: Path,
-    *,
-    allow_unsafe_types: bool = False,
-    decoders: Mapping[str, Callable[[bytes], Any]] | None = None,
+    entry: ShardEntry, folder: Path, *, allow_unsafe_types: bool = False, decoders: Decoders | None = None
 ) -> Shard:
     """Open a shard whose raw files are present below ``folder``.
 

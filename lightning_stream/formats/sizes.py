@@ -12,10 +12,7 @@ _SIZE = re.compile(r"\s*([0-9][0-9,_]*(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)\s*", re
 
 
 def parse_bytes(value: float | str, name: str = "size") -> int:
-    """Return the number of bytes in ``value``: a whole number, or text such as ``"64mb"``, ``"1.5gb"``.
-
-    ValueError if it is not a size, or negative; ``name`` is the argument's name in the message.
-    """
+    """Return the bytes in a whole number, or in text such as ``"64mb"``; ValueError with ``name`` for other values."""
     return _parse(value, _BYTES | {"": 1}, name, '64mb"')
 
 

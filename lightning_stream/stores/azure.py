@@ -96,12 +96,8 @@ class AzureStore(BucketStore):
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:
         pages = self._container().list_blobs(name_starts_with=self._prefix + prefix).by_page(token)
         # An account with folders lists these too, as empty blobs with this metadata.
-        entries = [
-            self._entry(blob.name, blob.size, blob.etag)
-            for blob in next(pages, ())
-            if (blob.metadata or {}).get("hdi_isfolder") != "true"
-        ]
-        return entries, pages.continuation_token or None
+        found = (blob for blob in next(pages, ()) if (blob.metadata or {}).get("hdi_isfolder") != "true")
+        return [self._entry(blob.name, blob.size, blob.etag) for blob in found], pages.continuation_token or None
 
     def _delete(self, name: str) -> None:
         self._blob(name).delete_blob()

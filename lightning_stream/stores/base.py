@@ -26,6 +26,8 @@ from lightning_stream.errors import (
 from .claims import PreconditionError, claimed
 from .transfer import ObjectStream, check_name, source_file
 
+REMEDY = "Compare it with the dataset's source; if it is damaged there, upload that shard and its index again."
+
 
 class PastTheEndError(StoreError):
     """A range begins at or after the object's end. It is raised and caught within the stores."""
@@ -348,7 +350,4 @@ def already_exists(where: str | Path) -> AlreadyExistsError:
 def refuse_larger(found: int | None, promised: int | None, where: str) -> None:
     """Raise DigestError for an object that is larger than its index promises, before more is downloaded."""
     if promised is not None and found is not None and found > promised:
-        raise DigestError(
-            f"{where}: the index promises {promised:,} bytes; there are {found:,} or more. Compare it with the "
-            "dataset's source; if it is damaged there, upload that shard and its index again."
-        )
+        raise DigestError(f"{where}: the index promises {promised:,} bytes; there are {found:,} or more. {REMEDY}")

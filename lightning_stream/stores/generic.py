@@ -26,14 +26,8 @@ _BLOCK_BYTES = 4 << 20
 _VERSIONS = ("ETag", "etag", "version_id", "mtime", "last_modified", "LastModified", "created")
 _PACKAGES = {"sftp": "paramiko", "ssh": "paramiko", "oci": "ocifs", "smb": "smbprotocol", "hdfs": "pyarrow"}
 _LOGIN_ERRORS = {"AuthenticationException", "BadHostKeyException", "PasswordRequiredException", "NotAuthenticated"}
-_IN_PLACE = {
-    "sftp",
-    "ssh",
-    "ftp",
-    "smb",
-    "hdfs",
-    "webhdfs",
-}  # readers see a file while it is written, so a draft is renamed
+# Readers see a file while it is written, so a draft is renamed.
+_IN_PLACE = {"sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs"}
 
 
 class FsspecStore(BaseStore):
@@ -79,8 +73,9 @@ class FsspecStore(BaseStore):
             found: dict[str, Any] = system.find(f"{root}/{below}" if below else root, detail=True)
         except FileNotFoundError:
             return
+        root = root.rstrip("/")
         for path, about in found.items():
-            name = path.removeprefix(f"{root.rstrip('/')}/")
+            name = path[len(root) + 1 :] if root else path  # empty if the root is a file
             if name and name.startswith(prefix) and ".draft-" not in name:
                 version = next((about[key] for key in _VERSIONS if about.get(key)), "")
                 yield ObjectEntry(name, about["size"], str(version))

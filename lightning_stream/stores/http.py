@@ -115,9 +115,7 @@ class HttpStore(BaseStore):
         where, encoding = f"{self.url}/{name}", answer.headers.get("Content-Encoding", "identity").lower()
         if encoding != "identity" and not name.endswith(_COMPRESSED):
             answer.close()
-            raise StoreError(
-                f"{where}: the server must not compress files (Content-Encoding: {encoding}). Turn it off."
-            )
+            raise StoreError(f"{where}: the server compresses this file ({encoding}). Turn that off for this address.")
         sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", answer.headers.get("Content-Range") or "")
         if answer.status != 206 or sent is None:
             return
@@ -217,9 +215,7 @@ class HuggingFaceStore(HttpStore):
     """
 
     traits = StoreTraits()
-    access_remedy = (
-        "Set HF_TOKEN to a token that may read it; a gated dataset's terms must be accepted on its page first."
-    )
+    access_remedy = "Set HF_TOKEN to a token that may read it; accept a gated dataset's terms on its page first."
 
     def __init__(self, url: str, options: HttpOptions | None = None) -> None:
         path = url.partition("://")[2].strip("/")
@@ -253,7 +249,7 @@ class HuggingFaceStore(HttpStore):
             listed = [entry for entry in json.loads(text) if entry["type"] == "file"]
             found = [(str(entry["path"]), int(entry["size"]), str(entry.get("oid", ""))) for entry in listed]
         except (ValueError, TypeError, KeyError):
-            raise UnavailableError(f"{self.url}/{prefix}: the hub sent {text[:40]!r}, not a JSON listing.") from None
+            raise UnavailableError(f"{self.url}: the hub sent {text[:40]!r}, not JSON. Check HF_ENDPOINT.") from None
         begin = len(self._folder) + 1 if self._folder else 0
         files = [ObjectEntry(path[begin:], size, oid) for path, size, oid in found]
         return [entry for entry in files if entry.name.startswith(prefix)], more[1] if more else None

@@ -13,7 +13,7 @@ from time import time_ns
 from typing import Any, BinaryIO
 
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError, redact
-from lightning_stream.shared_files import publish
+from lightning_stream.shared_files import FULL, publish
 
 from .base import BaseStore, ObjectEntry, StoreTraits
 from .claims import PreconditionError
@@ -94,12 +94,11 @@ class LocalStore(BaseStore):
             hint = f" Outside Databricks, that is dbfs:/{there[1]}." if there else ""
             return NotFoundError(f"no such file: {where}{lacking}. Check the path.{hint}")
         if isinstance(error, PermissionError):
-            return AccessError(
-                f"user {os.getuid()} has no right to use {where}. Check the owner and mode of its folder."
-            )
+            return AccessError(f"user {os.getuid()} has no right to use {where}. Check the mode of its folder.")
         if isinstance(error, OSError):
             kind = UnavailableError if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT) else StoreError
-            return kind(f"{where}: {error.strerror}. Check the disk or mount it is on.")
+            remedy = "Free some space" if error.errno in FULL else "Check the disk or mount it is on"
+            return kind(f"{where}: {error.strerror}. {remedy}.")
         return None
 
 

@@ -21,6 +21,7 @@ from .transfer import ObjectStream, source_file
 _jitter = random.SystemRandom()
 
 T = TypeVar("T")
+_Span = tuple[int, "int | None"]  # first byte, and the byte after the last one
 _log = logging.getLogger("lightning_stream.stores")
 _LEAST_PART_BYTES = 4 << 20  # for smaller parts, a request costs too much
 _READS = 3  # of an object that is replaced during each read
@@ -166,9 +167,7 @@ class RetryingStore(Store):
             raise _ReplacedError(_replaced(f"{self.url}/{name}"))
         return sum(written for written, _ in parts)
 
-    def _get_range(
-        self, name: str, draft: _Draft, span: tuple[int, int | None], budget: RetryBudget
-    ) -> tuple[int, str | None]:
+    def _get_range(self, name: str, draft: _Draft, span: _Span, budget: RetryBudget) -> tuple[int, str | None]:
         with self._open(name, *span, budget) as stream:
             return draft.receive(stream, span[0])
 
@@ -304,9 +303,8 @@ class ResumingStream:
         chunk = next(self._chunks, b"")
         position = self._position + len(chunk)
         if self._stop is not None and (position > self._stop or (not chunk and position < self._stop)):
-            raise UnavailableError(
-                f"{self._stream.where}: the server sent {'more' if chunk else 'less'} than promised."
-            )
+            more = "more" if chunk else "less"
+            raise UnavailableError(f"{self._stream.where}: the server sent {more} than it promised.")
         return chunk
 
     def _check(self, stream: ObjectStream) -> None:

@@ -69,8 +69,7 @@ class S3Options:
         if self.endpoint_url and not self.endpoint_url.startswith(("http://", "https://")):
             shown = redact(self.endpoint_url)
             raise ValueError(
-                f"endpoint_url (or S3_ENDPOINT_URL, AWS_ENDPOINT_URL) is a URL; got {shown!r}. Write https://{shown}, "
-                f"or http://{shown} if the server has no TLS."
+                f"endpoint_url or S3_ENDPOINT_URL is a URL; got {shown!r}. Use https://{shown} or http://."
             )
 
     def resolved_endpoint(self) -> str | None:

@@ -38,12 +38,10 @@ class ObjectStream:
         num_bytes: The number of bytes; None if the server does not say it.
         version: Identifies this content of the object, for ``put(if_version=...)``. If the server has no versions, it
             is the digest of the content, known after the whole object was read.
-        close: Gives the connection back.
-        where: The object, for messages.
+        close, where: Gives the connection back; the object, for messages.
         tag: It must be the same when the stream is resumed: the version, or something weaker (a date); or None.
         total: The size of the whole object, if the answer proves that the server sends ranges; else None.
-        past_end: The range begins at or after the object's end.
-        digest: Make the version from the content.
+        past_end, digest: The range begins at or after the object's end; make the version from the content.
     """
 
     chunks: Iterator[bytes]
@@ -69,8 +67,7 @@ class ObjectStream:
             yield chunk
         if self.num_bytes is not None and seen != self.num_bytes:
             raise UnavailableError(
-                f"{self.where}: the connection ended after {seen:,} of {self.num_bytes:,} bytes. "
-                "Try again; if it persists, check the proxy or load balancer in between."
+                f"{self.where}: the connection ended after {seen:,} of {self.num_bytes:,} bytes. Check the network."
             )
         if digest is not None:
             self.version = f"sha1-{digest.hexdigest()}"

@@ -1,7 +1,6 @@
-"""Samples to shards to a store, the index last: without index.json there is no dataset, with it it is complete."""
+"""Samples to shards in a store; the index is put last, so a dataset with an index.json is complete."""
 
-from lightning_stream.writer.mds import MDSWriter
 from lightning_stream.writer.merge import merge_index
-from lightning_stream.writer.rows import CSVWriter, JSONWriter, TSVWriter, XSVWriter
+from lightning_stream.writer.writers import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter
 
 __all__ = ["CSVWriter", "JSONWriter", "MDSWriter", "TSVWriter", "XSVWriter", "merge_index"]

@@ -9,20 +9,19 @@ import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lightning_stream.errors import ConflictError, suggesting
-from lightning_stream.formats.codecs import check_compression
-from lightning_stream.formats.hashing import hashes_to_write
-from lightning_stream.formats.index.schema import MAX_FILE_BYTES, schema_object
+from lightning_stream.formats.codecs import check_compression, compress, extension
+from lightning_stream.formats.hashing import digest_parts, hashes_to_write
+from lightning_stream.formats.index.schema import MAX_FILE_BYTES, FileEntry, Schema, file_object, schema_object
 from lightning_stream.formats.shard_encoder import EncodedBatch, ShardEncoder
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.writer.batch import batch_columns
-from lightning_stream.writer.finalize import finalize_shard
 from lightning_stream.writer.infer import infer_batch_columns, infer_columns
 from lightning_stream.writer.pipeline import Pipeline
 from lightning_stream.writer.place import DatasetPlace, Mode, Out
@@ -45,19 +44,17 @@ class WriterConfig:
     size_limit: int | None
 
     def num_workers(self, is_local: bool) -> int:
-        """The default number of threads. One thread holds less memory, and suffices where a disk is the limit."""
+        """The default number of threads. One thread holds less memory, and suffices if a disk is the limit."""
         only_writes = is_local and self.compression is None and _QUICK_HASHES.issuperset(self.hashes)
         return 1 if only_writes else min(_DEFAULT_WORKERS, os.cpu_count() or 1)
 
     @classmethod
-    def make(
-        cls, compression: str | None, hashes: Iterable[str] | None, size_limit: float | str | None
-    ) -> WriterConfig:
+    def make(cls, compression: str | None, hashes: Iterable[str] | None, limit: float | str | None) -> WriterConfig:
         """Check a writer's settings, and raise ValueError for a wrong one. An empty compression is None."""
-        limit = None if size_limit is None else parse_bytes(size_limit, "size_limit")
-        if limit is not None and limit > MAX_FILE_BYTES:
-            raise ValueError(f"size_limit must stay under 4 GiB, since offsets have 32 bits; got {size_limit!r}.")
-        return cls(check_compression(compression or None), hashes_to_write(hashes), limit)
+        size_limit = None if limit is None else parse_bytes(limit, "size_limit")
+        if size_limit is not None and size_limit > MAX_FILE_BYTES:
+            raise ValueError(f"size_limit must stay under 4 GiB, since offsets have 32 bits; got {limit!r}.")
+        return cls(check_compression(compression or None), hashes_to_write(hashes), size_limit)
 
 
 class ShardWriter(ABC):
@@ -299,8 +296,8 @@ class ShardWriter(ABC):
             raise ValueError(f"a shard must stay under 4 GiB; one sample has {num_bytes:,} bytes. Split the sample.")
         if self._config.size_limit is None and self._buffer.file_bytes + total_bytes > self._max_file_bytes:
             raise ValueError(
-                f"without size_limit all samples go to one shard, which must stay under 4 GiB, since its offsets have "
-                f"32 bits; after {self.num_samples} samples it is full. Set size_limit."
+                f"without size_limit all samples go to one shard of 4 GiB; after {self.num_samples:,} it is full. "
+                "Set size_limit."
             )
 
     def _send(self, encoder: ShardEncoder) -> None:
@@ -310,7 +307,7 @@ class ShardWriter(ABC):
             return
         name = f"shard.{place.next_shard + self._num_sent:05}.{encoder.schema.format}"
         first = self._pipeline.first
-        self._pipeline.submit(lambda: finalize_shard(name, encoder, buffer, place, first))
+        self._pipeline.submit(lambda: _finalize_shard(name, encoder, buffer, place, first))
         self._buffer = ShardBuffer(self._pool, encoder.header_bytes)
         self._num_sent += 1
         if self._progress_bar:
@@ -319,9 +316,7 @@ class ShardWriter(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind is None:
             self.finish()
             return
@@ -337,3 +332,38 @@ class ShardWriter(ABC):
             "there is no dataset" if self._mode == "new" else "the dataset is as before",
             f"{len(left)} files, {left[0]} to {left[-1]}" if left else "no files",
         )
+
+
+def _finalize_shard(
+    name: str, encoder: ShardEncoder, buffer: ShardBuffer, place: DatasetPlace, after: Future[Any] | None = None
+) -> dict[str, Any]:
+    """Pack, hash, compress, hash and put one shard; return its index entry. This runs in a thread.
+
+    The dataset's first shard, `after`, is put before all others: a second writer is refused before it has put anything.
+    """
+    entry = schema_object(encoder.schema) | {"samples": len(buffer.sizes)}
+    try:
+        for part, data in encoder.files(buffer.sizes, buffer.parts()):
+            raw, packed = _put_file(f"{name}.meta" if part == "meta" else name, data, encoder.schema, place, after)
+            entry[f"raw_{part}"], entry[f"zip_{part}"] = file_object(raw), file_object(packed)
+    finally:
+        buffer.release()
+    return entry
+
+
+def _put_file(
+    name: str, parts: list[Any], schema: Schema, place: DatasetPlace, after: Future[Any] | None
+) -> tuple[FileEntry, FileEntry | None]:
+    codec = schema.compression
+    stored = parts if codec is None else [compress(codec, b"".join(parts))]
+    name = place.name_of(name, stored)
+    raw = _file_entry(name, parts, schema.hashes)
+    packed = None if codec is None else _file_entry(f"{name}.{extension(codec)}", stored, schema.hashes)
+    if after is not None:
+        after.result()
+    place.put_shard((packed or raw).basename, stored)
+    return raw, packed
+
+
+def _file_entry(name: str, parts: list[Any], hashes: tuple[str, ...]) -> FileEntry:
+    return FileEntry(name, sum(map(len, parts)), digest_parts(hashes, parts))

@@ -16,12 +16,7 @@ from lightning_stream.formats.encodings.base import BinaryColumn, type_name
 
 
 def batch_columns(batch: Any) -> tuple[dict[str, Any], int]:
-    """Return the columns of a batch (arrays, or sequences of values), and its number of rows.
-
-    Raises:
-        TypeError: It is not a mapping of columns, an Arrow record batch or table, or a pandas frame.
-        ValueError: The columns have different lengths.
-    """
+    """Return the columns of a batch (arrays, or sequences of values) of one length, and its number of rows."""
     columns = _columns(batch)
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1:

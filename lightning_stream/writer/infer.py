@@ -54,8 +54,8 @@ def infer_encoding(name: str, value: Any) -> str:
             return f"ndarray:{array.dtype.name}" if array.ndim else array.dtype.name
     if type(value).__module__.startswith("PIL."):
         return {"JPEG": "jpeg", "PNG": "png"}.get(value.format, "pil")
-    kind = type(value).__name__
-    raise TypeError(f"column {name!r}: no encoding can be inferred for {kind}. Pass columns= with an encoding for it.")
+    found = type(value).__name__
+    raise TypeError(f"column {name!r}: no encoding can be inferred for {found}. Pass columns= with an encoding for it.")
 
 
 _BY_TYPE: tuple[tuple[type | tuple[type, ...], str], ...] = (

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.errors import AccessError, AlreadyExistsError, StoreError
-from lightning_stream.shared_files import FULL, file_system, publish
+from lightning_stream.shared_files import file_system
 from lightning_stream.stores.drafts import locked_draft, publish_new
 
 _MAX_VECTORS = 1000  # the system takes 1,024 at once
@@ -27,29 +26,12 @@ _STAGE_BYTES = 1 << 20
 _BLOCK_BYTES = 4096  # no disk asks for more
 
 
-def write_file(path: Path, parts: Sequence[Any], *, if_absent: bool = False) -> None:
-    """Write a file from its parts. A missing folder is created.
-
-    Raises:
-        AlreadyExistsError: With `if_absent`, there is a file of that name.
-        AccessError, StoreError: This user may not write there, the disk is full, or it has failed.
-    """
+def write_file(path: Path, parts: Sequence[Any]) -> None:
+    """Write a new file from its parts; AlreadyExistsError if there is one. A missing folder is created."""
     views = [memoryview(part).cast("B") for part in parts]
-    try:
-        with locked_draft(path) as draft:
-            _write(draft, views)
-            (publish_new if if_absent else publish)(draft, path)
-    except AlreadyExistsError:
-        raise
-    except PermissionError as error:
-        where = error.filename or path
-        raise AccessError(f"user {os.getuid()} has no right to write {where}. Check its folder's mode.") from error
-    except OSError as error:
-        remedy = "Free some space" if error.errno in FULL else "Check the disk or mount it is on"
-        raise StoreError(
-            f"{path}, {sum(map(len, views)):,} bytes, could not be written: {error.strerror}. {remedy}, and write the "
-            "dataset again."
-        ) from error
+    with locked_draft(path) as draft:
+        _write(draft, views)
+        publish_new(draft, path)
 
 
 def _write(draft: Path, views: list[memoryview]) -> None:
@@ -64,7 +46,7 @@ def _write(draft: Path, views: list[memoryview]) -> None:
 
 def _write_direct(fd: int, views: Iterable[memoryview]) -> None:
     """Write whole blocks past the page cache, from memory that begins at a page; the last part of a block as usual."""
-    stage = memoryview(mmap.mmap(-1, _STAGE_BYTES))  # begins where a page does
+    stage = memoryview(mmap.mmap(-1, _STAGE_BYTES))  # it begins at a page
     filled = 0
     for filled in _fill(stage, views):
         whole = filled - filled % _BLOCK_BYTES

@@ -69,9 +69,9 @@ class Pipeline(Generic[T]):
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _done(self, future: Future[T]) -> None:
-        self._slots.release()
         if not future.cancelled() and (error := future.exception()) is not None:
             self.fail(error)
+        self._slots.release()  # last: the next `submit` sees the failure
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -81,9 +81,8 @@ class DatasetPlace:
 
     def __init__(self, out: Any, keep_local: bool = False, store_options: Mapping[str, Any] | None = None) -> None:
         places = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-        if not 1 <= len(places) <= 2 or not all(
-            isinstance(place, (str, os.PathLike)) and str(place) for place in places
-        ):
+        named = all(isinstance(place, (str, os.PathLike)) and str(place) for place in places)
+        if not named or len(places) not in (1, 2):
             raise ValueError(f"out must be a path, a URL, or (local path, URL); got {redact(repr(out))}.")
         urls = [os.path.expanduser(place) for place in places]  # noqa: PTH111 - may be URLs
         if len(urls) == 2 and (is_remote(urls[0]) or urls[0] == urls[1]):
@@ -153,8 +152,8 @@ class DatasetPlace:
         for store, text in zip(self.stores, texts, strict=True):
             if text != texts[0]:
                 raise ValueError(
-                    f"both places of a pair must hold the dataset that is appended to; the {INDEX_NAME} of {store.url} "
-                    f"is not that of {self.store.url}. Pass keep_local=False, or copy the dataset there."
+                    "both places of a pair must hold the dataset that is appended to. Pass keep_local=False, or copy "
+                    f"it from {self.store.url} to {store.url}."
                 )
         return base
 
@@ -258,9 +257,8 @@ class DatasetPlace:
         Folders with an index of their own are other datasets, and stay. A file that cannot be deleted is logged.
 
         Args:
-            before: The names that were there before the swap, one collection per store.
-            ours: Matches the names that only writers put.
-            keep: The names that stay.
+            before: The names before the swap, one collection per store.
+            ours, keep: A pattern of the names that only writers put; the names that stay.
             former: False: the dataset that was there at `begin` stays too.
         """
         for store, names, seen in zip(self.stores, before, self._begun_with[INDEX_NAME], strict=True):
@@ -287,7 +285,8 @@ def _put_new(store: Store, name: str, parts: Sequence[Any]) -> bool:
     """Put an object, given in parts; False if there is one of that name."""
     try:
         if isinstance(store, LocalStore):
-            write_file(store.folder / name, parts, if_absent=True)
+            with store.translate_errors(name):
+                write_file(store.folder / name, parts)
         else:
             store.put(name, b"".join(parts), if_absent=True)
     except AlreadyExistsError:

@@ -78,7 +78,7 @@ def test_a_link_under_a_shards_name_is_replaced_and_what_it_names_is_not(tmp_pat
 
 
 @pytest.mark.parametrize("gone", ["", ".lightning_stream", ".lightning_stream/drafts", ".lightning_stream/locks"])
-def test_a_cache_that_is_deleted_in_mid_run_is_made_anew(tmp_path: Path, gone: str) -> None:
+def test_a_cache_that_is_deleted_during_a_run_is_made_again(tmp_path: Path, gone: str) -> None:
     index = make_dataset(tmp_path / "d", num_shards=3)
     cache = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "cache", CacheConfig(limit_bytes=100_000))
     for number in range(3):
@@ -147,9 +147,7 @@ def test_what_a_limit_evicts_makes_room_on_a_full_disk(tmp_path: Path, small_dis
 
 
 @pytest.mark.parametrize("small_disk", ["size=4m,nr_inodes=9"], indirect=True)
-def test_a_disk_that_takes_no_more_files_is_told_from_a_full_one(tmp_path: Path, small_disk: Path) -> None:
+def test_a_disk_without_free_inodes_and_a_full_disk_are_different_errors(tmp_path: Path, small_disk: Path) -> None:
     make_dataset(tmp_path / "d", num_shards=1)
-    with pytest.raises(
-        CacheFullError, match=r"took no more, though 4,\d+,\d+ bytes are free on it: all its inodes may be"
-    ):
+    with pytest.raises(CacheFullError, match=r"is full, though 4,\d+,\d+ bytes are free on it: all its inodes may be"):
         read(tmp_path / "d", small_disk / "cache")

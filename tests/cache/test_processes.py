@@ -110,7 +110,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_an_error_that_says_how_much_and_leaves_what_was_there(small_disk: Path, tmp_path: Path) -> None:
     index = make_dataset(tmp_path / "d", num_shards=6, shard_bytes=SHARD_BYTES)
     cache = ShardCache(LocalStore(tmp_path / "d"), small_disk / "cache")
-    with pytest.raises(CacheFullError, match=r"50,000 bytes are needed, [\d,]+ are free.*untouched"):
+    with pytest.raises(CacheFullError, match=r"50,000 bytes are needed, [\d,]+ are free.*unchanged"):
         list(map(cache.ensure, map(index.entry, range(6))))
     here = final_files(small_disk / "cache")
     assert len(here) in (3, 4)

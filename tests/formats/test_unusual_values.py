@@ -1,4 +1,4 @@
-"""Values at the edge of what encodings of text and JSON take: the bytes they have, or who is told what."""
+"""Values at the edge of what encodings of text and JSON take: the bytes they have, or the error."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_unusual_values_are_stored_so(name: str, value: Any, stored: bytes) -> N
         ("str", list(range(1_000_000)), r"str takes str; got list \[0, 1, 2, 3, 4, 5, \.\.\.\]"),
     ],
 )
-def test_values_beyond_an_encoding_are_told_with_column_and_type(
+def test_an_error_names_the_column_and_the_type_of_a_value_that_cannot_be_encoded(
     tmp_path: Path, name: str, value: Any, message: str
 ) -> None:
     with pytest.raises((TypeError, ValueError), match="column 'c': " + message):

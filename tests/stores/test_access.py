@@ -97,7 +97,7 @@ def test_s3_refusals_name_the_url_and_the_remedy_and_no_secret(gateway: str, opt
     assert "S3CRET" not in str(caught.value)
 
 
-def test_a_missing_bucket_is_told_from_a_missing_object(gateway: str) -> None:
+def test_a_missing_bucket_and_a_missing_object_are_different_errors(gateway: str) -> None:
     keys = {"access_key_id": KEY, "secret_access_key": SECRET}
     with pytest.raises(NotFoundError, match="there is no bucket 'nowhere'"):
         s3("s3://nowhere/data", gateway, **keys).read("x")
@@ -105,7 +105,7 @@ def test_a_missing_bucket_is_told_from_a_missing_object(gateway: str) -> None:
         s3("s3://private/data", gateway, **keys).read("y")
 
 
-def test_missing_credentials_are_told_from_wrong_ones(gateway: str) -> None:
+def test_missing_credentials_and_wrong_ones_are_different_errors(gateway: str) -> None:
     with pytest.raises(
         AccessError, match=r"s3://private/data/x: it is not public .*no AWS credentials were found.*Set"
     ):

@@ -49,7 +49,7 @@ def test_no_name_is_lost_or_repeated_whatever_the_servers_order(order: object, f
     assert [entry.name for entry in RetryingStore(server, POLICY).list()] == sorted(NAMES)
 
 
-def test_failures_far_apart_do_not_add_up_and_the_listing_goes_on_with_its_page() -> None:
+def test_failures_far_apart_do_not_add_up_and_the_listing_continues_with_its_page() -> None:
     server = Server([f"{number:05}" for number in range(100)], fails=5)
     assert len(list(RetryingStore(server, POLICY).list())) == 100
     assert server.asked == 50 + server.asked // 5

@@ -95,10 +95,10 @@ def test_half_of_a_pair_of_keys_is_refused(monkeypatch: pytest.MonkeyPatch, sche
 
 
 def test_an_endpoint_without_a_scheme_is_refused_with_the_url_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"is a URL; got 'minio:9000'. Write https://minio:9000, or http://"):
+    with pytest.raises(ValueError, match=r"is a URL; got 'minio:9000'. Use https://minio:9000 or http://"):
         open_store("s3://bucket/d", {"endpoint_url": "minio:9000"})
     monkeypatch.setenv("S3_ENDPOINT_URL", "minio:9000")
-    with pytest.raises(ValueError, match=r"S3_ENDPOINT_URL.* is a URL; got 'minio:9000'"):
+    with pytest.raises(ValueError, match=r"S3_ENDPOINT_URL is a URL; got 'minio:9000'"):
         open_store("s3://bucket/d", QUICK).read("x")
 
 
@@ -290,7 +290,7 @@ def test_a_file_that_the_server_compresses_on_its_way_is_refused_and_a_compresse
     odd: Odd, encoding: str
 ) -> None:
     odd.headers, odd.content = {"Content-Encoding": encoding}, b"\x1f\x8b"
-    with pytest.raises(StoreError, match=r"sent as they are.*Turn compression off"):
+    with pytest.raises(StoreError, match=r"server compresses this file.*Turn that off"):
         open_store(odd.url, QUICK).read("index.json")
     assert open_store(odd.url, QUICK).read(f"shard.00000.mds.{encoding[:2]}") == odd.content
 
@@ -309,7 +309,7 @@ def test_a_listing_of_the_hub_that_is_none_is_a_store_error(
 ) -> None:
     odd.content = content
     monkeypatch.setenv("HF_ENDPOINT", odd.url)
-    with pytest.raises(UnavailableError, match="must list files as JSON"):
+    with pytest.raises(UnavailableError, match=r"not JSON\. Check HF_ENDPOINT"):
         list(open_store("hf://datasets/org/name", QUICK).list(""))
 
 

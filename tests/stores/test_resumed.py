@@ -119,7 +119,7 @@ def test_a_reset_after_the_last_byte_is_the_end_without_a_further_request() -> N
 
 def test_odd_answers_without_end_are_unavailable() -> None:
     with pytest.raises(
-        UnavailableError, match=r"the answer has no version of the object.*gave up after 4 failures in a row"
+        UnavailableError, match=r"an answer without the object's version.*gave up after 4 failures in a row"
     ):
         RetryingStore(Script(BROKEN, *[page] * 9), POLICY).read("x")
 

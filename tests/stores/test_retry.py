@@ -90,7 +90,7 @@ def test_nobody_listening_is_unavailable(web: WebServer) -> None:
 
 
 class Scripted(LocalStore):
-    """Raises what it is told before it answers."""
+    """Raises the given errors before it answers."""
 
     def __init__(self, folder: Path, troubles: list[Exception]) -> None:
         super().__init__(folder)
@@ -203,7 +203,7 @@ def test_an_upload_carries_what_lets_the_server_refuse_damage(moto_place: Any) -
     assert store.read("x") == b"content"
 
 
-def test_a_listing_goes_on_from_page_to_page(moto_place: Any) -> None:
+def test_a_listing_continues_from_page_to_page(moto_place: Any) -> None:
     store = open_store(moto_place.url, moto_place.options)
     client = store.store._signed()  # type: ignore[attr-defined]
     client.meta.events.register("provide-client-params.s3.ListObjectsV2", lambda params, **_: {**params, "MaxKeys": 2})

@@ -1,4 +1,4 @@
-"""A writer puts a quick hash of every file into the index unless told otherwise; what is fetched is checked by it."""
+"""A writer puts a quick hash of every file into the index by default; readers check the files that they fetch by it."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ def held(index: Index) -> set[tuple[str, ...]]:
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 @pytest.mark.parametrize("form", sorted(WRITERS))
-def test_every_writer_hashes_every_file_unless_told_otherwise(
-    tmp_path: Path, form: str, compression: str | None
-) -> None:
+def test_every_writer_hashes_every_file_by_default(tmp_path: Path, form: str, compression: str | None) -> None:
     index = write(form, tmp_path / "default", compression=compression)
     assert held(index) == {("xxh3_64",)}
     entry = index.entry(0)
@@ -56,7 +54,7 @@ def test_every_writer_hashes_every_file_unless_told_otherwise(
     assert held(write(form, tmp_path / "other", compression=compression, hashes=["sha1"])) == {("sha1",)}
 
 
-def test_convert_hashes_every_file_unless_told_otherwise(tmp_path: Path) -> None:
+def test_convert_hashes_every_file_by_default(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("id,text\n" + "".join(f"{k},row {k}\n" for k in range(9)))
     for name, options, wanted in (
         ("a", {}, ("xxh3_64",)),

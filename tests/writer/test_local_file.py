@@ -15,6 +15,7 @@ from lightning_stream.errors import StoreError
 from lightning_stream.shared_files import file_system
 from lightning_stream.writer import local_file
 from lightning_stream.writer.local_file import write_file
+from lightning_stream.writer.place import DatasetPlace
 
 BLOCK, STAGE = local_file._BLOCK_BYTES, local_file._STAGE_BYTES
 _BYTES = np.random.default_rng(0).bytes(3 * STAGE + 2 * BLOCK)
@@ -89,14 +90,12 @@ def test_a_write_that_fails_leaves_no_file(direct: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "writev", full)
-    with pytest.raises(
-        StoreError, match=r"file, 3,153,920 bytes, could not be written: No space left.*Free some space"
-    ):
-        write_file(direct / "file", [_BYTES])
+    with pytest.raises(StoreError, match=r"shard\.00000\.mds: No space left.*Free some space"):
+        DatasetPlace(direct).put_shard("shard.00000.mds", [_BYTES])
     assert list(direct.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "taken").write_bytes(b"")
     with pytest.raises(StoreError, match=r"taken must be a folder.*Use another folder"):
         write_file(tmp_path / "taken" / "file", [b"abc"])

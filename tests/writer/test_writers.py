@@ -141,7 +141,7 @@ def test_a_shard_that_cannot_be_put_fails_the_writer(tmp_path: Path, monkeypatch
     def broken(*_: Any, **__: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(base, "finalize_shard", broken)
+    monkeypatch.setattr(base, "_finalize_shard", broken)
     writer = MDSWriter(out=tmp_path / "out", columns={"x": "int"}, size_limit=200)
 
     def write() -> None:
@@ -158,14 +158,14 @@ def test_a_shard_that_cannot_be_put_fails_the_writer(tmp_path: Path, monkeypatch
 def test_memory_is_bounded_by_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     landing = threading.Semaphore(0)
     waiting = []
-    land = base.finalize_shard
+    land = base._finalize_shard
 
     def slow(*args: Any) -> Any:
         waiting.append(1)
         assert landing.acquire(timeout=20)
         return land(*args)
 
-    monkeypatch.setattr(base, "finalize_shard", slow)
+    monkeypatch.setattr(base, "_finalize_shard", slow)
     writer = MDSWriter(out=tmp_path / "out", columns={"x": "int"}, size_limit=200, max_workers=2)
     sent: list[int] = []
 
@@ -266,7 +266,7 @@ def test_a_finished_writer_takes_no_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"columns": {"x": "ints"}}, "no encoding 'ints'. There are: audio, bytes, float16"),
+        ({"columns": {"x": "ints"}}, "no encoding 'ints'; use register_encoding.* one of audio, bytes, float16"),
         ({"columns": {}}, "at least one column"),
         ({"compression": "zip"}, "compression must be one of"),
         ({"compression": "zstd:99"}, "compression level out of range"),
@@ -345,15 +345,15 @@ def test_columns_are_inferred_from_the_first_sample(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [MDSWriter, JSONWriter])
-def test_values_beyond_the_columns_are_told_of_once_or_refused_never_dropped_silently(
+def test_values_beyond_the_columns_are_reported_once_or_refused_and_never_dropped_silently(
     tmp_path: Path, form: type[MDSWriter]
 ) -> None:
     row, more = {"a": 1, "b": "x"}, {"a": 1, "b": "x", "label": 7, "id": 8}
     with form(out=tmp_path / "chosen", columns={"a": "int", "b": "str"}) as writer:
         writer.write(row)
-        with pytest.warns(UserWarning, match="not written: 'id', 'label'; the columns are a, b") as told:
+        with pytest.warns(UserWarning, match="not written: 'id', 'label'; the columns are a, b") as caught:
             writer.write(more)
-        assert (len(told), told[0].filename) == (1, __file__)
+        assert (len(caught), caught[0].filename) == (1, __file__)
         writer.write_batch({name: [value] for name, value in more.items()})
     assert read_all(tmp_path / "chosen") == [row] * 3
     with form(out=tmp_path / "inferred") as writer:

@@ -129,7 +129,7 @@ def as_array(value: Any, name: str) -> NDArray[Any]:
         return np.asarray(value)
     except (TypeError, RuntimeError) as error:
         dtype = getattr(value, "dtype", "?")
-        raise TypeError(f"{name} takes numbers that numpy has; got {type_name(value)} of {dtype}.") from error
+        raise TypeError(f"{name} takes numbers of numpy; got {type_name(value)} of {dtype}. Convert it.") from error
 
 
 def check_dtype(array: NDArray[Any], dtype: np.dtype[Any], name: str) -> None:

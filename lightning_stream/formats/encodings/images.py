@@ -140,10 +140,7 @@ def _require_image(value: Any, name: str) -> Image.Image:
     if not isinstance(value, pillow().Image):
         raise TypeError(f"{name} takes a PIL image, or the encoded bytes; got {describe(value)}.")
     if getattr(value, "tile", None) and getattr(value, "fp", None) is None:
-        raise ValueError(
-            f"{name}: the image's file was closed before its pixels were loaded. Write the image while it is open, or "
-            "call its load() first, or write the bytes of the file."
-        )
+        raise ValueError(f"{name}: the image's file was closed before its pixels were loaded. Call its load() first.")
     image: Image.Image = value
     return image
 

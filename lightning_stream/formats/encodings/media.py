@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 from io import BytesIO
 from typing import Any
@@ -10,13 +11,11 @@ from lightning_stream.errors import missing_extra
 from lightning_stream.formats.encodings.base import FamilyMember, ViewEncoding, describe
 
 
+@dataclass(frozen=True, slots=True, repr=False)
 class Media:
     """The `data` of a video or audio file. It can be pickled; two are equal if their bytes are."""
 
-    __slots__ = ("data",)
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
+    data: bytes
 
     def open(self) -> Any:
         """Open the file by PyAV: ``with media.open() as container: for frame in container.decode(video=0)``."""
@@ -31,12 +30,6 @@ class Media:
 
     def __len__(self) -> int:
         return len(self.data)
-
-    def __eq__(self, other: object) -> bool:
-        return self.data == other.data if isinstance(other, Media) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self.data)
 
     def __repr__(self) -> str:
         return f"Media({len(self.data)} bytes)"

@@ -33,7 +33,7 @@ class _Tensors(ViewEncoding):
             if array.dtype.name not in _DTYPES:
                 raise ValueError(f"tensors takes arrays of {', '.join(_DTYPES)}; {name!r} is of {array.dtype}.")
         try:
-            # tobytes() in safetensors wants C order, which asarray keeps for 0-d arrays too
+            # safetensors calls tobytes(), which needs C order; asarray keeps it for 0-d arrays too
             return save({name: np.asarray(array, order="C") for name, array in sorted(arrays.items())})
         except SafetensorError as error:
             raise ValueError(f"tensors cannot be stored: {error}") from error

@@ -87,6 +87,3 @@ class Index:
 
     def __len__(self) -> int:
         return self.num_shards
-
-    def __repr__(self) -> str:
-        return f"Index({self.where!r}: {self.num_samples} samples in {self.num_shards} shards)"

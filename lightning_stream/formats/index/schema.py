@@ -91,9 +91,8 @@ def check_basename(name: object, where: str) -> str:
         parts = name.split("/") if "/" in name else (name,)
         if not any(part == "" or part.startswith(".") for part in parts) and name != "index.json":
             return name
-    raise FormatError(
-        f"{where}: names of files must be relative and stay below the dataset's folder; found {name!r:.100}."
-    )
+    rule = "names of files must be relative and stay below the dataset's folder"
+    raise FormatError(f"{where}: {rule}; found {name!r:.100}. Do not use an index that you do not trust.")
 
 
 def schema_object(schema: Schema) -> dict[str, Any]:

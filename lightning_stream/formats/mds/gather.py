@@ -13,7 +13,10 @@ from lightning_stream.formats.mds.layout import Column, RecordLayout
 from lightning_stream.formats.memory import AddressWindow, Int64s
 from lightning_stream.formats.shard import DECODE_ERRORS, Batch, Buffers, Mapped, Ragged, Shard, corrupt_error
 
-_Places: TypeAlias = "list[tuple[Int64s, int | Int64s]]"  # of each column: positions in the window, and size or sizes
+_Sizes: TypeAlias = "int | Int64s"
+_Out: TypeAlias = "Buffers | None"
+_Where = Callable[[int], str]
+_Places: TypeAlias = list[tuple[Int64s, _Sizes]]  # of each column: positions in the window, and size or sizes
 
 
 def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers | None = None) -> Batch:
@@ -83,13 +86,7 @@ def gather_mixed(
 
 
 def gather_rows(
-    layout: RecordLayout,
-    window: AddressWindow,
-    spans: Int64s,
-    which: Int64s,
-    indices: Int64s,
-    where: Callable[[int], str],
-    out: Buffers | None,
+    layout: RecordLayout, window: AddressWindow, spans: Int64s, which: Int64s, indices: Int64s, where: _Where, out: _Out
 ) -> Batch:
     """As `gather`, over mapped shards of one layout in one window, for samples that are known to be there.
 
@@ -101,7 +98,7 @@ def gather_rows(
         where, out: See above; as for `gather`.
     """
     if layout.stride is None:
-        places, bad_row = _locate_variable(layout, window, spans, indices)
+        places, bad_row = _locate(layout, window, spans, indices)
     else:
         places, bad_row = _locate_fixed(layout, spans[2] + (indices * layout.stride - window.begin)), None
     if bad_row is not None:
@@ -140,9 +137,7 @@ def _locate_fixed(layout: RecordLayout, at: Int64s) -> _Places:
     return places
 
 
-def _locate_variable(
-    layout: RecordLayout, window: AddressWindow, spans: Int64s, indices: Int64s
-) -> tuple[_Places, int | None]:
+def _locate(layout: RecordLayout, window: AddressWindow, spans: Int64s, indices: Int64s) -> tuple[_Places, int | None]:
     """Locate each sample by the table of offsets, and each column by the sample's head; or return a bad row.
 
     The table was checked when the file was opened. It is checked again, since a file that is changed meanwhile must not
@@ -196,9 +191,7 @@ def buffer_array(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: s
     return array
 
 
-def _decoded(
-    window: AddressWindow, column: Column, at: Int64s, size: int | Int64s
-) -> tuple[Any, int, Exception | None]:
+def _decoded(window: AddressWindow, column: Column, at: Int64s, size: _Sizes) -> tuple[Any, int, Exception | None]:
     """Return the values; or the row that could not be decoded, and the error."""
     error: Exception | None = None
     if column.decode_many is not None and len(at):

@@ -11,6 +11,7 @@ from lightning_stream.formats.encodings import Encoding, encoding_of_column, fam
 from lightning_stream.formats.index.schema import Schema
 
 Decoder = Callable[[Any], Any]
+Decoders = Mapping[str, Callable[[bytes], Any]]
 
 
 class Column(NamedTuple):
@@ -26,13 +27,10 @@ class Column(NamedTuple):
 
 
 class RecordLayout:
-    """The columns of MDS samples.
+    """The columns of MDS samples, in the order of their bytes.
 
-    Attributes:
-        columns: The columns in the order of their bytes.
-        num_variable: The number of columns without a fixed size; their sizes are a sample's `head`, uint32 each.
-        stride: Bytes of every sample, if all columns have a fixed size; else None.
-        min_bytes: Bytes of the smallest possible sample.
+    A sample begins with its `head`, the sizes of the `num_variable` columns without a fixed size. If there are none,
+    all samples have `stride` bytes (else None). A sample has at least `min_bytes`.
     """
 
     def __init__(self, columns: tuple[Column, ...]) -> None:
@@ -49,14 +47,8 @@ class RecordLayout:
 _LAYOUTS: WeakValueDictionary[Any, RecordLayout] = WeakValueDictionary()
 
 
-def record_layout(
-    schema: Schema, allow_unsafe_types: bool = False, decoders: Mapping[str, Callable[[bytes], Any]] | None = None
-) -> RecordLayout:
-    """Return the layout of a schema: the same object for the same arguments, while it is in use.
-
-    ValueError for an encoding that is unknown, or unsafe and not allowed, and for a decoder of an unknown column;
-    FormatError for a fixed size that is not that of the encoding.
-    """
+def record_layout(schema: Schema, allow_unsafe_types: bool = False, decoders: Decoders | None = None) -> RecordLayout:
+    """Return the layout of a schema: the same object for the same arguments, while it is in use. See `open_shard`."""
     chosen = dict(decoders or {})
     families = tuple(map(family_of, schema.encodings))  # a name may be registered again for another encoding
     key = (schema.names, schema.encodings, schema.sizes, families, allow_unsafe_types, frozenset(chosen.items()))
@@ -75,7 +67,7 @@ def _make_layout(schema: Schema, allow_unsafe_types: bool, decoders: Mapping[str
         if not encoding.safe and not allow_unsafe_types and name not in decoders:
             raise ValueError(
                 f"column {name!r} is stored as {encoding_name!r}: reading it can run code that is in the data. If you "
-                "trust the source of the data, pass allow_unsafe_types=True."
+                "trust it, pass allow_unsafe_types=True."
             )
         columns.append(_column(name, encoding, size, decoders.get(name)))
     return RecordLayout(tuple(columns))

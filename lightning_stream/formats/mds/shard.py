@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.index.schema import ShardEntry
 from lightning_stream.formats.mds.gather import gather
-from lightning_stream.formats.mds.layout import RecordLayout, record_layout
+from lightning_stream.formats.mds.layout import Decoders, RecordLayout, record_layout
 from lightning_stream.formats.memory import MappedFile, offsets_error, sample_offsets
 from lightning_stream.formats.shard import DECODE_ERRORS, Batch, Buffers, Mapped, closed_error, corrupt_error
 
@@ -27,12 +26,7 @@ class MdsShard:
     """
 
     def __init__(
-        self,
-        entry: ShardEntry,
-        folder: Path,
-        *,
-        allow_unsafe_types: bool = False,
-        decoders: Mapping[str, Callable[[bytes], Any]] | None = None,
+        self, entry: ShardEntry, folder: Path, *, allow_unsafe_types: bool = False, decoders: Decoders | None = None
     ) -> None:
         self.schema = entry.schema
         self.num_samples = entry.num_samples
@@ -84,9 +78,6 @@ class MdsShard:
     def close(self) -> None:
         """Release the file; it is unmapped when no read of it is running."""
         self._mapped = None
-
-    def __repr__(self) -> str:
-        return f"MdsShard({str(self._path)!r}: {self.num_samples} samples)"
 
 
 def _first_sample(file: MappedFile, num_samples: int, layout: RecordLayout) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class RowEncoder:
             for name in schema.names:
                 self._check(name, name)
             self._header = (self._separator.join(schema.names) + self._newline).encode()
-        self._row = self._json_row if schema.format == "json" else self._separated_row
+        self._row = partial(json.dumps, sort_keys=True) if schema.format == "json" else self._separated_row
         self.header_bytes = len(self._header)
 
     def encode(self, sample: Mapping[str, Any]) -> list[bytes]:
@@ -74,9 +75,6 @@ class RowEncoder:
     def files(self, sizes: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[str, list[Any]], ...]:
         """Return the shard's data and meta files; see `ShardEncoder.files`."""
         return ("data", [self._header, *parts]), ("meta", [offset_table(sizes, len(self._header)), self._config])
-
-    def _json_row(self, values: dict[str, Any]) -> str:
-        return json.dumps(values, sort_keys=True)
 
     def _separated_row(self, values: dict[str, Any]) -> str:
         texts = {name: str(value) for name, value in values.items()}
