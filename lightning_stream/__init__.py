@@ -6,10 +6,10 @@ trainer, nor Spark, nor a cloud client.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lightning_stream.errors import LightningStreamError, missing_extra
+from lightning_stream.errors import LightningStreamError
+from lightning_stream.lazy import lazy_names
 
 if TYPE_CHECKING:
     from lightning_stream.dataset import StreamingDataset
@@ -34,93 +34,38 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public name -> the module that has it.
-_HOME = {
-    "CSVWriter": "writer",
-    "GracefulStop": "trainers.lightning.graceful_stop",
-    "JSONWriter": "writer",
-    "LocalDataset": "local_dataset",
-    "MDSWriter": "writer",
-    "Position": "order",
-    "PositionTracker": "trainers.tracker",
-    "RunMonitor": "trainers.lightning.monitor",
-    "SampleLog": "trainers.lightning.sample_log",
-    "Stream": "reading.stream",
-    "StreamToTorchDataset": "spark",
-    "StreamingCallback": "trainers.lightning.callback",
-    "StreamingDataLoader": "loader",
-    "StreamingDataModule": "trainers.lightning.data_module",
-    "StreamingDataset": "dataset",
-    "StreamingTrainerCallback": "trainers.transformers",
-    "TSVWriter": "writer",
-    "TrainingInterrupted": "trainers.lightning.graceful_stop",
-    "World": "order",
-    "XSVWriter": "writer",
-    "data_spec": "trainers.composer.spec",
-    "dataframe_to_mds": "spark",
-    "decode_jpeg": "formats.encodings.jpeg",
-    "merge_index": "writer",
-    "read_position": "trainers.checkpoints",
-    "register_encoding": "formats.encodings",
-    "start_at": "trainers.checkpoints",
-    "verify_delivery": "trainers.audit",
+# The names of each module, and the extra that installs what it needs.
+_NAMES = {
+    "dataset": "StreamingDataset",
+    "formats.encodings": "register_encoding",
+    "formats.encodings.jpeg": "decode_jpeg",
+    "loader": "StreamingDataLoader",
+    "local_dataset": "LocalDataset",
+    "order": "Position World",
+    "reading.stream": "Stream",
+    "spark": "StreamToTorchDataset dataframe_to_mds",
+    "trainers.audit": "verify_delivery",
+    "trainers.checkpoints": "read_position start_at",
+    "trainers.composer.spec": "data_spec",
+    "trainers.lightning.callback": "StreamingCallback",
+    "trainers.lightning.data_module": "StreamingDataModule",
+    "trainers.lightning.graceful_stop": "GracefulStop TrainingInterrupted",
+    "trainers.lightning.monitor": "RunMonitor",
+    "trainers.lightning.sample_log": "SampleLog",
+    "trainers.tracker": "PositionTracker",
+    "trainers.transformers": "StreamingTrainerCallback",
+    "writer": "CSVWriter JSONWriter MDSWriter TSVWriter XSVWriter merge_index",
 }
-# What an absent package means: the extra of ours that brings it.
-_EXTRA_OF = {
-    "torch": "torch",
-    "lightning": "lightning",
-    "pytorch_lightning": "lightning",
-    "composer": "composer",
-    "transformers": "transformers",
-    "pyspark": "spark",
-}
+_EXTRAS = {
+    "torch": "torch", "lightning": "lightning", "pytorch_lightning": "lightning", "composer": "composer",
+    "transformers": "transformers", "pyspark": "spark",
+}  # fmt: skip
+__getattr__, __dir__ = lazy_names(__name__, _NAMES, _EXTRAS)
 
 __all__ = [
-    "CSVWriter",
-    "GracefulStop",
-    "JSONWriter",
-    "LightningStreamError",
-    "LocalDataset",
-    "MDSWriter",
-    "Position",
-    "PositionTracker",
-    "RunMonitor",
-    "SampleLog",
-    "Stream",
-    "StreamToTorchDataset",
-    "StreamingCallback",
-    "StreamingDataLoader",
-    "StreamingDataModule",
-    "StreamingDataset",
-    "StreamingTrainerCallback",
-    "TSVWriter",
-    "TrainingInterrupted",
-    "World",
-    "XSVWriter",
-    "data_spec",
-    "dataframe_to_mds",
-    "decode_jpeg",
-    "merge_index",
-    "read_position",
-    "register_encoding",
-    "start_at",
-    "verify_delivery",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'lightning_stream' has no attribute {name!r}")
-    try:
-        value = getattr(import_module(f"lightning_stream.{_HOME[name]}"), name)
-    except ModuleNotFoundError as error:
-        package = (error.name or "").split(".")[0]
-        if package not in _EXTRA_OF:
-            raise
-        raise missing_extra(package, _EXTRA_OF[package], f"lightning_stream.{name}") from error
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    "CSVWriter", "GracefulStop", "JSONWriter", "LightningStreamError", "LocalDataset", "MDSWriter", "Position",
+    "PositionTracker", "RunMonitor", "SampleLog", "Stream", "StreamToTorchDataset", "StreamingCallback",
+    "StreamingDataLoader", "StreamingDataModule", "StreamingDataset", "StreamingTrainerCallback", "TSVWriter",
+    "TrainingInterrupted", "World", "XSVWriter", "data_spec", "dataframe_to_mds", "decode_jpeg", "merge_index",
+    "read_position", "register_encoding", "start_at", "verify_delivery",
+]  # fmt: skip

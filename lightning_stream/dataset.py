@@ -45,11 +45,11 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
     Args:
         remote, local, split, version: See `Stream`.
         streams: Several streams to mix, instead of `remote`, `local` and `split`.
-        download_retry: How often a failed request is tried again; None for what suits the store.
-        download_timeout: Longest silence on a connection, in seconds; None for what suits the store.
-        validate_hash: Name of the hash to check fetched files with; None checks whatever the index has.
+        download_retry: How often a failed request is tried again; None for the store's default.
+        download_timeout: Longest silence on a connection, in seconds; None for the store's default.
+        validate_hash: Name of the hash to check fetched files with; None checks the hashes that the index has.
         keep_zip: Whether compressed files stay in the cache after decompression.
-        epoch_size: Samples per epoch (``"100k"`` is understood); None for what the streams' weights say.
+        epoch_size: Samples per epoch, e.g. ``"100k"``; None to derive it from the streams' weights.
         predownload: Samples each worker fetches ahead of what it delivers; None for eight batches,
             and more while connections would be idle and nothing is evicted.
         cache_limit: Bytes (``"10gb"``) each cache folder may hold; None for no limit.
@@ -66,11 +66,11 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         allow_unsafe_types: Whether to decode the ``pkl`` encoding, which runs code that the data names.
         replication: Groups of this many consecutive ranks get the same samples.
         transform: Called with each sample (a dict) in the worker; its result is what is collated. It may draw from
-            the global generators of random, numpy and torch, which are seeded for each sample by its place in the
-            run; or take a second argument `rng`, a `numpy.random.Generator` of that place, which is faster.
+            the global generators of random, numpy and torch, which are seeded for each sample by its position
+            in the run; or take a second argument `rng`, a `numpy.random.Generator` of that position, which is faster.
         decoders: Column name to what turns its stored bytes into a value, instead of its encoding; e.g.
             ``{"image": lightning_stream.formats.encodings.jpeg.decode_jpeg}`` for arrays instead of PIL images.
-        window: Shards active at once in each canonical node; None for about 128 over all of them.
+        window: Shards active at once in each canonical node; None for about 128 in total.
         world: Which processes train together: a `World`, a ``(rank, num_ranks)`` pair or a device mesh; None to detect
             it when needed.
         data_dimension: With a device mesh, the name or names of its data-parallel dimensions.
@@ -79,9 +79,9 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             decoded: the same one in every world, so that all ranks keep step.
         on_bad_shard: The same where a shard is missing in the store, or has other bytes than the index says.
         quarantine: File that lists what was bad, a JSON object a line; None for one in the first cache folder.
-        start_by_range: Whether samples whose shards are still on their way may come by ranges of their own: the first
-            batches need not wait for whole shards. What comes so is compared with the shard only once that is here
-            and verified: a difference ends the run.
+        start_by_range: Whether samples whose shards are still being fetched may be read by byte ranges: the first
+            batches need not wait for whole shards. The bytes are compared with the shard once that is fetched and
+            verified: a difference ends the run.
         stream_config: Further arguments of the stream that is made of `remote` and `local`, e.g.
             ``{"options": {"endpoint_url": ...}}``.
         stream_name: Only ``"stream"``: streams of a class of your own are passed as `streams`.
@@ -135,8 +135,8 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         version: str | None = None,
     ) -> None:
         refuse_overrides(type(self))
-        place = {"remote": remote, "local": local, "split": split, "version": version}
-        self.streams = _streams(streams, stream_name, place, stream_config)
+        uris = {"remote": remote, "local": local, "split": split, "version": version}
+        self.streams = _streams(streams, stream_name, uris, stream_config)
         self.batch_size, self.predownload, self.replication, self.shuffle_block_size, self.num_canonical_nodes = (
             _whole_numbers(
                 batch_size=batch_size,
@@ -276,13 +276,13 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         """Continue from a state: the next iteration starts there; at an epoch's end it is that epoch's empty rest.
 
         Raises:
-            StateError: It cannot be continued over this data under these settings; says what differs.
+            StateError: It cannot be continued over this data with these settings; the message names the difference.
         """
         self._streaming_plain.load_state_dict(self._streaming_source, state)
 
 
 def source_of(dataset: StreamingDataset) -> SampleSource:
-    """What a dataset reads, as a value; with the subclass's own way to read a sample, if it has one."""
+    """The source of a dataset, with the subclass's own way to read a sample, if it has one."""
     kind = type(dataset)
     own = kind.__getitem__ is not StreamingDataset.__getitem__ or kind.get_item is not StreamingDataset.get_item
     source = dataset._streaming_source  # noqa: SLF001 - the one door to it

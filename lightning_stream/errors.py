@@ -1,28 +1,7 @@
 """The errors this package raises for trouble in the world.
 
-::
-
-    LightningStreamError
-    +-- FormatError            bytes that are not what their format says (index, shard, compressed file)
-    |   +-- DigestError        a file whose size or hash differs from its index
-    +-- StoreError             a store (remote) could not do what was asked
-    |   +-- NotFoundError      no such object, bucket or folder; a FileNotFoundError too
-    |   +-- AlreadyExistsError `put(if_absent=True)` found an object of that name; a FileExistsError too
-    |   +-- ConflictError      `put(if_version=...)` found another version there, or none
-    |   +-- AccessError        credentials missing, wrong, or without the right
-    |   +-- UnavailableError   still failing after the retries: throttled, reset, stalled, timed out
-    +-- CacheError             the local cache could not take or give a shard
-    |   +-- CacheFullError     disk or `cache_limit` too small; says how much is needed
-    |   +-- LockTimeoutError   another process held a shard's lock beyond the deadline
-    +-- StateError             a saved position that this run must not continue from
-    |   +-- VersionMismatch    written by a newer version
-    |   +-- SnapshotMismatch   the data changed since
-    |   +-- SettingsMismatch   the order settings changed since
-    +-- LedgerError            samples trained on differ from the samples planned
-    MissingExtraError(ImportError)   an optional dependency is not installed; names the extra
-
-A wrong argument is a ``ValueError`` (wrong value) or ``TypeError`` (wrong type). Every message says the rule,
-what was found, and what to do.
+A wrong argument is a ``ValueError`` (wrong value) or ``TypeError`` (wrong type). Every message says the rule, what was
+found, and what to do.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -12,15 +13,15 @@ from lightning_stream.dataset import StreamingDataset, plain_iterations_of, sour
 from lightning_stream.errors import StateError, suggesting
 from lightning_stream.formats.sizes import whole
 from lightning_stream.loading.accelerate import as_prepared, is_prepared
-from lightning_stream.loading.checks import ReadAhead, tell
+from lightning_stream.loading.checks import ReadAhead, check_run
 from lightning_stream.loading.collate import collate_samples
 from lightning_stream.loading.distributed import WorldLike, detect_world
 from lightning_stream.loading.iteration import Driver, LoaderIterator, driver_of
-from lightning_stream.loading.loader_arguments import check_arguments
+from lightning_stream.loading.loader_arguments import check_arguments, check_classes
 from lightning_stream.loading.pipeline import Pipeline
 from lightning_stream.loading.progress import Progress
 from lightning_stream.loading.randomness import SeededCall
-from lightning_stream.loading.resume import order_in, position_in
+from lightning_stream.loading.resume import order_in, position_in, resumed_at
 from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.workers import MadeBatches, WorkerOptions, Workers
@@ -28,6 +29,8 @@ from lightning_stream.order import OrderConfig, Position, RunOrder, Tail, World,
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.order.tracing import Explanation, TracedBatch
 from lightning_stream.reading.look_ahead import read_ahead_depth, warm
+
+_log = logging.getLogger(__name__)
 
 
 class StreamingDataLoader(DataLoader[Any]):
@@ -37,22 +40,22 @@ class StreamingDataLoader(DataLoader[Any]):
     after a batch was handed out resumes at the next one, in this world or any other.
 
     Args:
-        dataset: What to load.
+        dataset: The data.
         batch_size: Samples per device and micro-batch. Defaults to the dataset's.
         global_batch_size: Samples of one optimizer step over all replicas, instead of `batch_size`.
         accumulate: Micro-batches of one optimizer step on each device.
         num_workers: Worker processes; 0 reads in this one.
         collate_fn: From a list of samples to a batch, or from ``(samples, rng)``: what it draws at random depends on
-            the batch's place in the run alone. The default makes dicts of tensors and lists.
-        tail: What happens to an epoch's rest: ``"pad"`` fills it up with flagged repeats (training), ``"exact"``
-            repeats nothing and lets the last batches differ by a sample (evaluation), ``"drop"`` leaves it out.
+            the batch's position in the run alone. The default makes dicts of tensors and lists.
+        tail: What happens to an epoch's last partial batch: ``"pad"`` fills it with flagged repeats (training),
+            ``"exact"`` lets the last batches differ by a sample (evaluation), ``"drop"`` omits it.
         drop_last: True for ``tail="drop"``.
         evaluation: Always read epoch 0 from its start, with ``tail="exact"`` by default.
         world: Which processes train together; None takes the dataset's, or detects it when first needed.
         pin_memory, pin_memory_device, timeout, worker_init_fn, prefetch_factor, persistent_workers,
             multiprocessing_context: As in `torch.utils.data.DataLoader`.
         on_mismatch: What `load_state_dict` does where data or settings differ: ``"error"`` or ``"warn"``.
-        generator, shuffle, sampler, batch_sampler, in_order: Not taken, since the dataset has the order and the seed.
+        shuffle, sampler, batch_sampler, generator, in_order: Refused, since the dataset has the order and the seed.
 
     Raises:
         ValueError: Settings that contradict each other.
@@ -91,20 +94,13 @@ class StreamingDataLoader(DataLoader[Any]):
                 "StreamingDataLoader does not take shuffle, sampler, batch_sampler, generator or in_order: the dataset "
                 "has the order. Pass shuffle=True and shuffle_seed= to the StreamingDataset"
             )
-        if hasattr(self, "_get_batch_size"):
-            raise TypeError(
-                "a StreamingDataLoader counts the samples that it hands out; found "
-                f"{type(self).__name__}._get_batch_size, which it would never call. Remove it"
-            )
         batch_size, global_batch_size = whole(batch_size), whole(global_batch_size)
-        check_arguments(dataset, StreamingDataset, batch_size, global_batch_size, accumulate, tail, drop_last)
-        self._device_batch_size = batch_size
-        self.global_batch_size = global_batch_size
-        self.accumulate = accumulate
-        self.evaluation = evaluation
+        check_classes(self, dataset, StreamingDataset)
+        check_arguments(dataset, batch_size, global_batch_size, accumulate, tail, drop_last)
+        self._device_batch_size, self.global_batch_size = batch_size, global_batch_size
+        self.accumulate, self.evaluation = accumulate, evaluation
         self.tail: Tail = tail or ("drop" if drop_last else "exact" if evaluation else "pad")
-        self.world = world
-        self.on_mismatch = on_mismatch
+        self.world, self.on_mismatch = world, on_mismatch
         is_own = collate_fn is not None and collate_fn is not collate_samples
         self._collate = SeededCall(collate_fn, dataset.shuffle_seed, collate=True) if is_own else None  # type: ignore[arg-type]
         self._progress = Progress()
@@ -137,7 +133,12 @@ class StreamingDataLoader(DataLoader[Any]):
     # What Accelerate asks of a loader: to leave dealing to it, and to keep its state.
     _is_accelerate_prepared = use_stateful_dataloader = True
 
-    # What the batches are
+    def __repr__(self) -> str:
+        size = self._device_batch_size or self.streaming.batch_size
+        batch = f"batch_size={size}" if size else f"global_batch_size={self.global_batch_size}"
+        return f"{type(self).__name__}({self.streaming!r}, {batch}, num_workers={self.num_workers}, tail={self.tail!r})"
+
+    # The batches
 
     @property
     def batch_size(self) -> int | None:
@@ -164,7 +165,7 @@ class StreamingDataLoader(DataLoader[Any]):
         return detect_world(given, source.replication or 1, source.data_dimension)
 
     def settings(self, resumed: OrderConfig | None = None) -> BatchSettings:
-        """What the batches are in this world, for a run that continues under these order settings.
+        """How the data is divided into batches in this world, for a run that continues with these order settings.
 
         They default to those of the loader's own position.
         """
@@ -181,7 +182,7 @@ class StreamingDataLoader(DataLoader[Any]):
         return self._source.order(settings.order)
 
     def __len__(self) -> int:
-        """Micro-batches of this rank in a full epoch, whatever was consumed of it already."""
+        """Micro-batches of this rank in a full epoch, including those consumed already."""
         return len(self.settings().micro_batches(self._source, Start()))
 
     def batches_before(self, position: Position) -> int:
@@ -208,15 +209,15 @@ class StreamingDataLoader(DataLoader[Any]):
         return LoaderIterator(self, moves=False)
 
     def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]:
-        """Say where an iteration begins, and begin to make its batches."""
+        """Start making an iteration's batches; returns where it begins."""
         iterator.moves &= not self.evaluation
-        plain, loaded = plain_iterations_of(self.streaming), None
+        plain = plain_iterations_of(self.streaming)
         if iterator.moves:
             plain.belongs_to(self)
-            loaded = plain.loaded_state  # what was given to the dataset, as MDS users do
+        loaded = plain.loaded_state if iterator.moves else None  # given to the dataset, as MDS users do
         driver = self._driver or driver_of(self)
         if driver is None and self.begins_at is None and self._progress.position is None and loaded:
-            self.continue_from(plain.passed({}, lambda: self.accept(loaded)))
+            self._resume(plain.passed({}, lambda: self.accept(loaded)))
         own = driver.begin(iterator) if driver is not None and iterator.moves else None
         settings = self.settings()
         run = self._run(settings)
@@ -229,17 +230,14 @@ class StreamingDataLoader(DataLoader[Any]):
             start = self.normalised(self.position)  # no trainer yet: where a state put it
         else:
             start = replace(self.first_position(), epoch=0 if self.evaluation else self.position.epoch)
-        if self._checked != settings:
-            self._checked = settings
-            tell(self._source.reader, run, settings, self._reads_ahead(settings))
-            self._refuse_nothing(settings)
+        self.check()
         if iterator.limit == 0:
             return start, MadeBatches.none()
         pipeline = Pipeline(self._source, settings, Start.of(start), self._collate)
         return start, self._workers.batches(pipeline, WorkerOptions.of(self))
 
     def note_batch(self, iterator: LoaderIterator, waited_s: float) -> None:
-        """Take note of a batch that is about to be handed out, and of the wait for it."""
+        """Note a batch that is about to be handed out, and the wait for it."""
         self._last = iterator.last_batch
         self.waited_s += waited_s
         self.longest_wait_s = max(self.longest_wait_s, waited_s)
@@ -252,22 +250,18 @@ class StreamingDataLoader(DataLoader[Any]):
                 self._progress.moved(iterator)
 
     def note_end(self, iterator: LoaderIterator) -> None:
-        """Take note that an iteration is over."""
+        """Note the end of an iteration."""
         if iterator.moves and self._driver is None:
             self._progress.ended(iterator)
 
-    def _reads_ahead(self, settings: BatchSettings) -> ReadAhead:
-        depth = read_ahead_depth(self._source.predownload, settings.device_batch_size)
-        return ReadAhead(max(1, self.num_workers), depth, self.prefetch_factor or 0)
-
-    def _refuse_nothing(self, settings: BatchSettings) -> None:
-        self._source.reader.require_samples()
-        if settings.plan(self._source, Start()).num_batches == 0:
-            raise ValueError(
-                f"an epoch must have a batch, but tail={settings.tail!r} leaves none of "
-                f"{self._run(settings).num_samples} samples in global batches of {settings.global_batch_size}. "
-                "Choose a smaller batch, or tail='pad' or 'exact'"
-            )
+    def check(self) -> None:
+        """Refuse settings that cannot be trained with, and log the shuffle's quality; once for each setting."""
+        settings = self.settings()
+        if self._checked != settings:
+            self._checked = settings
+            depth = read_ahead_depth(self._source.predownload, settings.device_batch_size)
+            ahead = ReadAhead(max(1, self.num_workers), depth, self.prefetch_factor or 0)
+            check_run(self._source.reader, self._run(settings), settings, ahead)
 
     @property
     def _iterator(self) -> None:
@@ -337,7 +331,7 @@ class StreamingDataLoader(DataLoader[Any]):
         return found
 
     def state_after(self, num_samples: int | None) -> dict[str, Any]:
-        """The position after so many samples of the epoch, where nobody but the caller counts them."""
+        """The position after so many samples of the epoch; the caller counts them if no trainer does."""
         if num_samples is None or self._driver is None or self._driver.counts or self._last is None:
             return self.state_dict()
         here = replace(self.first_position(), epoch=self._last.epoch, position=num_samples)
@@ -351,22 +345,31 @@ class StreamingDataLoader(DataLoader[Any]):
         """Continue from a state: the next iteration starts there.
 
         Raises:
-            StateError: It cannot be continued over this data under these settings; says what differs.
+            StateError: It cannot be continued over this data with these settings; the message names the difference.
         """
         if self._driver is None:
-            self.continue_from(self.accept(state))
-        elif self._driver.takes_states:  # else the trainer has read the same checkpoint by itself
+            self._resume(self.accept(state))
+        elif self._driver.takes_states:  # else the trainer reads the same checkpoint itself
             self._driver.load(state)
 
     def driven_by(self, driver: Driver) -> None:
-        """Let a trainer say what was trained on, since a loader only sees what it hands out."""
+        """Let a trainer report what was trained on: a loader only knows what it hands out."""
         self._driver = driver
 
     def released(self) -> None:
-        """Let no trainer drive the loader any more: it stands where the training run ended."""
+        """End `driven_by`: the loader keeps the position at which the training run ended."""
         if self._driver is not None:
             self._progress.go_to(self.position)
         self._driver = self.begins_at = None
+
+    def _resume(self, position: Position) -> None:
+        self.continue_from(position)
+        if not self.detect_world().rank:
+            _log.info(self.resumed_at(position))
+
+    def resumed_at(self, position: Position) -> str:
+        """The sentence that announces a resume at a position."""
+        return resumed_at(position, self.batches_before(position) // self.accumulate, self.num_samples)
 
     def continue_from(self, position: Position) -> None:
         """Start the next iteration at a position."""
@@ -374,27 +377,24 @@ class StreamingDataLoader(DataLoader[Any]):
         self._progress.go_to(position)
 
     def accept(self, state: Mapping[str, Any] | None) -> Position:
-        """As `load_state_dict`, but only say where the state would continue, without moving there."""
+        """Where `load_state_dict` would continue with this state; the loader does not move."""
         if not isinstance(state, Mapping):
             raise StateError(f"a state is the mapping that state_dict() gave; found {type(state).__name__}")
         given, plain = state, plain_iterations_of(self.streaming)
         state = plain.passed(given, lambda: self.streaming.load_state_dict(given))
-        settings = self.settings(order_in(state))
-        return self.builds_on(position_in(state, self._source, settings, self.on_mismatch))
+        return self.builds_on(position_in(state, self._source, self.settings(order_in(state)), self.on_mismatch))
 
     def builds_on(self, proven: Position) -> Position:
         """Continue with the ledger's sum of this position, instead of summing again what came before."""
         return self._progress.builds_on(proven)
 
     def explain(self, position: Position | None = None) -> Explanation:
-        """Which epoch, batch and sample ids come next, here or after a position."""
+        """The next epoch, batch and sample ids, from here or from a position."""
         return explain(self._run(settings := self.settings()), position or self.position, world=settings.world)
 
     def trace(self, step: int, position: Position | None = None) -> TracedBatch:
-        """Which samples an optimizer step of the epoch is made of, done or to come; `step` counts from its start.
+        """The samples of one optimizer step of the epoch, done or to come; `step` counts from the epoch's start.
 
-        Its ids are in position order and those of all replicas: a batch has this rank's share of them, grouped by
-        canonical node.
+        Its ids are those of all replicas, in position order; a batch has this rank's, grouped by canonical node.
         """
-        settings = self.settings()
-        return trace(self._run(settings), position or self.position, step, world=settings.world)
+        return trace(self._run(settings := self.settings()), position or self.position, step, world=settings.world)

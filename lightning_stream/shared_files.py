@@ -58,7 +58,7 @@ def publish(draft: Path, final: Path, *, durable: bool = True) -> None:
     """Give a finished draft its final name; the name appears at once, with all of the bytes.
 
     `durable`: the bytes are on the disk first, so that this holds through a power cut too. Without, it holds for
-    whatever happens to processes; :func:`before_boot` finds what a machine that went down left behind.
+    whatever happens to processes; :func:`before_boot` finds files that a crash of the machine may have damaged.
     """
     if durable:
         sync(draft)
@@ -115,7 +115,7 @@ def make_folder(folder: Path, modes: Modes = PRIVATE) -> None:
 
 
 def backoff(wait_s: float) -> Iterator[None]:
-    """Yield at once, then after short, growing, jittered pauses, until the deadline: the one place that waits."""
+    """Yield at once, then after short, growing, jittered pauses, until the deadline; nothing else here waits."""
     deadline = time.monotonic() + wait_s
     pause_s = 0.001
     yield
@@ -233,7 +233,7 @@ class FileLock:
         self._pid = 0
 
     def try_acquire(self) -> bool:
-        """Take the lock if nobody holds it."""
+        """Take the lock if it is free."""
         while True:
             fd = self._open()
             try:
@@ -253,14 +253,14 @@ class FileLock:
                 return False
 
     def release(self) -> None:
-        """Give it back. In a forked child, that never held it, this does nothing."""
+        """Release the lock. In a forked child, which never held it, this does nothing."""
         fd, self._fd = self._fd, None
         if fd is not None and self._pid == os.getpid():
             self.path.unlink(missing_ok=True)
             LOCK_FDS.close(fd)
 
     def holder(self) -> str:
-        """Who holds it, for messages."""
+        """The process that holds it, for messages."""
         try:
             pid, host = self.path.read_text().split()
         except (OSError, ValueError):
@@ -279,7 +279,7 @@ class FileLock:
         return LOCK_FDS.open(self.path, os.O_RDWR | os.O_CREAT, self.modes.file)
 
     def _is_current(self, fd: int) -> bool:
-        # The owner before us removed the file as it let go: a lock on that inode excludes nobody.
+        # The owner before us removed the file as it let go: a lock on that inode excludes no one.
         return same_file(fd, self.path)
 
     def __enter__(self) -> Self:
@@ -322,7 +322,7 @@ def run_once_across_processes(done: Callable[[], T | None], work: Callable[[], T
         wait_s: How long to wait for another's work.
 
     Raises:
-        LockTimeoutError: Another process was still at it at the deadline.
+        LockTimeoutError: Another process still held the lock at the deadline.
         LightningStreamError: What the work raised, here or in the process that this one waited for.
     """
     if (value := done()) is not None:
@@ -361,31 +361,33 @@ def _run_as_owner(
 
 def _write_failure(reason: Path, error: Exception, modes: Modes) -> None:
     known = isinstance(error, LightningStreamError)
-    said = {
+    failure = {
         "token": secrets.token_hex(8),
         "kind": type(error).__name__ if known else "CacheError",
         "message": str(error) if known else summarize(error),
         "pid": os.getpid(),
     }
     try:
-        publish_bytes(json.dumps(said).encode(), reason, modes)
+        publish_bytes(json.dumps(failure).encode(), reason, modes)
     except OSError:
-        # A full disk: whoever waits gets the lock instead, and meets the same trouble itself.
+        # The disk is full: a process that waits gets the lock instead, and sees the same error itself.
         return
 
 
 def _read_failure(reason: Path) -> dict[str, object]:
     try:
-        said = json.loads(reason.read_bytes())
+        failure = json.loads(reason.read_bytes())
     except (OSError, ValueError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return failure if isinstance(failure, dict) else {}
 
 
 def _raise_new_failure(reason: Path, before: object) -> None:
-    said = _read_failure(reason)
-    if said and said.get("token") != before:
+    failure = _read_failure(reason)
+    if failure and failure.get("token") != before:
         # The file is another process's, in a shared cache another user's: it names an error of ours, or none.
-        kind = getattr(errors, str(said.get("kind")), None)
+        kind = getattr(errors, str(failure.get("kind")), None)
         kind = kind if isinstance(kind, type) and issubclass(kind, LightningStreamError) else CacheError
-        raise kind(f"{said.get('message')} (raised in process {said.get('pid')}, which did this for all that wait)")
+        raise kind(
+            f"{failure.get('message')} (raised in process {failure.get('pid')}, which did this for all that wait)"
+        )

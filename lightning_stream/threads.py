@@ -1,8 +1,8 @@
-"""Threads that move bytes, and that nobody waits for when a process ends.
+"""Threads that move bytes, and that a process does not wait for when it ends.
 
 The standard library's pool joins its threads as the interpreter exits: one stuck in a dead connection would keep
-a job that was stopped, or a loader's worker, alive for as long as its patience lasts. What is killed in the middle of a
-fetch leaves only a draft, so there is nothing to wait for.
+a job that was stopped, or a loader's worker, alive until its timeout. A fetch that is killed
+leaves only a draft, so there is nothing to wait for.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DaemonPool:
         return future
 
     def close(self) -> None:
-        """Cancel what has not begun; what has goes on, and is not waited for. Again is no error."""
+        """Cancel calls that have not begun; those in progress continue. A second close does nothing."""
         with self._guard:
             if self._closed:
                 return
@@ -80,12 +80,12 @@ class DaemonPool:
 
 
 def follow(promise: Future[T], source: Future[Any], *, only_failures: bool = False) -> None:
-    """Let a promise become what another future becomes, so that nobody waits for one that nothing will keep.
+    """Give a promise the outcome of another future, so that it is never waited for in vain.
 
     Args:
-        promise: Not kept yet.
-        source: What decides.
-        only_failures: The call behind `source` keeps the promise itself, if it comes to that.
+        promise: A future without a result yet.
+        source: The future that decides.
+        only_failures: Whether the call behind `source` sets the promise's result itself.
     """
 
     def done(ended: Future[Any]) -> None:
@@ -112,6 +112,6 @@ def _run(future: Future[Any], call: Callable[..., Any], args: tuple[Any, ...]) -
         return
     try:
         future.set_result(call(*args))
-    except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it, whatever it is
+    except BaseException as error:  # noqa: BLE001 - the caller of result() gets it
         future.set_exception(error)
         del future  # its error's traceback holds this frame: else a ring, and what it holds would stay a while

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -492,3 +493,55 @@ def test_a_generator_is_refused_since_the_dataset_has_the_seed(shards: Path) -> 
     StreamingDataLoader(dataset, 8, generator=None, pin_memory_device="", in_order=True)
     with pytest.raises(ValueError, match=r"does not take shuffle, .*generator.* shuffle_seed= to the StreamingDataset"):
         StreamingDataLoader(dataset, 8, generator=torch.Generator())  # type: ignore[arg-type]
+
+
+def test_a_loaded_state_is_announced_once(shards: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning_stream")
+    states = {}
+    for step, _ in enumerate(first := StreamingDataLoader(StreamingDataset(remote=shards), 8, accumulate=2), 1):
+        states[step] = first.state_dict()
+    assert [one for one in caplog.messages if "Resumed" in one] == []
+    resumed = StreamingDataLoader(StreamingDataset(remote=shards), 16)
+    resumed.load_state_dict(states[10])
+    list(resumed)
+    list(resumed)
+    sentence = f"Resumed at epoch 0, step 5 (80 of {NUM_SAMPLES} samples of this epoch)."
+    assert [one for one in caplog.messages if "Resumed" in one] == [sentence]
+
+
+def test_a_state_that_the_dataset_was_given_is_announced_too(shards: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = StreamingDataLoader(StreamingDataset(remote=shards), 8)
+    next(iter(first))
+    caplog.set_level("INFO", "lightning_stream")
+    dataset = StreamingDataset(remote=shards)
+    dataset.load_state_dict(first.state_dict())
+    next(iter(StreamingDataLoader(dataset, 8)))
+    assert f"Resumed at epoch 0, step 1 (8 of {NUM_SAMPLES} samples of this epoch)." in caplog.messages
+
+
+def test_other_ranks_do_not_announce_a_resume(shards: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = StreamingDataLoader(StreamingDataset(remote=shards), 8, world=(1, 2))
+    next(iter(first))
+    caplog.set_level("INFO", "lightning_stream")
+    first.load_state_dict(first.state_dict())
+    assert caplog.messages == []
+
+
+def test_the_shuffle_is_described_in_one_line(shards: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning_stream")
+    loader = StreamingDataLoader(StreamingDataset(remote=shards, shuffle=True), 8)
+    list(loader)
+    list(loader)
+    (sentence,) = caplog.messages
+    assert re.fullmatch(r"Shuffle quality \d+/100 \(perfect shuffle: 8\)\. Cache needed: 1 MB\.", sentence)
+
+
+def test_a_loader_is_shown_in_one_line(shards: Path) -> None:
+    dataset = StreamingDataset(remote=shards)
+    assert repr(StreamingDataLoader(dataset, 8)) == (
+        f"StreamingDataLoader({dataset!r}, batch_size=8, num_workers=0, tail='pad')"
+    )
+    assert "global_batch_size=32, num_workers=2" in repr(
+        StreamingDataLoader(dataset, global_batch_size=32, num_workers=2)
+    )
+    assert "\n" not in repr(dataset)

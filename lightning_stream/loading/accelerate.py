@@ -1,6 +1,6 @@
-"""Hugging Face Accelerate, which deals a loader's batches to processes unless they are dealt already.
+"""Hugging Face Accelerate, which divides a loader's batches over processes unless that was done already.
 
-`accelerator.prepare` leaves a loader as it is that has ``_is_accelerate_prepared``, and marks it; `save_state` and
+`accelerator.prepare` marks a loader that has ``_is_accelerate_prepared``, and does not wrap it; `save_state` and
 `load_state` keep the state of a loader that has ``use_stateful_dataloader``. `StreamingDataLoader` has both.
 """
 
@@ -26,7 +26,7 @@ def as_prepared(loader: Any, batches: Iterator[Any]) -> Any:
     from accelerate.utils import send_to_device
 
     state, device = GradientState(), PartialState().device
-    loader.remainder = -1  # of the last batch, nothing is left out by `gather_for_metrics`
+    loader.remainder = -1  # `gather_for_metrics` drops nothing of the last batch
     state._add_dataloader(loader)  # noqa: SLF001  # as its own loaders do
     try:
         for batch in batches:
@@ -37,7 +37,7 @@ def as_prepared(loader: Any, batches: Iterator[Any]) -> Any:
 
 
 def refuse_second_dealing(dataset: Any, world: World, *, has_loader: bool) -> None:
-    """Refuse to iterate a dataset that Accelerate deals after it has dealt itself, or behind its own loader's back.
+    """Refuse an iteration in which Accelerate divides samples that were divided already, or skips batches by itself.
 
     Raises:
         ValueError: A loader of Accelerate iterates the dataset, and there are several data replicas, or the dataset

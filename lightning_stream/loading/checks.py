@@ -1,4 +1,4 @@
-"""What a training run will need, checked before it starts: cache, downloads, and how well it shuffles."""
+"""Checks before a training run: the cache that it needs, its downloads, and the quality of its shuffle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_stream.order import RunOrder
+from lightning_stream.order import BatchPlan, RunOrder
 from lightning_stream.order.downloads import estimate_factor, warning_about
 from lightning_stream.order.quality import Quality, measure
 from lightning_stream.order.snapshot import max_active
@@ -34,7 +34,7 @@ class ReadAhead:
     Attributes:
         workers: Processes that read.
         batches: Micro-batches each of them looks ahead.
-        finished: Micro-batches each of them may have finished that nobody took yet.
+        finished: Finished micro-batches that may wait in each of them.
     """
 
     workers: int
@@ -53,8 +53,8 @@ class CacheNeed:
 
     Attributes:
         active_shards, active_bytes: What the order keeps active: used before, and to be used again.
-        entering_shards, entering_bytes: What the read-ahead may bring meanwhile; until they are unpacked, the
-            compressed files too.
+        entering_shards, entering_bytes: What the look-ahead may fetch in the meantime; with the compressed files, until
+            they are unpacked.
     """
 
     active_shards: int
@@ -71,7 +71,7 @@ class CacheNeed:
 def cache_need(
     reader: SampleReader, run: RunOrder, settings: BatchSettings, ahead: ReadAhead, window: int | None = None
 ) -> CacheNeed:
-    """What a node's cache must hold at once; under another window, where one is given."""
+    """The bytes a node's cache must hold at once; `window` replaces the run's own."""
     if window is not None:
         run = RunOrder(run.snapshot, run.weights, replace(run.config, window=window))
     nodes, active = settings.world.num_nodes, run.active_shards()
@@ -112,12 +112,20 @@ def _packed_ratio(reader: SampleReader) -> float:
     return packed / max(1, raw)
 
 
-def tell(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahead: ReadAhead) -> None:
-    """Refuse a cache that is too small, and log what rank 0 should know.
+def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahead: ReadAhead) -> None:
+    """Refuse data and settings that cannot be trained with, and log what rank 0 should know.
 
     Raises:
-        ValueError: The cache limit is below what a node needs at once: it would fetch the same shards again and again.
+        ValueError: An epoch has no batch; or the cache limit is below what a node needs at once, so that it would fetch
+            the same shards again and again.
     """
+    reader.require_samples()
+    size, tail = settings.global_batch_size, settings.tail
+    if not BatchPlan(run.epoch(0), batch_size=size, world=settings.world, tail=tail).num_batches:
+        raise ValueError(
+            f"an epoch must have a batch, but tail={tail!r} leaves none of {run.num_samples} samples in global batches "
+            f"of {size}. Choose a smaller batch, or tail='pad' or 'exact'"
+        )
     limit = reader.defaults.config.limit_bytes
     world = settings.world
     if limit is not None and not all(cache.in_place for cache in reader.caches):
@@ -129,7 +137,9 @@ def tell(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahead: Re
         if sentence := warning_about(run, batch_size=settings.global_batch_size, world=world, factor=factor):
             _log.warning(sentence)
     if _log.isEnabledFor(logging.INFO) and run.config.shuffle:
-        _log.info("Shuffle: %s", quality(reader, run, settings.global_batch_size))
+        found = quality(reader, run, settings.global_batch_size)
+        score, perfect, cache_mb = found.mean, found.random, max(1, found.cache_bytes // 10**6)
+        _log.info("Shuffle quality %.0f/100 (perfect shuffle: %.0f). Cache needed: %d MB.", score, perfect, cache_mb)
 
 
 def _check_limit(

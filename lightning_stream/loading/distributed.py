@@ -1,4 +1,4 @@
-"""Which processes train together: the `World`, detected at the moment it is needed.
+"""Which processes train together: the `World`, detected when it is needed.
 
 In this order: what the caller passes (a `World`, a ``(rank, num_ranks)`` pair, a device mesh); the process group of
 `torch.distributed` if one is up; the variables of a launcher (torchrun, Composer, Open MPI, SLURM); one process alone.
@@ -56,7 +56,7 @@ def detect_world(given: WorldLike = None, replication: int = 1, data_dimension: 
         if replication != 1:
             raise ValueError(
                 "a device mesh says itself which ranks get the same samples: those that differ only outside "
-                f"data_dimension={data_dimension!r}; found replication={replication} beside it. Leave replication out"
+                f"data_dimension={data_dimension!r}; found replication={replication} beside it. Omit replication"
             )
         return _world_of_mesh(given, data_dimension)
     if given is not None:
@@ -80,7 +80,7 @@ def _rank_of_launcher(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _ranks_per_node(num_ranks: int, environ: Mapping[str, str]) -> int:
-    """Ranks on each node, from the launcher's number of nodes; all of them if no launcher says it."""
+    """Ranks on each node, from the launcher's number of nodes; all ranks if there is no launcher."""
     for _, size_name, local_name in _LAUNCHERS.values():
         size = environ.get(size_name, "")
         # SLURM writes "4(x2)" for four tasks on each of two nodes, "4,2" where they differ.

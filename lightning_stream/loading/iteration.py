@@ -19,8 +19,8 @@ class Driver(Protocol):
     """A trainer that drives a loader: it knows where the training run is, and which iteration is its own."""
 
     padding: bool  # whether a rank gets padding beside samples of its own
-    counts: bool  # whether a trainer says what was trained on
-    takes_states: bool  # whether the trainer loads states through the loader, and not by itself
+    counts: bool  # whether a trainer reports what was trained on
+    takes_states: bool  # whether the trainer loads states through the loader
 
     @property
     def known(self) -> Position | None:
@@ -28,7 +28,7 @@ class Driver(Protocol):
 
     @property
     def current(self) -> MicroBatch | None:
-        """What is being trained on."""
+        """The micro-batch in training."""
 
     def begin(self, iterator: LoaderIterator) -> Position | None:
         """Where the trainer's own iteration begins; None for an iteration that the trainer does not train on."""
@@ -44,7 +44,7 @@ class Driver(Protocol):
 
 
 class Loads(Protocol):
-    """What is iterated over: a `StreamingDataLoader`."""
+    """The part of a `StreamingDataLoader` that its iterators need."""
 
     @property
     def position(self) -> Position:
@@ -53,7 +53,7 @@ class Loads(Protocol):
     def __len__(self) -> int: ...
 
     def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]:
-        """Say where an iteration begins, and begin to make its batches."""
+        """Start making an iteration's batches; returns where it begins."""
 
     def note_batch(self, iterator: LoaderIterator, waited_s: float) -> None:
         """Take note of a batch that is about to be handed out, and of the seconds that its consumer waited for it."""
@@ -122,7 +122,7 @@ class LoaderIterator:
         return self._loader.position if self.start is None else position_after(self.start, self.last_batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of this iteration as plain values, whatever other iterations do."""
+        """The position of this iteration as plain values; other iterations do not change it."""
         return self._loader.state_of(self.position)
 
     def close(self) -> None:
@@ -140,9 +140,9 @@ class LoaderIterator:
 
 
 def driver_of(loader: Loads) -> Driver | None:
-    """The trainer that asks for batches, where it is one that a loader must recognise by itself."""
+    """The Composer trainer that asks for batches; None if another program does. Other trainers call `driven_by`."""
     if "composer" not in sys.modules:
         return None
-    join = import_module("lightning_stream.trainers.composer.callback")  # above us: only where Composer is there
+    join = import_module("lightning_stream.trainers.composer.callback")  # a higher layer, imported only if Composer is
     found: Driver | None = join.driver_of(loader)
     return found

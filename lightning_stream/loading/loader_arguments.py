@@ -1,4 +1,4 @@
-"""What a `StreamingDataLoader` refuses when it is made."""
+"""The checks of a `StreamingDataLoader`'s arguments."""
 
 from __future__ import annotations
 
@@ -10,22 +10,13 @@ _NOT_CALLED = {
 }
 
 
-def check_arguments(
-    dataset: Any,
-    kind: Any,
-    batch_size: int | None,
-    global_batch_size: int | None,
-    accumulate: int,
-    tail: str | None,
-    drop_last: bool | None,
-) -> None:
-    """Refuse what a loader cannot do; all problems of its numbers are named together.
-
-    Args:
-        dataset: What was given as the dataset.
-        kind: The class that it must be of: `StreamingDataset`.
-        batch_size, global_batch_size, accumulate, tail, drop_last: As given to the loader.
-    """
+def check_classes(loader: Any, dataset: Any, kind: Any) -> None:
+    """Refuse a dataset of another class than `kind`, and subclasses that override what would never be called."""
+    if hasattr(loader, "_get_batch_size"):
+        raise TypeError(
+            "a StreamingDataLoader counts the samples that it hands out; found "
+            f"{type(loader).__name__}._get_batch_size, which it would never call. Remove it"
+        )
     if not isinstance(dataset, kind):
         raise TypeError(
             f"StreamingDataLoader loads a StreamingDataset; found {type(dataset).__name__}. "
@@ -37,6 +28,17 @@ def check_arguments(
                 f"a StreamingDataLoader reads samples by get_item or __getitem__; found "
                 f"{type(dataset).__name__}.{method}, which it would never call. {remedy}"
             )
+
+
+def check_arguments(
+    dataset: Any,
+    batch_size: int | None,
+    global_batch_size: int | None,
+    accumulate: int,
+    tail: str | None,
+    drop_last: bool | None,
+) -> None:
+    """Refuse a loader's numbers; all problems are named together."""
     problems = []
     if tail is not None and drop_last is not None and drop_last != (tail == "drop"):
         problems.append(f"pass tail= or drop_last=, not both: found tail={tail!r}, drop_last={drop_last!r}.")

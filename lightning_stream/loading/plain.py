@@ -1,4 +1,4 @@
-"""The order and position of a dataset that a plain `torch.utils.data.DataLoader`, or a ``for``, reads by itself.
+"""The order and position of a dataset that a plain `torch.utils.data.DataLoader` or a ``for`` loop reads.
 
 This is the protocol of mosaicml-streaming's dataset, which Composer speaks, too: the trainer counts samples.
 """
@@ -29,7 +29,7 @@ STATE_KEY = "lightning_stream"
 
 
 class Stateful(Protocol):
-    """What has a position: a `StreamingDataLoader`."""
+    """The part of a `StreamingDataLoader` that keeps a position."""
 
     @property
     def position(self) -> Position:
@@ -89,7 +89,7 @@ class PlainIterations:
     def passed(self, state: Mapping[str, Any], method: Callable[[], Any]) -> Any:
         """A loader's state after it passed through the dataset's `state_dict` or `load_state_dict`.
 
-        A subclass may override these, and they reach the loader again: such an inner call returns its state as it is.
+        A subclass may override these, and they reach the loader again: such an inner call returns its state unchanged.
 
         Args:
             state: The state.
@@ -119,7 +119,7 @@ class PlainIterations:
         self._shared.upcoming = Start(epoch)
 
     def settings(self, source: SampleSource, state: Mapping[str, Any] | None = None) -> BatchSettings:
-        """What this rank's batches are where no loader of ours says it."""
+        """This rank's batches if no loader of ours reads the dataset."""
         resumed = order_in(state) if state is not None else None if self._loaded is None else self._loaded.order
         tail: Tail = "pad" if state is None or state.get("tail") not in TAILS else state["tail"]
         return source.settings(source.detect_world(), self.batch_size or 1, 1, tail, resumed)
@@ -216,7 +216,7 @@ class PlainIterations:
             )
         self._owner, self.loaded_state, self._num_yielded = None, state, 0
         if self.batch_size is None:
-            return  # a loader of ours will read it, or nobody
+            return  # only a loader of ours can read it
         self._loaded = position_in(state, source, self.settings(source, state))
         start = Start.of(self._loaded)
         reached = int(state["sample_in_epoch"] if is_mosaic_state(state) else state["position"])

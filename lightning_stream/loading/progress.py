@@ -1,4 +1,4 @@
-"""Where a loader stands, by the batches that its iterations handed out; and the ledger's sum up to there."""
+"""A loader's position, by the batches that its iterations handed out, and the ledger's sum up to there."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Progress:
         """Note that a state is taken here.
 
         Raises:
-            StateError: Two iterations are under way, and nothing tells which of them trains.
+            StateError: Two iterations are in progress, and either of them may be the one that trains.
         """
         going = [one.num_batches for one in self._live if one.num_batches > 1]
         if len(going) > 1:
@@ -110,7 +110,7 @@ class Progress:
         self._stop, self._leader, self._live, self._was_asked = _Stop(position), None, WeakSet(), False
 
     def begin(self, iteration: Iteration, run: RunOrder, settings: BatchSettings) -> Position:
-        """Say where a new iteration begins: where the last one did if it was a look, else behind it or its epoch."""
+        """Where a new iteration begins: where the last one began if it was a look, else after it or its epoch."""
         size, tail, now = settings.global_batch_size, settings.tail, self._now
         if now is None:
             here = Position.start(run, batch_size=size, tail=tail)

@@ -1,8 +1,8 @@
-"""Random numbers for transforms and collate functions that depend on the place in the run, and on nothing else.
+"""Random numbers for transforms and collate functions that depend on the position in the training run alone.
 
-What a user's function draws is the same whatever process, worker, world or resumed run it is called in: it is given a
-generator of its own, or the global generators of `random`, `numpy` and `torch` are seeded from (seed, epoch, position)
-just before the call. The generators of the surrounding program are put back afterwards.
+A user's function draws the same numbers in every process, worker, world and resumed run: it gets a generator of its
+own, or the global generators of `random`, `numpy` and `torch` are seeded from (seed, epoch, position)
+just before the call. The generators of the surrounding program are restored afterwards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def sample_seed(seed: int, epoch: int, position: int) -> int:
 
 
 def sample_rng(seed: int, epoch: int, position: int) -> np.random.Generator:
-    """Return a generator for the sample at a place in the run."""
+    """Return a generator for the sample at a position in the run."""
     return np.random.default_rng(sample_seed(seed, epoch, position))
 
 
@@ -55,7 +55,7 @@ def _seed_global(mixed: int) -> None:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Put the global CPU generators back as they were; some 85 us, so once for a batch."""
+    """Restore the global CPU generators; takes about 85 us, so once for a batch."""
     python, numpy, torch_cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -66,7 +66,7 @@ def preserved_generators() -> Iterator[None]:
 
 
 class SeededCall:
-    """A user's function that is called with random numbers of its place in the run.
+    """A user's function that is called with random numbers of its position in the run.
 
     A function with a parameter `rng` gets a `numpy.random.Generator` (15 us a call). For any other the global ones
     are seeded (12 us); call it within `preserved_generators`. Objects with generators of their own that offer
@@ -95,7 +95,7 @@ class SeededCall:
         return partial(SeededCall, collate=self._collate), (self.function, self._seed)  # a copy has its own generators
 
     def __call__(self, value: Any, epoch: int, position: int) -> Any:
-        """Call the function for a place in the run."""
+        """Call the function for a position in the run."""
         mixed = sample_seed(self._seed ^ _COLLATE if self._collate else self._seed, epoch, position)
         for number, reseed in enumerate(self._own):
             reseed(sample_seed(mixed, number, 0) & 0x7FFFFFFF)

@@ -1,4 +1,4 @@
-"""From a state to where a run continues: states of ours, and of mosaicml-streaming."""
+"""The position at which a run continues from a state, of ours or of mosaicml-streaming."""
 
 from __future__ import annotations
 
@@ -32,24 +32,30 @@ def order_in(state: Mapping[str, Any]) -> OrderConfig | None:
     return None if is_mosaic_state(state) else Position.from_state(state).order
 
 
+def resumed_at(position: Position, step: int, num_samples: int) -> str:
+    """The sentence that announces where a training run resumed."""
+    here, total = f"{position.position:,}", f"{num_samples:,}"
+    return f"Resumed at epoch {position.epoch}, step {step:,} ({here} of {total} samples of this epoch)."
+
+
 def position_in(
     state: Mapping[str, Any],
     dataset: Ordered,
     settings: BatchSettings,
     on_mismatch: Literal["error", "warn"] = "error",
 ) -> Position:
-    """Where a state continues over this data.
+    """The position at which a state continues over this data.
 
-    States of mosaicml-streaming are taken too, where the dataset was given that run's `shuffle_algo`.
+    States of mosaicml-streaming are accepted if the dataset has that run's `shuffle_algo`.
 
     Args:
-        state: What `state_dict` gave.
-        dataset: What is read.
-        settings: What the batches are now; their order resolved with the state's, see `order_in`.
-        on_mismatch: Whether to refuse other data and other settings, or to warn of them.
+        state: A value that `state_dict` returned.
+        dataset: The data.
+        settings: The batches now; their order is resolved with the state's, see `order_in`.
+        on_mismatch: Whether to refuse other data and other settings, or to warn.
 
     Raises:
-        StateError: It cannot be continued here; says what differs.
+        StateError: It cannot be continued here; the message names what differs.
     """
     size, tail, world = settings.global_batch_size, settings.tail, settings.world
     ours = None if is_mosaic_state(state) else Position.from_state(state)

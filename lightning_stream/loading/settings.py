@@ -1,4 +1,4 @@
-"""What a training run's batches are, besides the data and the place in it."""
+"""`BatchSettings`: how a training run's data is divided into batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_stream.order.micro_batches import MicroBatches
 
 
 class Ordered(Protocol):
-    """What has an order: a `SampleSource`."""
+    """The part of a `SampleSource` that has an order."""
 
     def order(self, config: OrderConfig) -> RunOrder:
         """The order of a training run with these settings."""
@@ -19,7 +19,7 @@ class Ordered(Protocol):
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """What a training run's batches are, besides the data and the place in it.
+    """How a training run's data is divided into batches.
 
     Attributes:
         world: This process among all that train.

@@ -34,9 +34,9 @@ class SampleSource:
     Attributes:
         reader: From sample ids to samples and columns.
         bad_data: What to do with what cannot be read.
-        order_arguments: What the user said about the order, see `OrderConfig.resolve`.
+        order_arguments: The user's settings of the order, see `OrderConfig.resolve`.
         seed: Key of the order and of what is drawn at random.
-        predownload: Samples each worker fetches ahead; None for what suits.
+        predownload: Samples each worker fetches ahead; None to choose.
         transform: Called with each sample; None for none.
         read_one: A subclass's own way to read a sample by its id; None for the reader's.
         world, replication, data_dimension: See `StreamingDataset`.
@@ -70,7 +70,7 @@ class SampleSource:
     def settings(
         self, world: World, device_batch_size: int, accumulate: int, tail: Tail, resumed: OrderConfig | None = None
     ) -> BatchSettings:
-        """What a training run's batches are.
+        """How a training run's data is divided into batches.
 
         Args:
             world: This process among all that train.

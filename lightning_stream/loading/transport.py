@@ -2,8 +2,8 @@
 
 Torch puts every tensor that leaves a worker into a shared file of its own and sends its descriptor over a socket. For a
 small batch that costs several times the reading. Here a whole batch is copied into a slot and out of it again, after
-which the slot is free. The trainer gets memory of its own, as it does without workers. A large batch goes torch's way,
-which does not copy.
+which the slot is free. The trainer gets memory of its own, as it does without workers. Torch itself sends
+a large batch, without a copy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _created: weakref.WeakValueDictionary[int, SharedSlots] = weakref.WeakValueDicti
 class SharedSlots:
     """Slots of shared memory for the batches of a loader's workers; the memory ends with the last process that maps it.
 
-    Nobody waits for a slot: where none is free, a batch goes torch's way.
+    A batch never waits for a slot: if none is free, torch sends it.
 
     Args:
         num_slots: Slots of each worker.
@@ -80,7 +80,7 @@ class SharedSlots:
         except _TooLargeError:
             return batch
         sizes = [array.nbytes for array in arrays]
-        for array, (first, last) in zip(arrays, _places(begin, sizes), strict=True):
+        for array, (first, last) in zip(arrays, _ranges(begin, sizes), strict=True):
             self._memory[first:last] = array
         self._memory[begin] = 1
         return _Handle(self._number, begin, sizes)
@@ -88,14 +88,14 @@ class SharedSlots:
     def get(self, begin: int, sizes: list[int]) -> Any:
         """Copy a batch out of the slot that begins there, which is free then."""
         try:
-            pickled, *arrays = [self._memory[first:last].copy() for first, last in _places(begin, sizes)]
+            pickled, *arrays = [self._memory[first:last].copy() for first, last in _ranges(begin, sizes)]
         finally:
             self._memory[begin] = 0
         return pickle.loads(pickled, buffers=arrays)  # noqa: S301 - our own
 
 
-def _places(begin: int, sizes: list[int]) -> list[tuple[int, int]]:
-    """Where arrays of these sizes lie in the slot that begins there."""
+def _ranges(begin: int, sizes: list[int]) -> list[tuple[int, int]]:
+    """The ranges of arrays of these sizes in the slot that begins there."""
     ends = itertools.accumulate((_aligned(size) for size in sizes), initial=begin + _ALIGNED)
     return [(first, first + size) for first, size in zip(ends, sizes, strict=False)]
 
@@ -109,7 +109,7 @@ class _TooLargeError(Exception):
 
 
 class _Pickler(reduction.ForkingPickler):
-    """Pickle a batch as torch's workers do, but leave out the bytes of tensors and arrays, collected in `arrays`.
+    """Pickle a batch as torch's workers do, without the bytes of tensors and arrays, which go into `arrays`.
 
     Tensors that share memory share it afterwards. Memory that several processes share already is left to torch.
     """
@@ -118,7 +118,7 @@ class _Pickler(reduction.ForkingPickler):
         self.arrays: list[NDArray[np.uint8]] = []
         self._num_bytes = _ALIGNED
         self._file = io.BytesIO()
-        super().__init__(self, pickle.HIGHEST_PROTOCOL, True, self._leave_out)
+        super().__init__(self, pickle.HIGHEST_PROTOCOL, True, self._collect)
 
     def write(self, pickled: Any) -> None:
         """Take pickled bytes."""
@@ -135,7 +135,7 @@ class _Pickler(reduction.ForkingPickler):
         memory: Any = torch.empty(0, dtype=torch.uint8).set_(value).numpy()
         return _storage, (pickle.PickleBuffer(memory),)
 
-    def _leave_out(self, buffer: pickle.PickleBuffer) -> None:
+    def _collect(self, buffer: pickle.PickleBuffer) -> None:
         self.arrays.append(np.frombuffer(buffer.raw(), np.uint8))
         self._count(self.arrays[-1].nbytes)
 
@@ -158,11 +158,11 @@ def _storage(memory: Any) -> torch.UntypedStorage:
 class _Handle:
     """A batch on its way: unpickled, it is the batch."""
 
-    def __init__(self, *place: Any) -> None:
-        self._place = place
+    def __init__(self, number: int, begin: int, sizes: list[int]) -> None:
+        self._arguments = number, begin, sizes
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _arrive, self._place
+        return _arrive, self._arguments
 
 
 def _arrive(number: int, begin: int, sizes: list[int]) -> Any:

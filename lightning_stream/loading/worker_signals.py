@@ -1,4 +1,4 @@
-"""What worker processes do with the signals that a whole job gets, and when their trainer is gone."""
+"""How worker processes handle the signals that a whole job gets, and the end of their trainer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def leave_signals_to_the_trainer(trainer_pid: int) -> None:
 def let_terminate_end_at_once(workers: Iterable[Any]) -> None:
     """Let `terminate()` of the trainer's worker processes, also at the interpreter's exit, end them without grace.
 
-    A worker cannot see in Python who sent a SIGTERM, so the trainer sends a signal that nobody else sends after it.
+    A worker cannot see in Python who sent a SIGTERM, so the trainer sends a second signal that no other program sends.
 
     Args:
         workers: `multiprocessing.Process` objects that have started.

@@ -1,4 +1,4 @@
-"""Where a loader's batches are made: in this process, or in torch's workers, which may outlive an iteration."""
+"""A loader's batches, made in this process or in torch's workers, which may outlive an iteration."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class WorkerOptions:
 
 
 class MadeBatches:
-    """The batches of one iteration, and what makes them: closed early or at the end, nothing of it is left.
+    """The batches of one iteration; `close` ends what makes them, and so does the last batch.
 
     Args:
-        batches: What torch or the pipeline gives.
+        batches: Those of torch or of the pipeline.
         end: Called once, with whether an error ended the iteration.
     """
 
@@ -64,7 +64,7 @@ class MadeBatches:
             raise
 
     def close(self, failed: bool = False) -> None:
-        """End the iteration: its workers, what it announced to the reader, and its hold on shards."""
+        """End the iteration: its workers, its announcements to the reader, and its use of shards."""
         end, self._end = self._end, _nothing
         self._batches = _Closed()
         end(failed)
@@ -74,7 +74,7 @@ class Workers:
     """Makes the batches of one loader; keeps persistent worker processes between its iterations.
 
     Args:
-        dataset: What workers see as ``get_worker_info().dataset``.
+        dataset: The value of ``get_worker_info().dataset`` in workers.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -159,7 +159,7 @@ class Workers:
 
 @dataclass(frozen=True)
 class _WorkerInit:
-    """A worker's first act: show the dataset as ``get_worker_info().dataset``, and call the user's function."""
+    """Sets ``get_worker_info().dataset`` in a new worker, and calls the user's function."""
 
     dataset: Any
     then: Callable[[int], None] | None
@@ -181,7 +181,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 class _Closed(Iterator[Any]):
-    """What an iteration gives after its end."""
+    """Raises for a batch that is asked for after the end of an iteration."""
 
     def __next__(self) -> Any:
         raise StateError(
@@ -191,4 +191,4 @@ class _Closed(Iterator[Any]):
 
 
 def _nothing(_: bool) -> None:
-    """Nothing is left to end."""
+    """Do nothing: the iteration has ended already."""

@@ -1,4 +1,4 @@
-"""`dataframe_to_mds`: a Spark DataFrame to MDS shards, each row exactly once whatever Spark does to its tasks."""
+"""`dataframe_to_mds`: a Spark DataFrame to MDS shards, each row exactly once, also where Spark repeats tasks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def dataframe_to_mds(
 
     Every row is in the dataset exactly once, also where tasks fail, run twice, or outlive their executors. index.json
     comes last: without it there is no dataset, and then the same call again redoes only what is missing. The same
-    partitions give the same files. ``manifest.json`` beside it tells schema, row counts, source and statistics.
+    partitions give the same files. ``manifest.json`` beside it has schema, row counts, source and statistics.
 
     Example::
 
@@ -58,8 +58,8 @@ def dataframe_to_mds(
             ``["xxh3_64"]``; ``[]`` for none), ``size_limit``,
             ``keep_local``, ``overwrite`` (or ``exist_ok``), ``max_workers``, ``progress_bar``, ``retry``,
             ``store_options``.
-        udf_iterable: Called in the executors with a pandas frame of some rows, gives samples (dicts) to write in their
-            place. Needs ``columns``. For repeatable files it must be deterministic.
+        udf_iterable: Called in the executors with a pandas frame of some rows, gives samples (dicts) to write
+            instead. Needs ``columns``. For repeatable files it must be deterministic.
         udf_kwargs: More arguments for it.
         order_by: Columns to sort all rows by.
         shuffle_seed: Mix rows over all partitions by a hash of their values instead.
@@ -91,7 +91,7 @@ def dataframe_to_mds(
 
 @dataclass(frozen=True)
 class Conversion:
-    """One DataFrame on its way into one place.
+    """The conversion of one DataFrame into one dataset.
 
     Attributes:
         dataframe: What is written, in its order and with its columns.
@@ -107,7 +107,7 @@ class Conversion:
     def plan(
         cls, dataframe: Any, settings: Settings, udf: Callable[..., Any] | None, udf_kwargs: Mapping[str, Any]
     ) -> Conversion:
-        """Choose columns, and find out what tells this conversion from others. Reads no rows."""
+        """Choose columns, and compute the fingerprint of this conversion. Reads no rows."""
         schema = dataframe.schema
         if udf is None:
             columns = mds_columns(schema, settings.columns)
@@ -156,7 +156,7 @@ class Conversion:
         return numbers.mapInArrow(_scanning_task(job, scan, self.batch_rows), RESULT)
 
     def about(self) -> dict[str, Any]:
-        """What the manifest says of the DataFrame."""
+        """The DataFrame's part of the manifest."""
         files = self.dataframe.inputFiles()
         versions = delta_versions(files)
         return {
@@ -166,19 +166,19 @@ class Conversion:
             **({"delta_tables": versions} if versions else {}),
         }
 
-    def moved_to(self, place: str) -> Conversion:
-        """The same into another place."""
-        return replace(self, job=replace(self.job, out=place))
+    def writing_to(self, uri: str) -> Conversion:
+        """The same conversion into another folder or URL."""
+        return replace(self, job=replace(self.job, out=uri))
 
 
 def _collected(results: Any) -> Any:
     try:
         return results.collect()
     except Exception as error:
-        told = explained(error)
-        if told is None:
+        cause = explained(error)
+        if cause is None:
             raise
-        raise told from error
+        raise cause from error
 
 
 def _batch_rows(schema: Any, columns: Mapping[str, str], read: Sequence[str]) -> int | None:

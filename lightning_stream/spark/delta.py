@@ -1,7 +1,7 @@
-"""Which version of a Delta table a DataFrame reads, as far as the table's own log tells.
+"""The version of a Delta table that a DataFrame reads, from the table's own log.
 
-The log is read as its protocol lays it down: ``_delta_log/<version>.json`` holds a version's actions, one to a line;
-``add`` and ``remove`` name files. A log that begins with a checkpoint is not read: the manifest then tells no version.
+The log is read as its protocol defines it: ``_delta_log/<version>.json`` holds a version's actions, one to a line;
+``add`` and ``remove`` name files. A log that begins with a checkpoint is not read: the manifest then has no version.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _LOG = "_delta_log"
 
 
 def delta_versions(files: Sequence[str]) -> dict[str, int]:
-    """The version that is read, by table; tables that are not seen here are left out.
+    """The version that is read, by table; tables that this machine cannot see are omitted.
 
-    It is the newest one whose files are those that are read, or else (some are left out by a filter) the newest one
+    It is the newest one whose files are those that are read, or else (a filter may skip some) the newest one
     that has all of them.
 
     Args:
-        files: Source files, as a DataFrame's ``inputFiles`` tells them.
+        files: Source files, as a DataFrame's ``inputFiles`` returns them.
     """
     by_table: dict[Path, set[Path]] = {}
     for path in map(_local, files):

@@ -1,4 +1,4 @@
-"""Training functions on Spark's workers by `TorchDistributor`: what reaches them, and which devices they have.
+"""Training functions on Spark's workers by `TorchDistributor`: their environment and devices.
 
 Processes that TorchDistributor starts inherit neither the driver's environment nor a notebook's login. A store that
 the driver can read is then refused to the workers: on Databricks with ``default auth: cannot configure default
@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# Beginnings of the variables by which stores, and this package, are told where and who.
+# Prefixes of the variables that configure stores and this package.
 _STORES = (
     "AWS_",
     "S3_ENDPOINT_URL",
@@ -29,7 +29,7 @@ _STORES = (
     "SSL_CERT_FILE",
     "REQUESTS_CA_BUNDLE",
 )
-# Of the driver's own machine or process: they would mislead a worker.
+# These describe the driver's own machine or process, and are wrong in a worker.
 _NOT_CARRIED = ("DATABRICKS_RUNTIME_VERSION", "DATABRICKS_ROOT_VIRTUALENV_ENV", "DATABRICKS_CLUSTER_LIBS")
 
 

@@ -1,4 +1,4 @@
-"""What went wrong in an executor, as the error that it was there: Spark tells a driver only its text."""
+"""The error of an executor, made again from its text: a driver gets nothing else from Spark."""
 
 from __future__ import annotations
 

@@ -47,9 +47,10 @@ class FrameCache:
         compression = "zstd" if cache is not None and "://" in os.fspath(cache) else None
         draft = conversion_of(chosen, {"out": ".", "compression": compression, "overwrite": True})
         key = draft.job.fingerprint
-        place = str(default_folder(f"spark-frame-{key}")) if cache is None else f"{os.fspath(cache).rstrip('/')}/{key}"
-        self.place = place
-        self._conversion: Conversion | None = draft.moved_to(place)
+        self.uri = (
+            str(default_folder(f"spark-frame-{key}")) if cache is None else f"{os.fspath(cache).rstrip('/')}/{key}"
+        )
+        self._conversion: Conversion | None = draft.writing_to(self.uri)
         self._receipts: list[Receipt] | None = None
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
@@ -59,17 +60,17 @@ class FrameCache:
         _caches.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"place": self.place}
+        return {"uri": self.uri}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.place = state["place"]
+        self.uri = state["uri"]
         self._conversion = self._receipts = self._thread = self._failure = self._reader = None
         self._over, self._lock = threading.Event(), threading.Lock()
 
     @property
     def is_complete(self) -> bool:
         """Whether all rows are in the cache."""
-        return open_store(self.place).exists(INDEX_NAME)
+        return open_store(self.uri).exists(INDEX_NAME)
 
     def start(self) -> None:
         """Begin to fill the cache, unless that was done. Returns at once."""
@@ -91,7 +92,7 @@ class FrameCache:
             with self._alone():
                 if not self.is_complete:
                     raise CacheError(
-                        f"{self.place} must hold a DataFrame's rows; the process that converts them has not finished. "
+                        f"{self.uri} must hold a DataFrame's rows; the process that converts them has not finished. "
                         "See its error, or read the DataFrame there once before starting others."
                     )
         else:
@@ -127,7 +128,7 @@ class FrameCache:
     def _next_receipt(self, number: int) -> Receipt | None:
         """A partition's receipt, waited for; None behind the last."""
         assert self._conversion is not None
-        store, name = open_store(self.place), receipt_name(self._conversion.job.fingerprint, number)
+        store, name = open_store(self.uri), receipt_name(self._conversion.job.fingerprint, number)
         while not self._over.is_set():
             if (receipt := _found(store, name)) is not None:
                 return receipt
@@ -137,8 +138,8 @@ class FrameCache:
         return self._receipts[number] if number < len(self._receipts) else None
 
     def _whole(self) -> Receipt:
-        """What was complete before this process came, as if it were one partition."""
-        shards = json.loads(open_store(self.place).read(INDEX_NAME))["shards"]
+        """A dataset that was complete before, as if it were one partition."""
+        shards = json.loads(open_store(self.uri).read(INDEX_NAME))["shards"]
         return Receipt(0, "", sum(shard["samples"] for shard in shards), tuple(shards))
 
     def _fill(self) -> None:
@@ -156,8 +157,8 @@ class FrameCache:
             self._over.set()
 
     def _alone(self) -> Any:
-        """Held by the one process of this machine that fills the cache."""
-        store = open_store(self.place)
+        """The lock of the one process of this machine that fills the cache."""
+        store = open_store(self.uri)
         if not isinstance(store, LocalStore):
             return nullcontext()
         make_folder(store.folder.parent)
@@ -171,9 +172,9 @@ class FrameCache:
 
     def _read(self, receipts: Sequence[Receipt] | None) -> SampleReader:
         """A reader of these partitions; of all if None."""
-        reader = SampleReader((Stream(remote=self.place),), CacheDefaults(CacheConfig()), ReaderConfig())
+        reader = SampleReader((Stream(remote=self.uri),), CacheDefaults(CacheConfig()), ReaderConfig())
         if receipts is not None:
-            reader.indexes = (Index.from_bytes(index_bytes(receipts), self.place),)
+            reader.indexes = (Index.from_bytes(index_bytes(receipts), self.uri),)
         return reader
 
 

@@ -1,12 +1,11 @@
-"""A DataFrame that is nothing but Parquet files: its tasks read them by Arrow, and its rows are spared Java.
+"""A DataFrame that only reads Parquet files: its tasks read them by Arrow, without Java.
 
-Java hands Python each number of an array by a call of its own, and takes longer for that than everything else does.
+Java passes each number of an array to Python by a call of its own, which takes longer than everything else.
 So where a plan only reads columns of Parquet files that lie in a file system of the machine, each task reads the
 row groups that Spark would have read in it. The partitions, and so the files that are written, stay the same.
 
-Whether a plan is one is asked of Spark's own classes, since nothing public tells it. What is not known for certain to
-give the same rows (filters, partitioned tables, Delta, moments and decimals, files of other types than the DataFrame's)
-is left to Spark.
+Spark's own classes decide whether a plan is one, since there is no public way. Spark itself reads whatever may give
+other rows: filters, partitioned tables, Delta, times and decimals, files of other types than the DataFrame's.
 """
 
 from __future__ import annotations
@@ -154,7 +153,7 @@ def _arrow_type(spark_type: Any) -> str | None:
 
 def _fits(schema: Any, types: Mapping[str, str]) -> bool:
     """Whether a file has these columns, each once and of this type."""
-    folded = [name.casefold() for name in schema.names]  # Spark may not tell upper case from lower
+    folded = [name.casefold() for name in schema.names]  # Spark may ignore case
     return all(
         name in schema.names and folded.count(name.casefold()) == 1 and _type_name(schema.field(name).type) == kind
         for name, kind in types.items()

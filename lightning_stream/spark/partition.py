@@ -1,7 +1,7 @@
-"""What one Spark task does: write the shards of its partition, and give a receipt for them.
+"""The work of one Spark task: write the shards of its partition, and return a receipt for them.
 
 Spark may run a task several times: again after a failure, twice at once under speculation, and on executors that it
-took for dead. Which attempt counts is for Spark to say: the receipts that reach the driver are those of committed
+took for dead. Spark decides which attempt counts: the receipts that reach the driver are those of committed
 attempts, and only what they list enters the index.
 """
 
@@ -27,7 +27,7 @@ RESULT = "receipt binary"
 
 @dataclass(frozen=True)
 class SparkJob(Job):
-    """What every task gets.
+    """The description of the work that every task gets.
 
     Attributes:
         done: Partitions that an earlier run of it has receipts for.
@@ -99,7 +99,7 @@ def _write_batch(writer: PartWriter, batch: pa.RecordBatch, columns: Mapping[str
 def _write_samples(writer: PartWriter, samples: Iterable[Mapping[str, Any]]) -> None:
     if not isinstance(samples, Iterable):
         raise TypeError(f"udf_iterable must return an iterable of samples (dicts); got {type(samples).__name__}.")
-    for sample in samples:  # what the function itself raises is Spark's to try again
+    for sample in samples:  # Spark repeats the task if the function itself raises
         _write_sample(writer, sample)
 
 
@@ -111,7 +111,7 @@ def _write_sample(writer: PartWriter, sample: Mapping[str, Any]) -> None:
 
 
 def _as_pandas(batch: pa.RecordBatch) -> Any:
-    """A frame as Spark makes them: moments without a zone, in the session's."""
+    """A frame as Spark makes them: times without a zone, in the session's."""
     frame = batch.to_pandas(date_as_object=True)
     for name in frame.columns:
         if getattr(frame[name].dtype, "tz", None) is not None:

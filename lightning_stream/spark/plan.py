@@ -1,4 +1,4 @@
-"""What a DataFrame is: a fingerprint of its plan and sources, and the order of its rows."""
+"""The fingerprint of a DataFrame's plan and sources, and the order of its rows."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def fingerprint(dataframe: Any, settings: Mapping[str, Any], udf: Callable[..., 
 
 @contextmanager
 def small_batches(session: Any, rows: int | None) -> Iterator[None]:
-    """Arrow batches of fewer rows meanwhile, where the session leaves their number at its default of 10,000."""
+    """Use Arrow batches of fewer rows, if the session has the default of 10,000."""
     before = session.conf.get(_BATCH_ROWS)
     if rows is None or before != "10000":
         yield
@@ -129,10 +129,10 @@ def _setting(session: Any, name: str) -> str | None:
 
 
 def _session_id(session: Any) -> str:
-    """What is only this session's: where it is a client of a server, its id there."""
+    """The id of this session, on the server if it is a client of one."""
     try:
         return str(session.sparkContext.applicationId)
-    except Exception:  # noqa: BLE001 - Spark Connect has no context, and says so with an error of its own
+    except Exception:  # noqa: BLE001 - Spark Connect has no context, and raises an error of its own
         return str(session.session_id)
 
 

@@ -160,7 +160,7 @@ def _inferred(spark_type: Any) -> str:
 
 
 def _check_json(spark_type: Any) -> None:
-    """Raise ValueError unless values of this type can be told as json."""
+    """Raise ValueError unless values of this type can be written as json."""
     kind = _kind(spark_type)
     if kind == "StructType":
         for field in spark_type.fields:
@@ -173,7 +173,7 @@ def _check_json(spark_type: Any) -> None:
     elif kind not in _NUMBERS and (kind not in _OTHERS or kind == "VectorUDT"):
         raise ValueError(
             f"there is no encoding for Spark's type {spark_type.simpleString():.60}. Cast it, e.g. to string, or "
-            "leave it out by columns= in mds_kwargs"
+            "omit it by columns= in mds_kwargs"
         )
 
 

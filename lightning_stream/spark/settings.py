@@ -31,11 +31,11 @@ class Settings:
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None, *, with_udf: bool) -> Settings:
-        """Check them.
+        """Check `mds_kwargs`.
 
         Raises:
-            ValueError: All that is wrong with them.
-            TypeError: No mapping.
+            ValueError: Settings that are wrong; all are named.
+            TypeError: It is not a mapping.
         """
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(f"mds_kwargs must be a dict such as {{'out': ...}}; found {given!r:.60}.")
@@ -63,7 +63,7 @@ class Settings:
         out = held["out"]
         pair = isinstance(out, (tuple, list))
         return cls(
-            tuple(map(_placed, out)) if pair else _placed(out),
+            tuple(map(_absolute, out)) if pair else _absolute(out),
             held.get("columns"),
             writer,
             bool(held.get("keep_local", False)),
@@ -73,21 +73,21 @@ class Settings:
         )
 
     def result(self) -> tuple[str, str]:
-        """What `dataframe_to_mds` returns."""
+        """The return value of `dataframe_to_mds`."""
         if isinstance(self.out, tuple):
             return (self.out[0], self.out[-1])
         remote = "://" in self.out or self.out.startswith("dbfs:")
         return ("", self.out) if remote else (self.out, "")
 
 
-def _placed(out: str | os.PathLike[str]) -> str:
-    """A place that means the same in every process: an executor's working folder is not the driver's."""
-    place = os.fspath(out)
-    return place if not place or "://" in place or place.startswith("dbfs:") else str(Path(place).absolute())
+def _absolute(out: str | os.PathLike[str]) -> str:
+    """A path or URL that is the same in every process: an executor's working folder is not the driver's."""
+    uri = os.fspath(out)
+    return uri if not uri or "://" in uri or uri.startswith("dbfs:") else str(Path(uri).absolute())
 
 
 def _writer_problems(held: Mapping[str, Any]) -> Iterator[str]:
-    """What the writer in an executor would refuse: told here, without a task's stack of errors around it."""
+    """What the writer in an executor would refuse, found here, without a task's long error around it."""
     hashes = held.get("hashes")
     if isinstance(hashes, str):
         yield f"hashes must be a list of names, such as [{hashes!r}]; found {hashes!r}."

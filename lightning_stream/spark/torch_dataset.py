@@ -17,7 +17,7 @@ from lightning_stream.spark.frame_cache import FrameCache, all_ids
 
 
 class Rows:
-    """A DataFrame whose rows can also be taken by their number: ``rows[i]`` is a dict; all else is the DataFrame's.
+    """A DataFrame whose rows can also be read by number: ``rows[i]`` is a dict; everything else is the DataFrame's.
 
     Args:
         dataframe: The DataFrame.
@@ -35,7 +35,7 @@ class Rows:
         self.__dict__.update(state)
 
     def __getitem__(self, key: Any) -> Any:
-        """A row by its number (an index error ends a plain loop over them); or what the DataFrame has for a key."""
+        """A row by its number (an IndexError ends a loop over them), or the DataFrame's own value for another key."""
         if not isinstance(key, (int, np.integer)):
             return self.dataframe[key]
         return self.cache.reader.sample(_checked(int(key), len(self)))
@@ -73,7 +73,7 @@ class StreamToTorchDataset(Dataset[Any]):
                 return torch.tensor([row["pH"], row["alcohol"]]), torch.tensor(row["quality"])
 
     Args:
-        spark_df: The rows. Sort it if their numbers are to mean something.
+        spark_df: The rows. Sort it if the numbers of rows matter.
         feature_cols: Columns of numbers, or of arrays or vectors of one length, joined in this order.
         label_col: Column of the label; None for features alone.
         device: Where batches go. In a DataLoader's worker they stay on the CPU.
@@ -142,13 +142,13 @@ class StreamToTorchDataset(Dataset[Any]):
             raise TypeError(f"rows are taken by number, slice or a sequence of numbers; found {index!r}.")
         if isinstance(index, slice):
             index = range(*index.indices(len(self)))
-        return self._placed(self.rows_at([_checked(int(each), len(self)) for each in index]))
+        return self._moved(self.rows_at([_checked(int(each), len(self)) for each in index]))
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         """Many samples at once, as a DataLoader asks for them."""
         if type(self).__getitem__ is not StreamToTorchDataset.__getitem__:
             return [self[index] for index in indices]
-        columns = self._placed(self.rows_at(indices))
+        columns = self._moved(self.rows_at(indices))
         return list(zip(*columns, strict=True)) if self.label_col is not None else list(columns)
 
     def rows_at(self, indices: Sequence[int]) -> tuple[Tensor, Tensor | None]:
@@ -164,7 +164,7 @@ class StreamToTorchDataset(Dataset[Any]):
             batch_size: Rows of a batch.
             shuffle: Mix the rows within each partition. For a shuffle over all rows use a DataLoader.
             seed: Of the shuffle.
-            drop_last: Leave out a smaller last batch.
+            drop_last: Drop a smaller last batch.
         """
         kept: dict[str, Any] = {}
         for number, reader in enumerate(self.spark_df.cache.parts()):
@@ -177,11 +177,11 @@ class StreamToTorchDataset(Dataset[Any]):
                 kept = _joined(kept, reader.batch(ids[begin:end]))
                 begin = end
                 if _num_rows(kept) == batch_size:
-                    yield self._placed(self._tensors(kept))
+                    yield self._moved(self._tensors(kept))
                     kept = {}
             reader.close()
         if kept and not drop_last:
-            yield self._placed(self._tensors(kept))
+            yield self._moved(self._tensors(kept))
 
     def _tensors(self, columns: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """A batch's columns as features (n, width) and labels (n, ...)."""
@@ -192,8 +192,8 @@ class StreamToTorchDataset(Dataset[Any]):
             return features, None
         return features, torch.from_numpy(_numbers(columns[self.label_col], self.label_col)).to(self.label_dtype)
 
-    def _placed(self, tensors: tuple[Tensor, Tensor | None]) -> Any:
-        """On the device asked for: from pinned memory, without waiting."""
+    def _moved(self, tensors: tuple[Tensor, Tensor | None]) -> Any:
+        """Move tensors to the device: from pinned memory, without waiting."""
         device = torch.device(self.device)
         moved = [tensor for tensor in tensors if tensor is not None]
         if device.type != "cpu" and get_worker_info() is None:
@@ -201,8 +201,8 @@ class StreamToTorchDataset(Dataset[Any]):
         return tuple(moved) if self.label_col is not None else moved[0]
 
     def _row(self, tensors: tuple[Tensor, Tensor | None], number: int) -> Any:
-        placed = self._placed(tensors)
-        return tuple(each[number] for each in placed) if self.label_col is not None else placed[number]
+        moved = self._moved(tensors)
+        return tuple(each[number] for each in moved) if self.label_col is not None else moved[number]
 
 
 def dataset_from_spark(
@@ -224,7 +224,7 @@ def dataset_from_spark(
     """
     rows = FrameCache(dataframe, columns, cache)
     rows.wait()
-    return StreamingDataset(remote=rows.place, **settings)
+    return StreamingDataset(remote=rows.uri, **settings)
 
 
 def _checked(index: int, count: int) -> int:

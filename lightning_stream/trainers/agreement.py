@@ -1,7 +1,7 @@
 """Checks, once at the start of training, that all ranks train on the same run of the same data.
 
-Each rank reads the index and computes the order for itself. If one of them read another index, because the dataset was
-replaced meanwhile, or got other settings, samples would be lost and repeated without an error.
+Each rank reads the index and computes the order for itself. Samples would be lost and repeated without an error if one
+of them had other settings, or read another index because the dataset was replaced in the meantime.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def check_ranks_agree(position: Position) -> None:
     """Compare the position of all ranks. Collective, if there is a process group.
 
     Raises:
-        StateError: They differ; every rank raises it, so that none waits for another.
+        StateError: They differ; every rank raises it, so no rank waits for another.
     """
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:

@@ -1,6 +1,6 @@
 """A run's own record of what it trained on: each rank appends one sum a step, and the whole is checked afterwards.
 
-A file holds the steps of one rank over one stretch of an epoch without a stop; its name says which. A run that was
+A file holds the steps of one rank in one uninterrupted part of an epoch, which is in its name. A run that was
 killed trains on some steps twice, from its last checkpoint on, so stretches may overlap; they must leave no gap.
 """
 
@@ -32,7 +32,7 @@ _PATTERN = re.compile(r"epoch(\d+)-from(\d+)-batch(\d+)-(pad|drop|exact)-rank(\d
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run's record showed.
+    """The result of checking a run's record.
 
     Attributes:
         num_steps: Optimizer steps compared.
@@ -47,7 +47,7 @@ class Verdict:
 
 @dataclass(frozen=True, order=True)
 class _Stretch:
-    """Steps of an epoch that one world trained on one after the other."""
+    """Consecutive steps of an epoch in one world."""
 
     epoch: int
     begin: int
@@ -66,7 +66,7 @@ class DeliveryRecord:
     """Writes down one rank's sums. Nothing is written before the first step is committed.
 
     Args:
-        folder: Where to; made if missing. Ranks of other machines may write to folders of their own.
+        folder: Made if missing. Ranks of other machines may write to folders of their own.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -88,7 +88,7 @@ class DeliveryRecord:
             settings: What the run's batches are.
             first: Gives the beginning of the training run.
         """
-        taken, self._taken = self._taken, []  # first: a signal's handler may come by here again
+        taken, self._taken = self._taken, []  # first: a signal's handler may call this again
         steps: dict[int, list[MicroBatch]] = defaultdict(list)
         for info in taken:
             steps[info.begin].append(info)
@@ -140,8 +140,8 @@ def verify_delivery(folder: str | os.PathLike[str], dataset: StreamingDataset) -
     """Compare a run's record with the order of its data, step by step over all ranks, stops and worlds.
 
     Args:
-        folder: What was given as `record_delivery`; the files of all ranks.
-        dataset: What was trained on.
+        folder: The `record_delivery` folder, with the files of all ranks.
+        dataset: The data that was trained on.
 
     Raises:
         LedgerError: There is no whole record here.

@@ -1,9 +1,9 @@
-"""What a training run has trained on, by the numbers that the trainer itself counts: the same for every trainer.
+"""What a training run has trained on, by the trainer's own counts; the same for every trainer.
 
-Global batch k of an epoch is a pure function, so nothing that was handed out has to be remembered: the trainer says
-which micro-batch it is at, and this module knows what that micro-batch is made of. Lightning, Composer and a plain
-loop drive one `PositionTracker`, which checks deliveries, keeps the audit record, seeds steps, and says what happens
-where a checkpoint holds no position.
+Global batch k of an epoch is a pure function, so nothing that was handed out has to be remembered: the trainer
+reports the number of its micro-batch, and this module knows the samples of that number. Lightning, Composer and a plain
+loop drive one `PositionTracker`, which checks deliveries, keeps the audit record, seeds steps, and handles checkpoints
+that hold no position.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PositionTracker:
     """Follows one training run over a `StreamingDataLoader`, by its micro-batches' numbers.
 
     Args:
-        loader: What the run trains on, once it is known; see `attach`.
+        loader: The loader of the run; see `attach` if it is not known yet.
         check_delivery: Compare every batch with the plan, and raise `LedgerError` at the first that differs.
         record_delivery: A folder where each rank writes down what it trained on, 8 bytes a step, for
             `verify_delivery`; None writes nothing.
@@ -44,7 +44,7 @@ class PositionTracker:
             the data from its start.
 
     Attributes:
-        output: Called on rank 0 with sentences for people.
+        output: Called on rank 0 with each message to the user.
 
     Example: a plain loop with all of it::
 
@@ -61,9 +61,9 @@ class PositionTracker:
     """
 
     padding = True
-    ends_epochs = True  # whether the next epoch begins with the last batch of one; else the trainer says when
-    counts = True  # whether a trainer says what was trained on
-    takes_states = False  # whether the trainer loads states through the loader, and not by itself
+    ends_epochs = True  # whether the next epoch begins with the last batch of one; else the trainer reports it
+    counts = True  # whether a trainer reports what was trained on
+    takes_states = False  # whether the trainer loads states through the loader
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class PositionTracker:
 
     @property
     def loader(self) -> StreamingDataLoader:
-        """What the run trains on."""
+        """The loader of the run."""
         if self._loader is None:
             raise StateError("a PositionTracker follows a StreamingDataLoader: call attach(loader) first")
         return self._loader
@@ -150,7 +150,7 @@ class PositionTracker:
 
     @property
     def settings(self) -> BatchSettings:
-        """What the run's batches are."""
+        """How the run's data is divided into batches."""
         if self._settings is None:
             self._settings = self.loader.settings()
         return self._settings
@@ -159,7 +159,7 @@ class PositionTracker:
 
     @property
     def known(self) -> Position | None:
-        """Where the run is, or None where it begins at its start and nobody has asked yet where that is."""
+        """The run's position; None for its start, before that was asked for."""
         return self._committed
 
     @property
@@ -171,7 +171,7 @@ class PositionTracker:
 
     @property
     def current(self) -> MicroBatch | None:
-        """What is being trained on."""
+        """The micro-batch in training."""
         return self._current
 
     def _is_own(self, iterator: LoaderIterator) -> bool:
@@ -194,7 +194,7 @@ class PositionTracker:
         self._proven = self.loader.proven(self.position)
         return self.loader.state_of(self._proven)
 
-    # What the trainer says
+    # Reports of the trainer
 
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Continue where a state stands.
@@ -233,20 +233,15 @@ class PositionTracker:
             )
         warnings.warn(f"{sentence}The data begins from its start", stacklevel=3)
 
-    def begin_run(self, steps_of_epoch: int, step_in_epoch: int) -> None:
-        """Check that all ranks stand at the same place, and say where a resumed run continues. Collective."""
+    def begin_run(self) -> None:
+        """Check that all ranks have the same position, and announce a resume. Collective."""
         check_ranks_agree(self.position)
         if self.is_resumed and not self._has_said:
             self._has_said = True
-            here = self.position
-            total = self.loader.num_samples
-            self.say(
-                f"Resumed at epoch {here.epoch}, step {step_in_epoch:,} of {steps_of_epoch:,} ({here.position:,} of "
-                f"{total:,} samples); order verified"
-            )
+            self.say(self.loader.resumed_at(self.position))
 
     def end_run(self) -> None:
-        """Say what a resumed run lost and repeated, which is nothing."""
+        """Report what a resumed run lost and repeated, which is nothing."""
         if self.is_resumed:
             here = self.position
             self.say(
@@ -256,12 +251,12 @@ class PositionTracker:
             self.is_resumed = self._has_said = False
 
     def say(self, sentence: str) -> None:
-        """Tell people a sentence, once for all ranks."""
+        """Show the user a message, once for all ranks."""
         if not self.settings.world.rank:
             self.output(sentence)
 
     def begin_epoch(self, number: int) -> None:
-        """Plan an epoch's rest: the trainer counts its first micro-batch as this number."""
+        """Plan the rest of an epoch, whose first micro-batch has this number in the trainer's count."""
         self._settings = self.loader.settings()
         self._batches = self.loader.micro_batches_from(self.position)
         self._base, self._epoch = number, self.position.epoch
@@ -280,7 +275,7 @@ class PositionTracker:
         if self._batches is None or self.position.epoch > self._epoch:
             self.begin_epoch(self.loader.batches_before(self.position))
         planned = self._planned(number - self._base)
-        seen = self._current  # what came out of the loader's own iteration
+        seen = self._current  # delivered by the loader's own iteration
         if self.check_delivery:
             _compare(planned, seen, number)
         self._place, seen, self._taken_epoch = planned, seen or planned, planned.epoch
@@ -306,7 +301,7 @@ class PositionTracker:
         return next(self._walk)
 
     def _count_gap(self, due: int, found: int) -> None:
-        """Count the samples of micro-batches that were passed over, or came again."""
+        """Count the samples of micro-batches that were skipped or repeated."""
         assert self._batches is not None
         for j in range(min(due, found), max(due, found)):
             count = self._batches[j].num_samples
@@ -316,7 +311,7 @@ class PositionTracker:
                 self.num_repeated += count
 
     def stepped(self, *, ends_epoch: bool = False, whole_steps: bool = True) -> None:
-        """Commit the micro-batch in training: the optimizer has used it up.
+        """Commit the micro-batch in training: the optimizer has stepped.
 
         Args:
             ends_epoch: Whether the trainer ends the epoch here, at a limit of its own.
@@ -361,10 +356,10 @@ class PositionTracker:
     # A plain loop
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of an epoch's rest, each taken up; call `stepped` after each optimizer step."""
+        """Yield the rest of an epoch's batches; call `stepped` after each optimizer step."""
         first = self.loader.batches_before(self.position)
         self.begin_epoch(first)
-        self.begin_run(-(-len(self.loader) // self.loader.accumulate), first // self.loader.accumulate)
+        self.begin_run()
         self._own = iter(self.loader)
         for number, batch in enumerate(self._own, first):
             self.take(number, self.num_steps)
@@ -372,7 +367,7 @@ class PositionTracker:
 
 
 def _compare(planned: MicroBatch, delivered: MicroBatch | None, number: int) -> None:
-    """Raise LedgerError unless what came out of the worker is what this number must be."""
+    """Raise LedgerError unless the worker delivered the planned micro-batch."""
     if delivered is None:
         reason = "nothing came out of the loader's own iteration"
     elif (delivered.epoch, delivered.begin) != (planned.epoch, planned.begin):

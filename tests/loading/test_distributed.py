@@ -182,7 +182,7 @@ def test_a_mesh_that_leaves_the_data_dimension_open_is_refused() -> None:
             detect_world(init_device_mesh("cpu", (4,)))
         with pytest.raises(ValueError, match="must name its data dimension"):
             detect_world(mesh, data_dimension=("data", "data"))
-        with pytest.raises(ValueError, match="Leave replication out"):
+        with pytest.raises(ValueError, match="Omit replication"):
             detect_world(mesh, replication=2, data_dimension="data")
 
 

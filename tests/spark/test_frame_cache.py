@@ -22,8 +22,8 @@ class Conversion:
         self.job = SimpleNamespace(fingerprint="key")
         self.begun, self.go = threading.Event(), threading.Event()
 
-    def moved_to(self, place: str) -> Conversion:
-        self.place = place
+    def writing_to(self, uri: str) -> Conversion:
+        self.uri = uri
         return self
 
     def run(self, _: Any) -> list[Any]:
@@ -35,7 +35,7 @@ class Conversion:
         return {}
 
     def publish(self, *_: Any) -> None:
-        with MDSWriter(out=self.place, columns={"id": "int"}) as writer:
+        with MDSWriter(out=self.uri, columns={"id": "int"}) as writer:
             writer.write_batch({"id": list(range(10))})
 
 

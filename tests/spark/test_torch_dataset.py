@@ -128,7 +128,7 @@ def test_it_is_converted_once_and_read_by_other_processes(spark: Any, wine: Any,
     *features, label = wine.columns
     dataset = StreamToTorchDataset(wine, features, label)
     expected = dataset[100]
-    folder = Path(dataset.spark_df.cache.place)
+    folder = Path(dataset.spark_df.cache.uri)
     changed = (folder / "index.json").stat().st_mtime_ns
     elsewhere = pickle.loads(pickle.dumps(dataset))
     assert torch.equal(elsewhere[100][0], expected[0])

@@ -237,7 +237,7 @@ def test_a_position_left_out_in_loading_restarts_the_data_and_says_so(shards: Pa
     whole = Run(shards, tmp_path, save_interval="1ba")
     options = {"load_ignore_keys": ["state/dataset_state"], "max_duration": f"{step + 3}ba"}
     restart = {"data": {"on_missing_state": "restart"}}
-    with pytest.warns(UserWarning, match="left out in loading it.* The data begins from its start"):
+    with pytest.warns(UserWarning, match="loaded without its data position.* The data begins from its start"):
         run = Run(shards, tmp_path / "again", checkpoints(tmp_path)[step], **options, **restart)
     first = min(run.steps)
     assert [run.steps[first + k] for k in range(2)] == [whole.steps[k] for k in range(2)]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
 from support.lightning_runs import GLOBAL_BATCH, NUM_SAMPLES, Recorder, Run, checkpoints, expect_exact, keep_all
 
 from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataModule, StreamingDataset
@@ -430,10 +431,27 @@ def test_a_last_checkpoint_that_is_not_there_is_an_error_where_the_run_has_other
         return module
 
     fit(save_last=False)  # nothing is there yet
-    with pytest.raises(StateError, match=r"none is marked as last among 1 .* save_last=True"):
+    with pytest.raises(StateError, match=r"none is marked as last .* among the 1 .* save_last=True"):
         fit(save_last=False)
     fit(save_last=True, ckpt_path=None)
     assert min(fit(save_last=True, max_steps=5).steps) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available", "ignore:.*val_dataloader")
+@pytest.mark.parametrize("save_last", [False, True])
+def test_a_last_checkpoint_in_the_folder_of_another_version_is_an_error(
+    shards: Path, tmp_path: Path, save_last: bool
+) -> None:
+    def fit() -> None:
+        options = {**QUIET, "enable_checkpointing": True, "logger": CSVLogger(tmp_path), "default_root_dir": tmp_path}
+        keeps = ModelCheckpoint(every_n_train_steps=2, save_last=save_last)  # without dirpath=
+        trainer = Trainer(max_steps=3, **options, callbacks=[keeps, StreamingCallback()])
+        trainer.fit(Recorder(), streaming(shards), ckpt_path="last")
+
+    fit()  # nothing is there yet
+    assert list(tmp_path.glob("lightning_logs/version_0/checkpoints/*.ckpt"))
+    with pytest.raises(StateError, match=r"none is marked as last .*version_0.*ModelCheckpoint\(dirpath="):
+        fit()
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")

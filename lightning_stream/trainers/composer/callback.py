@@ -1,7 +1,7 @@
 """The callback that keeps a loader's position in Composer's checkpoints.
 
-Composer tells a dataset the samples of the current epoch, never the epoch, and tells a loader nothing. Its clock says
-which batches were trained on; the callback joins the trainer by itself when the training loop first asks for a batch.
+Composer passes the samples of the current epoch to a dataset, never the epoch, and passes nothing to a loader. Its
+clock has the batches trained on; the callback joins the trainer when the training loop first asks for a batch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from lightning_stream.trainers.tracker import PositionTracker
 
 
 class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no types
-    """Keeps the position of a training loader in step with Composer's trainer.
+    """Keeps the position of a training loader equal to that of Composer's trainer.
 
     Every `StreamingDataLoader` that a Composer trainer trains on gets one: nothing has to be added to the trainer. It
-    also restores the random state of a run resumed in the middle of an epoch, which Composer leaves out there; keeps
+    also restores the random state of a run resumed in the middle of an epoch, which Composer does not; keeps
     `train_subset_num_batches` right after a resume; and logs and shows the position.
 
     Args:
@@ -83,19 +83,19 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         self._epoch_clock, self._batch_clock = int(clock.epoch), int(clock.batch)
         trainer.state.callbacks.insert(0, self)
         if int(clock.batch) > 0 and not trainer.first_train_batch_complete and not tracker.is_resumed:
-            tracker.report_missing("the checkpoint's data position was left out in loading it")
+            tracker.report_missing("the checkpoint was loaded without its data position")
         here = tracker.position
         if tracker.is_of_mosaic and here.position == 0 and int(clock.batch_in_epoch) == 0:
             # At the end of an epoch that library saves the epoch that is over.
             tracker.move_to(replace(here, epoch=max(here.epoch, int(clock.epoch))))
-        tracker.begin_run(len(self.loader), int(clock.batch_in_epoch))
+        tracker.begin_run()
 
     def _limit(self, trainer: Any) -> int | None:
         """Batches of an epoch, where the trainer takes fewer than there are."""
         length = trainer.state.dataloader_len
         return int(length) if length is not None and int(length) < len(self.loader) else None
 
-    # What Composer says
+    # Composer's events
 
     def batch_start(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
         """Take up the batch of this number."""
@@ -140,7 +140,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
                 loader.close()
 
     def _sync(self) -> None:
-        """Commit what the trainer's clock says was trained on."""
+        """Commit the batches that were trained on by the trainer's clock."""
         clock = self._trainer.state.timestamp
         if int(clock.batch) > self._batch_clock:
             self._batch_clock = int(clock.batch)
@@ -151,16 +151,16 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
 
 
 def driver_of(loader: StreamingDataLoader) -> PositionTracker | None:
-    """Follow the Composer trainer that is about to train on a loader which nobody follows yet, if there is one."""
+    """Follow the Composer trainer that is about to train on a loader that has no tracker yet, if there is one."""
     if private.trainer_that_asks(loader) is None:
         return None
     tracker, loaded = StreamingPosition(loader).tracker, plain_iterations_of(loader.streaming).loaded_state
-    if loaded is not None:  # Composer gave the checkpoint's state to the dataset, when nobody followed the loader yet
+    if loaded is not None:  # Composer gave the checkpoint's state to the dataset before
         tracker.load(loaded)
     return tracker
 
 
 def _show(bar: Any, position: Position) -> None:
-    """Put the position into Composer's progress bar, which shows only losses by itself; first, as lines are cut."""
+    """Put the position into Composer's progress bar, which shows only losses; first, since lines are cut."""
     bar.metrics = {"at": f"{position.epoch}:{position.position}", **{k: v for k, v in bar.metrics.items() if k != "at"}}
     bar.pbar.set_postfix(bar.metrics, refresh=False)

@@ -32,7 +32,7 @@ class BatchCounter:
         self._loader = loader
         self._token_column = token_column
         self._padding_id = padding_id
-        self.at_padding = False  # whether the micro-batch at hand is padding
+        self.at_padding = False  # whether the current micro-batch is padding
 
     def num_samples(self, batch: Any) -> int | float:
         """Samples that count in a batch or micro-batch.
@@ -50,7 +50,7 @@ class BatchCounter:
 
     @property
     def _is_padding(self) -> bool:
-        """Whether the batch or piece at hand is only a repeat that must not count."""
+        """Whether the current batch or micro-batch is padding."""
         current = self._loader.last_batch
         return self.at_padding or (current is not None and bool(current.filler.all()))
 
@@ -153,7 +153,7 @@ def _holds_columns(batch: Any) -> bool:
 
 
 def _take(batch: Any, rows: slice, length: int) -> Any:
-    """These rows of every column that has one per sample; anything else goes into each micro-batch as it is."""
+    """These rows of every column that has one per sample; anything else goes into each micro-batch unchanged."""
     if isinstance(batch, Mapping):
         return {name: _take_value(value, rows, length) for name, value in batch.items()}
     if _holds_columns(batch):
@@ -176,6 +176,6 @@ def _take_column(column: Any, rows: slice, length: int) -> Any:
 
 def _unknown(batch: Any, argument: str) -> TypeError:
     return TypeError(
-        f"the samples of a batch can be told apart in tensors, arrays, and dicts, tuples or lists of them; found "
+        f"samples can be counted in tensors, arrays, and dicts, tuples or lists of them; found "
         f"{type(batch).__name__}. Pass {argument}= to data_spec"
     )

@@ -30,7 +30,7 @@ def trainer_that_asks(loader: Any) -> Any | None:
 
 
 def restore_random_state(trainer: Any) -> None:
-    """Restore the random state as Composer does before the first batch, which it leaves out for our datasets."""
+    """Restore the random state as Composer does before the first batch, which it skips for our datasets."""
     state = trainer._rng_state  # noqa: SLF001
     if state is not None:
         reproducibility.load_rng_state(state)

@@ -69,8 +69,8 @@ def data_spec(
             Composer cuts into micro-batches by `device_train_microbatch_size`.
         batch_size: Samples per device and step, instead.
         evaluation: Whether this is for evaluation: each sample once, always in the same order, no position.
-        tail: What happens to an epoch's rest: ``"pad"`` (training; filler has no weight in the loss), ``"drop"``, or
-            ``"exact"`` (evaluation).
+        tail: What happens to an epoch's last partial batch: ``"pad"`` (training; padding has no weight in the loss),
+            ``"drop"`` or ``"exact"`` (evaluation).
         num_workers: Worker processes per rank.
         collate_fn: From a list of samples to a batch.
         pin_memory: None pins where there is CUDA.
@@ -82,7 +82,7 @@ def data_spec(
         padding_id: Tokens of this value do not count.
         num_tokens: Tokens of an epoch, where known.
         get_num_samples_in_batch, get_num_tokens_in_batch, split_batch: Instead of ours, which read tensors, arrays,
-            lists, and dicts or tuples of them, and leave filler out.
+            lists, and dicts or tuples of them, and do not count padding.
         on_mismatch: What to do where data or settings differ from the checkpoint's: ``"error"`` or ``"warn"``.
         on_missing_state, check_delivery, record_delivery, seed_steps: See `PositionTracker`.
         dataset_arguments: Arguments of `StreamingDataset`.
@@ -148,8 +148,8 @@ def _refuse_empty_ranks(loader: StreamingDataLoader) -> None:
     world = loader.detect_world()
     if loader.num_samples < world.num_replicas:
         raise ValueError(
-            f"an evaluation has at least one sample for each device, since Composer's metrics cannot leave padding "
-            f"out; {loader.num_samples} samples do not suffice for {world.num_replicas} devices. Evaluate on fewer "
+            f"an evaluation has at least one sample for each device, since Composer's metrics count "
+            f"padding; {loader.num_samples} samples do not suffice for {world.num_replicas} devices. Evaluate on fewer "
             "devices, or on more samples"
         )
 

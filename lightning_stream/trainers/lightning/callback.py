@@ -128,16 +128,16 @@ class StreamingCallback(Callback):
         return replace(loader.first_position(), epoch=self._first_epoch) if self._first_epoch else None
 
     def _loader_for_state(self, trainer: Any) -> StreamingDataLoader | None:
-        """A loader that can read a state, before Lightning comes to its data."""
+        """A loader that can read a state, before Lightning sets up its data."""
         return self.make_loader() if self.make_loader is not None else self._attach(trainer)
 
-    # What Lightning says
+    # Lightning's hooks
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse what cannot be exact, and forget what belongs to another fit.
+        """Refuse what cannot be exact, and reset what belongs to another fit.
 
         Raises:
-            ValueError: A callback of the trainer's would hang it, or change the global batch behind the data's back.
+            ValueError: A callback of the trainer's would hang it, or change the global batch.
             StateError: ``ckpt_path="last"`` found nothing although the run has checkpoints.
         """
         if stage != "fit":
@@ -163,7 +163,7 @@ class StreamingCallback(Callback):
             raise self._no_last
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Say what was lost and repeated, and let go of the loader."""
+        """Report what was lost and repeated, and release the loader."""
         if stage == "fit" and self.tracker.is_attached:
             self._hide_position()
             self.tracker.end_run()
@@ -183,11 +183,11 @@ class StreamingCallback(Callback):
         self.tracker.output = partial(loops.say, trainer)
         if self.is_passive:
             self._check(trainer)
-        if trainer.ckpt_path is not None and not self._was_asked:  # Lightning asks nobody if it lacks "callbacks"
+        if trainer.ckpt_path is not None and not self._was_asked:  # Lightning calls no callback if it lacks "callbacks"
             self._state_in({"global_step": trainer.global_step})
         check_loader(trainer, loader)
-        done = loader.batches_before(self.tracker.position)
-        self.tracker.begin_run(-(-len(loader) // loader.accumulate), done // loader.accumulate)
+        self.tracker.begin_run()
+        loader.check()  # logs before the progress bar is drawn
         loops.let_ranks_stop_together(trainer)
         if self.show_position:
             self._hide_position = loops.show_in_bar(trainer, self.tracker)
@@ -215,7 +215,7 @@ class StreamingCallback(Callback):
         self._num_substituted = self.tracker.take(batch_idx, trainer.global_step).num_substituted
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """Let every sample of an optimizer step weigh the same, also in an epoch's last, partial step."""
+        """Give every sample of an optimizer step the same weight, also in an epoch's last, partial step."""
         current = self.tracker.current if self.tracker.is_attached else None
         if (
             current is not None
@@ -227,8 +227,7 @@ class StreamingCallback(Callback):
                 loss.register_hook(lambda grad: grad * weight)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Commit the step that this batch completed, and count what was delivered in place of bad samples: the metric
-        is the epoch's, over all ranks, and is there where the dataset substitutes."""
+        """Commit the step that this batch completed; log the epoch's number of substituted samples over all ranks."""
         if not self.tracker.is_attached:
             return
         self._sync(trainer)
@@ -241,7 +240,7 @@ class StreamingCallback(Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Begin the order's next epoch with Lightning's, also where a limit or the model cut this one short.
 
-        Lightning also comes by where `max_steps`, `max_time` or a callback stopped it: the epoch is not over then.
+        Lightning also calls this where `max_steps`, `max_time` or a callback stopped it: the epoch is not over then.
         """
         if not self.tracker.is_attached:
             return
@@ -260,8 +259,8 @@ class StreamingCallback(Callback):
     def _sync(self, trainer: Any) -> None:
         """Commit the batch in training if the optimizer stepped since it began.
 
-        A signal's handler may save a checkpoint, and so come by here, between any two lines: the commit is first, and
-        made again it is the same.
+        A signal's handler may save a checkpoint, and so call this, between any two lines: the commit is first, and
+        repeating it changes nothing.
         """
         step = trainer.global_step
         if step > self._seen_step:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import os
 import warnings
 import weakref
@@ -22,9 +20,11 @@ from lightning_stream.trainers.lightning.package import LightningDataModule
 
 DatasetLike = StreamingDataset | Mapping[str, Any] | str | os.PathLike[str]
 
-# Lightning warns of what does not hold here: our loaders' lengths are exact, and no validation data is no mistake.
+# Lightning warns of what does not hold here: our loaders' lengths are exact, no validation data is no mistake, and the
+# deprecated name of torch is one that Lightning uses.
 _OUT_OF_PLACE = (
     "Your `IterableDataset` has `__len__` defined",
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     "You defined a `validation_step` but have no `val_dataloader`",
 )
 
@@ -36,8 +36,7 @@ class StreamingDataModule(LightningDataModule):
     continue on another number of nodes, devices and workers, or with another accumulation.
 
     Args:
-        train, val, test, predict: A `StreamingDataset`; its keyword arguments as a mapping; or only where it is, a path
-            or URL.
+        train, val, test, predict: A `StreamingDataset`, its keyword arguments as a mapping, or its path or URL.
         global_batch_size: Samples of one optimizer step over all replicas and accumulated micro-batches; each device
             gets ``global_batch_size / (replicas * accumulation)`` at a time.
         batch_size: Samples per device and micro-batch, instead.
@@ -45,18 +44,21 @@ class StreamingDataModule(LightningDataModule):
         num_workers: Worker processes per rank.
         eval_num_workers: The same in evaluation; defaults to `num_workers`.
         collate_fn: From a list of samples to a batch.
-        tail: What happens to a training epoch's rest: ``"pad"``, ``"drop"`` or ``"exact"``. Evaluation is always exact.
+        tail: What happens to a training epoch's last partial batch: ``"pad"``, ``"drop"`` or ``"exact"``. Evaluation is
+            always exact.
         pin_memory: None pins where the trainer trains on CUDA.
-        prefetch_factor, persistent_workers, multiprocessing_context: As in `torch.utils.data.DataLoader`.
+        timeout, worker_init_fn, prefetch_factor, persistent_workers, multiprocessing_context: As in
+            `torch.utils.data.DataLoader`.
         replication: Groups of this many consecutive ranks get the same samples; None asks the trainer's strategy, which
-            knows of tensor parallelism.
+            knows about tensor parallelism.
         prepare: Called once per node before anything is read, e.g. to convert the data.
-        on_mismatch: Where the data or the order settings differ from the checkpoint's: ``"error"``, or ``"warn"`` to go
-            on under another order from there.
+        on_mismatch: Where the data or the order settings differ from the checkpoint's: ``"error"``, or ``"warn"`` to
+            continue in another order from there.
         seed_steps, on_missing_state, check_delivery, show_position, record_delivery: See `StreamingCallback`.
 
     Raises:
-        ValueError: Neither or both of `global_batch_size` and `batch_size`; an argument that datasets do not have.
+        ValueError: Neither or both of `global_batch_size` and `batch_size`.
+        TypeError: An argument that datasets do not have.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class StreamingDataModule(LightningDataModule):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         tail: Tail = "pad",
         pin_memory: bool | None = None,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
         multiprocessing_context: Any = None,
@@ -104,8 +108,10 @@ class StreamingDataModule(LightningDataModule):
         self.replication = replication
         self.prepare = prepare
         self.on_mismatch: Literal["error", "warn"] = on_mismatch
-        self._worker_arguments = {
+        self._worker_arguments: dict[str, Any] = {
             "collate_fn": collate_fn,
+            "timeout": timeout,
+            "worker_init_fn": worker_init_fn,
             "prefetch_factor": prefetch_factor,
             "persistent_workers": persistent_workers,
             "multiprocessing_context": multiprocessing_context,
@@ -162,7 +168,7 @@ class StreamingDataModule(LightningDataModule):
     def _ignore_advice(self) -> None:
         self.teardown("")
         before = list(warnings.filters)
-        for advice in _OUT_OF_PLACE if self.datasets["val"] is None else _OUT_OF_PLACE[:1]:
+        for advice in _OUT_OF_PLACE if self.datasets["val"] is None else _OUT_OF_PLACE[:-1]:
             warnings.filterwarnings("ignore", advice)
         self._ignored = [one for one in warnings.filters if one not in before]
 
@@ -262,7 +268,7 @@ class StreamingDataModule(LightningDataModule):
 
 
 def _dataset(name: str, given: DatasetLike | None) -> StreamingDataset | None:
-    """A dataset from what the user gave for it."""
+    """Make the dataset that an argument describes."""
     if given is None or isinstance(given, StreamingDataset):
         return given
     if isinstance(given, str | os.PathLike):
@@ -272,18 +278,9 @@ def _dataset(name: str, given: DatasetLike | None) -> StreamingDataset | None:
             f"{name}= takes a StreamingDataset, a mapping of its arguments, or a path or URL; found "
             f"{type(given).__name__}"
         )
-    known = list(inspect.signature(StreamingDataset).parameters)
-    unknown = [str(key) for key in given if key not in known]
-    if unknown:
-        close = [match for key in unknown for match in difflib.get_close_matches(key, known, n=1)]
-        raise ValueError(
-            f"{name}= takes the arguments of StreamingDataset, and {', '.join(unknown)} "
-            f"{'is none' if len(unknown) == 1 else 'are none'} of them"
-            + (f": did you mean {', '.join(close)}?" if close else f". There are {', '.join(known)}")
-        )
     return StreamingDataset(**given)
 
 
 def _replication_of(trainer: Any) -> int:
-    """How many ranks share their samples, by what the strategy would tell a distributed sampler."""
+    """How many ranks share their samples, by what the strategy tells a distributed sampler."""
     return max(1, int(trainer.world_size) // sampler_replicas(trainer))

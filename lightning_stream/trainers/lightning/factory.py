@@ -1,7 +1,7 @@
-"""What Lightning adds to every trainer: the entry point ``lightning.pytorch.callbacks_factory``.
+"""The entry point ``lightning.pytorch.callbacks_factory``: the callback that Lightning adds to every trainer.
 
-A `StreamingDataLoader` handed to `Trainer.fit` is then resumed exactly without a word in the user's code. It does
-nothing for trainers over other data.
+A `StreamingDataLoader` handed to `Trainer.fit` is then resumed exactly without a change of the user's code. Trainers
+over other data are not affected.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class JoinsTrainer(Callback):
     """Puts a passive `StreamingCallback` into a trainer that has none when a fit begins."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take the place of this one; first among the callbacks, so that what ModelCheckpoint saves is up to date."""
+        """Replace this callback by one that comes first, so that what ModelCheckpoint saves is up to date."""
         if stage != "fit":
             return
         from lightning_stream.trainers.lightning.callback import StreamingCallback
@@ -29,5 +29,5 @@ class JoinsTrainer(Callback):
 
 
 def callbacks() -> list[Any]:
-    """What Lightning calls for each trainer that is made."""
+    """Lightning calls this for each trainer that is made."""
     return [JoinsTrainer()]

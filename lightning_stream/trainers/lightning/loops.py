@@ -1,9 +1,9 @@
-"""The private layouts of Lightning that we touch, all in this file.
+"""All private layouts of Lightning that this package uses.
 
-Tried on Lightning 2.4 to 2.6; `test_lightning_layouts` tells when one of them changes. Lightning restores counters, not
-data: after a resume it believes what its loops saved, which is wrong after a stop at the last batch of an epoch, inside
-an accumulation window, or on another number of devices. So the loops' counters in the checkpoint are rewritten from the
-data's position, which is always right.
+Tested with Lightning 2.4 to 2.6; `test_lightning_layouts` fails when one of them changes. Lightning restores counters,
+not data: after a resume it uses the counts that its loops saved, which are wrong after a stop at the last batch of an
+epoch, inside an accumulation window, or on another number of devices. So the loops' counters in the checkpoint are
+rewritten from the data's position, which is always right.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def is_tried(version: str) -> bool:
 
 
 def warn_if_untried(trainer: Any) -> None:
-    """Say so, once per fit, where this Lightning is one that nobody tried."""
+    """Warn, once per fit, of a version of Lightning that was not tested."""
     version = getattr(sys.modules.get(_package_of(trainer)), "__version__", None)
     if version is not None and not is_tried(version):
         warnings.warn(
@@ -113,8 +113,8 @@ def _rewrite(fit_loop: dict[str, Any], at: LoopPosition, global_step: int) -> No
 
     inner = fit_loop["epoch_loop.state_dict"]
     automatic = fit_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
-    # With manual optimization a batch may step several optimizers, so the steps do not tell the batches. Where a
-    # validation is due, run or not, the loop comes by the end of this batch once more and counts it again.
+    # With manual optimization a batch may step several optimizers, so the steps are not the batches. Where a
+    # validation is due, run or not, the loop passes the end of this batch once more and counts it again.
     stepped = global_step if automatic else inner["_batches_that_stepped"] + half_saved
     inner["_batches_that_stepped"] = stepped - at.validation_due
 
@@ -142,7 +142,7 @@ def enter(trainer: Any, at: LoopPosition) -> None:
 def end_restart(trainer: Any) -> None:
     """End what Lightning treats as a restart with the resumed epoch, so that it updates plateau schedulers.
 
-    Where the metric that one monitors was logged before the checkpoint only, it is left out, with a warning.
+    If a scheduler's metric was logged only before the checkpoint, the scheduler is not updated, with a warning.
     """
     loop = trainer.fit_loop
     if not loop.restarting:
@@ -175,7 +175,7 @@ def iterators(trainer: Any) -> list[LoaderIterator]:
 
 
 def data_source_of(trainer: Any) -> Any:
-    """What was handed to `fit`: a loader, or a module that makes one."""
+    """The argument of `fit`: a loader, or a module that makes one."""
     return trainer.fit_loop._data_source.instance  # noqa: SLF001
 
 
@@ -212,11 +212,11 @@ def show_in_bar(trainer: Any, tracker: PositionTracker) -> Callable[[], object]:
 
 
 def show_nothing() -> None:
-    """There is no bar to restore."""
+    """Do nothing: there is no bar to restore."""
 
 
 def say(trainer: Any, sentence: str) -> None:
-    """Show a sentence where a program logs what this package says, else as Lightning shows its own."""
+    """Log a sentence at INFO: by this package's logger if that is enabled, else by Lightning's."""
     ours = logging.getLogger("lightning_stream")
     (ours if ours.isEnabledFor(logging.INFO) else logging.getLogger(_package_of(trainer))).info(sentence)
 
@@ -261,7 +261,7 @@ def let_ranks_stop_together(trainer: Any) -> None:
 
 
 def train_loader_of(trainer: Any) -> Any:
-    """What the trainer trains on, made now if Lightning has not come to it yet."""
+    """The loader that the trainer trains on, made now if Lightning has not made it yet."""
     trainer.fit_loop.setup_data()
     return trainer.train_dataloader
 
@@ -275,8 +275,8 @@ def train_loaders_of(trainer: Any) -> list[Any]:
 def forget_fetched(trainer: Any) -> bool:
     """Let Lightning request its data again if it has trained on some of it; gives whether it had.
 
-    For a checkpoint restored in the middle of a fit, as the learning rate finder does: before 2.6 Lightning goes on
-    counting the batches fetched, and ends the first epoch early.
+    For a checkpoint restored in the middle of a fit, as the learning rate finder does: before 2.6 Lightning continues
+    to count the batches fetched, and ends the first epoch early.
     """
     fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
     if fetcher is None or not fetcher.fetched:

@@ -1,4 +1,4 @@
-"""What cannot be exact under Lightning is refused, with the reason, before it costs anything."""
+"""Settings of Lightning that cannot be exact are refused, with the reason, before training starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_stream.trainers.lightning.loops import LoopPosition, lacks_last
 
 
 def check_callbacks(trainer: Any) -> None:
-    """Refuse callbacks that hang several ranks, or change the global batch behind the data's back.
+    """Refuse callbacks that hang several ranks, or change the global batch.
 
     Raises:
         ValueError: Says which one, why, and what to do instead.
@@ -76,7 +76,7 @@ def check_alignment(loader: StreamingDataLoader, at: LoopPosition) -> None:
     """Refuse to resume where Lightning would step in the middle of global batches.
 
     Raises:
-        StateError: The global batch changed at a place that its accumulation cannot count from.
+        StateError: The global batch changed at a position from which its accumulation cannot be counted.
     """
     if at.batch % loader.accumulate and at.batch != at.num_batches:
         raise StateError(
@@ -88,7 +88,7 @@ def check_alignment(loader: StreamingDataLoader, at: LoopPosition) -> None:
 
 
 def missing_last(trainer: Any) -> StateError | None:
-    """What is wrong where ``ckpt_path="last"`` found nothing although there are checkpoints; called in `setup`.
+    """The error if ``ckpt_path="last"`` found nothing although there are checkpoints, else None; called in `setup`.
 
     Lightning would begin from the start, with no more than a warning.
     """
@@ -96,20 +96,22 @@ def missing_last(trainer: Any) -> StateError | None:
         return None
     root = Path(trainer.default_root_dir)
     folders = [Path(found) for one in trainer.checkpoint_callbacks if (found := getattr(one, "dirpath", None))]
-    found = [path for folder in folders or [root / "checkpoints"] for path in folder.glob("*.ckpt")]
-    found += [] if folders else root.glob("lightning_logs/*/checkpoints/*.ckpt")
+    # Where ModelCheckpoint saves if it is given no folder: each run of a logger has one of its own.
+    logged = [Path(one.save_dir or root) / str(one.name) for one in trainer.loggers]
+    defaults = [root / "checkpoints", *(found for folder in logged for found in folder.glob("*/checkpoints"))]
+    found = [path for folder in folders or defaults for path in folder.glob("*.ckpt")]
     if not found:
         return None
     newest = str(max(found, key=lambda path: path.stat().st_mtime))
     return StateError(
-        f'ckpt_path="last" continues from the last checkpoint, but none is marked as last among {len(found)} in '
-        f"{Path(newest).parent}: the run would begin from its start. Pass ModelCheckpoint(dirpath=..., save_last=True) "
-        f"from the first fit on, or name the file, e.g. ckpt_path={newest!r}"
+        f'ckpt_path="last" must find the last checkpoint, but none is marked as last for this run among the '
+        f"{len(found)} in {Path(newest).parent}: training would start again. Pass ModelCheckpoint(dirpath=..., "
+        f"save_last=True) from the first run on, or name the file: ckpt_path={newest!r}"
     )
 
 
 def warn_of_others(loaders: Sequence[Any]) -> None:
-    """Say which training loaders over datasets of ours are not resumed by Lightning."""
+    """Warn of training loaders over datasets of ours that Lightning does not resume."""
     if len(loaders) > 1 and any(isinstance(loader, StreamingDataLoader) for loader in loaders):
         warnings.warn(
             f"the position of one training loader is kept, but {len(loaders)} were given: after a stop they train "

@@ -1,0 +1,38 @@
+"""Names of a package that are imported on first use (PEP 562)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from lightning_stream.errors import missing_extra
+
+
+def lazy_names(
+    package: str, names_of: Mapping[str, str], extra_of: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Make a package's ``__getattr__`` and ``__dir__``.
+
+    Args:
+        package: The package's ``__name__``.
+        names_of: The public names of each of its modules, separated by spaces.
+        extra_of: The extra of ours that installs an optional package.
+    """
+    home = {name: module for module, names in names_of.items() for name in names.split()}
+
+    def find(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        try:
+            value = getattr(import_module(f"{package}.{home[name]}"), name)
+        except ModuleNotFoundError as error:
+            missing = (error.name or "").split(".")[0]
+            if missing not in extra_of:
+                raise
+            raise missing_extra(missing, extra_of[missing], f"{package}.{name}") from error
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return find, lambda: sorted({*vars(sys.modules[package]), *home})
