@@ -21,7 +21,7 @@ from support.pages import PAGES, ROOT, blocks_of
 # What a block's title may give as the reason why no test runs it.
 REASONS = {"needs 4 GPUs", "needs a cluster", "needs a Databricks workspace", "needs a Hugging Face account"}
 SLOW = {"docs/hosts.md", "docs/multi_node.md", "docs/spark.md"}
-WIDTH = 80  # longer lines are cut off in a browser window of 1280 pixels; console output is wrapped
+WIDTH = 82  # longer lines are cut off in a browser window of 1280 pixels; console output is wrapped
 LANGUAGES = {"python", "bash", "console", "text", "yaml", "toml"}
 LOGGERS = ("lightning_stream", "lightning.pytorch", "composer")
 

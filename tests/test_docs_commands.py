@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from collections.abc import Sequence
@@ -46,7 +47,8 @@ def check(words: list[str], scripts: set[str]) -> None:
     elif name == "pip":
         _check_install(rest)
     elif name == "lightning-stream" or rest[:2] == ["-m", "lightning_stream"]:
-        build_parser().parse_args(rest if name == "lightning-stream" else rest[2:])
+        with contextlib.suppress(SystemExit) if rest[-1] in ("--help", "--version") else contextlib.nullcontext():
+            build_parser().parse_args(rest if name == "lightning-stream" else rest[2:])
     elif name == "python" and rest[0] == "train.py":
         _check_training(rest[1:])
     elif name in ("python", "bash"):
