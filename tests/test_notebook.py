@@ -36,6 +36,7 @@ def _quiet_matplotlib(monkeypatch: pytest.MonkeyPatch) -> Any:
     pyplot.close("all")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the notebook ignores Lightning's warnings too
 @pytest.mark.usefixtures("_quiet_matplotlib")
 def test_each_cell_runs_and_gives_the_stored_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
