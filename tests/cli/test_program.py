@@ -72,7 +72,7 @@ def test_every_command_has_help_and_json() -> None:
         (["explain", "none.ckpt"], "there is no checkpoint at"),
         (["explain", "."], "there is no checkpoint at"),
         (["convert", "nowhere.csv", "out"], "nowhere.csv"),
-        (["merge", "nowhere"], "no index.json in any folder below"),
+        (["merge", "nowhere"], "index.json"),
         (["simulate", "--global-batch-size", "8"], "either a PATH|URL, or --stream"),
     ],
 )
