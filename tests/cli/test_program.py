@@ -120,7 +120,6 @@ def test_ctrl_c_is_one_line_and_exit_code_130(shards: Path) -> None:
 
 
 def test_a_closed_pipe_is_quiet(shards: Path) -> None:
-    code = "import os, sys; from lightning_stream.cli import main; os.dup2(int(sys.argv[1]), 1); sys.exit(main())"
     reader, writer = os.pipe()
     os.close(reader)
     code = f"import sys; from lightning_stream.cli import main; sys.exit(main(['inspect', {str(shards)!r}]))"
