@@ -75,7 +75,7 @@ def test_simulate_tells_how_an_order_shuffles_and_what_nodes_fetch(
 ) -> None:
     assert main(["simulate", str(shards / "train"), "--batch", "16", "--nodes", "2", "--devices", "2"]) == 0
     told = capsys.readouterr().out
-    assert "a batch touches" in told
+    assert "Shuffle quality" in told
     assert "by node in an epoch, 1." in told
 
 
