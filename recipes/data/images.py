@@ -179,7 +179,8 @@ def as_tensor(image: Any) -> Tensor:
     """A PIL image or an array uint8[3, h, w] as a tensor uint8[3, h, w]."""
     if isinstance(image, np.ndarray):
         return torch.from_numpy(image.copy())
-    return v2.functional.pil_to_tensor(image.convert("RGB"))
+    tensor: Tensor = v2.functional.pil_to_tensor(image.convert("RGB"))
+    return tensor
 
 
 def read_cifar10(path: str) -> Iterator[dict[str, Any]]:
