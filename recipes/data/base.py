@@ -156,7 +156,7 @@ class RecipeData(StreamingDataModule):
     @property
     def title(self) -> str:
         """What the samples are, in a few words."""
-        return self.name if self.source is None else f"{self.name} from {self.source}"
+        return str(self.name) if self.source is None else f"{self.name} from {self.source}"
 
 
 def absolute(uri: str) -> str:

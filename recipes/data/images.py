@@ -172,7 +172,10 @@ class ImageTransform:
 def augmentation(size: int, crop_scale_min: float, jitter: float) -> Callable[[Tensor], Tensor]:
     """Random crop, mirror and colours."""
     crop = v2.RandomResizedCrop(size, scale=(crop_scale_min, 1.0), antialias=True)
-    return v2.Compose([crop, v2.RandomHorizontalFlip(), v2.ColorJitter(jitter, jitter, jitter)])
+    augment: Callable[[Tensor], Tensor] = v2.Compose(
+        [crop, v2.RandomHorizontalFlip(), v2.ColorJitter(jitter, jitter, jitter)]
+    )
+    return augment
 
 
 def as_tensor(image: Any) -> Tensor:
