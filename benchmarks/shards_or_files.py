@@ -1,6 +1,6 @@
 """The same photos, shuffled, from shards and from local files: augmented for training, and as bytes alone.
 
-python benchmarks/shards_or_files.py [--rounds 3]      photos from $LIGHTNING_STREAM_SHARED/data or ../shared/data
+PYTHONPATH=. python benchmarks/shards_or_files.py      photos from $LIGHTNING_STREAM_SHARED/data or ../shared/data
 
 One process reads one epoch in batches of 32. ``shards`` is this package's loader over shards in a local folder, read in
 place; ``files`` is torch's own DataLoader over a list of files, in a random order. Augmentation is that of the flowers:
@@ -49,9 +49,9 @@ class Files:
 
 
 def _augmented() -> Any:
-    from lightning_stream.recipes.images import AugmentedImage
+    from recipes.data.images import ImageTransform, augmentation
 
-    return AugmentedImage(SIZE)
+    return ImageTransform(augmentation(SIZE, crop_scale_min=0.4, jitter=0.25))
 
 
 def _from_files(transform: Any) -> dict:

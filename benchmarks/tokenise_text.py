@@ -1,7 +1,7 @@
 """Text to blocks of tokens in shards, by one process and by several: the same bytes, and how fast.
 
-python benchmarks/tokenise_text.py                                   # 8 files of gzipped JSON lines, as C4 has them
-python benchmarks/tokenise_text.py --tokenizer tokenizer.json --workers 1 2 4
+PYTHONPATH=. python benchmarks/tokenise_text.py                      # 8 files of gzipped JSON lines, as C4 has them
+PYTHONPATH=. python benchmarks/tokenise_text.py --tokenizer tokenizer.json --workers 1 2 4
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from lightning_stream.recipes.documents import TextFiles
-from lightning_stream.recipes.stories import story
-from lightning_stream.recipes.text_conversion import TextConfig, TextConversion
-from lightning_stream.recipes.tokens import BYTES, make_tokenizer
+from recipes.data.synthetic_text import story
+from recipes.data.text import BYTES, TextData
 
 
 def write_texts(folder: Path, files: int, documents: int) -> int:
-    """JSON lines of made-up documents, about 1.2 kB each; their characters in all."""
+    """JSON lines of synthetic documents, about 1.2 kB each; their characters in all."""
     characters = 0
     for file in range(files):
         lines = []
@@ -39,10 +37,10 @@ def write_texts(folder: Path, files: int, documents: int) -> int:
     return characters
 
 
-def digest(place: Path) -> str:
+def digest(folder: Path) -> str:
     total = hashlib.sha256()
-    for path in sorted(place.rglob("*.zstd")):
-        total.update(str(path.relative_to(place)).encode() + path.read_bytes())
+    for path in sorted(folder.rglob("*.zstd")):
+        total.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     return total.hexdigest()
 
 
@@ -66,17 +64,17 @@ def main() -> None:
         texts, out = Path(temporary) / "texts", Path(temporary) / "out"
         texts.mkdir()
         megabytes = write_texts(texts, options.files, options.documents) / 1e6
-        source = TextFiles(texts, train_files="c4-train.*", val_files="c4-validation.*")
+        files = {"source": str(texts), "train_files": "c4-train.*", "val_files": "c4-validation.*"}
+        settings = {"remote": str(out), "local": str(out), "tokenizer": options.tokenizer, "seq_len": 1024}
         seconds: dict[int, list[tuple[float, float]]] = {workers: [] for workers in options.workers}
         digests = set()
         for _ in range(options.rounds):
             for workers, taken in seconds.items():
-                config = TextConfig(1024, size_limit="8mb")
-                made = TextConversion.plan(source, make_tokenizer(options.tokenizer), str(out), config, workers)
+                made = TextData(**files, **settings, size_limit="8mb", conversion_workers=workers)
                 wall, cpu = time.perf_counter(), cpu_s()
-                made.run()
+                made.convert_source()
                 taken.append((time.perf_counter() - wall, cpu_s() - cpu))
-                digests.add(digest(Path(made.place)))
+                digests.add(digest(Path(made.uri)))
                 shutil.rmtree(out)
     print(f"{megabytes:.0f} MB of text in {options.files} files, tokenizer {options.tokenizer}; medians")
     for workers, taken in seconds.items():

@@ -19,17 +19,19 @@ if TYPE_CHECKING:
     from lightning_stream.local_dataset import LocalDataset
     from lightning_stream.order import Position, World
     from lightning_stream.reading.stream import Stream
-    from lightning_stream.spark import StreamToTorchDataset, dataframe_to_mds
+    from lightning_stream.spark import StreamToTorchDataset as StreamToTorchDataset
+    from lightning_stream.spark import dataframe_to_mds as dataframe_to_mds
     from lightning_stream.trainers.audit import verify_delivery
     from lightning_stream.trainers.checkpoints import read_position, start_at
-    from lightning_stream.trainers.composer.spec import data_spec
-    from lightning_stream.trainers.lightning.callback import StreamingCallback
-    from lightning_stream.trainers.lightning.data_module import StreamingDataModule
-    from lightning_stream.trainers.lightning.graceful_stop import GracefulStop, TrainingInterrupted
-    from lightning_stream.trainers.lightning.monitor import RunMonitor
-    from lightning_stream.trainers.lightning.sample_log import SampleLog
+    from lightning_stream.trainers.composer.spec import data_spec as data_spec
+    from lightning_stream.trainers.lightning.callback import StreamingCallback as StreamingCallback
+    from lightning_stream.trainers.lightning.data_module import StreamingDataModule as StreamingDataModule
+    from lightning_stream.trainers.lightning.graceful_stop import GracefulStop as GracefulStop
+    from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted as TrainingInterrupted
+    from lightning_stream.trainers.lightning.monitor import RunMonitor as RunMonitor
+    from lightning_stream.trainers.lightning.sample_log import SampleLog as SampleLog
     from lightning_stream.trainers.tracker import PositionTracker
-    from lightning_stream.trainers.transformers import StreamingTrainerCallback
+    from lightning_stream.trainers.transformers import StreamingTrainerCallback as StreamingTrainerCallback
     from lightning_stream.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter, merge_index
 
 __version__ = "0.1.0"
@@ -62,10 +64,9 @@ _EXTRAS = {
 }  # fmt: skip
 __getattr__, __dir__ = lazy_names(__name__, _NAMES, _EXTRAS)
 
+# Those of `import *`, which must not fail where a trainer or Spark is not installed; `dir()` has all names.
 __all__ = [
-    "CSVWriter", "GracefulStop", "JSONWriter", "LightningStreamError", "LocalDataset", "MDSWriter", "Position",
-    "PositionTracker", "RunMonitor", "SampleLog", "Stream", "StreamToTorchDataset", "StreamingCallback",
-    "StreamingDataLoader", "StreamingDataModule", "StreamingDataset", "StreamingTrainerCallback", "TSVWriter",
-    "TrainingInterrupted", "World", "XSVWriter", "data_spec", "dataframe_to_mds", "decode_jpeg", "merge_index",
-    "read_position", "register_encoding", "start_at", "verify_delivery",
+    "CSVWriter", "JSONWriter", "LightningStreamError", "LocalDataset", "MDSWriter", "Position", "PositionTracker",
+    "Stream", "StreamingDataLoader", "StreamingDataset", "TSVWriter", "World", "XSVWriter", "decode_jpeg",
+    "merge_index", "read_position", "register_encoding", "start_at", "verify_delivery",
 ]  # fmt: skip

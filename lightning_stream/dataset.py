@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -198,8 +199,10 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         reader, order = self._streaming_source.reader, dict(self._streaming_source.order_arguments)
         snapshot = vars(reader).get("_snapshot", vars(reader).get("snapshot"))  # only if it was read already
         known = [] if snapshot is None else [f"{snapshot.num_samples:,} samples in {snapshot.num_shards:,} shards"]
-        order |= {"mosaic": None, "batch_size": self._streaming_plain.batch_size}
-        settings = [f"{_PUBLIC.get(name, name)}={value!r}" for name, value in order.items() if value is not None]
+        given = {_PUBLIC.get(name, name): value for name, value in order.items() if name != "mosaic"}
+        given["batch_size"] = self._streaming_plain.batch_size
+        defaults = signature(StreamingDataset).parameters
+        settings = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name].default]
         return f"{type(self).__name__}({', '.join([*map(repr, reader.streams), *known, *settings])})"
 
     @Readable
@@ -230,7 +233,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
     length = Readable(__len__)
 
     def subset(self, ids: Iterable[int] | NDArray[np.int64]) -> StreamingDataset:
-        """Some samples as a dataset with an order, a fingerprint and a position of its own; reads only their shards.
+        """Make a dataset of some samples, with its own order, fingerprint and position; it reads only their shards.
 
         Args:
             ids: Sample ids of this dataset, each at most once.

@@ -130,7 +130,7 @@ class StreamingDataLoader(DataLoader[Any]):
         # Accelerate and Lightning read arguments off the attributes of their names; torch has filled in its own.
         vars(self).update(batch_size=batch_size, drop_last=self.tail == "drop")
 
-    # What Accelerate asks of a loader: to leave dealing to it, and to keep its state.
+    # For Accelerate: this loader divides its batches itself, and its state is kept.
     _is_accelerate_prepared = use_stateful_dataloader = True
 
     def __repr__(self) -> str:
@@ -186,7 +186,7 @@ class StreamingDataLoader(DataLoader[Any]):
         return len(self.settings().micro_batches(self._source, Start()))
 
     def batches_before(self, position: Position) -> int:
-        """Micro-batches of this rank that count as done at a position: what a full epoch has less what is to come."""
+        """Micro-batches of this rank that count as done at a position: those of a full epoch less those to come."""
         return len(self) - len(self.micro_batches_from(position))
 
     def micro_batches_from(self, position: Position) -> MicroBatches:
@@ -210,14 +210,15 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]:
         """Start making an iteration's batches; returns where it begins."""
-        iterator.moves &= not self.evaluation
         plain = plain_iterations_of(self.streaming)
+        iterator.moves &= not self.evaluation
         if iterator.moves:
             plain.belongs_to(self)
         loaded = plain.loaded_state if iterator.moves else None  # given to the dataset, as MDS users do
         driver = self._driver or driver_of(self)
         if driver is None and self.begins_at is None and self._progress.position is None and loaded:
-            self._resume(plain.passed({}, lambda: self.accept(loaded)))
+            resume = self._resume if plain.batch_size is None else self.continue_from  # else the dataset announced it
+            resume(plain.passed({}, lambda: self.accept(loaded)))
         own = driver.begin(iterator) if driver is not None and iterator.moves else None
         settings = self.settings()
         run = self._run(settings)
@@ -269,9 +270,8 @@ class StreamingDataLoader(DataLoader[Any]):
 
     @_iterator.setter
     def _iterator(self, value: Any) -> None:
-        workers = vars(self).get("_workers")
-        if value is None and workers is not None:
-            workers.release()
+        if value is None and "_workers" in vars(self):
+            self._workers.release()
 
     def close(self) -> None:
         """End the worker processes of this loader, persistent ones too; a later iteration starts new ones."""

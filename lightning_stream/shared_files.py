@@ -279,7 +279,7 @@ class FileLock:
         return LOCK_FDS.open(self.path, os.O_RDWR | os.O_CREAT, self.modes.file)
 
     def _is_current(self, fd: int) -> bool:
-        # The owner before us removed the file as it let go: a lock on that inode excludes no one.
+        # The former owner removed the file when it released it: a lock on that inode excludes no one.
         return same_file(fd, self.path)
 
     def __enter__(self) -> Self:

@@ -80,7 +80,7 @@ class DaemonPool:
 
 
 def follow(promise: Future[T], source: Future[Any], *, only_failures: bool = False) -> None:
-    """Give a promise the outcome of another future, so that it is never waited for in vain.
+    """Give a promise the outcome of another future, so that no one waits for it for ever.
 
     Args:
         promise: A future without a result yet.
@@ -114,4 +114,6 @@ def _run(future: Future[Any], call: Callable[..., Any], args: tuple[Any, ...]) -
         future.set_result(call(*args))
     except BaseException as error:  # noqa: BLE001 - the caller of result() gets it
         future.set_exception(error)
-        del future  # its error's traceback holds this frame: else a ring, and what it holds would stay a while
+        del (
+            future
+        )  # its error's traceback refers to this frame: without this, the cycle would keep its memory for a while

@@ -74,7 +74,7 @@ def find_problems(config: DictConfig) -> list[str]:
         return [f"no dataset selected; choose one with +data=NAME ({', '.join(choices)})."]
     if trainer_kind(config) == "composer" and find_spec("composer") is None:
         return ["trainer: Composer is not installed. In its own environment: pip install 'lightning-stream[composer]'."]
-    if missing := sorted(OmegaConf.missing_keys(config)):
+    if missing := [key for key, value in _nodes(OmegaConf.to_container(config), "") if str(value) == "???"]:
         return [f"{key}: needs a value; add {key}=..." for key in missing]
     try:
         values: Any = OmegaConf.to_container(config, resolve=True)

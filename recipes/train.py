@@ -195,5 +195,6 @@ def _quieten() -> None:
     """Leave the terminal to what a user can act on."""
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_stream.loading.checks"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for message in (r".*treespec, LeafSpec.*", "Checkpoint directory .* is not empty", ".*than the logging interval.*"):
+    messages = (".*treespec, LeafSpec.*", "Checkpoint directory .* is not empty", ".*than the logging interval.*")
+    for message in (*messages, ".*`self.log.*sync_dist=True.*"):  # the metrics are those of all ranks already
         warnings.filterwarnings("ignore", message=message)

@@ -305,3 +305,17 @@ def test_a_dataset_that_was_dropped_leaves_no_file_open(shards: Path, tmp_path: 
     assert read()
     gc.collect()
     assert not open_files()
+
+
+def test_a_state_loaded_for_a_plain_data_loader_is_announced_once(
+    dataset: StreamingDataset, shards: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning_stream")
+    state = dataset.state_dict(40)
+    resumed = StreamingDataset(remote=shards, shuffle=True, batch_size=8)
+    resumed.load_state_dict(state)
+    assert len(list(torch.utils.data.DataLoader(resumed, batch_size=8))) == 16
+    resumed.load_state_dict(state)
+    list(StreamingDataLoader(resumed, 8))
+    announced = [one for one in caplog.messages if one.startswith("Resumed")]
+    assert announced == 2 * ["Resumed at epoch 0, step 5 (40 of 167 samples of this epoch)."]

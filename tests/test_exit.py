@@ -84,6 +84,7 @@ def check(name: str, stderr: str) -> None:
         assert not stderr, f"{name}: {stderr}"
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_prints_nothing_of_ours(remote: Path, tmp_path: Path) -> None:
     scripts = {
         name: ("import os, sys" + START.format(remote=str(remote), local=str(tmp_path / name)) + script,

@@ -57,7 +57,7 @@ def needed(server: WebServer, folder: Path, part: str, workers: int) -> int:
 
 
 @pytest.mark.parametrize(("part", "workers"), [("raw", 0), ("raw", 3), ("packed", 2)])
-def test_with_the_limit_that_is_told_each_shard_is_fetched_once_by_all_workers(
+def test_with_the_limit_that_the_error_names_each_shard_is_fetched_once_by_all_workers(
     server: WebServer, tmp_path: Path, part: str, workers: int
 ) -> None:
     limit = needed(server, tmp_path / "small", part, workers)

@@ -1,4 +1,4 @@
-"""The loader: the same batches in every world, and a position that any other world can go on from."""
+"""The loader: the same batches in every world, and a position that any other world can resume from."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_batches_do_not_depend_on_workers(dataset: StreamingDataset, options: di
         assert ids_of(many) == ids_of(alone)
 
 
-def test_without_workers_torch_still_says_what_it_always_said(dataset: StreamingDataset) -> None:
+def test_without_workers_torch_warns_as_usual(dataset: StreamingDataset) -> None:
     with pytest.raises(AssertionError):  # it has words for it since 2.8
         next(iter(StreamingDataLoader(dataset, 16, timeout=3)))
     if not torch.accelerator.is_available():
@@ -109,7 +110,7 @@ def test_filler_is_flagged_and_counts_for_nothing(dataset: StreamingDataset) -> 
 
 
 @pytest.mark.parametrize("stop", range(1, 12))
-def test_a_state_taken_after_any_batch_goes_on_at_the_next(dataset: StreamingDataset, stop: int) -> None:
+def test_a_state_taken_after_any_batch_resumes_at_the_next(dataset: StreamingDataset, stop: int) -> None:
     whole = StreamingDataLoader(dataset, 16)
     expected = ids_of(whole) + ids_of(whole) + ids_of(whole)
     loader = StreamingDataLoader(dataset, 16, num_workers=1)
@@ -125,7 +126,7 @@ def test_a_state_taken_after_any_batch_goes_on_at_the_next(dataset: StreamingDat
     assert rest + ids_of(again) == expected[stop : stop + len(rest) + 11]
 
 
-def test_a_state_goes_on_in_another_world_and_with_another_batch_size(dataset: StreamingDataset) -> None:
+def test_a_state_resumes_in_another_world_and_with_another_batch_size(dataset: StreamingDataset) -> None:
     order = [number for ids in one_epoch(dataset, 16) for number in ids]
     loader = StreamingDataLoader(dataset, 16, tail="exact")
     batches = iter(loader)
@@ -211,7 +212,7 @@ def test_a_second_iterator_moves_nothing_while_the_first_one_goes(dataset: Strea
     assert seen + ids_of(first) == whole
 
 
-def test_an_iterator_that_goes_on_after_a_state_was_loaded_moves_nothing(dataset: StreamingDataset) -> None:
+def test_an_iterator_that_continues_after_a_state_was_loaded_moves_nothing(dataset: StreamingDataset) -> None:
     loader = StreamingDataLoader(dataset, 16)
     whole = one_epoch(dataset, 16)
     old = iter(loader)
@@ -265,7 +266,7 @@ def test_one_loader_in_two_threads_delivers_whole_epochs(dataset: StreamingDatas
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))], ids=["deep", "pickle"]
 )
-def test_a_copy_of_a_loader_goes_on_by_itself(dataset: StreamingDataset, copied: Any) -> None:
+def test_a_copy_of_a_loader_continues_by_itself(dataset: StreamingDataset, copied: Any) -> None:
     loader = StreamingDataLoader(dataset, 16, num_workers=1, persistent_workers=True)
     batches = iter(loader)
     first = [next(batches)["id"].tolist() for _ in range(2)]
@@ -456,13 +457,15 @@ def test_workers_end_at_once_with_a_trainer_that_an_error_ends(shards: Path) -> 
     program = (
         "import sys\n"
         "from lightning_stream import StreamingDataLoader, StreamingDataset\n"
+        "from lightning_stream.loading import worker_signals\n"
+        "worker_signals._GRACE_S = 3600\n"
         "dataset = StreamingDataset(remote=sys.argv[1], shuffle=True)\n"
         "loader = StreamingDataLoader(dataset, 4, num_workers=2, persistent_workers=True)\n"
         "for batch in loader:\n"
         "    raise RuntimeError('of the user')\n"
     )
     run = subprocess.run(
-        [sys.executable, "-c", program, str(shards)], capture_output=True, text=True, timeout=29, check=False
+        [sys.executable, "-c", program, str(shards)], capture_output=True, text=True, timeout=250, check=False
     )
     assert run.returncode == 1
     assert "of the user" in run.stderr
@@ -544,4 +547,17 @@ def test_a_loader_is_shown_in_one_line(shards: Path) -> None:
     assert "global_batch_size=32, num_workers=2" in repr(
         StreamingDataLoader(dataset, global_batch_size=32, num_workers=2)
     )
-    assert "\n" not in repr(dataset)
+    assert repr(dataset) == f"StreamingDataset(Stream({str(shards)!r}))"
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_in_a_transform_names_sample_shard_and_stream(shards: Path, num_workers: int) -> None:
+    def fails(sample: dict[str, Any]) -> float:
+        return 1 / (sample["id"] - 40)
+
+    loader = StreamingDataLoader(StreamingDataset(remote=shards, transform=fails), 8, num_workers=num_workers)
+    with pytest.raises(ZeroDivisionError) as caught:
+        list(loader)
+    text = "".join(traceback.format_exception(caught.value))
+    if sys.version_info >= (3, 11) or num_workers:
+        assert re.search(rf"While transforming samples \[40\] of stream '{shards}', shard shard\.\d+\.mds\.", text)

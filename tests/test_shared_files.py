@@ -136,7 +136,7 @@ def wait_for_it(folder: Path, answers: Any, waiting: Any) -> None:
         answers.put(str(error))
 
 
-def test_a_failure_is_raised_in_every_waiter_at_once_and_a_later_call_tries_anew(tmp_path: Path) -> None:
+def test_a_failure_is_raised_in_every_waiter_at_once_and_a_later_call_tries_again(tmp_path: Path) -> None:
     answers, looks = FORK.Queue(), [FORK.Semaphore(0) for _ in range(4)]
     waiters = [FORK.Process(target=wait_for_it, args=(tmp_path, answers, waiting)) for waiting in looks]
 
@@ -174,7 +174,7 @@ def test_a_waiter_takes_over_from_a_killed_owner(tmp_path: Path) -> None:
     owner.join()
 
 
-def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, how: int) -> None:
         raise OSError(37, "No locks available")
 
@@ -185,7 +185,7 @@ def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest
         CacheFolder(tmp_path / "c").prepare()
 
 
-def test_locks_that_exclude_nobody_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locks_that_exclude_no_one_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files.fcntl, "flock", lambda fd, how: None)
     with pytest.raises(CacheError, match="no working file locks"):
         CacheFolder(tmp_path / "c").prepare()

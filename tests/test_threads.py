@@ -113,7 +113,7 @@ def test_a_process_ends_at_once_though_a_store_does_not_answer(tmp_path_factory:
 
 
 @pytest.mark.parametrize("only_failures", [False, True])
-def test_whoever_waits_for_a_promise_is_told_when_nothing_will_keep_it(only_failures: bool) -> None:
+def test_a_promise_gets_the_failure_of_the_call_that_should_keep_it(only_failures: bool) -> None:
     pool = DaemonPool(1, "test")
     begun, go_on = threading.Event(), threading.Event()
 

@@ -1,17 +1,17 @@
-"""From the files people have to MDS shards, in parallel processes: each row exactly once, the same bytes every time.
+"""Files of rows to MDS shards, in parallel processes: each row exactly once, the same bytes every time.
 
 ::
 
-    from lightning_stream.convert import Inputs, convert
+    from lightning_stream.convert import Inputs, convert, read_manifest
 
-    done = convert("photos/", "shards/", val_fraction=0.1)      # class folders of images
-    done = convert("rows/*.parquet", "s3://bucket/rows")    # columns from the schema
-    done = convert("texts.jsonl.gz", "texts", columns={"text": "str"}, compression="zstd:7")
-    done = convert(Inputs(paths, samples_of_path), "mine")  # whatever a function gives for each path
-    print(done)                                             # counts, bytes, seconds
+    result = convert("photos/", "shards/", val_fraction=0.1)  # class folders of images
+    result = convert("rows/*.parquet", "s3://bucket/rows")  # columns from the schema
+    result = convert("texts.jsonl.gz", "texts", columns={"text": "str"}, compression="zstd:7")
+    result = convert(Inputs(paths, samples_of_path), "mine")  # the samples that a function returns for each path
+    print(result)  # counts, bytes, seconds
 
-or ``python -m lightning_stream.convert SOURCE OUT``. See `convert` for all settings. Names are loaded on first use;
-Parquet and Arrow files need the ``convert`` extra (pyarrow), other kinds nothing.
+See `convert` for all settings. Names are loaded on first use; Parquet, Arrow and CSV files need the ``convert`` extra
+(pyarrow).
 """
 
 from __future__ import annotations
@@ -21,15 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_stream.convert.api import convert
-    from lightning_stream.convert.conversion import ConversionResult, read_manifest
-    from lightning_stream.convert.sources.function import Inputs
+    from lightning_stream.convert.result import ConversionResult, read_manifest
+    from lightning_stream.convert.sources.inputs import Inputs
 
-_HOME = {
-    "convert": "api",
-    "ConversionResult": "conversion",
-    "Inputs": "sources.function",
-    "read_manifest": "conversion",
-}
+_HOME = {"convert": "api", "ConversionResult": "result", "Inputs": "sources.inputs", "read_manifest": "result"}
 
 __all__ = ["ConversionResult", "Inputs", "convert", "read_manifest"]
 

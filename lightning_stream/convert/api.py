@@ -1,4 +1,4 @@
-"""`convert`: files of rows to MDS shards, each row exactly once, the same bytes however many processes write them."""
+"""`convert`: files of rows to MDS shards, each row exactly once, the same bytes for any number of processes."""
 
 from __future__ import annotations
 
@@ -6,28 +6,36 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning_stream.convert.conversion import Conversion, ConversionResult, Settings, writer_settings
-from lightning_stream.convert.files import Places
-from lightning_stream.convert.nulls import NullRule
-from lightning_stream.convert.plan import part_size
-from lightning_stream.convert.sources.choose import open_source
-from lightning_stream.convert.sources.function import Inputs
-from lightning_stream.convert.split import HeldOut
-from lightning_stream.convert.transform import Transform
-from lightning_stream.convert.worker import IN_WORKER
+from lightning_stream.convert.conversion import Conversion, Settings, folder_of, refuse_beside, writer_settings
+from lightning_stream.convert.files import Uris
+from lightning_stream.convert.partition import OutputSpec
+from lightning_stream.convert.pool import is_worker
+from lightning_stream.convert.result import ConversionResult, read_manifest
+from lightning_stream.convert.sources.base import Source
+from lightning_stream.convert.sources.choose import open_source, splits_of
+from lightning_stream.convert.sources.inputs import Inputs
+from lightning_stream.convert.task import NullRule, Transform
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.shared_files import FileLock
 from lightning_stream.stores import LocalStore
 from lightning_stream.writer.place import Out, is_remote
 
 _WAIT_S = 24 * 3600.0
+_FORMER = {
+    "held_out": "val_fraction",
+    "held_out_by": "group_by",
+    "transform_rows": "transform_partition",
+    "part_bytes": "partition_bytes",
+    "scratch": "tmp_dir",
+}
 
 
 def convert(
-    source: Places | Inputs,
+    source: Uris | Inputs,
     out: Out,
     *,
     columns: Mapping[str, str] | None = None,
@@ -46,6 +54,7 @@ def convert(
     seed: int = 0,
     tmp_dir: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
+    exist_ok: bool = False,
     force: bool = False,
     keep_local: bool = False,
     progress_bar: bool = False,
@@ -53,7 +62,6 @@ def convert(
     source_options: Mapping[str, Any] | None = None,
     source_store_options: Mapping[str, Any] | None = None,
     store_options: Mapping[str, Any] | None = None,
-    exist_ok: bool = False,
     **former: NoReturn,
 ) -> ConversionResult:
     """Write files of rows as an MDS dataset, in parallel processes.
@@ -62,109 +70,123 @@ def convert(
 
         convert("s3://bucket/raw/*.parquet", "s3://bucket/train", columns={"text": "str", "label": "int64"})
 
-    Every row is in the dataset exactly once, whatever becomes of the processes. index.json comes last: without it there
-    is no dataset, and then the same call again writes only the parts that are missing. The same source and settings
-    give the same files, however many processes write them. ``manifest.json`` beside the index tells schema, row counts,
-    source files and statistics; if it tells of this very source and these settings, nothing is written again.
+    Every row is in the dataset exactly once, also if processes are killed. index.json comes last: without it there is
+    no dataset, and the same call then writes only the missing partitions. The same source and settings give the same
+    files, with any number of processes. ``manifest.json`` beside the index holds schema, counts and source files; if it
+    describes this source and these settings, nothing is written again.
+
+    A source folder with the folders ``train`` and ``val`` (or ``validation``, ``test``) is written as the datasets
+    ``out/train`` and ``out/val``.
 
     Args:
-        source: A file, a folder, a pattern with ``*``, or a list of these; paths, or URLs of any store. Or `Inputs`,
-            with a function that gives the samples of each.
-        out: Where to: a local folder, a URL, or (local folder, URL).
-        columns: Encodings by column name: only these are written. None for all, inferred from the source's schema, or
-            from its first rows where it has none.
+        source: A file, a folder, a pattern with ``*``, or a list of these, as paths or URLs of any store; a
+            `datasets.Dataset` object; or `Inputs`, with a function that returns the samples of each.
+        out: A local folder, a URL, or (local folder, URL).
+        columns: Encodings by column name: only these columns are written. None for all, inferred from the source's
+            schema, or from some of its rows where it has none.
         compression: E.g. ``"zstd"`` or ``"zstd:7"``; None for none. ``"auto"`` is zstd, but none where a column holds
             images, sound or video, which are compressed already.
         hashes: Digests of every file that the index holds; None for ``["xxh3_64"]``, ``[]`` for none.
         size_limit: Bytes of a shard, as a number or ``"64mb"``.
         num_workers: Processes; None for one per processor. 1 writes in this process.
-        kind: What the files are, where their names do not tell: ``parquet``, ``jsonl``, ``csv``, ``tsv``, ``images``...
-        transform: Called with each row (a dict of Python values); gives a sample, None to leave the row out, or an
-            iterable of samples. For repeatable files it must be deterministic. Without ``columns``, the first sample
-            decides them.
-        transform_partition: Called instead with an iterator over the rows of a partition; gives its samples: for what needs
-            several rows at once, e.g. texts to blocks of tokens. Parts are as ``partition_bytes`` says.
-        fill_nulls: Values to write in the place of nulls, by column.
-        drop_nulls: Leave out rows with nulls in columns that have no null (all but json).
-        val_fraction: Share of the rows that goes into ``out/val``, while the others go into ``out/train``.
-        group_by: A column: rows with the same value there are held out together.
-        shuffle: Write the rows in a random order over the whole source: good where it lies sorted, e.g. by class. Rows
-            pass through files on this machine, about as large as the dataset without compression.
-        seed: Chooses the random order, and which rows are held out.
-        tmp_dir: A folder for those files; None for one beside a local ``out``, else among temporary files.
-        overwrite: Replace the dataset at ``out`` as a whole, at the end, if it is not this very dataset.
-        force: Write the dataset again even if it is there already, from the same source and settings.
+        kind: The kind of the files, where their names do not show it: ``parquet``, ``jsonl``, ``csv``, ``images``...
+        transform: Called with each row (a dict of Python values); returns a sample, None to drop the row, or an
+            iterable of samples. It must be deterministic. Without ``columns``, the first sample decides them.
+        transform_partition: Called instead with an iterator over the rows of a partition; returns its samples: for what
+            needs several rows at once, e.g. to pack texts into blocks of tokens.
+        fill_nulls: Values that are written instead of nulls, by column.
+        drop_nulls: Drop rows with nulls in columns that have no null (all but json).
+        val_fraction: Share of the rows that is written to ``out/val``; the others go to ``out/train``. A hash of the
+            row's content decides (of an image folder: of the image), so added files move no row between the splits,
+            and equal rows are never in both.
+        group_by: A column: rows with the same value there are in the same split.
+        shuffle: Write the rows in a random order over the whole source: good if it is sorted, e.g. by class. Rows pass
+            through temporary files, about as large as the dataset without compression.
+        seed: Chooses the random order and the rows of the validation split.
+        tmp_dir: A folder for those files; None for one beside a local ``out``, else the system's.
+        overwrite: Replace another dataset at ``out``, as a whole, at the end. (MDS writers call it ``exist_ok``.)
+        exist_ok: The same as `overwrite`.
+        force: Write the dataset again even if it exists already, from the same source and settings.
         keep_local: With a pair, keep the local copies too.
-        progress_bar: Show a line that counts rows on stderr.
+        progress_bar: Show a line that counts partitions and rows on stderr.
         partition_bytes: Bytes of the source that one process writes at a time, e.g. ``"256mb"``. None: by its size.
         source_options: For the reader, e.g. ``{"delimiter": ";"}``.
         source_store_options: For the store of the source.
         store_options: For the store of ``out``.
-        exist_ok: mosaicml-streaming's word for `overwrite`.
+        **former: Former names of these arguments, which are refused.
 
     Raises:
         ValueError: Settings, columns or values that cannot be written; null values, with column and count; no rows.
-        FormatError: A file is not what its name says.
-        NotFoundError: No such files.
-        FileExistsError: ``out`` holds something else; says what differs.
-        LightningStreamError: Workers died over and over.
+        FormatError: A damaged file, or one whose name does not fit.
+        NotFoundError: The files do not exist.
+        FileExistsError: ``out`` holds something else; names the differences.
+        LightningStreamError: Workers died several times.
     """
     begin = time.perf_counter()
-    _refuse_former(former)
-    if IN_WORKER in os.environ:
+    if is_worker():
         raise RuntimeError(
-            "a worker process imports the script that its functions are in, and came upon convert() there. Put what "
+            "a worker process imports the script that its functions are in, and convert() ran there again. Put what "
             "the script does under: if __name__ == '__main__'."
         )
-    found = open_source(source, kind, source_options, source_store_options)
-    if val_fraction is None and group_by is not None:
-        raise ValueError("group_by says which rows stay together; it needs val_fraction, the share of them.")
+    for name in former:
+        now = f"; it is now {_FORMER[name]!r}" if name in _FORMER else ""
+        raise TypeError(f"convert() has no argument {name!r}{now}.")
+    if group_by is not None and val_fraction is None:
+        raise ValueError("group_by keeps rows together in the validation split; it needs val_fraction.")
     settings = Settings(
-        out=_placed(out),
+        out=_checked_out(out),
         keep_local=keep_local,
         store_options=store_options,
         columns=None if columns is None else dict(columns),
         writer=writer_settings(compression, hashes, size_limit),
         transform=Transform(transform, transform_partition),
         nulls=NullRule(dict(fill_nulls or {}), drop_nulls),
-        val_fraction=None if val_fraction is None else HeldOut(val_fraction, seed, group_by),
-        partition_bytes=part_size(found)
-        if partition_bytes is None
-        else max(1, parse_bytes(partition_bytes, "partition_bytes")),
-        shuffle_seed=seed if shuffle else None,
+        val_fraction=val_fraction,
+        group_by=group_by,
+        seed=seed,
+        shuffle=shuffle,
+        partition_bytes=None if partition_bytes is None else max(1, parse_bytes(partition_bytes, "partition_bytes")),
+        tmp_dir=None if tmp_dir is None else os.fspath(tmp_dir),
         overwrite=overwrite or exist_ok or force,
         force=force,
-        tmp_dir=None if tmp_dir is None else os.fspath(tmp_dir),
     )
-    conversion = Conversion(found, settings)
-    with _alone(settings.out):
-        return conversion.run(_processes(num_workers), progress_bar, begin)
+    opened = open_source(source, kind, source_options, source_store_options)
+    result = _converted(opened, settings, _processes(num_workers), progress_bar)
+    return replace(result, seconds=time.perf_counter() - begin)
 
 
-_FORMER = {
-    "held_out": "val_fraction",
-    "held_out_by": "group_by",
-    "transform_rows": "transform_partition",
-    "part_bytes": "partition_bytes",
-    "scratch": "tmp_dir",
-}
+def _converted(source: Source, settings: Settings, num_workers: int, progress_bar: bool) -> ConversionResult:
+    splits = splits_of(source)
+    if not splits:
+        conversion = Conversion(source, settings)
+        with _alone(settings.out):
+            return conversion.run(num_workers, progress_bar)
+    if settings.val_fraction is not None:
+        raise ValueError(
+            f"{source.name} holds the splits {', '.join(splits)} already, so val_fraction does not apply. Omit it, or "
+            "pass a list of folders to write them as one dataset with another split."
+        )
+    refuse_beside(OutputSpec(settings.out, False, settings.store_options, {}, {}, ""))
+    asked = None if settings.transform.function is not None else settings.columns
+    found = source.reader.find_columns([file for split in splits.values() for file in split.files], asked)
+    done = []
+    for split, files in splits.items():
+        conversion = Conversion(files, replace(settings, out=folder_of(settings.out, split)), found)
+        with _alone(folder_of(settings.out, split)):
+            done.append(conversion.run(num_workers, progress_bar))
+    uri = settings.out[-1] if isinstance(settings.out, tuple) else settings.out
+    result = read_manifest(uri, **(settings.store_options or {}) if is_remote(uri) else {})
+    return replace(result, is_new=any(one.is_new for one in done))
 
 
-def _refuse_former(given: Mapping[str, Any]) -> None:
-    for name in given:
-        if name in _FORMER:
-            raise TypeError(f"convert() has no argument {name!r} any more; it is now {_FORMER[name]!r}.")
-        raise TypeError(f"convert() got an unexpected keyword argument {name!r}.")
-
-
-def _placed(out: Any) -> Any:
-    """A place that means the same in every process."""
+def _checked_out(out: Any) -> Any:
+    """Return ``out`` as it means the same in every process."""
     if isinstance(out, (tuple, list)):
-        return tuple(map(_placed, out))
-    place = os.fspath(out) if isinstance(out, (str, os.PathLike)) else ""
-    if not place:
+        return tuple(map(_checked_out, out))
+    uri = os.fspath(out) if isinstance(out, (str, os.PathLike)) else ""
+    if not uri:
         raise ValueError(f"out must name a folder or a URL; got {out!r}. Pass one.")
-    return place.rstrip("/") if is_remote(place) else str(LocalStore.from_url(place, {}).folder)
+    return uri.rstrip("/") if is_remote(uri) else str(LocalStore.from_url(uri, {}).folder)
 
 
 def _processes(num_workers: int | None) -> int:
@@ -176,9 +198,10 @@ def _processes(num_workers: int | None) -> int:
 
 
 def _alone(out: Any) -> Any:
-    """Held by the one process of this machine that writes there: others wait, and then find it done."""
-    place = Path(out[-1] if isinstance(out, tuple) else out)
-    if is_remote(str(out[-1] if isinstance(out, tuple) else out)):
+    """Lock a local output folder: another process of this machine waits, and then finds the dataset."""
+    uri = str(out[-1] if isinstance(out, tuple) else out)
+    if is_remote(uri):
         return nullcontext()
-    place.parent.mkdir(parents=True, exist_ok=True)
-    return FileLock(place.with_name(f".{place.name}.lock"), _WAIT_S)
+    folder = Path(uri)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder.with_name(f".{folder.name}.lock"), _WAIT_S)

@@ -42,11 +42,7 @@ def count_nulls(batch: pa.RecordBatch, columns: Mapping[str, str]) -> dict[str, 
 
 
 def writer_columns(batch: pa.RecordBatch, columns: Mapping[str, str]) -> dict[str, Any]:
-    """The values of every column, as `MDSWriter.write_batch` takes them.
-
-    Raises:
-        ValueError: A value that its encoding cannot hold; names the column.
-    """
+    """The values of every column, as `MDSWriter.write_batch` takes them."""
     return {name: _named_values(batch, name, encoding) for name, encoding in columns.items()}
 
 
@@ -136,11 +132,7 @@ def _decimals(column: pa.Array, encoding: str) -> Values:
 
 
 def nested_arrays(column: pa.Array) -> NDArray[Any] | list[NDArray[Any]]:
-    """Lists of numbers, nested or not, as one array if all rows have one shape, else as one array per row.
-
-    Raises:
-        ValueError: A row whose inner lists differ in length.
-    """
+    """Lists of numbers, nested or not, as one array if all rows have one shape, else as one array per row."""
     if pa.types.is_fixed_size_list(column.type):
         flat = nested_arrays(column.flatten())
         size = column.type.list_size

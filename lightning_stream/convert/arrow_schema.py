@@ -70,16 +70,7 @@ _ALLOWED: tuple[tuple[Any, tuple[str, ...]], ...] = (
 
 
 def arrow_columns(schema: pa.Schema, asked: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The encoding of every column that is written.
-
-    Args:
-        schema: An Arrow schema.
-        asked: Encodings by column name: only these columns are then written. None for all, inferred.
-
-    Raises:
-        ValueError: No such column, an encoding that does not fit its type, or a type that none fits; all of them
-            together.
-    """
+    """The encoding of every column that is written."""
     names = list(schema.names)
     problems = [f"two columns are named {name!r}." for name in sorted({n for n in names if names.count(n) > 1})]
     columns: dict[str, str] = {}

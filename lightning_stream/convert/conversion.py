@@ -1,54 +1,48 @@
-"""One source on its way into one place: what is there already, what is missing, and what becomes of it."""
+"""One source on its way into one dataset: what exists already, what is missing, and what happens with it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
-from lightning_stream.convert.job import Job
-from lightning_stream.convert.nulls import NullRule
-from lightning_stream.convert.plan import parts_of
-from lightning_stream.convert.pool import run_parts
-from lightning_stream.convert.progress import Progress
-from lightning_stream.convert.provenance import (
-    Digests,
-    check_unchanged,
-    noted_source,
-    same_content,
-    source_difference,
-    told_source,
-)
-from lightning_stream.convert.publish import MANIFEST, Publication
+from lightning_stream.convert.fingerprint import function_text
+from lightning_stream.convert.partition import OutputSpec
+from lightning_stream.convert.pool import Progress, run_partitions
+from lightning_stream.convert.publish import Publication
 from lightning_stream.convert.receipt import Receipt, check, receipt_name
-from lightning_stream.convert.shuffle import buckets_of, end_spill, shuffled_listing, spill_folder, write_shuffled
-from lightning_stream.convert.sources.base import Found
-from lightning_stream.convert.sources.choose import Source
-from lightning_stream.convert.spill import Buckets
-from lightning_stream.convert.split import TRAIN, VAL, HeldOut
-from lightning_stream.convert.transform import Transform
-from lightning_stream.convert.work import Work
-from lightning_stream.errors import NotFoundError
+from lightning_stream.convert.result import (
+    ConversionResult,
+    as_json,
+    check_unchanged,
+    differences,
+    is_whole,
+    manifest_of,
+    result_of,
+    source_identity,
+    source_record,
+)
+from lightning_stream.convert.shuffle import Shuffle, shuffled_listing
+from lightning_stream.convert.sources.base import Found, Source
+from lightning_stream.convert.split import TRAIN, VAL, ValidationSplit, identifying
+from lightning_stream.convert.task import NullRule, PartitionTask, Transform
 from lightning_stream.formats.codecs import check_compression
 from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.formats.sizes import parse_bytes
-from lightning_stream.stores import Store, open_store
 from lightning_stream.writer.infer import infer_columns
-from lightning_stream.writer.place import digest_of
 
 _LOG = logging.getLogger(__name__)
-_VERSION = 1
-AUTO = "auto"
-_IMAGES = ("jpeg", "png", "jpeg_array", "jpegs_array")
+_VERSION = 2
+_AUTO, _DEFAULT_COMPRESSION = "auto", "zstd"
+_MEDIA = ("jpeg", "png", "jpeg_array", "jpegarray", "list[jpeg]", "list[png]", "audio", "video")
 _REPLACE = "pass overwrite=True"
-_FILL = "Fill them (fill_nulls={column: value}), leave the rows out (drop_nulls=True), or ask for 'json' in columns=."
+_FILL = "Fill them (fill_nulls={column: value}), drop the rows (drop_nulls=True), or ask for 'json' in columns=."
 
 
 @dataclass(frozen=True)
@@ -62,324 +56,193 @@ class Settings:
     writer: Mapping[str, Any]
     transform: Transform
     nulls: NullRule
-    val_fraction: HeldOut | None
-    partition_bytes: int
-    shuffle_seed: int | None
+    val_fraction: float | None
+    group_by: str | None
+    seed: int
+    shuffle: bool
+    partition_bytes: int | None
+    tmp_dir: str | None
     overwrite: bool
     force: bool
-    tmp_dir: str | None
 
-    def told(self) -> dict[str, Any]:
-        """Those that decide what is written, as json knows it."""
-        return {
+    def to_dict(self) -> dict[str, Any]:
+        """Return those that decide what is written, as JSON knows them."""
+        return as_json({
             "version": _VERSION,
             "columns": self.columns,
             **{name: self.writer[name] for name in ("compression", "hashes", "size_limit")},
-            "transform": self.transform.told,
+            "transform": function_text(self.transform.function),
             "nulls": asdict(self.nulls),
-            "val_fraction": None if self.val_fraction is None else asdict(self.val_fraction),
+            "val_fraction": self.val_fraction,
+            "group_by": self.group_by,
+            "seed": self.seed if self.shuffle or self.val_fraction is not None else None,
+            "shuffle": self.shuffle,
             "partition_bytes": self.partition_bytes,
-            "shuffle_seed": self.shuffle_seed,
-        }
-
-
-@dataclass(frozen=True)
-class ConversionResult:
-    """What was written.
-
-    Attributes:
-        uri: Folder or URL of the dataset, or of its splits.
-        num_samples: By split; ``""`` is the whole.
-        num_shards: By split.
-        num_bytes: Bytes stored.
-        columns: Encoding by column name.
-        classes: Class names by column: label k is the k-th name.
-        seconds: How long it took.
-        is_new: False if it was there already, from the same source and settings.
-    """
-
-    uri: str
-    num_samples: dict[str, int]
-    num_shards: dict[str, int]
-    num_bytes: int
-    columns: dict[str, str]
-    classes: dict[str, list[str]]
-    seconds: float
-    is_new: bool
-
-    @property
-    def total(self) -> int:
-        """Samples of all splits."""
-        return sum(self.num_samples.values())
-
-    def __str__(self) -> str:
-        splits = ", ".join(f"{count:,} {split or 'samples'}" for split, count in self.num_samples.items())
-        told = f"{splits} in {sum(self.num_shards.values()):,} shards, {self.num_bytes / 1e6:,.1f} MB, at {self.uri}"
-        if not self.is_new:
-            return f"reusing the existing dataset (same source and settings; force=True writes it again): {told}"
-        return f"{told}, in {self.seconds:,.1f} s ({self.total / max(self.seconds, 1e-9):,.0f} per s)"
+        })  # fmt: skip
 
 
 class Conversion:
-    """One source under some settings. Reads only what is needed to know its columns.
+    """One source under some settings. Reads only what is needed to know its columns."""
 
-    Args:
-        source: What is converted.
-        settings: How, and where to.
-
-    Raises:
-        ValueError: Columns that there are not, or that cannot be inferred.
-    """
-
-    def __init__(self, source: Source, settings: Settings) -> None:
-        self._settings = settings
-        about = json.dumps([noted_source(source), settings.told()], sort_keys=True, default=repr)
+    def __init__(self, source: Source, settings: Settings, found: Found | None = None) -> None:
+        self._settings, self._found = settings, found
+        self._described = settings.to_dict()
+        about = json.dumps([as_json(source_identity(source)), self._described], sort_keys=True)
         self.fingerprint = hashlib.sha256(about.encode()).hexdigest()[:16]
-        self._listed = self._source = source  # as it lies, and in the order in which it is read
-        self._reader = source.reader.tuned(strict=settings.columns is None, as_rows=settings.transform.is_given)
-        self._buckets: Buckets | None = None
-        if settings.shuffle_seed is not None and source.reader.is_listing:
-            self._source = shuffled_listing(source, settings.shuffle_seed)
-        elif settings.shuffle_seed is not None:
-            folder = spill_folder(self._job(settings.out, {}), settings.tmp_dir)
-            self._buckets = buckets_of(source, settings.partition_bytes, settings.shuffle_seed, folder)
+        self._listed = self._source = source  # as it is listed, and in the order in which it is read
+        self._reader = source.reader.reading(settings.columns)
+        self._partition_bytes = settings.partition_bytes or source.partition_bytes
+        self._shuffle: Shuffle | None = None
+        if settings.shuffle and source.reader.is_listing:
+            self._source = shuffled_listing(source, settings.seed)
+        elif settings.shuffle:
+            spec = self._spec(settings.out, {}, None)
+            self._shuffle = Shuffle.plan(source, spec, self._partition_bytes, settings.seed, settings.tmp_dir)
 
-    def run(self, num_workers: int, progress_bar: bool, began: float) -> ConversionResult:
-        """Write what is missing, and publish it.
-
-        Raises:
-            FileExistsError: Something else is at the place.
-        """
-        places = self._places()
-        held = self._held(places)
-        if len(held) == len(places) and not self._settings.force:
-            return self._result(held, began, is_new=False)
-        self._refuse_other(places)
+    def run(self, num_workers: int, progress_bar: bool) -> ConversionResult:
+        """Write what is missing, and publish it."""
+        begin, outs = time.perf_counter(), self._outs()
+        uri = str(self._settings.out[-1] if isinstance(self._settings.out, tuple) else self._settings.out)
+        held = {} if self._settings.force else self._held(outs)
+        if len(held) == len(outs):
+            return result_of(uri, held, time.perf_counter() - begin)
+        self._refuse_other(outs)
         found, columns = self._columns()
-        held = {} if self._settings.force else held
-        jobs = {split: self._job(out, columns) for split, out in places.items() if split not in held}
-        begun = {split: Publication.begin(job, self._settings.overwrite, _REPLACE) for split, job in jobs.items()}
-        with Digests(self._listed) as digests:
-            receipts, statistics = self._write(found, begun, num_workers, progress_bar)
-            self._check(begun, receipts)
-            source = told_source(self._listed, digests.wait())
-        check_unchanged(self._listed)
-        about = {**found.about, "source": source, "settings": self._settings.told(), "read": found.columns}
+        specs = {split: self._spec(out, columns, found) for split, out in outs.items() if split not in held}
+        begun = {split: Publication.begin(spec, self._settings.overwrite, _REPLACE) for split, spec in specs.items()}
+        receipts = self._write(found, columns, begun, num_workers, progress_bar)
+        self._check(begun, receipts)
+        check_unchanged(self._listed.files)
+        about = {**found.about, "source": source_record(self._listed), "settings": self._described}
+        about["read"] = found.columns
         for split, publication in begun.items():
-            told = {**about, "statistics": statistics[split]} if split in statistics else about
-            publication.publish(receipts[split], True, _as_json(told))
-        if self._buckets is not None:
-            end_spill(self._buckets)
-        return self._result(self._held(places), began, is_new=True)
+            publication.publish(receipts[split], True, as_json(about))
+        if self._shuffle is not None:
+            self._shuffle.clean()
+        return result_of(uri, self._held(outs), time.perf_counter() - begin, is_new=True)
 
     def _check(self, begun: Mapping[str, Publication], receipts: Mapping[str, Sequence[Receipt]]) -> None:
         try:
             for split in begun:
-                check(receipts[split], f"{self._source.place}{split and f' (split {split})'}", _FILL)
+                check(receipts[split], f"{self._source.name}{split and f' (split {split})'}", _FILL)
         except ValueError:
-            for publication in begun.values():  # other settings or another source will write other parts
+            for publication in begun.values():  # other settings or another source will write other partitions
                 publication.cancel()
-            if self._buckets is not None:
-                end_spill(self._buckets)
+            if self._shuffle is not None:
+                self._shuffle.clean()
             raise
 
-    def _places(self) -> dict[str, Any]:
+    def _outs(self) -> dict[str, Any]:
         """Where each split goes."""
         out = self._settings.out
         if self._settings.val_fraction is None:
             return {"": out}
-        return {
-            split: tuple(f"{one}/{split}" for one in out) if isinstance(out, tuple) else f"{out}/{split}"
-            for split in (TRAIN, VAL)
-        }
+        return {split: folder_of(out, split) for split in (TRAIN, VAL)}
 
-    def _job(self, out: Any, columns: Mapping[str, str]) -> Job:
+    def _spec(self, out: Any, columns: Mapping[str, str], found: Found | None) -> OutputSpec:
         settings = self._settings
-        writer = {**settings.writer, "compression": _compression(settings.writer["compression"], columns)}
-        return Job(out, settings.keep_local, settings.store_options, columns, writer, self.fingerprint)
+        writer = dict(settings.writer)
+        if writer["compression"] == _AUTO:
+            media = () if found is None or settings.transform.function is not None else found.media
+            is_media = any(kind in _MEDIA or name in media for name, kind in columns.items())
+            writer["compression"] = None if is_media else _DEFAULT_COMPRESSION
+        return OutputSpec(out, settings.keep_local, settings.store_options, columns, writer, self.fingerprint)
 
-    def _held(self, places: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """The manifests of the splits that are there, whole, from this source and these settings."""
+    def _held(self, outs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """The manifests of the splits that exist, whole, from this source and these settings."""
         found = {}
-        for split, out in places.items():
-            stores = self._job(out, {}).place.stores
-            manifest = _manifest(stores[0]) or {}
-            if self._is_ours(manifest) and all(_is_whole(each, manifest) for each in stores):
+        for split, out in outs.items():
+            stores = self._spec(out, {}, None).place.stores
+            manifest = manifest_of(stores[0]) or {}
+            is_ours = manifest.get("fingerprint") == self.fingerprint
+            if is_ours and all(is_whole(store, manifest) for store in stores):
                 found[split] = manifest
         return found
 
-    def _is_ours(self, manifest: Mapping[str, Any]) -> bool:
-        if manifest.get("fingerprint") == self.fingerprint:
-            return True
-        if manifest.get("settings") != _as_json(self._settings.told()):
-            return False
-        reader = self._listed.reader
-        source = manifest["source"]
-        alike = (source["kind"], source["reader"]) == (reader.kind, _as_json(dict(reader.settings)))
-        return alike and same_content(self._listed, source)
-
-    def _refuse_other(self, places: Mapping[str, Any]) -> None:
-        """Raise FileExistsError if another dataset is there, and say how it differs."""
-        if "" not in places:
-            root = self._job(self._settings.out, {}).store
-            if root.exists(INDEX_NAME):
-                raise FileExistsError(
-                    f"{root.url} holds a dataset without splits, beside which those of this one would be confusing. "
-                    "Write to a new place."
-                )
-        if self._settings.overwrite:
-            return
-        for out in places.values():
-            store = self._job(out, {}).store
-            manifest = _manifest(store)
-            if manifest is not None and manifest.get("fingerprint") != self.fingerprint and "settings" in manifest:
-                raise FileExistsError(
-                    f"{store.url} holds a dataset of another conversion: {self._difference(manifest)}. Write to a new "
-                    f"place, or {_REPLACE} to replace it."
-                )
-
-    def _difference(self, manifest: Mapping[str, Any]) -> str:
-        now, before = _as_json(self._settings.told()), manifest["settings"]
-        told = [
-            f"{name} was {before.get(name)!r:.60}, is {now[name]!r:.60}"
-            for name in sorted(now)
-            if before.get(name) != now[name]
-        ]
-        told += filter(None, [source_difference(self._listed, manifest["source"])])
-        return "; ".join(told) or "the source is read in another way"
+    def _refuse_other(self, outs: Mapping[str, Any]) -> None:
+        """Raise FileExistsError if another dataset is there, with how it differs."""
+        if "" not in outs:
+            refuse_beside(self._spec(self._settings.out, {}, None))
+        for out in () if self._settings.overwrite else outs.values():
+            store = self._spec(out, {}, None).store
+            manifest = manifest_of(store)
+            if manifest is None or manifest.get("fingerprint") == self.fingerprint or "settings" not in manifest:
+                continue
+            difference = differences(self._described, manifest["settings"], self._listed, manifest["source"])
+            raise FileExistsError(
+                f"{store.url} holds another conversion's dataset: {difference}. Write to another folder, or {_REPLACE}."
+            )
 
     def _columns(self) -> tuple[Found, dict[str, str]]:
         """What is read, and what is written."""
         settings, source = self._settings, self._source
-        if not settings.transform.is_given:
-            found = source.reader.find_columns(source.files, settings.columns)
+        is_plain = settings.transform.function is None
+        asked = settings.columns if is_plain else None
+        found = self._found or source.reader.find_columns(source.files, asked)
+        if is_plain or settings.columns is not None:
             return found, dict(settings.columns or found.columns)
-        found = source.reader.find_columns(source.files, None)
-        if settings.columns is not None:
-            return found, dict(settings.columns)
-        spans = source.reader.spans(source.files[0], settings.partition_bytes)
-        for sample, _ in islice(settings.transform.samples(self._reader.read_all(spans, found.columns)), 1):
+        splits = source.reader.input_splits(source.files[0], self._partition_bytes)
+        for sample, _ in islice(settings.transform.samples(self._reader.read_all(splits, found.columns)), 1):
             return found, infer_columns(sample)
-        raise ValueError("transform gave no sample for the first file, to infer columns from. Pass columns=.")
+        raise ValueError("transform returned no sample for the first file, to infer columns from. Pass columns=.")
 
     def _write(
-        self, found: Found, begun: Mapping[str, Publication], num_workers: int, progress_bar: bool
-    ) -> tuple[dict[str, list[Receipt]], dict[str, Any]]:
-        """The receipts of all parts, by split, in order; and statistics that are not in them."""
-        settings, source = self._settings, self._source
-        parts = parts_of(source, settings.partition_bytes)
-        done = frozenset.intersection(*(publication.done for publication in begun.values()))
-        jobs = {split: publication.job for split, publication in begun.items()}
+        self, found: Found, columns: Mapping[str, str], begun: Mapping[str, Publication], num_workers: int, shown: bool
+    ) -> dict[str, list[Receipt]]:
+        """The receipts of all partitions, by split, in order."""
+        settings = self._settings
+        partitions = self._source.partitions(self._partition_bytes)
+        done: frozenset[int] = frozenset()
+        if not settings.force:
+            done = frozenset.intersection(*(publication.done for publication in begun.values()))
+        specs = {split: publication.spec for split, publication in begun.items()}
         if done:
-            _LOG.info("continuing an earlier run: %d parts are written already", len(done))
-        work = Work(self._reader, found.columns, jobs, settings.transform, settings.nulls, settings.val_fraction)
+            _LOG.info("continuing an earlier run: %d partitions are written already", len(done))
+        split = None
+        if settings.val_fraction is not None:
+            hashed = identifying(columns, found.identity)
+            split = ValidationSplit(settings.val_fraction, settings.seed, settings.group_by, hashed)
+        task = PartitionTask(
+            self._reader, found.columns, specs, settings.transform, settings.nulls, split, settings.columns is None
+        )
 
         def run(task: Any, pieces: Sequence[Any], phase: str) -> dict[int, dict[str, Receipt]]:
-            progress = Progress(len(pieces), phase, progress_bar)
-            try:
-                run_parts(task, pieces, num_workers, progress)
-            finally:
-                progress.close()
-            return progress.receipts
+            return run_partitions(task, pieces, num_workers, Progress(len(pieces), phase, shown))
 
-        statistics: dict[str, Any] = {}
-        if self._buckets is None:
-            receipts = run(work, [part for part in parts if part.number not in done], "converting")
+        if self._shuffle is None:
+            receipts = run(task, [each for each in partitions if each.number not in done], "converting")
         else:
-            receipts, statistics = write_shuffled(work, parts, self._buckets, done, run)
+            receipts = self._shuffle.write(task, partitions, done, run)
         for number in done:
-            receipts[number] = {split: _earlier(job, number) for split, job in jobs.items()}
-        return {split: [receipts[number][split] for number in sorted(receipts)] for split in jobs}, statistics
-
-    def _result(self, manifests: Mapping[str, Mapping[str, Any]], began: float, *, is_new: bool) -> ConversionResult:
-        out = self._settings.out
-        uri = str(out[-1] if isinstance(out, tuple) else out)
-        return _result_of(uri, manifests, time.perf_counter() - began, is_new)
+            receipts[number] = {split: _earlier(spec, number) for split, spec in specs.items()}
+        return {split: [receipts[number][split] for number in sorted(receipts)] for split in specs}
 
 
-def read_manifest(uri: str | os.PathLike[str], **store_options: Any) -> ConversionResult:
-    """Columns, class names and counts of a dataset that `convert` wrote.
-
-    Example::
-
-        classes = read_manifest("s3://bucket/photos").classes["label"]  # ["daisy", "rose"]
-
-    Args:
-        uri: Folder or URL of the dataset, or of the folder that holds its ``train`` and ``val``.
-        **store_options: For its store.
-
-    Raises:
-        NotFoundError: There is no such dataset.
-    """
-    root = os.fspath(uri).rstrip("/")
-    store = open_store(root, store_options or None)
-    whole = _manifest(store)
-    if whole is not None:
-        return _result_of(root, {"": whole}, 0.0, False)
-    splits = {split: _manifest(store, f"{split}/{MANIFEST}") for split in (TRAIN, VAL)}
-    found = {split: manifest for split, manifest in splits.items() if manifest is not None}
-    if not found:
-        raise NotFoundError(f"convert writes {MANIFEST} beside a dataset; {store.url} has none. Check the path.")
-    return _result_of(root, found, 0.0, False)
+def folder_of(out: Any, split: str) -> Any:
+    """Return where a split goes: a folder below ``out``."""
+    return tuple(f"{one}/{split}" for one in out) if isinstance(out, tuple) else f"{out}/{split}"
 
 
-def _result_of(uri: str, manifests: Mapping[str, Mapping[str, Any]], seconds: float, is_new: bool) -> ConversionResult:
-    first = next(iter(manifests.values()))
-    return ConversionResult(
-        uri,
-        {split: manifest["num_samples"] for split, manifest in manifests.items()},
-        {split: manifest["num_shards"] for split, manifest in manifests.items()},
-        sum(manifest["num_bytes"] for manifest in manifests.values()),
-        dict(first["columns"]),
-        dict(first.get("classes", {})),
-        seconds,
-        is_new,
-    )
+def refuse_beside(spec: OutputSpec) -> None:
+    """Raise FileExistsError if there is a dataset without splits where splits are to be written."""
+    if spec.store.exists(INDEX_NAME):
+        raise FileExistsError(
+            f"{spec.store.url} holds a dataset without splits; train and val beside it would be confusing. Write to "
+            "another folder."
+        )
 
 
 def writer_settings(
     compression: str | None, hashes: Iterable[str] | None, size_limit: int | str | None
 ) -> dict[str, Any]:
-    """A writer's settings, checked, in one form for each meaning.
-
-    Raises:
-        ValueError: One that is none.
-    """
+    """Return a writer's settings, checked, in one form for each meaning; ValueError for a wrong one."""
     return {
-        "compression": AUTO if compression == AUTO else check_compression(compression),
+        "compression": _AUTO if compression == _AUTO else check_compression(compression),
         "hashes": list(hashes_to_write(hashes)),
         "size_limit": None if size_limit is None else parse_bytes(size_limit, "size_limit"),
         "max_workers": 1,
     }
 
 
-def _compression(asked: str | None, columns: Mapping[str, str]) -> str | None:
-    if asked != AUTO:
-        return asked
-    return None if any(encoding in _IMAGES for encoding in columns.values()) else "zstd"
-
-
-def _earlier(job: Job, number: int) -> Receipt:
-    return Receipt.from_bytes(job.store.read(receipt_name(job.fingerprint, number)))
-
-
-def _manifest(store: Store, name: str = MANIFEST) -> dict[str, Any] | None:
-    try:
-        found = json.loads(store.read(name))
-    except (NotFoundError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _is_whole(store: Store, manifest: Mapping[str, Any]) -> bool:
-    """Whether the index that this manifest was written with is there."""
-    try:
-        return digest_of(store.read(INDEX_NAME)) == manifest.get("index")
-    except NotFoundError:
-        return False
-
-
-def _as_json(told: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as it comes back from a file."""
-    held: dict[str, Any] = json.loads(json.dumps(told, default=repr))
-    return held
+def _earlier(spec: OutputSpec, number: int) -> Receipt:
+    return Receipt.from_bytes(spec.store.read(receipt_name(spec.fingerprint, number)))

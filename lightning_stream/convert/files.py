@@ -1,15 +1,14 @@
-"""The files that a conversion reads: found in folders, by patterns and in stores, and told from changed ones."""
+"""The files that a conversion reads: found in folders, by patterns and in stores, with what shows a change."""
 
 from __future__ import annotations
 
 import bz2
-import fnmatch
 import gzip
 import io
 import lzma
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,11 +21,9 @@ from lightning_stream.errors import NotFoundError, redact
 from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.writer.place import is_remote
 
-Places: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
-_HASHED_BYTES = 1 << 17  # at once: it stays in a core's cache
+Uris: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 _BUFFER_BYTES = 1 << 22
-_ASKING_THREADS = 16
-_WILD = frozenset("*?[")
+_WILD = frozenset("*?")
 _ENDINGS = (".gz", ".zst", ".bz2", ".xz")
 
 
@@ -38,7 +35,7 @@ class SourceFile:
         root: The folder or URL that it was found in.
         name: Its path below the root.
         num_bytes: Its size.
-        stamp: What tells this content from another of the same size: time of change, or the store's version.
+        stamp: Differs between contents of the same size: the time of change, or the store's version.
         options: For the store.
     """
 
@@ -50,17 +47,17 @@ class SourceFile:
 
     @property
     def path(self) -> Path | None:
-        """Where it lies, if on this machine."""
+        """Its path, if it is on this machine."""
         return None if is_remote(self.root) else Path(self.root) / self.name
 
     @property
-    def place(self) -> str:
+    def uri(self) -> str:
         """Its full path or URL, for messages."""
         return redact(f"{self.root}/{self.name}")
 
     @property
     def ending(self) -> str:
-        """The lower-case suffix that tells its kind, without that of its compression."""
+        """The lower-case suffix of its kind, without that of its compression."""
         return os.path.splitext(_bare(self.name))[1].lower()  # noqa: PTH122 - a path object for each costs more
 
     @property
@@ -68,11 +65,11 @@ class SourceFile:
         """Whether it is compressed as a whole, so that it can only be read from its beginning."""
         return self.name.lower().endswith(_ENDINGS)
 
-    def open(self) -> BinaryIO:
+    def open(self, buffering: int = -1) -> BinaryIO:
         """Its bytes, seekable, as stored."""
         path = self.path
         if path is not None:
-            return path.open("rb")
+            return cast(BinaryIO, path.open("rb", buffering))
         raw = _Ranges(open_store(self.root, self.options), self.name, self.num_bytes)
         return cast(BinaryIO, io.BufferedReader(raw, _BUFFER_BYTES))
 
@@ -87,14 +84,6 @@ class SourceFile:
         """All of it, as stored."""
         path = self.path
         return open_store(self.root, self.options).read(self.name) if path is None else path.read_bytes()
-
-    def digest(self) -> str:
-        """Hex digest of its bytes."""
-        total = xxhash.xxh3_128()
-        with self.open() as file:
-            while block := file.read(_HASHED_BYTES):
-                total.update(block)
-        return str(total.hexdigest())
 
 
 def _zstd(file: BinaryIO) -> BinaryIO:
@@ -140,80 +129,48 @@ class _Ranges(io.RawIOBase):
         return len(data)
 
 
-def find_files(source: Places, options: Mapping[str, Any] | None = None) -> list[SourceFile]:
-    """All files of a source, hidden ones left out: those of a folder sorted by name, those of a list in its order.
+def find_files(source: Uris, options: Mapping[str, Any] | None = None) -> list[SourceFile]:
+    """Return the files of a source but hidden ones: those of a folder sorted by name, those of a list in its order.
 
     Args:
-        source: A file, a folder (searched at any depth), a pattern with ``*``, or a list of these; paths or URLs.
+        source: A file, a folder (searched at any depth), a pattern, or a list of these; paths or URLs. In a pattern,
+            ``*`` and ``?`` stand for any characters of one name, and ``**/`` for folders at any depth.
         options: For stores.
 
     Raises:
         NotFoundError: One of them names no file.
     """
-    places = [source] if isinstance(source, (str, os.PathLike)) else list(source)
     found: list[SourceFile] = []
-    for given in places:
-        place = os.fspath(given)
-        files = _in_store(place, options) if is_remote(place) else _on_disk(place)
+    for given in [source] if isinstance(source, (str, os.PathLike)) else source:
+        uri = os.fspath(given)
+        files = _found(uri.rstrip("/") if is_remote(uri) else str(LocalStore.from_url(uri, {}).folder), options)
         if not files:
-            raise NotFoundError(f"a source must name files; {redact(place)} names none. Check the path.")
+            raise NotFoundError(f"a source must name files; {redact(uri)} names none. Check the path.")
         found += files
     return found
 
 
-def _on_disk(place: str) -> list[SourceFile]:
-    path = LocalStore.from_url(place, {}).folder
-    if path.is_file():
-        return [_local(path.parent, path.name, path.stat())]
-    if path.is_dir():
-        return sorted(_below(path, path, ""), key=lambda file: file.name)
-    if not _WILD & set(str(path)):
-        return []
-    root = Path(*_before_wild(path.parts))
-    names = [str(found.relative_to(root)) for found in root.glob(str(path.relative_to(root))) if found.is_file()]
-    return [_local(root, name, (root / name).stat()) for name in sorted(names) if not _hidden(name)]
-
-
-def _below(root: Path, folder: Path | str, above: str) -> Iterable[SourceFile]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if _hidden(entry.name):
-                continue
-            if entry.is_dir():
-                yield from _below(root, entry.path, f"{above}{entry.name}/")
-            elif entry.is_file():
-                yield _local(root, above + entry.name, entry.stat())
-
-
-def _before_wild(parts: Iterable[str]) -> Iterable[str]:
-    for part in parts:
-        if _WILD & set(part):
-            return
-        yield part
-
-
-def _local(root: Path, name: str, known: os.stat_result) -> SourceFile:
-    return SourceFile(str(root), name, known.st_size, str(known.st_mtime_ns))
-
-
-def _in_store(url: str, options: Mapping[str, Any] | None) -> list[SourceFile]:
-    url = url.rstrip("/")
-    root = "/".join(_before_wild(url.split("/")))
+def _found(uri: str, options: Mapping[str, Any] | None) -> list[SourceFile]:
+    parts = uri.split("/")
+    literal = next((k for k, part in enumerate(parts) if _WILD & set(part)), len(parts))
+    root = "/".join(parts[:literal]) or "/"
+    options = options if is_remote(root) else None
     entries = list(open_store(root, options).list(""))
-    if root == url and not entries:  # one object
-        root, _, only = url.rpartition("/")
-        entries = [entry for entry in open_store(root, options).list(only) if entry.name == only]
-    pattern = url[len(root) + 1 :] if root != url and _WILD & set(url) else "*"
-    store = open_store(root, options)
-    kept = [entry for entry in entries if not _hidden(entry.name) and fnmatch.fnmatchcase(entry.name, pattern)]
-    with ThreadPoolExecutor(_ASKING_THREADS) as threads:
-        stamps = list(threads.map(lambda entry: _version(store, entry.name) if entry.num_bytes else "", kept))
-    return [SourceFile(root, e.name, e.num_bytes, stamp, options) for e, stamp in zip(kept, stamps, strict=True)]
+    if literal == len(parts) and not entries:  # one file
+        root, _, name = uri.rpartition("/")
+        entries = [entry for entry in open_store(root or "/", options).list(name) if entry.name == name]
+    is_match = _pattern("/".join(parts[literal:])).fullmatch
+    return [
+        SourceFile(root, entry.name, entry.num_bytes, entry.version, options)
+        for entry in entries
+        if is_match(entry.name) and not _hidden(entry.name)
+    ]
 
 
-def _version(store: Store, name: str) -> str:
-    with store.open(name, 0, 1) as body:
-        return body.tag or ""
+def _pattern(text: str) -> re.Pattern[str]:
+    """A pattern as a regular expression; all names if it is empty."""
+    wild = {"**/": "(.*/)?", "*": "[^/]*", "?": "[^/]"}
+    return re.compile("".join(wild.get(part) or re.escape(part) for part in re.split(r"(\*\*/|\*|\?)", text)) or ".*")
 
 
 def _hidden(name: str) -> bool:
@@ -225,7 +182,7 @@ def _bare(name: str) -> str:
 
 
 def stamps_digest(files: Sequence[SourceFile]) -> str:
-    """Hex digest that changes when a file is added, removed, renamed or changed."""
+    """Return a hex digest that changes when a file is added, removed, renamed or changed."""
     total = xxhash.xxh3_128()
     for file in files:
         total.update(f"{file.name}\0{file.num_bytes}\0{file.stamp}\n".encode())

@@ -1,187 +1,201 @@
-"""Several processes that write parts. One that dies is replaced, and its part is written again."""
+"""Partitions are written in several processes. A process that dies is replaced, and its partition is written again."""
 
 from __future__ import annotations
 
 import os
 import pickle
-import subprocess
+import signal
 import sys
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe, wait
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 from lightning_stream.convert.receipt import Receipt
 from lightning_stream.errors import LightningStreamError
 
-_MOST_TRIES = 3
-_PERIOD_S = 0.5
-_CODE = "from lightning_stream.convert.worker import main; main()"
-
-
-class Piece(Protocol):
-    """What is written at a time: a part, or a bucket. Picklable, and its text names it."""
-
-    @property
-    def number(self) -> int:
-        """Which it is."""
+Receipts = Mapping[str, Receipt]
+_PARENT = "LIGHTNING_STREAM_CONVERT_PARENT"
+_MAX_TRIES = 3
+_task: Any = None  # in a worker process: what it does with each partition
 
 
 class Task(Protocol):
-    """What is done with each piece. Picklable."""
+    """What is done with each partition. Picklable."""
 
-    def run(self, part: Any, tell: Callable[[int], None], /) -> dict[str, Receipt]:
-        """Write a piece, telling of its rows; give its receipts by split."""
-
-
-Seen = Callable[[Any, int, "dict[str, Receipt] | None"], None]
+    def run(self, partition: Any, /) -> dict[str, Receipt]:
+        """Write a partition; return its receipts by split."""
 
 
-def run_parts(work: Task, parts: Sequence[Piece], num_workers: int, seen: Seen) -> None:
-    """Write all parts, in this process if one is enough.
+def run_partitions(
+    task: Task, partitions: Sequence[Any], num_workers: int, report: Callable[[dict[str, Receipt]], None]
+) -> dict[int, dict[str, Receipt]]:
+    """Write all partitions, in this process if one is enough; return their receipts by number."""
+    count = min(num_workers, len(partitions))
+    done: dict[int, dict[str, Receipt]] = {}
 
-    Args:
-        work: What is done with each.
-        parts: All that are missing.
-        num_workers: Processes at most.
-        seen: Called here with a part, its rows so far, and its receipts once it is written.
+    def take(partition: Any, receipts: dict[str, Receipt]) -> None:
+        done[partition.number] = receipts
+        report(receipts)
 
-    Raises:
-        LightningStreamError: A worker died several times over one part.
-        Exception: What a worker raised; the others are then ended.
-    """
-    count = min(num_workers, len(parts))
     if count <= 1:
-        for part in parts:
-            receipts = work.run(part, lambda rows, part=part: seen(part, rows, None))  # type: ignore[misc]
-            seen(part, 0, receipts)
-        return
-    data = pickled(work)
-    queue, tries = deque(parts), dict.fromkeys((part.number for part in parts), 0)
-    workers: list[_Worker] = []
+        for partition in partitions:
+            take(partition, task.run(partition))
+        return done
+    data, tries = _pickled(task), Counter[int]()
+    while missing := [each for each in partitions if each.number not in done]:
+        running: dict[Future[Any], Any] = {}
+        try:
+            _run_pool(data, deque(missing), count, running, take)
+        except BrokenProcessPool:
+            tries.update(partition.number for partition in running.values())
+            suspects = [partition for partition in running.values() if tries[partition.number] == _MAX_TRIES]
+            if suspects:
+                raise _deaths(suspects) from None
+    return done
+
+
+def _run_pool(
+    data: bytes, queue: deque[Any], count: int, running: dict[Future[Any], Any], take: Callable[[Any, Any], None]
+) -> None:
+    """Write what is queued, with at most ``count`` partitions on their way: those `running` when a process dies."""
+    context = get_context("spawn")
+    alive, stop = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_begin_worker, initargs=(data, alive))
     try:
-        while queue or workers:
-            while queue and len(workers) < count:
-                workers.append(_Worker.start(data, queue.popleft()))
-            ready = wait([worker.pipe for worker in workers], _PERIOD_S)
-            for worker in [each for each in workers if each.pipe in ready]:
-                if not worker.hear(seen):
-                    workers.remove(worker)
-                    _count_death(worker, tries)
-                    queue.appendleft(worker.part)
-                elif worker.is_idle and not (queue and worker.give(queue)):
-                    workers.remove(worker)
-                    worker.end()
+        while queue or running:
+            while queue and len(running) < count:
+                packed = pickle.dumps(queue[0])
+                with _as_worker(needs_main=b"__main__" in data or b"__main__" in packed):
+                    running[pool.submit(_run_one, packed)] = queue[0]
+                queue.popleft()
+            for future in wait(running, return_when=FIRST_COMPLETED)[0]:
+                receipts = {split: Receipt.from_bytes(each) for split, each in _result(future).items()}
+                take(running.pop(future), receipts)
+        pool.shutdown()
     finally:
-        for worker in workers:
-            worker.end()
+        stop.close()  # ends the workers that are still at work
+        pool.shutdown(cancel_futures=True)
+        alive.close()
 
 
-@dataclass
-class _Worker:
-    process: subprocess.Popen[bytes]
-    pipe: Connection[Any, Any]
-    part: Piece
-    is_idle: bool = False
-    _tail: list[str] = field(default_factory=list)
-
-    @classmethod
-    def start(cls, data: bytes, part: Piece) -> _Worker:
-        ours, theirs = Pipe()
-        # Not multiprocessing's spawn: that would import the user's script again, which need not be guarded for it.
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-c", _CODE, str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL)
-        theirs.close()
-        worker = cls(process, ours, part)
-        try:
-            ours.send_bytes(data)
-            ours.send(part)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it died at once, which is heard of next
-        return worker
-
-    def hear(self, seen: Seen) -> bool:
-        """Take what it says; False if it is dead."""
-        try:
-            kind, said = self.pipe.recv()
-        except (EOFError, ConnectionResetError):
-            return False
-        if kind == "failed":
-            _raise(*said)
-        elif kind == "rows":
-            seen(self.part, said, None)
-        else:
-            self.is_idle = True
-            seen(self.part, 0, {split: Receipt.from_bytes(data) for split, data in said.items()})
-        return True
-
-    def give(self, queue: deque[Piece]) -> bool:
-        """Give it the next part; False if it is dead."""
-        try:
-            self.pipe.send(queue[0])
-        except (BrokenPipeError, ConnectionResetError):
-            return False
-        self.part, self.is_idle = queue.popleft(), False
-        return True
-
-    def end(self) -> int:
-        """End it, if it has not ended; its exit status."""
-        self.pipe.close()
-        if not self.is_idle:
-            self.process.kill()
-        return self.process.wait()
+def _result(future: Future[Any]) -> Any:
+    result = future.result()
+    if isinstance(result, str):
+        raise LightningStreamError(f"a worker failed:\n{result}")
+    return result
 
 
-def _count_death(worker: _Worker, tries: dict[int, int]) -> None:
-    status = worker.end()
-    tries[worker.part.number] += 1
-    if tries[worker.part.number] == _MOST_TRIES:
-        how = f"signal {-status}" if status < 0 else f"status {status}"
-        raise LightningStreamError(
-            f"a worker must live until its part is written; {_MOST_TRIES} died ({how}) over {worker.part}. If memory "
-            "ran out, use fewer num_workers or a smaller size_limit; num_workers=1 shows what happens in this process. "
-            "The parts that are written stay: the same call again goes on from there."
-        )
+def _deaths(suspects: Sequence[Any]) -> LightningStreamError:
+    return LightningStreamError(
+        f"worker processes died {_MAX_TRIES} times while they wrote {' or '.join(map(str, suspects))}. If memory ran "
+        "out, use fewer num_workers or smaller partition_bytes; num_workers=1 shows what happens in this process. "
+        "The partitions that are written stay: the same call continues from there."
+    )
 
 
-def _raise(error: bytes | None, told: str) -> None:
-    if error is None:
-        raise LightningStreamError(f"a worker failed:\n{told}")
-    raised = pickle.loads(error)  # noqa: S301 - from our own worker
-    raise raised from LightningStreamError(f"in a worker:\n{told}")
+def is_worker() -> bool:
+    """Return whether this process was started by `run_partitions`."""
+    return os.environ.get(_PARENT, str(os.getpid())) != str(os.getpid())
 
 
-def pickled(work: Task) -> bytes:
-    """The work as bytes that `worker.unpickled` understands, with where to find functions of the user's script.
+@contextmanager
+def _as_worker(needs_main: bool) -> Iterator[None]:
+    """Start processes that know what they are, and that import the user's script only if its functions are needed.
 
-    Raises:
-        ValueError: A function is of a notebook, or made on the way, and there is no cloudpickle.
+    Otherwise multiprocessing imports it always, and then every script would need a guard.
     """
-    try:
-        data = pickle.dumps(work)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        return _by_value(work, error)
-    if b"__main__" not in data:
-        return pickle.dumps((None, data))
     main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
-    if spec is not None:
-        return pickle.dumps((("module", spec.name), data))
-    path = getattr(main, "__file__", None)
-    if path is not None and Path(path).is_file():
-        return pickle.dumps((("script", str(Path(path).absolute())), data))
-    return _by_value(work, None)
+    os.environ[_PARENT] = str(os.getpid())
+    if not needs_main:
+        sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        os.environ.pop(_PARENT, None)
 
 
-def _by_value(work: Task, error: Exception | None) -> bytes:
+def _begin_worker(data: bytes, alive: Connection) -> None:
+    global _task
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
+    threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
+    _task = pickle.loads(data)  # noqa: S301 - our own
+
+
+def _end_with(alive: Connection) -> None:
+    """End this process when the parent closes its end of the pipe, or dies."""
+    try:
+        alive.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _run_one(partition: bytes) -> dict[str, bytes] | str:
+    """Write a partition. An error that cannot be sent to the parent is returned as text."""
+    try:
+        receipts = _task.run(pickle.loads(partition))  # noqa: S301 - our own
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+        except Exception:  # noqa: BLE001 - a class of the user's may refuse in any way
+            return "".join(traceback.format_exception(error))
+        raise
+    return {split: receipt.to_bytes() for split, receipt in receipts.items()}
+
+
+def _pickled(task: Task) -> bytes:
+    """The task as bytes; with cloudpickle where its functions cannot be imported."""
+    failure: Exception | None = None
+    try:
+        data = pickle.dumps(task)
+        main = sys.modules["__main__"]
+        path = getattr(main, "__file__", None)
+        if b"__main__" not in data or getattr(main, "__spec__", None) or (path is not None and Path(path).is_file()):
+            return data
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        failure = error
     try:
         import cloudpickle  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         raise ValueError(
-            "with several processes, functions must be such as they can import: put yours into a module of its own "
-            "(not into a notebook, another function, or a lambda), or install cloudpickle, or pass num_workers=1."
-        ) from error
-    return pickle.dumps((None, cloudpickle.dumps(work)))
+            "worker processes must be able to import your functions. Put them into a module (not into a notebook, "
+            "another function, or a lambda), or install cloudpickle, or pass num_workers=1."
+        ) from failure
+    return bytes(cloudpickle.dumps(task))
+
+
+class Progress:
+    """A line on stderr that counts partitions and rows; on a terminal it is updated in place."""
+
+    def __init__(self, num_partitions: int, phase: str, shown: bool) -> None:
+        self._num_partitions, self._phase, self._shown = num_partitions, phase, shown and num_partitions > 0
+        self._is_terminal = sys.stderr.isatty()
+        self._begin = time.monotonic()
+        self._done = self._rows = 0
+        self._show()
+
+    def __call__(self, receipts: Receipts) -> None:
+        """Count a partition."""
+        self._done += 1
+        self._rows += sum(receipt.num_samples for receipt in receipts.values())
+        self._show()
+
+    def _show(self) -> None:
+        is_last = self._done == self._num_partitions
+        if not self._shown or not (self._is_terminal or is_last):
+            return
+        speed = self._rows / max(time.monotonic() - self._begin, 1e-9)
+        line = f"{self._phase}: {self._done:,} of {self._num_partitions:,} partitions, {self._rows:,} rows"
+        begin, end = ("\r", "\n" if is_last else "\x1b[K") if self._is_terminal else ("", "\n")
+        sys.stderr.write(f"{begin}{line}, {speed:,.0f} rows/s{end}")
+        sys.stderr.flush()

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_stream.convert.job import Job
-from lightning_stream.convert.part import merged_statistics
+from lightning_stream.convert.partition import OutputSpec
 from lightning_stream.convert.receipt import BEGUN, CONTROL, Receipt, index_bytes, index_of, is_receipt
 from lightning_stream.errors import StoreError
 from lightning_stream.formats.index import INDEX_NAME
+from lightning_stream.stores import LocalStore
+from lightning_stream.stores.drafts import sweep_drafts
 from lightning_stream.writer.place import OURS, DatasetPlace, digest_of
 
 MANIFEST = "manifest.json"
@@ -25,42 +26,42 @@ class Publication:
     """A conversion that has begun, in the process that will publish it.
 
     Attributes:
-        job: What the processes that write parts get.
+        spec: What the processes that write parts get.
         place: Where the dataset goes, as it was at the beginning.
         done: The partitions whose receipts an earlier run left there.
     """
 
-    job: Job
+    spec: OutputSpec
     place: DatasetPlace
     done: frozenset[int]
 
     @classmethod
-    def begin(cls, job: Job, overwrite: bool, remedy: str) -> Publication:
+    def begin(cls, spec: OutputSpec, overwrite: bool, remedy: str) -> Publication:
         """Look at the place before anything is written, and note that this conversion has begun.
 
         Args:
-            job: The conversion.
+            spec: The conversion.
             overwrite: Whether what is there may be replaced.
             remedy: How a user asks for that, e.g. ``"pass overwrite=True"``.
 
         Raises:
             FileExistsError: There are files that are not the remains of this very conversion, and not `overwrite`.
         """
-        place = DatasetPlace(job.out, job.keep_local, job.store_options)
+        place = DatasetPlace(spec.out, spec.keep_local, spec.store_options)
         place.begin("overwrite", (MANIFEST,))
         store, names = place.store, place.listing()[0]
         controls = {name.split("/")[1] for name in names if name.startswith(f"{CONTROL}/")}
         strange = [name for name in names if not _PARTS.fullmatch(name)]
-        if not overwrite and (strange or (names and controls != {job.fingerprint})):
+        if not overwrite and (strange or (names and controls != {spec.fingerprint})):
             holds = strange[0] if strange else "shards of a conversion that differs from this one and did not finish"
             raise FileExistsError(
                 f"{store.url} is not empty: it holds {holds}. Write to a new place, or {remedy} to replace it."
             )
         # The note says whose shards there are without a receipt, if this run is cut short before any.
-        store.put(f"{CONTROL}/{job.fingerprint}/{BEGUN}", b"")
-        found = [Receipt.from_bytes(store.read(name)) for name in sorted(names) if is_receipt(name, job.fingerprint)]
+        store.put(f"{CONTROL}/{spec.fingerprint}/{BEGUN}", b"")
+        found = [Receipt.from_bytes(store.read(name)) for name in sorted(names) if is_receipt(name, spec.fingerprint)]
         whole = (one for one in found if all(names.get(file) == size for file, size in one.files().items()))
-        return cls(job, place, frozenset(one.partition for one in whole))
+        return cls(spec, place, frozenset(one.partition for one in whole))
 
     def cancel(self) -> None:
         """Remove what was written and will not be published. A dataset that is there stays whole."""
@@ -91,7 +92,7 @@ class Publication:
                     f"{len(missing)} of them are not seen, the first {missing[0]}. Write to a place that all machines "
                     "share: a URL, or a mounted folder such as a volume."
                 )
-        place.swap(MANIFEST, _manifest(self.job, receipts, about, index))  # of several conversions, one succeeds
+        place.swap(MANIFEST, _manifest(self.spec, receipts, about, index))  # of several conversions, one succeeds
         if merge_index:
             place.swap(INDEX_NAME, index)
         else:
@@ -101,6 +102,9 @@ class Publication:
                     store.put(f"{folder}/{INDEX_NAME}", index_of(_inside(entry, folder) for entry in shards))
                 store.delete(INDEX_NAME)
             wanted |= {f"{folder}/{INDEX_NAME}": 0 for folder in indexes}
+        for store in place.stores:
+            if isinstance(store, LocalStore):  # a killed worker may have left the draft of a receipt
+                sweep_drafts(store.folder / CONTROL / self.spec.fingerprint)
         place.sweep(before, _ALL, wanted)
 
 
@@ -113,18 +117,17 @@ def _inside(entry: Mapping[str, Any], folder: str) -> dict[str, Any]:
     return renamed
 
 
-def _manifest(job: Job, receipts: Sequence[Receipt], about: Mapping[str, Any], index: bytes) -> bytes:
+def _manifest(spec: OutputSpec, receipts: Sequence[Receipt], about: Mapping[str, Any], index: bytes) -> bytes:
     """What the dataset came from: beside the index, where other readers pass it by."""
     held = {
         "version": 1,
-        "fingerprint": job.fingerprint,
-        "columns": dict(job.columns),
+        "fingerprint": spec.fingerprint,
+        "columns": dict(spec.columns),
         "num_samples": sum(receipt.num_samples for receipt in receipts),
         "num_bytes": sum(sum(receipt.files().values()) for receipt in receipts),
         "num_shards": sum(len(receipt.shards) for receipt in receipts),
         "index": digest_of(index),
         "partitions": {f"part-{receipt.partition:05}": receipt.num_samples for receipt in receipts},
-        "statistics": merged_statistics(receipts),
         **about,
     }
     return json.dumps(held, indent=1, sort_keys=True).encode()

@@ -23,7 +23,6 @@ class Receipt:
         begins: Digest of the rows it began with: tells whether a later run has the same part.
         num_samples: Rows written.
         shards: Index entries, their files named relative to the dataset's root.
-        statistics: Lowest, highest and bytes of values, by column.
         nulls: Null values by column, where there are any: then nothing it wrote counts.
         refused: Why a value could not be written: then nothing it wrote counts.
     """
@@ -32,7 +31,6 @@ class Receipt:
     begins: str
     num_samples: int = 0
     shards: tuple[dict[str, Any], ...] = ()
-    statistics: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     nulls: Mapping[str, int] = field(default_factory=dict)
     refused: str = ""
 

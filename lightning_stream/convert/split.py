@@ -1,8 +1,8 @@
-"""Which rows are held out: by a hash, so that it never depends on who writes them, or when."""
+"""The validation split: rows are chosen by a hash of their content, so neither processes nor other files matter."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,72 +10,73 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from lightning_stream.formats.mds.encode import MdsEncoder
+
 TRAIN, VAL = "train", "val"
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """A share of the rows.
+class ValidationSplit:
+    """Chooses rows by a hash of their encoded bytes, or of one column's value.
+
+    A row keeps its split when files are added, removed or reordered. Equal rows are in the same split.
 
     Attributes:
-        share: How large, in (0, 1).
-        seed: Chooses other rows.
-        key: A column: rows with the same value there stay together, and stay in their split when the source grows. None
-            to go by each row's place in the source.
+        fraction: The expected share of rows, in (0, 1).
+        seed: Another seed chooses other rows.
+        group_by: A column: rows with the same value there are in the same split.
+        columns: The columns that are hashed, with their encodings; unused with `group_by`.
     """
 
-    share: float
+    fraction: float
     seed: int = 0
-    key: str | None = None
+    group_by: str | None = None
+    columns: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.share < 1:
-            raise ValueError(f"val_fraction must be a share of the rows, in (0, 1); got {self.share}.")
+        if not 0 < self.fraction < 1:
+            raise ValueError(f"val_fraction must be between 0 and 1; got {self.fraction}.")
 
-    def of_rows(self, part: int, row: int, num_rows: int, values: Mapping[str, Any]) -> dict[str, NDArray[np.int64]]:
-        """Which rows of a batch go where.
-
-        Args:
-            part: The part they are in.
-            row: How many rows of the part came before.
-            num_rows: Of the batch.
-            values: Its columns.
-        """
-        if self.key is None:
-            chosen = mixed(self.seed, part, np.arange(row, row + num_rows, dtype=np.uint64)) < self._below
+    def of_rows(self, values: Mapping[str, Any], num_rows: int) -> dict[str, NDArray[np.int64]]:
+        """Return the numbers of a batch's rows by split."""
+        parts: Iterator[Any]
+        if self.group_by is not None:
+            found = self._group(values)
+            parts = map(_group_bytes, found.tolist() if isinstance(found, np.ndarray) else found)
         else:
-            chosen = np.array([self._is_held(value) for value in self._keys(values)])
+            encoder = self._encoder()
+            encoded = encoder.encode_batch({name: values[name] for name in self.columns or ()}, num_rows)
+            data = memoryview(encoded.joined())
+            ends = np.cumsum(encoded.sizes).tolist()
+            parts = (data[begin:end] for begin, end in zip([0, *ends], ends, strict=False))
+        chosen = np.fromiter(map(self._is_chosen, parts), np.bool_, num_rows)
         return {TRAIN: np.flatnonzero(~chosen), VAL: np.flatnonzero(chosen)}
 
-    def of_sample(self, part: int, row: int, sample: Mapping[str, Any]) -> str:
-        """Where one sample goes."""
-        if self.key is not None:
-            return VAL if self._is_held(self._keys(sample)) else TRAIN
-        return VAL if mixed(self.seed, part, np.array([row], np.uint64))[0] < self._below else TRAIN
+    def of_sample(self, sample: Mapping[str, Any]) -> str:
+        """Return the split of one sample."""
+        if self.group_by is not None:
+            data = _group_bytes(self._group(sample))
+        else:
+            data = b"".join(self._encoder().encode(sample))
+        return VAL if self._is_chosen(data) else TRAIN
 
-    @property
-    def _below(self) -> np.uint64:
-        below: np.uint64 = np.uint64(int(self.share * 2**64))
-        return below
+    def _encoder(self) -> MdsEncoder:
+        return MdsEncoder(self.columns or {}, None, (), None)
 
-    def _keys(self, values: Mapping[str, Any]) -> Any:
-        assert self.key is not None
-        if self.key not in values:
-            raise ValueError(f"group_by names the column {self.key!r}; there are {', '.join(values)}.")
-        found = values[self.key]
-        return found.tolist() if isinstance(found, np.ndarray) else found
+    def _is_chosen(self, data: Any) -> bool:
+        return xxhash.xxh3_64_intdigest(data, seed=self.seed) < int(self.fraction * 2**64)
 
-    def _is_held(self, value: Any) -> bool:
-        data = bytes(value) if isinstance(value, (bytes, memoryview)) else str(value).encode()
-        return xxhash.xxh3_64_intdigest(data, seed=self.seed) < int(self.share * 2**64)
+    def _group(self, values: Mapping[str, Any]) -> Any:
+        assert self.group_by is not None
+        if self.group_by not in values:
+            raise ValueError(f"group_by={self.group_by!r} is not a column; the columns are {', '.join(values)}.")
+        return values[self.group_by]
 
 
-def mixed(seed: int, part: int, rows: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A random-looking number for each row of a part (the finalizer of splitmix64)."""
-    start = xxhash.xxh3_64_intdigest(f"{seed}:{part}".encode())
-    with np.errstate(over="ignore"):
-        z: NDArray[np.uint64] = np.uint64(start) + (rows + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
-    return z
+def _group_bytes(value: Any) -> bytes:
+    return bytes(value) if isinstance(value, (bytes, memoryview)) else str(value).encode()
+
+
+def identifying(columns: Mapping[str, str], wanted: Sequence[str]) -> dict[str, str]:
+    """Return those of the columns that tell rows apart: all, unless the source names some."""
+    return {name: columns[name] for name in wanted if name in columns} or dict(columns)

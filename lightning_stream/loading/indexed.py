@@ -17,7 +17,7 @@ _NEVER_CALLED = {  # methods of mosaicml-streaming's dataset, and what does thei
     "prepare_shard": "override _download_file of a Stream, and pass it as streams=[...]",
     **dict.fromkeys(
         ("evict_shard", "evict_coldest_shard", "_evict_shard", "_evict_coldest_shard"),
-        "pass cache_limit=; what is needed last is evicted first",
+        "pass cache_limit=; the shard that is needed last is evicted first",
     ),
     **dict.fromkeys(("resample_streams", "_get_work", "_share_work", "_attach_work", "_each_sample_id"), _OTHER_ORDER),
     **dict.fromkeys(("_resume", "_resume_incr_epoch"), "override state_dict and load_state_dict"),
@@ -28,7 +28,7 @@ _NEVER_CALLED = {  # methods of mosaicml-streaming's dataset, and what does thei
 
 
 class Readable:
-    """An attribute that a subclass may use for itself: what it stores under this name changes nothing of ours."""
+    """An attribute whose name a subclass may use for itself without changing how this class works."""
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
         self._read = read

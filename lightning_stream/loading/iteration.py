@@ -1,4 +1,4 @@
-"""One iteration over a loader: it owns its workers and its hold on shards, and has a position of its own."""
+"""`LoaderIterator`: one iteration over a loader, with workers and a position of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_stream.order.micro_batches import MicroBatch
 
 
 class Driver(Protocol):
-    """A trainer that drives a loader: it knows where the training run is, and which iteration is its own."""
+    """A trainer that drives a loader: it has the training run's position, and recognises its own iteration."""
 
     padding: bool  # whether a rank gets padding beside samples of its own
     counts: bool  # whether a trainer reports what was trained on
@@ -34,7 +34,7 @@ class Driver(Protocol):
         """Where the trainer's own iteration begins; None for an iteration that the trainer does not train on."""
 
     def note_batch(self, iterator: LoaderIterator) -> None:
-        """Take note of a batch that is about to be handed out."""
+        """Note a batch that is about to be handed out."""
 
     def state(self) -> dict[str, Any]:
         """The position as plain values."""
@@ -56,23 +56,23 @@ class Loads(Protocol):
         """Start making an iteration's batches; returns where it begins."""
 
     def note_batch(self, iterator: LoaderIterator, waited_s: float) -> None:
-        """Take note of a batch that is about to be handed out, and of the seconds that its consumer waited for it."""
+        """Note a batch that is about to be handed out, and the seconds that its consumer waited for it."""
 
     def note_end(self, iterator: LoaderIterator) -> None:
-        """Take note that an iteration is over."""
+        """Note the end of an iteration."""
 
     def state_of(self, position: Position) -> dict[str, Any]:
         """A position as a state."""
 
 
 class LoaderIterator:
-    """One iteration over a `StreamingDataLoader`: it owns its workers and its hold on shards, and has a position.
+    """One iteration over a `StreamingDataLoader`, with workers and a position of its own.
 
-    It begins at the first ``next``. Closed early or dropped, it leaves nothing behind.
+    It begins at the first ``next``. `close` or dropping it ends its workers and releases its shards.
 
     Attributes:
         start: Where it began; None before its first batch.
-        last_batch: What the batch that it handed out last is made of.
+        last_batch: The samples of the batch that it handed out last.
         num_batches: How many it handed out.
         limit: How many it hands out at most; None for all of the epoch.
 

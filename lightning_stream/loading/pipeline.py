@@ -1,4 +1,4 @@
-"""What runs in a loader's worker: from the micro-batches it must deliver to collated batches, reading ahead."""
+"""`Pipeline` runs in a loader's worker: it reads ahead, and makes collated batches of micro-batches."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lightning_stream.reading.look_ahead import read_ahead
 
 
 class Pipeline(IterableDataset[tuple[Any, MicroBatch]]):
-    """Delivers one worker's batches, each with what it is made of.
+    """Delivers one worker's batches, each with its `MicroBatch`.
 
     Args:
-        source: What is read.
-        settings: What the batches are.
+        source: The samples.
+        settings: How the data is divided into batches.
         start: Where an iteration starts; a shared position where the workers outlive an iteration.
         collate: From samples to a batch; None for the default.
         slots: How small batches leave worker processes; None for torch's own way.

@@ -6,6 +6,7 @@ This is the protocol of mosaicml-streaming's dataset, which Composer speaks, too
 from __future__ import annotations
 
 import json
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ from torch.utils.data import get_worker_info
 
 from lightning_stream.errors import StateError
 from lightning_stream.loading.accelerate import refuse_second_dealing
-from lightning_stream.loading.resume import order_in, position_in
+from lightning_stream.loading.resume import order_in, position_in, resumed_at
 from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.loading.shared_position import SharedPosition, Start
 from lightning_stream.loading.source import SampleSource
@@ -26,6 +27,7 @@ from lightning_stream.reading.bad_samples import readable
 from lightning_stream.reading.look_ahead import read_ahead, warm
 
 STATE_KEY = "lightning_stream"
+_log = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
@@ -139,7 +141,7 @@ class PlainIterations:
         worker = get_worker_info()
         if worker is not None and worker.num_workers > 1 and self.batch_size is None:
             raise ValueError(
-                f"{worker.num_workers} DataLoader workers deal batches among them, so the dataset must know the batch "
+                f"{worker.num_workers} DataLoader workers divide the batches, so the dataset must know the batch "
                 "size: pass batch_size= to StreamingDataset, the same as to the DataLoader, or use StreamingDataLoader"
             )
         source.reader.require_samples()
@@ -217,7 +219,11 @@ class PlainIterations:
         self._owner, self.loaded_state, self._num_yielded = None, state, 0
         if self.batch_size is None:
             return  # only a loader of ours can read it
-        self._loaded = position_in(state, source, self.settings(source, state))
+        settings = self.settings(source, state)
+        self._loaded = here = position_in(state, source, settings)
+        if not settings.world.rank:
+            step, num_samples = here.position // settings.global_batch_size, source.order(here.order).num_samples
+            _log.info(resumed_at(here, step, num_samples))
         start = Start.of(self._loaded)
         reached = int(state["sample_in_epoch"] if is_mosaic_state(state) else state["position"])
         if reached and start.epoch > int(state["epoch"]):

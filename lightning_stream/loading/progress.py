@@ -38,7 +38,7 @@ def position_after(start: Position, last: MicroBatch | None) -> Position:
 
 @dataclass(frozen=True)
 class _Stop:
-    """Where an iteration began, what it handed out last, and how many batches it handed out."""
+    """Where an iteration began, its last batch, and the number of its batches."""
 
     start: Position
     last: MicroBatch | None = None
@@ -99,14 +99,14 @@ class Progress:
         going = [one.num_batches for one in self._live if one.num_batches > 1]
         if len(going) > 1:
             raise StateError(
-                "a loader's state is that of the iteration that trains, but several iterations over this loader are "
-                f"under way, after {' and '.join(map(str, going))} batches. Take iterator.state_dict() of the one that "
+                "a loader's state is that of the iteration that trains, but several iterations over this loader are in "
+                f"progress, after {' and '.join(map(str, going))} batches. Take iterator.state_dict() of the one that "
                 "trains, or close() the others"
             )
         self._was_asked = True
 
     def go_to(self, position: Position) -> None:
-        """Let the next iteration begin here; those under way move nothing any more."""
+        """Let the next iteration begin here; those in progress no longer move the position."""
         self._stop, self._leader, self._live, self._was_asked = _Stop(position), None, WeakSet(), False
 
     def begin(self, iteration: Iteration, run: RunOrder, settings: BatchSettings) -> Position:

@@ -36,11 +36,6 @@ def sample_seed(seed: int, epoch: int, position: int) -> int:
     return state >> 1
 
 
-def sample_rng(seed: int, epoch: int, position: int) -> np.random.Generator:
-    """Return a generator for the sample at a position in the run."""
-    return np.random.default_rng(sample_seed(seed, epoch, position))
-
-
 def seed_sample(seed: int, epoch: int, position: int) -> None:
     """Seed the global CPU generators for the transform of one sample."""
     _seed_global(sample_seed(seed, epoch, position))

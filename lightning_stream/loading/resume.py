@@ -20,10 +20,10 @@ from lightning_stream.order import (
 
 _CHECKED_POSITIONS = 2**22
 _OTHER_BATCHES = (
-    "shuffle_algo={algorithm!r} with batching_method={method!r} deals other global batches to this number of nodes and "
-    "ranks than to those that the run began with, as mosaicml-streaming does: some samples of this epoch may come "
-    "twice or not at all. Continue on as many nodes and ranks as the run began with; leave shuffle_algo out of new "
-    "runs, whose batches are then the same on any."
+    "shuffle_algo={algorithm!r} with batching_method={method!r} has other global batches on this number of nodes and "
+    "ranks than on those that the run began with, as in mosaicml-streaming: some samples of this epoch may come twice "
+    "or not at all. Continue on as many nodes and ranks as the run began with; omit shuffle_algo in new runs, whose "
+    "batches are then the same on any."
 )
 
 

@@ -1,4 +1,4 @@
-"""The private names of torch that this package touches, all in this file; `test_torch_private` tries each of them."""
+"""All private names of torch that this package uses; `test_torch_private` tests each of them."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class Workers:
         start = pipeline.start if isinstance(pipeline.start, Start) else pipeline.start.upcoming
         if options.num_workers:
             _import_for_workers()
-            # A worker has so many batches to make or under way, and the slot of one is free before it makes another.
+            # A worker has at most so many batches in progress, and the slot of one is free before it makes another.
             pipeline.slots = shared_slots(options.num_workers, max(1, options.prefetch_factor or 0))
         seed = sample_seed(
             sample_seed(pipeline.source.seed, start.epoch, start.position), pipeline.settings.world.rank, 0

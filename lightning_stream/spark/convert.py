@@ -44,7 +44,7 @@ def dataframe_to_mds(
 
     Every row is in the dataset exactly once, also where tasks fail, run twice, or outlive their executors. index.json
     comes last: without it there is no dataset, and then the same call again redoes only what is missing. The same
-    partitions give the same files. ``manifest.json`` beside it has schema, row counts, source and statistics.
+    partitions give the same files. ``manifest.json`` beside it holds schema, row counts and source.
 
     Example::
 

@@ -2,7 +2,7 @@
 
 Spark may run a task several times: again after a failure, twice at once under speculation, and on executors that it
 took for dead. Spark decides which attempt counts: the receipts that reach the driver are those of committed
-attempts, and only what they list enters the index.
+attempts, and only the shards that they list enter the index.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from lightning_stream.convert.arrow import count_nulls, writer_columns
-from lightning_stream.convert.job import Job
-from lightning_stream.convert.part import PartWriter, RefusedError, Statistics
+from lightning_stream.convert.partition import OutputSpec, PartitionWriter, RefusedError
 from lightning_stream.convert.receipt import Receipt, receipt_name
 from lightning_stream.errors import NotFoundError
 from lightning_stream.writer.batch import batch_columns
@@ -26,7 +25,7 @@ RESULT = "receipt binary"
 
 
 @dataclass(frozen=True)
-class SparkJob(Job):
+class SparkJob(OutputSpec):
     """The description of the work that every task gets.
 
     Attributes:
@@ -70,8 +69,7 @@ def _earlier(job: SparkJob, number: int, begins: str) -> Receipt | None:
 
 def _written(job: SparkJob, number: int, begins: str, batches: Iterable[pa.RecordBatch]) -> Receipt:
     nulls: dict[str, int] = {}
-    statistics = Statistics()
-    writer = PartWriter(job, number)
+    writer = PartitionWriter(job, number)
     try:
         with writer:
             for batch in batches:
@@ -81,29 +79,28 @@ def _written(job: SparkJob, number: int, begins: str, batches: Iterable[pa.Recor
                 for name, count in count_nulls(batch, job.columns).items():
                     nulls[name] = nulls.get(name, 0) + count
                 if not nulls:
-                    _write_batch(writer, batch, job.columns, statistics)
+                    _write_batch(writer, batch, job.columns)
     except RefusedError as error:
         return Receipt(number, begins, refused=str(error))
-    return Receipt(number, begins, writer.num_samples, tuple(writer.shards), statistics.columns, nulls)
+    return Receipt(number, begins, writer.num_samples, tuple(writer.shards), nulls)
 
 
-def _write_batch(writer: PartWriter, batch: pa.RecordBatch, columns: Mapping[str, str], statistics: Statistics) -> None:
+def _write_batch(writer: PartitionWriter, batch: pa.RecordBatch, columns: Mapping[str, str]) -> None:
     try:
         values, _ = batch_columns(writer_columns(batch, columns))
         writer.write_batch(values)
     except (TypeError, ValueError, OverflowError) as error:
         raise RefusedError(str(error)) from error
-    statistics.add(values)
 
 
-def _write_samples(writer: PartWriter, samples: Iterable[Mapping[str, Any]]) -> None:
+def _write_samples(writer: PartitionWriter, samples: Iterable[Mapping[str, Any]]) -> None:
     if not isinstance(samples, Iterable):
         raise TypeError(f"udf_iterable must return an iterable of samples (dicts); got {type(samples).__name__}.")
     for sample in samples:  # Spark repeats the task if the function itself raises
         _write_sample(writer, sample)
 
 
-def _write_sample(writer: PartWriter, sample: Mapping[str, Any]) -> None:
+def _write_sample(writer: PartitionWriter, sample: Mapping[str, Any]) -> None:
     try:
         writer.write(sample)
     except (TypeError, ValueError, OverflowError) as error:

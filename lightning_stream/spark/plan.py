@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-from lightning_stream.convert.code import source_text
+from lightning_stream.convert.fingerprint import function_text
 
 # Settings that decide how rows fall into partitions.
 _SETTINGS = (
@@ -95,7 +95,7 @@ def fingerprint(dataframe: Any, settings: Mapping[str, Any], udf: Callable[..., 
         "sources": [_stamped(name) for name in sorted(dataframe.inputFiles())],
         "settings": settings,
         "spark": _settings_of(dataframe.sparkSession),
-        "udf": source_text(udf),
+        "udf": function_text(udf),
     }
     if any(word in text for word in _IN_MEMORY):
         about["session"] = [_session_id(dataframe.sparkSession), id(dataframe)]

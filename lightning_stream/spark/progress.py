@@ -6,7 +6,7 @@ import sys
 import threading
 from types import TracebackType
 
-from lightning_stream.convert.job import Job
+from lightning_stream.convert.partition import OutputSpec
 from lightning_stream.convert.receipt import CONTROL, is_receipt
 from lightning_stream.errors import StoreError
 
@@ -14,9 +14,9 @@ _PERIOD_S = 2.0
 
 
 class Progress:
-    """Counts in a thread of its own while it is entered."""
+    """Counts the receipts in a thread, from ``__enter__`` to ``__exit__``."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: OutputSpec) -> None:
         self._job = job
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._count, name="conversion-progress", daemon=True)
@@ -29,14 +29,14 @@ class Progress:
     ) -> None:
         self._over.set()
         self._thread.join()
-        self._tell()
+        self._show()
         sys.stderr.write("\n")
 
     def _count(self) -> None:
         while not self._over.wait(_PERIOD_S):
-            self._tell()
+            self._show()
 
-    def _tell(self) -> None:
+    def _show(self) -> None:
         store = self._job.store
         try:
             names = [entry.name for entry in store.list(f"{CONTROL}/{self._job.fingerprint}/")]

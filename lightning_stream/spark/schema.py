@@ -1,4 +1,4 @@
-"""The MDS encoding of each Spark type: what is inferred, and what may be asked for.
+"""The MDS encoding of each Spark type: the inferred one, and those that may be asked for.
 
 ==========================================  =====================  =================================================
 Spark                                       MDS                    read back as

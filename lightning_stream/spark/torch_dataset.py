@@ -62,7 +62,7 @@ class StreamToTorchDataset(Dataset[Any]):
     rows at once, and a `DataLoader` may shuffle it and use workers. `batches` gives the first batches while later
     partitions are still being converted.
 
-    A subclass may define ``__init__`` and ``__getitem__`` of its own, and take rows by ``self.spark_df[idx]``::
+    A subclass may define ``__init__`` and ``__getitem__`` of its own, and read rows by ``self.spark_df[idx]``::
 
         class Wine(StreamToTorchDataset):
             def __init__(self, spark_df):

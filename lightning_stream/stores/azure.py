@@ -101,7 +101,7 @@ class AzureStore(BaseStore):
         pages = self._container().list_blobs(name_starts_with=join(self._prefix, prefix)).by_page(token)
         # An account with folders lists these too, as empty blobs that say so.
         entries = [
-            ObjectEntry(relative(blob.name, self._prefix), blob.size)
+            ObjectEntry(relative(blob.name, self._prefix), blob.size, str(blob.etag or ""))
             for blob in next(pages, ())
             if (blob.metadata or {}).get("hdi_isfolder") != "true"
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
@@ -41,10 +41,17 @@ class AnswerError(Exception):
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """One object of a listing; `name` is relative to the store's URL."""
+    """One object of a listing.
+
+    Attributes:
+        name: Relative to the store's URL.
+        num_bytes: Its size.
+        version: Changes with the content: an ETag, generation or time of change. Empty where listings have none.
+    """
 
     name: str
     num_bytes: int
+    version: str = field(default="", compare=False)
 
 
 # The entries of one page of a listing, and the token of the next page: None for the last.

@@ -147,7 +147,8 @@ class DatabricksStore(BaseStore):
         for file in found:
             name = file.path[len(self._root) + 1 :]
             if name.startswith(prefix) and _DRAFT not in name:
-                yield ObjectEntry(name, file.file_size)
+                changed = getattr(file, "last_modified", None) or getattr(file, "modification_time", None)
+                yield ObjectEntry(name, file.file_size, str(changed or ""))
 
     def _delete(self, name: str) -> None:
         api = self._workspace().files if self._volume else self._workspace().dbfs

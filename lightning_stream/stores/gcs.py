@@ -122,8 +122,13 @@ class GcsStore(BaseStore):
         client = self._client()[0]
         bucket = client.bucket(self._bucket, user_project=self._options.project)
         wanted = {"prefix": join(self._prefix, prefix), "timeout": self._options.timeout_s, "retry": None}
-        found = client.list_blobs(bucket, page_token=token, fields="items(name,size),nextPageToken", **wanted)
-        page = [ObjectEntry(relative(blob.name, self._prefix), blob.size) for blob in next(found.pages, ())]
+        found = client.list_blobs(
+            bucket, page_token=token, fields="items(name,size,generation),nextPageToken", **wanted
+        )
+        page = [
+            ObjectEntry(relative(blob.name, self._prefix), blob.size, str(blob.generation or ""))
+            for blob in next(found.pages, ())
+        ]
         return page, found.next_page_token
 
     def _delete(self, name: str) -> None:

@@ -22,6 +22,8 @@ from .base import BaseStore, ObjectEntry
 from .transfer import ObjectStream, PerProcess, file_chunks, relative
 
 _BLOCK_BYTES = 4 << 20
+# What file systems call the version of a file; most have one of these.
+_VERSIONS = ("ETag", "etag", "version_id", "mtime", "last_modified", "LastModified", "created")
 _PACKAGES = {"sftp": "paramiko", "ssh": "paramiko", "oci": "ocifs", "smb": "smbprotocol", "hdfs": "pyarrow"}
 _LOGIN_ERRORS = {"AuthenticationException", "BadHostKeyException", "PasswordRequiredException", "NotAuthenticated"}
 _IN_PLACE = {"sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs"}  # a file being written is seen: write a draft, rename it
@@ -79,7 +81,8 @@ class FsspecStore(BaseStore):
         for path, about in found.items():
             name = relative(path, root.rstrip("/"))
             if name and name.startswith(prefix) and ".draft-" not in name:
-                yield ObjectEntry(name, about["size"])
+                version = next((about[key] for key in _VERSIONS if about.get(key)), "")
+                yield ObjectEntry(name, about["size"], str(version))
 
     def _delete(self, name: str) -> None:
         system, path = self._at(name)

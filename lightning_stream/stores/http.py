@@ -254,13 +254,14 @@ class HuggingFaceStore(HttpStore):
             text = answer.read()
         more = re.search(r'<([^>]+)>;\s*rel="next"', answer.headers.get("Link", ""))
         try:
-            found = [(str(entry["path"]), int(entry["size"])) for entry in json.loads(text) if entry["type"] == "file"]
+            listed = [entry for entry in json.loads(text) if entry["type"] == "file"]
+            found = [(str(entry["path"]), int(entry["size"]), str(entry.get("oid", ""))) for entry in listed]
         except (ValueError, TypeError, KeyError):
             raise UnavailableError(
                 f"{self.url}/{prefix}: the hub must list files as JSON; it sent {text[:40]!r}. Look at HF_ENDPOINT, or "
                 "the proxy in between."
             ) from None
-        files = [ObjectEntry(relative(path, self._folder), size) for path, size in found]
+        files = [ObjectEntry(relative(path, self._folder), size, oid) for path, size, oid in found]
         return [entry for entry in files if entry.name.startswith(prefix)], more[1] if more else None
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:  # noqa: ARG002

@@ -86,7 +86,8 @@ class LocalStore(BaseStore):
     def _list(self, prefix: str) -> Iterator[ObjectEntry]:
         for name in sorted(_walk(self.folder, "", prefix)):
             with contextlib.suppress(FileNotFoundError):
-                yield ObjectEntry(name, (self.folder / name).stat().st_size)
+                known = (self.folder / name).stat()
+                yield ObjectEntry(name, known.st_size, str(known.st_mtime_ns))
 
     def _delete(self, name: str) -> None:
         (self.folder / name).unlink(missing_ok=True)

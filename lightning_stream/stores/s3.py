@@ -195,7 +195,10 @@ class S3Store(BaseStore):
         if token is not None:
             wanted["ContinuationToken"] = token
         page = self._reading(prefix, lambda client: client.list_objects_v2(**wanted))
-        entries = [ObjectEntry(relative(item["Key"], self._prefix), item["Size"]) for item in page.get("Contents", ())]
+        entries = [
+            ObjectEntry(relative(item["Key"], self._prefix), item["Size"], item.get("ETag", ""))
+            for item in page.get("Contents", ())
+        ]
         return entries, page["NextContinuationToken"] if page.get("IsTruncated") else None
 
     def _delete(self, name: str) -> None:

@@ -86,7 +86,7 @@ def _read_file(path: Path, trusted: bool) -> Mapping[str, Any]:
 
 
 def _read_folder(path: Path, trusted: bool) -> Mapping[str, Any]:
-    """Read what lies beside the shards (Lightning), or only the one key (Composer)."""
+    """Read the file beside the shards (Lightning), or only the one key (Composer)."""
     if (path / "meta.pt").is_file():
         return _read_file(path / "meta.pt", trusted)
     from torch.distributed.checkpoint.filesystem import FileSystemReader

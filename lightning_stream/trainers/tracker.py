@@ -36,7 +36,7 @@ class PositionTracker:
     Args:
         loader: The loader of the run; see `attach` if it is not known yet.
         check_delivery: Compare every batch with the plan, and raise `LedgerError` at the first that differs.
-        record_delivery: A folder where each rank writes down what it trained on, 8 bytes a step, for
+        record_delivery: A folder where each rank records what it trained on, 8 bytes a step, for
             `verify_delivery`; None writes nothing.
         seed_steps: A seed: torch is seeded before every batch from (this, step, rank, micro-batch), so that dropout
             draws the same whether or not the run was stopped; None leaves torch's generator alone.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, cast
 
 from lightning_stream.convert import ConversionResult, convert, read_manifest
 from lightning_stream.dataset import StreamingDataset
@@ -101,11 +101,11 @@ class RecipeData(StreamingDataModule):
 
     @property
     def train_dataset(self) -> StreamingDataset:
-        return self._dataset_for("train")
+        return cast(StreamingDataset, self.datasets["train"])
 
     @property
     def val_dataset(self) -> StreamingDataset:
-        return self._dataset_for("val")
+        return cast(StreamingDataset, self.datasets["val"])
 
     def prepare_data(self) -> None:
         """Convert the source, unless the same was converted before. One process of a run calls this."""

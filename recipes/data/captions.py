@@ -80,21 +80,13 @@ class CaptionData(RecipeData):
     """
 
     def __init__(
-        self,
-        *,
-        synthetic_count: int = 1300,
-        synthetic_seed: int = 1,
-        image_size: int = 32,
-        caption_length: int = 32,
+        self, *, synthetic_count: int = 1300, synthetic_seed: int = 1, image_size: int = 32, caption_length: int = 32,
         **shared: Any,
-    ) -> None:
-        super().__init__(
-            settings={"synthetic": (synthetic_count, synthetic_seed)},
-            train_transform=CaptionedPixels(image_size, caption_length, flip=True),
-            val_transform=CaptionedPixels(image_size, caption_length, flip=False),
-            **{"name": "captioned images", **shared},
-        )
+    ) -> None:  # fmt: skip
         self.synthetic = (synthetic_count, synthetic_seed)
+        transforms = [CaptionedPixels(image_size, caption_length, flip=flip) for flip in (True, False)]
+        options = {"settings": {"synthetic": self.synthetic}, "name": "captioned images", **shared}
+        super().__init__(train_transform=transforms[0], val_transform=transforms[1], **options)
         self.image_size, self.caption_length = image_size, caption_length
 
     def convert_source(self) -> None:
@@ -109,12 +101,7 @@ class CaptionData(RecipeData):
         return [*found][:count]
 
     def _files(self) -> Any:
-        """What `convert` reads.
-
-        Raises:
-            NotFoundError: There is no such folder.
-            FormatError: It has neither tars nor images.
-        """
+        """What `convert` reads."""
         assert self.source is not None
         if self.source == SYNTHETIC:
             (count, seed), size = self.synthetic, _IMAGES_OF_PARTITION

@@ -41,17 +41,10 @@ class ImageData(RecipeData):
         source: ``<folder>/<class>/*.jpg``, ``<folder>/train|val/<class>/*.jpg``, a .tar or .tgz of such a folder, the
             URL of one, ``synthetic`` for drawn flowers, or ``download`` for TensorFlow's 3,670 flower photos.
         photos: Another name of `source`.
-        source_sha256: Digest that a downloaded file must have; None to accept any.
-        synthetic_count: Number of drawings.
         downloads: Folder for downloaded, extracted and drawn images.
-        image_size: Height and width after the transforms, in pixels.
-        crop_scale_min: Least share of an image's area that a random crop keeps.
-        color_jitter: How far brightness, contrast and saturation may change.
-        shared: As in `RecipeData`.
-    """
 
-    class_names: tuple[str, ...] = ()
-    """Where neither the source nor the manifest has them."""
+    The others are in configs/data/flowers.yaml and in `RecipeData`.
+    """
 
     def __init__(
         self,
@@ -77,7 +70,9 @@ class ImageData(RecipeData):
 
     def convert_source(self) -> None:
         """Convert class folders; the shards mix the classes."""
-        self.convert(str(self.source_folder()), shuffle=True)
+        folder = self.source_folder()
+        has_splits = {"val_fraction": None} if (folder / "train").is_dir() else {}
+        self.convert(str(folder), shuffle=True, **has_splits)
 
     def source_folder(self) -> Path:
         """The source as a folder: downloaded, extracted or drawn, unless that was done."""
@@ -118,12 +113,7 @@ class ImageData(RecipeData):
 
 
 class Cifar10Data(ImageData):
-    """CIFAR-10 from ``cifar-10-binary.tar.gz``, or the folder in it; arguments as in `ImageData`.
-
-    Args:
-        padding: Pixels by which training images are shifted at most.
-        shared: As in `ImageData`.
-    """
+    """CIFAR-10 from ``cifar-10-binary.tar.gz``, or the folder in it; training shifts it by up to `padding` pixels."""
 
     def __init__(self, *, padding: int = 4, **shared: Any) -> None:
         augment = v2.Compose([v2.RandomCrop(32, padding=padding), v2.RandomHorizontalFlip()])
@@ -168,8 +158,7 @@ class ImageNetData(ImageData):
 class ImageTransform:
     """A sample's image, decoded or an array uint8[3, h, w], as a transformed tensor, with its label.
 
-    Args:
-        transform: Of torchvision; it draws from torch's generator, which the loader seeds for each sample.
+    The transforms of torchvision draw from torch's generator, which the loader seeds for each sample.
     """
 
     def __init__(self, transform: Callable[[Tensor], Tensor]) -> None:

@@ -9,35 +9,13 @@ from random import Random
 import numpy as np
 from PIL import Image, ImageDraw
 
-_WHO = [
-    "the miller",
-    "the old fox",
-    "a young queen",
-    "the ferryman",
-    "her brother",
-    "the clockmaker",
-    "a quiet goose",
-    "the baker",
-]
+_WHO = ["the miller", "the old fox", "a young queen", "the ferryman", "her brother", "the clockmaker", "the baker"]
 _DID = ["found", "carried", "sold", "hid", "painted", "lost", "repaired", "counted"]
-_WHAT = [
-    "a silver key",
-    "three apples",
-    "the broken lamp",
-    "a letter",
-    "the blue door",
-    "a sack of flour",
-    "an empty boat",
-]
+_WHAT = ["a silver key", "three apples", "the broken lamp", "a letter", "the blue door", "an empty boat"]
 _WHERE = ["by the river", "under the bridge", "in the tower", "behind the mill", "at the market", "on the frozen lake"]
 _WHEN = ["One morning", "At dusk", "After the storm", "In winter", "Before the feast", "When the bells rang"]
 _QUOTE = ["It is mine", "Nobody saw it", "We must go", "I will wait", "Give it back", "Let us share it"]
-_END = [
-    "And so it stayed.",
-    "Nobody spoke of it again.",
-    "They laughed all the way home.",
-    "The river kept the secret.",
-]
+_END = ["And so it stayed.", "Nobody spoke of it again.", "They laughed all the way home."]
 
 COLORS = {
     "red": (214, 48, 49), "orange": (240, 140, 30), "yellow": (245, 214, 60), "green": (46, 160, 80),

@@ -36,16 +36,9 @@ class TableData(RecipeData):
     """
 
     def __init__(
-        self,
-        *,
-        label: str = "y",
-        features: Sequence[str] | None = None,
-        fill_nulls: Mapping[str, Any] | None = None,
-        drop_nulls: bool = False,
-        synthetic_count: int = 2000,
-        synthetic_seed: int = 1,
-        **shared: Any,
-    ) -> None:
+        self, *, label: str = "y", features: Sequence[str] | None = None, fill_nulls: Mapping[str, Any] | None = None,
+        drop_nulls: bool = False, synthetic_count: int = 2000, synthetic_seed: int = 1, **shared: Any,
+    ) -> None:  # fmt: skip
         self.nulls = {"fill_nulls": dict(fill_nulls or {}), "drop_nulls": drop_nulls}
         settings = {**self.nulls, "synthetic": (synthetic_count, synthetic_seed)}
         super().__init__(settings=settings, **{"name": "table", **shared})
@@ -78,11 +71,7 @@ class TableData(RecipeData):
         return chosen
 
     def feature_stats(self, max_rows: int = 1 << 16) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Mean and standard deviation of the features, then of the label: float64[features + 1] each.
-
-        Args:
-            max_rows: Rows that are looked at, spread evenly over the training split.
-        """
+        """Mean and standard deviation of the features, then the label, float64[features + 1], of up to `max_rows`."""
         size = self.train_dataset.size
         ids = np.unique(np.linspace(0, size - 1, min(max_rows, size)).astype(np.int64))
         columns = self.train_dataset.read_batch(ids)

@@ -48,16 +48,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face ``tokenizer.json``.
-
-    Args:
-        path: The file.
-        bos_token: The token that begins each document; None for the first usual one that the file has.
-
-    Raises:
-        MissingExtraError: `tokenizers` is not installed.
-        ValueError: The file has no such token.
-    """
+    """A Hugging Face ``tokenizer.json``; `bos_token` begins each document, None for a usual token of the file."""
 
     def __init__(self, path: str, bos_token: str | None = None) -> None:
         try:
@@ -84,7 +75,6 @@ class FileTokenizer:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of some tokens."""
         text: str = self._tokenizer.decode([token for token in tokens if token != self.bos_token])
         return text
 
@@ -119,7 +109,6 @@ class PackBlocks:
     fingerprint: str = ""
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer of these blocks."""
         return ByteTokenizer() if self.tokenizer == BYTES else FileTokenizer(self.tokenizer, self.bos_token)
 
     def __call__(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, NDArray[Any]]]:
@@ -192,19 +181,10 @@ class TextData(RecipeData):
     token_column = "tokens"
 
     def __init__(
-        self,
-        *,
-        separator: str | None = None,
-        text_key: str = "text",
-        train_files: str | None = None,
-        val_files: str | None = None,
-        synthetic_count: int = 1000,
-        synthetic_seed: int = 1,
-        tokenizer: str = BYTES,
-        bos_token: str | None = None,
-        seq_len: int = 128,
-        **shared: Any,
-    ) -> None:
+        self, *, separator: str | None = None, text_key: str = "text", train_files: str | None = None,
+        val_files: str | None = None, synthetic_count: int = 1000, synthetic_seed: int = 1, tokenizer: str = BYTES,
+        bos_token: str | None = None, seq_len: int = 128, **shared: Any,
+    ) -> None:  # fmt: skip
         if (train_files is None) != (val_files is None):
             raise ValueError("set both data.train_files and data.val_files, or neither; found one of them.")
         separator = separator and separator.replace("\\n", "\n")  # as it arrives from a command line
@@ -216,22 +196,15 @@ class TextData(RecipeData):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of these blocks."""
         return self.pack.load_tokenizer()
 
     @property
     def title(self) -> str:
-        """What the samples are."""
         made = "synthetic stories" if self.source == SYNTHETIC else self.source or self.uri
         return f"blocks of {self.pack.seq_len} tokens from {made}"
 
     def prepare_data(self) -> None:
-        """Convert the source once; without one, check that the dataset has these tokens.
-
-        Raises:
-            NotFoundError: There is no dataset.
-            FormatError: The dataset was made with another tokenizer or another length of blocks.
-        """
+        """Convert the source once; refuse a dataset of another tokenizer or another length of blocks."""
         super().prepare_data()
         expected = {"tokenizer": self.tokenizer.fingerprint, "seq_len": self.pack.seq_len}
         try:
@@ -272,11 +245,7 @@ class TextData(RecipeData):
 
 
 def glob(folder: str, pattern: str) -> list[str]:
-    """The files of a folder that match a pattern; characters like ``[`` in the folder's own name are literal.
-
-    Raises:
-        NotFoundError: There are none.
-    """
+    """The files of a folder that match a pattern; characters like ``[`` in the folder's own name are literal."""
     found = sorted(str(file) for file in Path(folder).glob(pattern) if file.is_file())
     if not found:
         raise NotFoundError(f"no files {pattern} in {folder}. Check data.source, or the pattern.")
@@ -299,46 +268,32 @@ class TextMixture(TextData):
     """
 
     def __init__(
-        self,
-        *,
-        parts: Mapping[str, Mapping[str, Any]],
-        batching_method: str = "stratified",
-        epoch_size: int | str | None = None,
-        remote: str,
-        local: str,
-        **shared: Any,
-    ) -> None:
+        self, *, parts: Mapping[str, Mapping[str, Any]], batching_method: str = "stratified",
+        epoch_size: int | str | None = None, remote: str, local: str, **shared: Any,
+    ) -> None:  # fmt: skip
         super().__init__(remote=remote, local=local, **{"name": "mixture", **shared})
         proportions = {name: float(part.get("proportion", 1.0)) for name, part in parts.items()}
         if not parts or min(proportions.values()) <= 0:
             raise ValueError(f"a mixture needs parts, each with a proportion above 0; found {proportions}.")
-        self.parts = {
-            name: TextData(
-                remote=f"{remote}/{name}",
-                local=f"{local}/{name}",
-                **{**shared, "name": name, **{key: value for key, value in part.items() if key != "proportion"}},
-            )
-            for name, part in parts.items()
-        }
+        self.parts: dict[str, TextData] = {}
+        for name, part in parts.items():
+            own = {key: value for key, value in part.items() if key != "proportion"}
+            paths = {"remote": f"{remote}/{name}", "local": f"{local}/{name}", "name": name}
+            self.parts[name] = TextData(**{**shared, **paths, **own})
         common = {"cache_limit": shared.get("cache_limit"), "shuffle_seed": shared.get("seed", 1)}
         common["num_canonical_nodes"] = shared.get("num_canonical_nodes")
-        order = {"shuffle": True, "batching_method": batching_method, "epoch_size": epoch_size}
+        order = {"shuffle": shared.get("shuffle", True), "batching_method": batching_method, "epoch_size": epoch_size}
         self.datasets["train"] = StreamingDataset(streams=self._streams("train", proportions), **order, **common)
         self.datasets["val"] = StreamingDataset(streams=self._streams("val", dict.fromkeys(parts)), **common)
 
     def _streams(self, split: str, proportions: Mapping[str, float | None]) -> list[Stream]:
-        locals_ = {name: part.datasets[split].streams[0].local for name, part in self.parts.items()}
-        return [
-            Stream(f"{part.uri}/{split}", local=locals_[name], proportion=proportions[name])
-            for name, part in self.parts.items()
-        ]
+        found = {name: part.datasets[split].streams[0] for name, part in self.parts.items()}
+        return [Stream(one.remote, local=one.local, proportion=proportions[name]) for name, one in found.items()]
 
     @property
     def title(self) -> str:
-        """What the samples are."""
         return f"a mixture of {', '.join(f'{name} ({part.title})' for name, part in self.parts.items())}"
 
     def prepare_data(self) -> None:
-        """Convert each part once."""
         for part in self.parts.values():
             part.prepare_data()

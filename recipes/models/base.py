@@ -80,14 +80,8 @@ class ExactMean(Metric):
 class RecipeModule(LightningModule):
     """A model of a recipe. A subclass defines `build` and `compute_loss`, and `make_metrics`, `describe` and `show`.
 
-    Args:
-        learning_rate: Its highest value.
-        weight_decay: Of all weights with more than one dimension.
-        warmup: Share of the run in which the learning rate rises; it falls along a cosine after.
-        seed: Of the initial weights.
-
-    Attributes:
-        history: By epoch, the metrics under ``train/...`` and ``val/...``.
+    The learning rate rises in a share `warmup` of the run, then falls along a cosine. `history` holds the metrics by
+    epoch, under ``train/...`` and ``val/...``.
     """
 
     data_type: type[RecipeData] = RecipeData  # what it learns from: a config that pairs it with other data is refused
@@ -130,17 +124,13 @@ class RecipeModule(LightningModule):
         The sum over ranks and micro-batches is the mean over the step's samples, each counted once. A trainer that
         averages gradients over ranks or micro-batches multiplies by their number.
 
-        Args:
-            batch: n samples.
-            keep: bool[n]; False where a sample is padding.
-            total: Samples of the optimizer step over all ranks, without padding.
+        `keep`, bool[n], is False where a sample is padding; `total` counts the samples of the step over all ranks.
         """
         output = self.compute_loss(batch)
         self.update_metrics("train", output, keep)
         return (output.losses * keep).sum() / total
 
     def evaluate(self, batch: Batch) -> None:
-        """Add a batch of the validation split to its metrics."""
         self.update_metrics("val", self.compute_loss(batch))
 
     def metrics_of(self, stage: str) -> dict[str, Metric]:
@@ -156,8 +146,7 @@ class RecipeModule(LightningModule):
     def end_pass(self, stage: str, epoch: int) -> dict[str, float]:
         """Compute the metrics of a pass over all ranks, note them in the history, and reset them. All ranks call this.
 
-        Returns:
-            The metrics as ``train/...`` or ``val/...``; nothing where no sample was counted.
+        Gives the metrics as ``train/...`` or ``val/...``; nothing where no sample was counted.
         """
         metrics = self.metrics_of(stage)
         with warnings.catch_warnings():  # a rank without samples must take part in the sum all the same
@@ -251,7 +240,6 @@ class RecipeModule(LightningModule):
         self.reset_metrics("val")
 
     def on_validation_epoch_end(self) -> None:
-        """Compute both passes before a checkpoint of this validation is written."""
         if not self.trainer.sanity_checking:
             computed = {**self.end_pass("train", self.current_epoch), **self.end_pass("val", self.current_epoch)}
             computed.pop("train/loss", None)  # in the log this is each step's

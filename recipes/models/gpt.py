@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm self-attention and a two-layer perceptron, each with a residual connection."""
+    """Pre-norm self-attention and a perceptron, each with a residual connection."""
 
     def __init__(self, d_model: int, n_heads: int) -> None:
         super().__init__()
@@ -92,7 +93,6 @@ class Perplexity(ExactMean):
     """e to the mean loss; inf where that is too large for a float."""
 
     def compute(self) -> Tensor:
-        """The perplexity, float64."""
         return super().compute().exp()
 
 
@@ -106,7 +106,7 @@ class LanguageModel(RecipeModule):
         d_model, n_layers, n_heads: See `GPT`.
         mask_documents: Whether positions and attention restart with each document of a block.
         sample_tokens: Tokens of the text sample that is written at the end; 0 for none.
-        learning_rate, weight_decay, warmup, seed: See `RecipeModule`.
+        **shared: See `RecipeModule`.
     """
 
     data_type = TextData
@@ -114,38 +114,26 @@ class LanguageModel(RecipeModule):
     betas = (0.9, 0.95)
 
     def __init__(
-        self,
-        *,
-        d_model: int = 128,
-        n_layers: int = 4,
-        n_heads: int = 4,
-        mask_documents: bool = True,
-        sample_tokens: int = 300,
-        learning_rate: float = 0.002,
-        weight_decay: float = 0.1,
-        warmup: float = 0.05,
-        seed: int = 1,
-    ) -> None:
-        super().__init__(learning_rate, weight_decay, warmup, seed)
-        self.d_model, self.n_layers, self.n_heads = d_model, n_layers, n_heads
-        self.mask_documents = mask_documents
-        self.sample_tokens = sample_tokens
+        self, *, d_model: int = 128, n_layers: int = 4, n_heads: int = 4, mask_documents: bool = True,
+        sample_tokens: int = 300, **shared: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(**{"learning_rate": 0.002, "weight_decay": 0.1, "warmup": 0.05, **shared})
+        self.sizes = (d_model, n_layers, n_heads)
+        self.mask_documents, self.sample_tokens = mask_documents, sample_tokens
         self.bos_token = -1
         self.network: GPT | None = None
 
     def make_metrics(self) -> dict[str, Metric]:
-        """Means over tokens."""
         return {"loss": ExactMean(), "accuracy": ExactMean(), "perplexity": Perplexity()}
 
     def build(self, data: RecipeData) -> None:
-        """Make the network for the data's tokenizer and blocks."""
         if self.network is not None:
             return
         assert isinstance(data, TextData)
         self.bos_token = data.tokenizer.bos_token
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            self.network = GPT(data.tokenizer.vocab_size, data.pack.seq_len, self.d_model, self.n_layers, self.n_heads)
+            self.network = GPT(data.tokenizer.vocab_size, data.pack.seq_len, *self.sizes)
 
     def compute_loss(self, batch: Batch) -> LossOutput:
         """The mean cross-entropy of each block; the metrics count tokens."""
@@ -158,12 +146,10 @@ class LanguageModel(RecipeModule):
         counts = (continues | (targets == self.bos_token)) & (documents[:, 1:] != PADDING)
         means = (losses * counts).sum(1) / counts.sum(1).clamp(min=1)
         right = (logits.argmax(2) == targets).float()
-        return LossOutput(
-            means, {"loss": (losses, counts), "accuracy": (right, counts), "perplexity": (losses, counts)}
-        )
+        updates = {"loss": (losses, counts), "accuracy": (right, counts), "perplexity": (losses, counts)}
+        return LossOutput(means, updates)
 
     def show(self, data: RecipeData, folder: Path) -> Artifacts:
-        """Write a sample of text."""
         if not self.sample_tokens:
             return Artifacts()
         assert isinstance(data, TextData)

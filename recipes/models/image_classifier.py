@@ -25,16 +25,9 @@ _AUXILIARY = ("googlenet", "inception_v3")  # networks with further heads, which
 class ImageClassifier(RecipeModule):
     """Classifies uint8 images; learns from batches of ``{"image": uint8[n, 3, h, w], "label": int64[n]}``.
 
-    Args:
-        arch: A classification network that ``torchvision.models.get_model`` knows, e.g. ``resnet18``.
-        num_classes: None for as many as the data has.
-        weights: File of weights to start from, read with ``weights_only=True``; tensors whose number of classes differs
-            are not used. None to start from scratch.
-        model_kwargs: More arguments of the network.
-        cifar_stem: Begin a ResNet with a 3x3 convolution of stride 1 and no max-pool, as 32-pixel images need.
-        label_smoothing: As in `torch.nn.functional.cross_entropy`; not in the reported loss.
-        channels_last: Use the channels-last memory format, which is faster.
-        learning_rate, weight_decay, warmup, seed: As in `RecipeModule`.
+    `arch` is a classification network of ``torchvision.models``. From a file of `weights` (read with
+    ``weights_only=True``), the tensors for another number of classes are not used. `cifar_stem` begins a ResNet with a
+    3x3 convolution of stride 1 and no max-pool, as 32-pixel images need. The reported loss has no label smoothing.
     """
 
     data_type = ImageData

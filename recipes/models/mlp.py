@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ class R2(R2Score):
     """R2 over all ranks; not a number for fewer than two samples."""
 
     def compute(self) -> Tensor:
-        """Share of the labels' variance that is explained."""
         return super().compute() if self.total > 1 else torch.tensor(math.nan)
 
 
@@ -33,7 +33,7 @@ class Regressor(RecipeModule):
 
     Args:
         widths: Sizes of the hidden layers.
-        learning_rate, weight_decay, warmup, seed: See `RecipeModule`.
+        **shared: See `RecipeModule`.
     """
 
     data_type = TableData
@@ -41,27 +41,17 @@ class Regressor(RecipeModule):
     mean: Tensor
     std: Tensor
 
-    def __init__(
-        self,
-        *,
-        widths: list[int] | tuple[int, ...] = (64, 64),
-        learning_rate: float = 0.003,
-        weight_decay: float = 0.01,
-        warmup: float = 0.1,
-        seed: int = 1,
-    ) -> None:
-        super().__init__(learning_rate, weight_decay, warmup, seed)
+    def __init__(self, *, widths: list[int] | tuple[int, ...] = (64, 64), **shared: Any) -> None:
+        super().__init__(**{"learning_rate": 0.003, "weight_decay": 0.01, "warmup": 0.1, **shared})
         self.widths = tuple(widths)
         self.columns: tuple[str, ...] = ()
         self.label = ""
         self.network: nn.Sequential | None = None
 
     def make_metrics(self) -> dict[str, Metric]:
-        """The loss, and the R2 score."""
         return {"loss": ExactMean(), "r2": R2()}
 
     def build(self, data: RecipeData) -> None:
-        """Make the network for the table's columns."""
         if self.network is not None:
             return
         assert isinstance(data, TableData)
@@ -82,7 +72,6 @@ class Regressor(RecipeModule):
         return predicted
 
     def compute_loss(self, batch: Batch) -> LossOutput:
-        """The squared error of the standardized label."""
         predicted = self(batch)
         target = (batch[self.label].float() - self.mean[-1]) / self.std[-1]
         return LossOutput((predicted - target).square(), {"r2": (predicted, target)})

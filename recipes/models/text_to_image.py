@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,18 +44,12 @@ def signal_and_noise(time: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Block(nn.Module):
-    """A residual convolution that the conditioning scales and shifts, then attention over all latents and the caption.
-
-    Args:
-        side: Latents per side of the image.
-        d_model, n_heads: See `Denoiser`.
-    """
+    """A residual convolution that the conditioning scales and shifts, then attention over latents and caption."""
 
     def __init__(self, side: int, d_model: int, n_heads: int) -> None:
         super().__init__()
-        self.conv_in = nn.Sequential(
-            group_norm(d_model), nn.SiLU(), nn.Conv2d(d_model, d_model, 3, padding=1), group_norm(d_model)
-        )
+        convolution = nn.Conv2d(d_model, d_model, 3, padding=1)
+        self.conv_in = nn.Sequential(group_norm(d_model), nn.SiLU(), convolution, group_norm(d_model))
         self.scale_shift = nn.Linear(d_model, 2 * d_model)
         self.conv_out = nn.Conv2d(d_model, d_model, 3, padding=1)
         self.norm = group_norm(d_model)
@@ -64,13 +59,7 @@ class Block(nn.Module):
         nn.init.zeros_(self.attention.out_proj.weight)
 
     def forward(self, hidden: Tensor, conditioning: Tensor, caption: Tensor) -> Tensor:
-        """Transform float[n, d_model, side, side].
-
-        Args:
-            hidden: float[n, d_model, side, side].
-            conditioning: float[n, d_model], time and caption of the whole image.
-            caption: float[n, caption_length, d_model].
-        """
+        """Transform float[n, d, side, side], given float[n, d] (time and caption) and float[n, length, d] (caption)."""
         scale, shift = self.scale_shift(conditioning)[:, :, None, None].chunk(2, 1)
         hidden = hidden + self.conv_out(functional.silu(self.conv_in(hidden) * (1 + scale) + shift))
         queries = self.norm(hidden).flatten(2).transpose(1, 2) + self.positions
@@ -80,15 +69,7 @@ class Block(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """Predicts v from noisy latents, the time and the caption.
-
-    Args:
-        side: Latents per side of the image.
-        caption_length: Tokens of a caption.
-        d_model: Embedding dimension of latents and tokens.
-        n_layers: Number of blocks.
-        n_heads: Attention heads.
-    """
+    """Predicts v from noisy latents (`side` per side of the image), the time and the caption."""
 
     def __init__(self, side: int, caption_length: int, d_model: int, n_layers: int, n_heads: int) -> None:
         super().__init__()
@@ -122,7 +103,6 @@ class Denoiser(nn.Module):
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
-    """A group norm of up to 8 groups."""
     return nn.GroupNorm(math.gcd(8, channels), channels)
 
 
@@ -133,44 +113,31 @@ class TextToImage(RecipeModule):
     sample has its own time and noise, so that the loss is the same on any number of devices.
 
     Args:
-        d_model, n_layers, n_heads: See `Denoiser`.
+        d_model, n_layers, n_heads: Embedding dimension, blocks and attention heads.
         cond_dropout: Share of the training samples whose caption is dropped, for classifier-free guidance.
         guidance_scale: How far an image follows its caption; 1 is no guidance.
         num_inference_steps: Steps of the sampler.
-        learning_rate, weight_decay, warmup, seed: See `RecipeModule`.
+        **shared: See `RecipeModule`.
     """
 
     data_type = CaptionData
     shown = ("train/loss", "val/loss")
 
     def __init__(
-        self,
-        *,
-        d_model: int = 96,
-        n_layers: int = 4,
-        n_heads: int = 4,
-        cond_dropout: float = 0.1,
-        guidance_scale: float = 2.0,
-        num_inference_steps: int = 25,
-        learning_rate: float = 0.003,
-        weight_decay: float = 0.01,
-        warmup: float = 0.1,
-        seed: int = 1,
-    ) -> None:
-        super().__init__(learning_rate, weight_decay, warmup, seed)
-        self.d_model, self.n_layers, self.n_heads = d_model, n_layers, n_heads
-        self.cond_dropout = cond_dropout
-        self.guidance_scale = guidance_scale
+        self, *, d_model: int = 96, n_layers: int = 4, n_heads: int = 4, cond_dropout: float = 0.1,
+        guidance_scale: float = 2.0, num_inference_steps: int = 25, **shared: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(**{"learning_rate": 0.003, "weight_decay": 0.01, "warmup": 0.1, **shared})
+        self.sizes = (d_model, n_layers, n_heads)
+        self.cond_dropout, self.guidance_scale = cond_dropout, guidance_scale
         self.num_inference_steps = num_inference_steps
         self.side = 0
         self.network: Denoiser | None = None
 
     def make_metrics(self) -> dict[str, Metric]:
-        """The mean loss."""
         return {"loss": ExactMean()}
 
     def build(self, data: RecipeData) -> None:
-        """Make the network for the data's image size and captions."""
         if self.network is not None:
             return
         assert isinstance(data, CaptionData)
@@ -179,7 +146,7 @@ class TextToImage(RecipeModule):
         self.side = data.image_size // PATCH
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            self.network = Denoiser(self.side, data.caption_length, self.d_model, self.n_layers, self.n_heads)
+            self.network = Denoiser(self.side, data.caption_length, *self.sizes)
 
     def compute_loss(self, batch: Batch) -> LossOutput:
         """The mean squared error of v in each image."""

@@ -5,8 +5,8 @@
     python -m recipes.spark.flowers --data runs/shards --trainer composer    # these shards exist already
 
 1. Spark reads the images by its binary file source.  2. `dataframe_to_mds` writes shards to a folder, volume or URL.
-3. `TorchDistributor` trains in several processes, by Lightning or Composer; each process streams its share. The notebook
-`flowers.ipynb` shows the same step by step, by a plain loop.
+3. `TorchDistributor` trains in several processes, by Lightning or Composer; each process streams its share. The
+notebook `flowers.ipynb` shows the same step by step, by a plain loop.
 """
 
 from __future__ import annotations

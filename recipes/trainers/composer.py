@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,50 +19,35 @@ from recipes.models.base import Batch, LossOutput, RecipeModule
 from recipes.report import RunFigures
 from recipes.trainers.torch_loop import on_first_rank
 
-_DEVICES = {"auto": None, "cuda": "gpu"}
 _PRECISIONS = {"32-true": "fp32", "bf16-mixed": "amp_bf16", "16-mixed": "amp_fp16"}
 
 
+@dataclass(frozen=True, kw_only=True)
 class ComposerTrainer:
-    """Trains a recipe's model on its data under Composer.
+    """Trains a recipe's model on its data under Composer; see configs/trainer/composer.yaml for the settings."""
 
-    The arguments are those of configs/trainer/composer.yaml; `options` are more of Composer's `Trainer`.
-    """
-
-    def __init__(
-        self,
-        *,
-        folder: str,
-        max_epochs: int = 10,
-        max_steps: int = -1,
-        accelerator: str = "auto",
-        precision: str = "32-true",
-        val_check_interval: int | None = None,
-        check_val_every_n_epoch: int | None = 1,
-        save_interval: str = "20ba",
-        num_kept: int = 2,
-        seed: int = 1,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.max_epochs, self.max_steps = max_epochs, max_steps
-        self.options = {
-            "device": _DEVICES.get(accelerator, accelerator),
-            "precision": _PRECISIONS.get(precision, precision),
-            "eval_interval": f"{val_check_interval}ba" if val_check_interval else f"{check_val_every_n_epoch or 1}ep",
-            "save_folder": str(Path(folder) / "composer"),
-            "save_interval": save_interval,
-            "save_num_checkpoints_to_keep": num_kept,
-            "seed": seed,
-            **(options or {}),
-        }
+    folder: str
+    max_epochs: int = 10
+    max_steps: int = -1
+    accelerator: str = "auto"
+    precision: str = "32-true"
+    val_check_interval: int | None = None
+    check_val_every_n_epoch: int | None = 1
+    save_interval: str = "20ba"
+    num_kept: int = 2
+    seed: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def fit(
         self, model: RecipeModule, data: RecipeData, ckpt_path: str | None = None, logger: Any = None
     ) -> RunFigures:
         """Train; the model's `history` holds the last metrics afterwards. Composer's own loggers are in `options`."""
         name_node()
+        every = f"{self.val_check_interval}ba" if self.val_check_interval else f"{self.check_val_every_n_epoch or 1}ep"
+        device = {"auto": None, "cuda": "gpu"}.get(self.accelerator, self.accelerator)
+        options = {"device": device, "precision": _PRECISIONS.get(self.precision, self.precision), **self.options}
         if dist.get_world_size() > 1:
-            dist.initialize_dist(self.options["device"])
+            dist.initialize_dist(options["device"])
         on_first_rank(data.prepare_data)
         model.build(data)
         workers: dict[str, Any] = {"num_workers": data.num_workers, "persistent_workers": data.num_workers > 0}
@@ -81,7 +67,12 @@ class ComposerTrainer:
             save_overwrite=True,
             save_latest_filename="latest-rank{rank}.pt",
             load_path=ckpt_path,
-            **self.options,
+            eval_interval=every,
+            save_folder=str(Path(self.folder) / "composer"),
+            save_interval=self.save_interval,
+            save_num_checkpoints_to_keep=self.num_kept,
+            seed=self.seed,
+            **options,
         )
         first = trainer.state.timestamp
         began = time.perf_counter()

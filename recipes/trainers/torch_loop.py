@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -48,61 +49,46 @@ def on_first_rank(task: Callable[[], object]) -> None:
         dist.barrier(group)
 
 
+@dataclass(frozen=True, kw_only=True)
 class TorchTrainer:
-    """Trains a recipe's model on its data in a plain loop; see configs/trainer/torch.yaml for the arguments.
+    """Trains a recipe's model on its data in a plain loop; see configs/trainer/torch.yaml for the settings."""
 
-    Epochs and steps are those of the whole run, resumes included; -1 is no limit. A checkpoint follows each epoch.
-    """
+    folder: str
+    max_epochs: int = 10  # of the whole run; -1: no limit
+    max_steps: int = -1
+    accelerator: str = "auto"
+    precision: str = "32-true"
+    accumulate_grad_batches: int = 1
+    val_check_interval: int | None = None
+    check_val_every_n_epoch: int | None = 1
+    gradient_clip_val: float | None = None
+    save_every_n_steps: int = 20
+    log_every_n_steps: int = 5
+    enable_progress_bar: bool = True
+    seed: int = 1
 
-    def __init__(
-        self,
-        *,
-        folder: str,
-        max_epochs: int = 10,
-        max_steps: int = -1,
-        accelerator: str = "auto",
-        precision: str = "32-true",
-        accumulate_grad_batches: int = 1,
-        val_check_interval: int | None = None,
-        check_val_every_n_epoch: int | None = 1,
-        gradient_clip_val: float | None = None,
-        save_every_n_steps: int = 20,
-        log_every_n_steps: int = 5,
-        enable_progress_bar: bool = True,
-        seed: int = 1,
-    ) -> None:
-        if precision not in ("32-true", "bf16-mixed"):
-            raise ValueError(f"precision must be 32-true or bf16-mixed in a plain loop; found {precision!r}.")
-        if max_epochs < 0 and max_steps < 0:
+    def __post_init__(self) -> None:
+        if self.precision not in ("32-true", "bf16-mixed"):
+            raise ValueError(f"precision must be 32-true or bf16-mixed in a plain loop; found {self.precision!r}.")
+        if self.max_epochs < 0 and self.max_steps < 0:
             raise ValueError("max_epochs and max_steps are both -1, so the run would never end. Set one of them.")
-        self.path, self.seed = Path(folder) / "torch" / "last.pt", seed
-        self.max_epochs, self.max_steps = max_epochs, max_steps
-        self.on_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
-        self.half, self.accumulate, self.clip = precision == "bf16-mixed", accumulate_grad_batches, gradient_clip_val
-        self.val_steps, self.val_epochs = val_check_interval, check_val_every_n_epoch
-        self.save_every, self.log_every, self.shows_bar = save_every_n_steps, log_every_n_steps, enable_progress_bar
 
     def fit(
         self, model: RecipeModule, data: RecipeData, ckpt_path: str | None = None, logger: Any = None
     ) -> RunFigures:
-        """Train; the model's `history` holds the metrics afterwards.
-
-        Args:
-            model: What to train.
-            data: What to train on.
-            ckpt_path: A checkpoint of this trainer to resume from.
-            logger: One of Lightning's loggers, on the first rank.
+        """Train; the model's `history` holds the metrics afterwards. The logger is one of Lightning's.
 
         Raises:
             StateError: The checkpoint cannot be resumed from.
             TrainingInterrupted: A signal ended the run; a checkpoint was saved.
         """
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if self.on_gpu else torch.device("cpu")
+        on_gpu = self.accelerator in ("gpu", "cuda") or (self.accelerator == "auto" and torch.cuda.is_available())
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
         with ExitStack() as stack:
-            if self.on_gpu:
+            if on_gpu:
                 torch.cuda.set_device(device)
             if detect_world().num_ranks > 1 and not dist.is_initialized():
-                dist.init_process_group("nccl" if self.on_gpu else "gloo")
+                dist.init_process_group("nccl" if on_gpu else "gloo")
                 stack.callback(dist.destroy_process_group)
             on_first_rank(data.prepare_data)
             run = _Run(self, model, data, device, logger)
@@ -140,8 +126,8 @@ class _Run:
         model.build(data)
         model.to(device)
         common: dict[str, Any] = {"num_workers": data.num_workers, "persistent_workers": data.num_workers > 0}
-        common |= {"pin_memory": settings.on_gpu, "world": self.world}
-        size, accumulate = data.global_batch_size, settings.accumulate
+        common |= {"pin_memory": device.type == "cuda", "world": self.world}
+        size, accumulate = data.global_batch_size, settings.accumulate_grad_batches
         self.loader = StreamingDataLoader(
             data.train_dataset, global_batch_size=size, accumulate=accumulate, tail=data.tail, **common
         )
@@ -149,17 +135,18 @@ class _Run:
         self.val_loader = StreamingDataLoader(data.val_dataset, val_size, evaluation=True, **common)
         self.loss: nn.Module = _Loss(model)
         if self.world.num_ranks > 1:
-            self.loss = DistributedDataParallel(self.loss, device_ids=[device.index] if settings.on_gpu else None)
+            self.loss = DistributedDataParallel(self.loss, device_ids=None if device.index is None else [device.index])
         self.optimizer = model.optimizer()
         steps = settings.max_epochs * -(-len(self.loader) // accumulate)
         self.total_steps = min(limit for limit in (steps, settings.max_steps) if limit >= 0)
         self.schedule = model.schedule(self.optimizer, self.total_steps)
+        self.path = Path(settings.folder) / "torch" / "last.pt"
         self.step, self.signum, self.figures = 0, 0, RunFigures()
 
     def train(self) -> None:
         """Train from where the loader is to the end of the run."""
         while self.step < self.total_steps:
-            epoch, every = self.loader.position.epoch, self.settings.val_epochs
+            epoch, every = self.loader.position.epoch, self.settings.check_val_every_n_epoch
             self._train_epoch(epoch)
             if self.step >= self.total_steps or (every and (epoch + 1) % every == 0):
                 self._validate(epoch)
@@ -174,7 +161,7 @@ class _Run:
         loss = torch.zeros((), device=self.device)
         began, validated_s = time.perf_counter(), self.figures.validation_s
         done = self.loader.batches_before(self.loader.position)
-        off = not self.settings.shows_bar or self.world.rank > 0
+        off = not self.settings.enable_progress_bar or self.world.rank > 0
         with tqdm(total=len(self.loader), initial=done, desc=f"Epoch {epoch}", disable=off, file=sys.stderr) as bar:
             for number, batch in enumerate(self.loader, done):
                 # Each micro-batch has its own seed, so dropout draws the same after a resume.
@@ -194,21 +181,24 @@ class _Run:
         """Add a micro-batch's gradient; gives its part of the step's loss in this process."""
         keep = torch.from_numpy(~info.filler).to(self.device)
         self.figures.num_samples += info.num_samples * self.world.num_ranks
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.half):
+        with self._autocast():
             loss: Tensor = self.loss(batch, keep, info.end - info.begin)
         torch.autograd.backward(loss * self.world.num_ranks)  # DDP computes the mean over processes, not the sum
         return loss.detach()
 
+    def _autocast(self) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16-mixed")
+
     def _optimize(self, loss: Tensor, epoch: int) -> None:
-        if self.settings.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        if self.settings.gradient_clip_val:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.gradient_clip_val)
         self.optimizer.step()
         self.optimizer.zero_grad()
         rate = self.schedule.get_last_lr()[0]
         self.schedule.step()
         self.step += 1
         self.figures.num_steps += 1
-        if self.step % self.settings.log_every == 0:
+        if self.step % self.settings.log_every_n_steps == 0:
             self._log({"train/loss": float(_summed(loss)), "learning_rate": rate, "epoch": epoch})
 
     def _log(self, values: Mapping[str, float]) -> None:
@@ -220,7 +210,7 @@ class _Run:
         self.model.eval()
         self.model.reset_metrics("val")
         for batch in self.val_loader:
-            with torch.inference_mode(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.half):
+            with torch.inference_mode(), self._autocast():
                 self.model.evaluate(_to(batch, self.device))
         computed = {**self.model.end_pass("train", epoch), **self.model.end_pass("val", epoch)}
         computed.pop("train/loss", None)
@@ -231,16 +221,16 @@ class _Run:
     def _after_step(self, info: Any) -> None:
         if info.ends_epoch or self.step >= self.total_steps:
             return  # the end of the epoch validates and saves
-        if self.settings.val_steps and self.step % self.settings.val_steps == 0:
+        if self.settings.val_check_interval and self.step % self.settings.val_check_interval == 0:
             self._validate(info.epoch)
-        if self.step % self.settings.save_every == 0:
+        if self.step % self.settings.save_every_n_steps == 0:
             self.save()
         if self.world.num_ranks == 1 or self.step % _AGREE_EVERY == 0:
             self._stop_if_asked(save=True)
 
     def save(self) -> None:
         """Write a checkpoint, whole or not at all. All processes call this; the first writes."""
-        metrics, path = self.model.metric_state(), self.settings.path
+        metrics, path = self.model.metric_state(), self.path
         if self.world.rank:
             return
         parts = {name: part.state_dict() for name, part in self._parts().items()}
@@ -284,10 +274,9 @@ class _Run:
         if int(_summed(torch.tensor(int(self.signum > 0), device=self.device))):
             if save:
                 self.save()
-            raise TrainingInterrupted(self.signum or signal.SIGTERM, self.settings.path)
+            raise TrainingInterrupted(self.signum or signal.SIGTERM, self.path)
 
     def close(self) -> None:
-        """End the workers."""
         self.loader.close()
         self.val_loader.close()
 

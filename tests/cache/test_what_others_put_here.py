@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from servers.shards import make_dataset, shard_content
 
+pytest.importorskip("torch", reason="StreamingDataset needs torch: uv sync")
+
 from lightning_stream import LocalDataset, MDSWriter, StreamingDataset
 from lightning_stream.cache import CacheConfig, ShardCache, default_folder
 from lightning_stream.cache.folder import CacheFolder

@@ -140,19 +140,21 @@ def test_arrow_files_and_streams_give_the_same_rows(tmp_path: Path, samples_of: 
 
 
 def test_what_datasets_saved_to_disk_is_read_in_its_order(tmp_path: Path, samples_of: Any) -> None:
-    (tmp_path / "train").mkdir()
-    for k, name in enumerate(("b.arrow", "a.arrow")):
-        table = pa.table({"k": list(range(k * 10, k * 10 + 10))})
-        with pa.ipc.new_stream(str(tmp_path / "train" / name), table.schema) as out:
-            out.write_table(table)
-    state = {"_data_files": [{"filename": "b.arrow"}, {"filename": "a.arrow"}]}
-    (tmp_path / "train" / "state.json").write_text(json.dumps(state))
-    (tmp_path / "train" / "dataset_info.json").write_text("{}")
-    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
-    convert(tmp_path / "train", tmp_path / "out", **PLAIN)
-    assert [s["k"] for s in samples_of(tmp_path / "out")] == list(range(20))
-    with pytest.raises(ValueError, match="splits train"):
-        convert(tmp_path, tmp_path / "out2", **PLAIN)
+    saved = tmp_path / "saved"
+    for split in ("train", "test"):
+        (saved / split).mkdir(parents=True)
+        for k, name in enumerate(("b.arrow", "a.arrow", "cache-of-a-map.arrow")):
+            table = pa.table({"k": list(range(k * 10, k * 10 + 10))})
+            with pa.ipc.new_stream(str(saved / split / name), table.schema) as out:
+                out.write_table(table)
+        state = {"_data_files": [{"filename": "b.arrow"}, {"filename": "a.arrow"}]}
+        (saved / split / "state.json").write_text(json.dumps(state))
+        (saved / split / "dataset_info.json").write_text("{}")
+    (saved / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    convert(saved / "train", tmp_path / "one", **PLAIN)
+    assert [s["k"] for s in samples_of(tmp_path / "one")] == list(range(20))
+    assert convert(saved, tmp_path / "out", **PLAIN).num_samples == {"train": 20, "test": 20}
+    assert [s["k"] for s in samples_of(tmp_path / "out" / "test")] == list(range(20))
 
 
 @pytest.mark.parametrize("name", ["in.parquet", "in.arrow"])

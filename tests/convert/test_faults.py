@@ -37,7 +37,7 @@ def test_a_killed_worker_is_replaced_and_changes_nothing(tmp_path: Path, files_o
 
 
 def test_a_part_that_kills_its_workers_ends_the_conversion_and_says_so(tmp_path: Path) -> None:
-    with pytest.raises(LightningStreamError, match=r"3 died \(signal 9\) over part 1 .*num_workers=1"):
+    with pytest.raises(LightningStreamError, match=r"died 3 times while they wrote .*partition 1 .*num_workers=1"):
         convert(inputs_of(tmp_path, convert_inputs.dying), tmp_path / "out", **SIZE, num_workers=2)
     assert not (tmp_path / "out" / "index.json").exists()
 
@@ -67,7 +67,7 @@ def test_shards_left_without_any_receipt_are_known_as_ours(
 
     inputs = inputs_of(tmp_path, convert_inputs.samples)
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_stream.convert.work.receipt_name", fail)
+        patch.setattr("lightning_stream.convert.task.receipt_name", fail)
         with pytest.raises(KeyboardInterrupt):
             convert(inputs, tmp_path / "out", **SIZE, num_workers=1)
     assert list((tmp_path / "out").glob("part-*/shard*"))

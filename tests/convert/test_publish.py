@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_stream.convert.job import Job
-from lightning_stream.convert.part import PartWriter
+from lightning_stream.convert.partition import OutputSpec, PartitionWriter
 from lightning_stream.convert.publish import MANIFEST, Publication
 from lightning_stream.convert.receipt import Receipt
 from lightning_stream.errors import StoreError
@@ -18,9 +17,9 @@ from lightning_stream.writer.place import listed_files
 
 
 def begun(out: Path, values: list[int], overwrite: bool = True) -> tuple[Publication, list[Receipt]]:
-    job = Job(str(out), False, None, {"x": "int"}, {"size_limit": 260, "max_workers": 1}, "0123456789abcdef")
-    publication = Publication.begin(job, overwrite, "pass overwrite=True")
-    with PartWriter(job, 0) as writer:
+    spec = OutputSpec(str(out), False, None, {"x": "int"}, {"size_limit": 260, "max_workers": 1}, "0123456789abcdef")
+    publication = Publication.begin(spec, overwrite, "pass overwrite=True")
+    with PartitionWriter(spec, 0) as writer:
         writer.write_batch({"x": values})
     return publication, [Receipt(0, "", writer.num_samples, tuple(writer.shards))]
 

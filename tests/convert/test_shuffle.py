@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from lightning_stream.convert import convert
-from lightning_stream.convert.spill import Buckets, SpillWriter, bucket_rows
+from lightning_stream.convert.shuffle import row_keys
+from lightning_stream.convert.sources.choose import open_source
 
 PLAIN: dict[str, Any] = {"compression": None, "num_workers": 1}
 
@@ -30,8 +32,6 @@ def test_every_row_comes_once_and_classes_are_mixed(sorted_rows: Path, tmp_path:
     assert all(sample["label"] == sample["k"] // 400 and len(sample["text"]) == sample["k"] % 7 for sample in samples)
     labels = np.array([sample["label"] for sample in samples]).reshape(20, 200)
     assert all(len(set(block.tolist())) == 10 for block in labels)
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert manifest["statistics"]["k"] == {"min": 0, "max": 3999}
     assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "out"}
 
 
@@ -53,28 +53,27 @@ def test_an_image_folder_is_shuffled_by_its_listing(tmp_path: Path, samples_of: 
     for k in range(60):
         path = tmp_path / "in" / f"c{k // 20}" / f"{k}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"\xff\xd8\xff" + bytes([k]))
+        path.write_bytes(b"\xff\xd8\xff" + bytes([k]) + b"\xff\xd9")
     convert(tmp_path / "in", tmp_path / "out", **PLAIN, columns={"label": "int", "name": "str"}, shuffle=True)
     samples = samples_of(tmp_path / "out")
     assert len({sample["name"] for sample in samples}) == 60
     assert len({sample["label"] for sample in samples[:20]}) == 3
 
 
-def test_a_bucket_holds_its_rows_of_all_runs_in_the_order_of_their_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_rows_are_in_the_order_of_their_keys_over_several_runs_and_buckets(
+    tmp_path: Path, samples_of: Any, sorted_rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_stream.convert.spill._RUN_BYTES", 1000)
-    buckets = Buckets(str(tmp_path), 5, seed=3)
-    keys: dict[int, int] = {}
-    for part in range(3):
-        with SpillWriter(buckets, "", part, {"n": "int64"}) as writer:
-            for begin in range(0, 500, 100):
-                writer.write_batch({"n": np.arange(begin, begin + 100) + 1000 * part})
-        writer.finish({})
-        keys |= {1000 * part + k: key for k, key in enumerate(buckets.keys(part, 0, 500).tolist())}
-    found = []
-    for bucket in range(5):
-        rows = bucket_rows(buckets, "", 3, bucket)
-        assert rows is not None
-        found += np.frombuffer(rows.joined(), np.int64).tolist()
-    assert found == sorted(keys, key=lambda n: keys[n])
+    monkeypatch.setattr("lightning_stream.convert.shuffle._RUN_BYTES", 2000)
+    monkeypatch.setattr("lightning_stream.convert.shuffle._BUCKET_BYTES", 9000)
+    convert(sorted_rows, tmp_path / "out", **PLAIN, shuffle=True, seed=5, partition_bytes="30kb")
+    starts = np.cumsum([0, *partition_rows(sorted_rows, 30_000)])
+    keys = np.concatenate([row_keys(5, k, 0, int(end - begin)) for k, (begin, end) in enumerate(pairwise(starts))])
+    assert [sample["k"] for sample in samples_of(tmp_path / "out")] == np.argsort(keys).tolist()
+
+
+def partition_rows(path: Path, partition_bytes: int) -> list[int]:
+    source = open_source(path, None, None, None)
+    partitions = source.partitions(partition_bytes)
+    assert len(partitions) > 3
+    read = [source.reader.read_all(each.splits, {"k": "int64"}) for each in partitions]
+    return [sum(len(batch.columns) for batch in batches) for batches in read]

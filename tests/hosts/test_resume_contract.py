@@ -74,7 +74,7 @@ HOSTS = {
 # In a plain run each stop and each change of the world comes once; the full product is slow.
 QUICK = [("middle", "grown"), ("epoch end", "same"), ("last batch", "shrunk"), ("later epoch", "shrunk")]
 CASES = [
-    pytest.param(stop, change, marks=[] if (stop, change) in QUICK else [pytest.mark.slow], id=f"{stop}, {change}")
+    pytest.param(stop, change, marks=[] if (stop, change) in QUICK else [pytest.mark.nightly], id=f"{stop}, {change}")
     for stop in STOPS
     for change in WORLDS
 ]

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from lightning_stream.loading.randomness import (  # noqa: E402
     SeededCall,
     preserved_generators,
-    sample_rng,
+    sample_seed,
     takes_rng,
 )
 
@@ -116,7 +116,7 @@ def test_a_function_that_takes_rng_leaves_the_global_generators_alone() -> None:
     random.seed(3)
     SeededCall(draws_from_rng, 5)(0, 1, 2)
     assert random.random() == expected
-    assert SeededCall(draws_from_rng, 5)(0, 1, 2) == draws_from_rng(0, sample_rng(5, 1, 2))
+    assert SeededCall(draws_from_rng, 5)(0, 1, 2) == draws_from_rng(0, np.random.default_rng(sample_seed(5, 1, 2)))
 
 
 def test_the_global_generators_are_put_back() -> None:

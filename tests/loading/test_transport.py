@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import pickle
+import threading
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -119,7 +121,7 @@ def test_without_a_free_slot_or_with_too_much_for_one_a_batch_goes_as_it_is() ->
     assert is_handle(slots.put(0, batches[0]))  # a large batch takes no slot
 
 
-def test_a_batch_that_cannot_be_sent_says_so_and_leaves_the_slot_free() -> None:
+def test_a_batch_that_cannot_be_sent_raises_and_leaves_the_slot_free() -> None:
     slots = SharedSlots.create(1, num_slots=1)
     for _ in range(2):
         with pytest.raises((pickle.PicklingError, AttributeError)):
@@ -171,6 +173,12 @@ def test_an_iteration_leaves_no_descriptor_behind(tmp_path: Path) -> None:
             if number == stop:
                 break
         gc.collect()
+        # Under load, torch's workers and the threads of its queues may end later than the iteration.
+        for process in multiprocessing.active_children():
+            process.join(60)
+        for thread in threading.enumerate():
+            if thread.name == "QueueFeederThread":
+                thread.join(60)
         return len(list(Path("/proc/self/fd").iterdir()))
 
     dataset[0]

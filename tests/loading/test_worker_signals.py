@@ -35,21 +35,21 @@ def nothing():
     pass
 
 def stop_a_process():
-    child = subprocess.Popen(["sleep", "60"])
+    child = subprocess.Popen(["sleep", "600"])
     child.send_signal(signal.SIGTERM)
-    code = child.wait(20)
-    child = subprocess.Popen(["sleep", "60"])
+    code = child.wait(60)
+    child = subprocess.Popen(["sleep", "600"])
     child.send_signal(signal.SIGINT)
-    return code, child.wait(20)
+    return code, child.wait(60)
 
 def stop_a_fork():
     if (child := os.fork()) == 0:
-        time.sleep(60)
+        time.sleep(600)
         os._exit(1)
     os.kill(child, signal.SIGTERM)
     return os.waitpid(child, 0)[1]
 
-def start(work, method, grace_s=60):
+def start(work, method, grace_s=3600):
     batches = iter(DataLoader(Batches(work, grace_s), batch_size=None, num_workers=1, multiprocessing_context=method))
     let_terminate_end_at_once(batches._workers)
     return batches
@@ -98,28 +98,27 @@ for number in (signal.SIGINT, signal.SIGTERM):
     for _ in range(5):
         assert next(batches)[0] == worker
 (process,) = [one for one in multiprocessing.active_children() if one.pid == worker]
-begun = time.monotonic()
 process.terminate()
-process.join(20)
-print("ended", process.exitcode, time.monotonic() - begun < 5, flush=True)
+process.join(60)  # much less than the grace period
+print("ended", process.exitcode, flush=True)
 batches._shutdown_workers()
 last = start(nothing, {method!r})
 print(next(last)[0], flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="asks Linux when a process ends")
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 def test_a_worker_outlives_a_jobs_signals_and_ends_when_its_trainer_asks_or_is_gone(
     tmp_path: Path, method: str
 ) -> None:
     with trainer(tmp_path, LIFE.format(method=method)) as process:
-        assert line(process) == "ended 0 True"
+        assert line(process) == "ended 0"
         worker = int(line(process))
         process.kill()
         process.wait()
-        assert wait_for_end(worker, 10)
+        assert wait_for_end(worker, 60)
 
 
 OTHERS = """
@@ -132,7 +131,7 @@ batches = start(nothing, "fork", grace_s=0.5)
 worker, _ = next(batches)
 (process,) = multiprocessing.active_children()
 os.kill(worker, signal.SIGTERM)
-process.join(20)
+process.join(60)
 print("after grace", process.exitcode, flush=True)
 batches._shutdown_workers()
 
@@ -140,7 +139,7 @@ gone = subprocess.Popen(["true"])
 gone.wait()
 if (worker := os.fork()) == 0:
     leave_signals_to_the_trainer(gone.pid)
-    time.sleep(60)
+    time.sleep(600)
     os._exit(1)
 print("no trainer", os.waitpid(worker, 0)[1], flush=True)
 """

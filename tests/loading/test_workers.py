@@ -1,4 +1,4 @@
-"""The worker processes of a loader: who ends them, and what that means for an iteration under way."""
+"""The worker processes of a loader: who ends them, and what that means for an iteration in progress."""
 
 from __future__ import annotations
 

@@ -337,7 +337,7 @@ def test_overrides_of_the_state_are_called_once_on_every_path(data: Path, by: st
     assert again.streaming.loaded == 1
 
 
-def test_a_correction_of_the_number_of_samples_is_not_needed_and_says_so(data: Path) -> None:
+def test_a_correction_of_the_number_of_samples_is_not_needed_and_warned_of(data: Path) -> None:
     class Packed(StreamingDataset):
         def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:  # type: ignore[override]
             return super().state_dict(2 * num_samples, from_beginning)

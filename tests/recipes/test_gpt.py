@@ -59,7 +59,7 @@ def test_the_end_of_a_document_is_predicted_and_padding_is_not() -> None:
     output = model.compute_loss({"tokens": tokens, "documents": documents})
     assert output.losses.tolist() == pytest.approx([math.log(257)])
     model.update_metrics("val", output)
-    assert int(model.metrics_of("val")["loss"].weight) == 4  # 6, the end of the first document, 7, 8
+    assert int(model.metrics_of("val")["loss"].sums[1]) == 4  # 6, the end of the first document, 7, 8
     measured = model.end_pass("val", 0)
     assert measured["val/loss"] == pytest.approx(math.log(257), abs=1e-6)
     assert measured["val/perplexity"] == pytest.approx(257, rel=1e-5)

@@ -133,7 +133,7 @@ def lacking(frame: Any) -> Any:
     yield nowhere_to_be_found
 
 
-def test_what_fails_in_an_executor_is_told_as_what_it_is(spark: Any, tmp_path: Path) -> None:
+def test_an_error_in_an_executor_is_raised_as_that_error(spark: Any, tmp_path: Path) -> None:
     from lightning_stream.errors import AccessError, MissingExtraError
 
     for udf, kind, said in (

@@ -131,7 +131,7 @@ def test_a_file_unlike_the_dataframe_is_sparks(
     assert (ParquetScan.of(frame) is not None) == fits
 
 
-def test_nulls_are_told_as_ever(spark: Any, tmp_path: Path) -> None:
+def test_nulls_are_reported_as_ever(spark: Any, tmp_path: Path) -> None:
     spark.createDataFrame([([1, None],), ([3],)], "tokens array<int>").write.parquet(str(tmp_path / "in"))
     frame = spark.read.parquet(str(tmp_path / "in"))
     assert ParquetScan.of(frame) is not None

@@ -76,7 +76,7 @@ def test_executors_upload_and_the_driver_puts_only_what_makes_it_a_dataset(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_keys_that_the_store_refuses_are_told_as_the_stores_error(spark: Any, bucket: dict[str, str]) -> None:
+def test_keys_that_the_store_refuses_raise_the_stores_error(spark: Any, bucket: dict[str, str]) -> None:
     kwargs = {"out": "s3://no-such-bucket/rows", "store_options": {**bucket, "retries": 0}}
     with pytest.raises(Exception, match="no-such-bucket"):
         room.dataframe_to_mds(spark.range(10), mds_kwargs=kwargs)
@@ -132,7 +132,7 @@ def delta_table(spark: Any, place: Path) -> list[list[str]]:
     return [files[0], files[0] + files[1], files[1] + files[2]]
 
 
-def test_the_manifest_tells_the_version_of_a_delta_table(spark: Any, tmp_path: Path) -> None:
+def test_the_manifest_has_the_version_of_a_delta_table(spark: Any, tmp_path: Path) -> None:
     versions = delta_table(spark, tmp_path / "table")
     for version, names in enumerate(versions):
         frame = spark.read.parquet(*(str(tmp_path / "table" / name) for name in names))

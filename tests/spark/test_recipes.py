@@ -13,7 +13,7 @@ from lightning_stream import LocalDataset
 torch = pytest.importorskip("torch")
 pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync")
 pytest.importorskip("pyspark", reason="the Spark recipes need pyspark: uv sync --extra spark")
-from recipes.spark import flowers, wine
+from recipes.spark import flowers, wine  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

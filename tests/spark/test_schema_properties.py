@@ -181,7 +181,7 @@ def refusal(spark: Any, place: Path, holes: Mapping[str, list[bool]]) -> None:
     assert not (place / "index.json").exists()
 
 
-def test_nulls_are_told_by_column_and_count(spark: Any, tmp_path: Path) -> None:
+def test_nulls_are_reported_by_column_and_count(spark: Any, tmp_path: Path) -> None:
     @settings(FEW, max_examples=3)
     @given(data=st.data())
     def law(data: Any) -> None:

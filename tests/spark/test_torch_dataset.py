@@ -148,7 +148,7 @@ def test_batches_arrive_on_the_device_asked_for(spark: Any) -> None:
     assert [len(features) for features, _ in dataset.batches(20, drop_last=True)] == [20, 20]
 
 
-def test_what_are_no_numbers_or_names_is_told(spark: Any) -> None:
+def test_columns_that_are_not_numbers_or_names_are_refused(spark: Any) -> None:
     frame = spark.createDataFrame([("7", 1.0)], ["text", "y"])
     with pytest.raises(TypeError, match=r"is a list of names; found the text 'text': pass \['text'\]"):
         StreamToTorchDataset(frame, "text", "y")  # a text is a sequence of letters
@@ -171,7 +171,7 @@ def test_arrays_and_vectors_are_joined_as_features(spark: Any) -> None:
         StreamToTorchDataset(frame, ["nothing"], "label")
 
 
-def test_values_that_cannot_be_written_are_told_to_whoever_reads(spark: Any) -> None:
+def test_values_that_cannot_be_written_are_an_error_in_every_reader(spark: Any) -> None:
     frame = spark.createDataFrame([(1.0, 2.0), (None, 1.0)], ["x", "y"])
     dataset = StreamToTorchDataset(frame, ["x"], "y")
     for _ in range(2):

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# No batch normalisation: an epoch's rest may leave a device a single sample.
+# No batch normalisation: an epoch's last partial batch may give a device a single sample.
 TINY = [
-    "+data=flowers", "data.drawn_count=60", "data.held_out=0.2", "data.size_limit=16kb", "data.image_size=32",
-    "data.global_batch_size=8", "data.num_workers=0", "model.network=squeezenet1_1",
-    "+model.network_options.dropout=0.0", "scale=cpu", "num_threads=1",
+    "+data=flowers", "data.synthetic_count=60", "data.val_fraction=0.2", "data.size_limit=16kb", "data.image_size=32",
+    "data.global_batch_size=8", "data.num_workers=0", "model.arch=squeezenet1_1", "+model.model_kwargs.dropout=0.0",
+    "hardware=cpu", "num_threads=1",
 ]  # fmt: skip
-LIGHTNING = ["trainer.max_epochs=1", "callbacks=trained_ids", "trainer.enable_progress_bar=false"]
+LIGHTNING = ["trainer.max_epochs=1", "callbacks=sample_log", "trainer.enable_progress_bar=false"]
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_PORT")
 
 
@@ -83,7 +83,7 @@ def slurm(num_tasks: int) -> list[dict[str, str]]:
 
 def trained_ids(folder: Path, num_ranks: int) -> list[list[int]]:
     """The sorted ids of each optimizer step, over the ranks' files."""
-    files = sorted((folder / "trained_ids").iterdir())
+    files = sorted((folder / "samples").iterdir())
     assert [file.name for file in files] == [f"rank-{rank}.jsonl" for rank in range(num_ranks)]
     lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     return [sorted(one for line in step for one in line["ids"]) for step in zip(*lines, strict=True)]
@@ -92,14 +92,13 @@ def trained_ids(folder: Path, num_ranks: int) -> list[list[int]]:
 def planned_ids(root: Path, *, seed: int = 1) -> list[list[int]]:
     """What the first epoch of `TINY` is made of, by the order alone: sorted ids of each step."""
     from lightning_stream import StreamingDataLoader
-    from lightning_stream.recipes.flowers import flower_data
+    from recipes.data.images import ImageData
 
-    data = flower_data(
-        drawn_count=60, held_out=0.2, size_limit="16kb", image_size=32, global_batch_size=8, num_workers=0, seed=seed,
-        remote=str(root / "shards" / "flowers"), local=str(root / "cache" / "flowers"),
-    )  # fmt: skip
-    dataset = data.datasets["train"]
-    assert dataset is not None
+    dataset = ImageData(
+        source="synthetic", synthetic_count=60, val_fraction=0.2, size_limit="16kb", hashes=["xxh3_64"],
+        image_size=32, global_batch_size=8, seed=seed, remote=str(root / "shards" / "flowers"),
+        local=str(root / "cache" / "flowers"),
+    ).train_dataset  # fmt: skip
     loader = StreamingDataLoader(dataset, global_batch_size=8)
     steps = []
     for _ in loader:

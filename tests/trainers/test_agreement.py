@@ -59,7 +59,7 @@ def run_ranks(tmp_path: Path, data: list[Path]) -> list[tuple[int, str]]:
 
 
 @pytest.mark.distributed
-def test_an_index_replaced_while_ranks_begin_is_told_on_all_of_them(tmp_path: Path) -> None:
+def test_an_index_replaced_while_ranks_begin_is_an_error_on_all_of_them(tmp_path: Path) -> None:
     former, latter = write(tmp_path / "former", 40), write(tmp_path / "latter", 48)
     for status, words in run_ranks(tmp_path, [former, latter]):
         assert status == 0, words
@@ -73,7 +73,7 @@ def test_ranks_over_the_same_data_agree(tmp_path: Path) -> None:
     assert run_ranks(tmp_path, [data, data]) == [(0, "agreed"), (0, "agreed")]
 
 
-def test_a_seed_that_depends_on_the_rank_is_told(tmp_path: Path) -> None:
+def test_a_seed_that_depends_on_the_rank_is_an_error(tmp_path: Path) -> None:
     data = write(tmp_path / "data", 40)
     states = [
         StreamingDataLoader(StreamingDataset(remote=data, shuffle=True, shuffle_seed=seed), 4).state_dict()
@@ -84,6 +84,6 @@ def test_a_seed_that_depends_on_the_rank_is_told(tmp_path: Path) -> None:
     compare(states[:2])
 
 
-def test_a_single_process_asks_nobody(tmp_path: Path) -> None:
+def test_a_single_process_asks_no_other(tmp_path: Path) -> None:
     loader = StreamingDataLoader(StreamingDataset(remote=write(tmp_path / "data", 40)), 4)
     check_ranks_agree(loader.position)

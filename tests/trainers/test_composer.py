@@ -41,7 +41,7 @@ def test_every_epoch_trains_on_every_sample_once(shards: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "stops", [(4, 11, 14), pytest.param(range(1, 33), marks=pytest.mark.slow)], ids=["few", "many"]
+    "stops", [(4, 11, 14), pytest.param(range(1, 33), marks=pytest.mark.nightly)], ids=["few", "many"]
 )
 @pytest.mark.parametrize(
     "options",
@@ -76,7 +76,7 @@ def test_a_run_resumed_from_any_of_its_checkpoints_continues_exactly(
             assert resumed.noted.evaluations == [e for e in whole.noted.evaluations if e[0] >= due]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_workers_may_be_started_by_any_method(shards: Path, tmp_path: Path, method: str) -> None:
     options = {"data": {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": method}}
@@ -223,7 +223,7 @@ def test_other_data_or_settings_are_refused(shards: Path, tmp_path: Path) -> Non
 # What is missing is said
 
 
-def test_a_checkpoint_without_a_position_restarts_the_data_and_says_so(shards: Path) -> None:
+def test_a_checkpoint_without_a_position_restarts_the_data_with_a_warning(shards: Path) -> None:
     dataset = data_spec(remote=shards, batch_size=16, on_missing_state="restart").dataloader.dataset
     with pytest.warns(UserWarning, match="this one holds none.* The data begins from its start"):
         dataset.load_state_dict(None)
@@ -233,7 +233,9 @@ def test_a_checkpoint_without_a_position_restarts_the_data_and_says_so(shards: P
 
 
 @pytest.mark.parametrize("step", [14, 22])
-def test_a_position_left_out_in_loading_restarts_the_data_and_says_so(shards: Path, tmp_path: Path, step: int) -> None:
+def test_a_position_that_was_not_loaded_restarts_the_data_with_a_warning(
+    shards: Path, tmp_path: Path, step: int
+) -> None:
     whole = Run(shards, tmp_path, save_interval="1ba")
     options = {"load_ignore_keys": ["state/dataset_state"], "max_duration": f"{step + 3}ba"}
     restart = {"data": {"on_missing_state": "restart"}}
@@ -241,7 +243,7 @@ def test_a_position_left_out_in_loading_restarts_the_data_and_says_so(shards: Pa
         run = Run(shards, tmp_path / "again", checkpoints(tmp_path)[step], **options, **restart)
     first = min(run.steps)
     assert [run.steps[first + k] for k in range(2)] == [whole.steps[k] for k in range(2)]
-    with pytest.raises(StateError, match="left out"):
+    with pytest.raises(StateError, match="loaded without"):
         Run(shards, tmp_path / "b", checkpoints(tmp_path)[step], **options)
 
 

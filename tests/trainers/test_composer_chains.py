@@ -35,7 +35,7 @@ def test_a_random_chain_of_ordinary_users_is_exact(shards: Path, tmp_path: Path,
     expect_chain_exact(shards, tmp_path, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(100, 160))
 def test_more_random_chains_of_ordinary_users_are_exact(shards: Path, tmp_path: Path, seed: int) -> None:
     expect_chain_exact(shards, tmp_path, seed)

@@ -70,7 +70,7 @@ def test_a_file_that_mosaicml_streaming_left_continues_as_it_is(
     assert resumed.steps == _steps_from(step)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
 def test_a_run_of_mosaicml_streaming_continues_on_two_devices(shards: Path, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_state_of_mosaicml_streaming_needs_the_algorithm_it_does_not_record(sh
 
 
 @pytest.mark.parametrize("step", [4, STEPS_PER_EPOCH, 14])
-def test_a_run_stopped_under_lightning_goes_on_under_composer(shards: Path, tmp_path: Path, step: int) -> None:
+def test_a_run_stopped_under_lightning_resumes_under_composer(shards: Path, tmp_path: Path, step: int) -> None:
     pytest.importorskip("lightning", reason="Lightning is not installed: uv sync")
     from support import lightning_runs
 
@@ -103,7 +103,7 @@ def test_a_run_stopped_under_lightning_goes_on_under_composer(shards: Path, tmp_
 
 
 @pytest.mark.parametrize("step", [4, STEPS_PER_EPOCH, 14])
-def test_a_run_stopped_under_composer_goes_on_under_lightning(shards: Path, tmp_path: Path, step: int) -> None:
+def test_a_run_stopped_under_composer_resumes_under_lightning(shards: Path, tmp_path: Path, step: int) -> None:
     pytest.importorskip("lightning", reason="Lightning is not installed: uv sync")
     from support import lightning_runs
 

@@ -86,7 +86,7 @@ def test_torchrun_continues_at_the_end_of_an_epoch(shards: Path, tmp_path: Path)
     assert first.steps | steps_of(tmp_path / "second") == whole.steps
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("launcher", ["composer", "torchrun"])
 @pytest.mark.parametrize("worlds", [[1, 2, 4, 1], [4, 1, 2]], ids=str)
@@ -105,7 +105,7 @@ def test_longer_chains_are_exact(
     run_chain(tmp_path, shards, worlds, launcher, STOPS[-len(worlds) :], **options)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("method", ["random", "stratified", "per_stream", "device_per_stream"])
 def test_mixtures_are_exact_over_worlds(tmp_path: Path, method: str) -> None:
@@ -115,9 +115,9 @@ def test_mixtures_are_exact_over_worlds(tmp_path: Path, method: str) -> None:
     run_chain(tmp_path, tmp_path / "mix", [4, 1, 2], "torchrun", [7, 10, 23], data=data)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_autoresume_goes_on_in_another_world(shards: Path, tmp_path: Path) -> None:
+def test_autoresume_continues_in_another_world(shards: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"run_name": "run", "autoresume": True, "save_interval": "7ba"}
     launch(tmp_path, shards, 1, max_duration="15ba", **options)
     first = steps_of(tmp_path)
@@ -127,7 +127,7 @@ def test_autoresume_goes_on_in_another_world(shards: Path, tmp_path: Path) -> No
     assert first | steps_of(tmp_path) == whole.steps
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("signum", ["SIGTERM", "SIGKILL"])
 def test_a_stopped_run_continues_from_its_last_checkpoint_in_another_world(
@@ -142,7 +142,7 @@ def test_a_stopped_run_continues_from_its_last_checkpoint_in_another_world(
     assert steps_of(killed, below=step) | steps_of(tmp_path / "again") == whole
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_ranks_that_share_samples_stop_and_resume_also_right_after_the_tail(shards: Path, tmp_path: Path) -> None:
     load_path, seen = None, {}
@@ -159,7 +159,7 @@ def test_ranks_that_share_samples_stop_and_resume_also_right_after_the_tail(shar
     assert state["Timestamp"]["sample"] == sum(len(ids) for ids in seen.values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_sharded_checkpoints_continue_over_2_4_and_1_devices(shards: Path, tmp_path: Path) -> None:
     """FSDP2, which Composer runs on a CPU too; its optimizer's state over other worlds is not ours to compare."""

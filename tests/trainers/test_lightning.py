@@ -27,7 +27,7 @@ def test_every_epoch_trains_on_every_sample_once(shards: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "stops", [(4, 11, 14), pytest.param(range(1, 24), marks=pytest.mark.slow)], ids=["few", "many"]
+    "stops", [(4, 11, 14), pytest.param(range(1, 24), marks=pytest.mark.nightly)], ids=["few", "many"]
 )
 @pytest.mark.parametrize(
     "options",

@@ -54,13 +54,13 @@ def test_a_random_chain_is_exact(shards: Path, tmp_path: Path, seed: int) -> Non
     expect_chain_exact(shards, tmp_path, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(100, 200))
 def test_more_random_chains_are_exact(shards: Path, tmp_path: Path, seed: int) -> None:
     expect_chain_exact(shards, tmp_path, seed, num_links=6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(200, 220))
 def test_random_chains_with_workers_are_exact(shards: Path, tmp_path: Path, seed: int) -> None:
     expect_chain_exact(shards, tmp_path, seed, workers=(0, 1, 2))
@@ -71,7 +71,7 @@ def test_a_random_chain_of_ordinary_users_is_exact(shards: Path, tmp_path: Path,
     expect_chain_exact(shards, tmp_path, seed, draw_ordinary_chain)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(300, 400))
 def test_more_random_chains_of_ordinary_users_are_exact(shards: Path, tmp_path: Path, seed: int) -> None:
     expect_chain_exact(shards, tmp_path, seed, draw_ordinary_chain, workers=(0, 0, 0, 1, 2))

@@ -231,7 +231,7 @@ def test_a_checkpoint_laid_out_otherwise_is_refused() -> None:
         rewrite_loops(checkpoint, LoopPosition(0, 3, 5))
 
 
-def test_an_untried_version_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_version_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = SimpleNamespace(fit_loop=pl.Trainer(logger=False, accelerator="cpu", enable_checkpointing=False).fit_loop)
     warn_if_untried(trainer)
     monkeypatch.setattr(pl, "__version__", "2.7.0rc1")

@@ -38,7 +38,7 @@ def ledgers(folder: Path) -> dict[int, str]:
     return {step: state["lightning_stream"]["position"]["ledger"] for step, state in states.items()}
 
 
-def test_the_ledger_of_a_resumed_run_goes_on_from_the_one_it_was_given(
+def test_the_ledger_of_a_resumed_run_continues_from_the_one_it_was_given(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = Run(shards, tmp_path, every_n_train_steps=1, max_epochs=2)
@@ -105,7 +105,7 @@ def test_a_record_over_stops_and_worlds_says_that_all_steps_were_delivered(
         verify_delivery(tmp_path / "record", dataset(shards))
 
 
-def test_a_record_tells_a_gap_and_an_epoch_cut_short(shards: Path, tmp_path: Path) -> None:
+def test_a_record_shows_a_gap_and_an_epoch_cut_short(shards: Path, tmp_path: Path) -> None:
     record = tmp_path / "record"
     with pytest.raises(LedgerError, match=r"leaves run\.json and"):
         verify_delivery(tmp_path, dataset(shards))

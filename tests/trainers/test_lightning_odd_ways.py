@@ -75,7 +75,7 @@ def test_an_epoch_that_the_model_ends_early_is_over_after_a_resume_too(shards: P
         expect_exact(whole, Run(shards, tmp_path / "again", path, recorder=SkipsTheRest), step)
 
 
-def test_a_second_data_module_goes_on_in_the_trainers_epoch(shards: Path, tmp_path: Path) -> None:
+def test_a_second_data_module_continues_in_the_trainers_epoch(shards: Path, tmp_path: Path) -> None:
     other: dict[str, Any] = {"shuffle_seed": 3}
     whole = Run(shards, tmp_path, dataset=other)
     module, trainer = Recorder(), pl.Trainer(max_epochs=1, **QUIET)
@@ -122,7 +122,7 @@ def test_a_batch_size_found_by_trial_is_trained_with_from_the_first_sample_on(sh
     assert sorted(ids) == list(range(NUM_SAMPLES))
 
 
-def test_a_run_stopped_early_goes_on_and_more_epochs_can_be_added(shards: Path, tmp_path: Path) -> None:
+def test_a_run_stopped_early_resumes_and_more_epochs_can_be_added(shards: Path, tmp_path: Path) -> None:
     class StopsEarly(Recorder):
         def on_train_batch_end(self, *_: Any) -> None:
             self.trainer.should_stop = self.trainer.global_step == 5

@@ -94,7 +94,7 @@ def test_other_loaders_and_two_callbacks_are_refused(shards: Path, tmp_path: Pat
         fit(shards, tmp_path, "loader", accumulate_grad_batches=2)
 
 
-def test_fitting_again_begins_the_next_epoch_and_another_trainer_begins_anew(shards: Path, tmp_path: Path) -> None:
+def test_fitting_again_begins_the_next_epoch_and_another_trainer_starts_over(shards: Path, tmp_path: Path) -> None:
     whole = Run(shards, tmp_path / "whole", max_epochs=4)
     run = Run(shards, tmp_path, max_epochs=1)
     run.trainer.fit_loop.max_epochs = 2
@@ -283,7 +283,7 @@ def test_prediction_and_test_see_every_sample_once(shards: Path, tmp_path: Path)
 # Checkpoints of others, and what does not fit
 
 
-def test_a_checkpoint_without_a_position_is_refused_or_begins_anew(shards: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_position_is_refused_or_starts_over(shards: Path, tmp_path: Path) -> None:
     trainer = Trainer(max_steps=3, **QUIET)
     trainer.fit(Recorder(), streaming(shards))
     trainer.save_checkpoint(tmp_path / "plain.ckpt")
@@ -378,7 +378,11 @@ def test_the_happy_path_warns_of_nothing_of_ours(shards: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "first", ["import pytorch_lightning as pl", "from lightning_stream import StreamingDataModule"]
+    "first",
+    [
+        "import pytorch_lightning as pl",
+        pytest.param("from lightning_stream import StreamingDataModule", marks=pytest.mark.slow),
+    ],
 )
 def test_pytorch_lightning_under_its_own_name_works(shards: Path, tmp_path: Path, first: str) -> None:
     program = (
@@ -409,7 +413,7 @@ def test_pytorch_lightning_under_its_own_name_works(shards: Path, tmp_path: Path
 
 @pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available", "ignore:You defined a `validation_step`")
 @pytest.mark.parametrize("bare", [False, True], ids=["module", "loader"])
-def test_a_last_checkpoint_that_is_not_there_is_an_error_where_the_run_has_others(
+def test_a_missing_last_checkpoint_is_an_error_where_the_run_has_others(
     shards: Path, tmp_path: Path, bare: bool
 ) -> None:
     def fit(save_last: bool, ckpt_path: str | None = "last", max_steps: int = 3) -> Recorder:

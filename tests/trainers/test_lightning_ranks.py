@@ -21,7 +21,7 @@ import torch
 from support.lightning_runs import EPOCHS, Run, checkpoints
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.distributed,
     pytest.mark.timeout(1500),
     pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint.*"),

@@ -79,15 +79,17 @@ def run_chain(tmp_path: Path, shards: Path, worlds: list[int], torchrun: bool, *
     assert seen == whole
 
 
+@pytest.mark.slow
 def test_a_chain_over_1_2_and_1_devices_under_torchrun_is_exact(shards: Path, tmp_path: Path) -> None:
     run_chain(tmp_path, shards, [1, 2, 1], torchrun=True)
 
 
+@pytest.mark.slow
 def test_a_chain_under_lightnings_own_launcher_with_workers_is_exact(shards: Path, tmp_path: Path) -> None:
     run_chain(tmp_path, shards, [2, 1], torchrun=False, data={"num_workers": 2, "persistent_workers": True})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("torchrun", [True, False], ids=["torchrun", "popen"])
 @pytest.mark.parametrize("worlds", [[1, 2, 4, 1], [4, 1, 2, 4]], ids=str)
 @pytest.mark.parametrize("workers", [0, 2])
@@ -105,6 +107,7 @@ def test_a_killed_run_continues_from_its_last_checkpoint_in_another_world(shards
     assert steps_of(tmp_path / "killed", below=step) | steps_of(tmp_path / "again") == whole
 
 
+@pytest.mark.slow
 def test_validation_sees_every_sample_once_on_two_devices(shards: Path, tmp_path: Path) -> None:
     launch(tmp_path, shards, 2, torchrun=True, strategy="ddp", max_epochs=1)
     ranks = [json.loads(path.read_text())["validations"] for path in sorted(tmp_path.glob("rank*.json"))]
@@ -112,7 +115,7 @@ def test_validation_sees_every_sample_once_on_two_devices(shards: Path, tmp_path
     assert sorted(first + second) == list(range(NUM_SAMPLES))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_chains_under_launchers_that_copy_the_trainer_are_exact(
@@ -122,14 +125,14 @@ def test_chains_under_launchers_that_copy_the_trainer_are_exact(
     run_chain(tmp_path, shards, [2, 1, 2], torchrun=False, strategy=strategy, data={"num_workers": workers, **spawned})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("worlds", [[2, 1, 2], [2, 4, 2]], ids=str)
 def test_chains_of_sharded_checkpoints_under_fsdp2_are_exact(shards: Path, tmp_path: Path, worlds: list[int]) -> None:
     module = {"reads_stepping_batches": True}
     run_chain(tmp_path, shards, worlds, torchrun=False, strategy="fsdp2", early=True, module=module)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_of_tensor_parallel_pairs_see_the_same_samples_over_a_chain(shards: Path, tmp_path: Path) -> None:
     whole = Run(shards, tmp_path / "whole").steps
     ckpt, seen = None, {}
@@ -147,11 +150,12 @@ def test_ranks_of_tensor_parallel_pairs_see_the_same_samples_over_a_chain(shards
     assert seen == whole
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_accumulation_that_follows_the_world_is_exact_with_validations(shards: Path, tmp_path: Path) -> None:
     run_chain(tmp_path, shards, [4, 1, 2, 1], torchrun=True, accumulate={"4": 1, "2": 2, "1": 4}, early=True)
 
 
+@pytest.mark.slow
 def test_replicas_of_two_ranks_see_the_same_samples_and_continue_alone(shards: Path, tmp_path: Path) -> None:
     whole = Run(shards, tmp_path / "whole", max_epochs=1).steps
     launch(tmp_path / "two", shards, 2, torchrun=True, strategy="ddp", stop_at=5, data={"replication": 2})
@@ -162,6 +166,7 @@ def test_replicas_of_two_ranks_see_the_same_samples_and_continue_alone(shards: P
     assert steps_of(tmp_path / "one") == {step: ids for step, ids in whole.items() if step >= 5}
 
 
+@pytest.mark.slow
 def test_prediction_and_test_see_every_sample_once_on_two_devices(shards: Path, tmp_path: Path) -> None:
     launch(tmp_path, shards, 2, torchrun=True, evaluate=True, strategy="ddp")
     ranks = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
@@ -169,7 +174,7 @@ def test_prediction_and_test_see_every_sample_once_on_two_devices(shards: Path, 
         assert sorted(number for rank in ranks for number in rank[what]) == list(range(NUM_SAMPLES))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dropout_draws_the_same_after_a_resume_with_workers_under_ddp(shards: Path, tmp_path: Path) -> None:
     options = {"strategy": "ddp", "module": {"dropout": 0.5}, "data": {"seed_steps": 5, "num_workers": 1}}
     launch(tmp_path / "whole", shards, 2, torchrun=True, every=9, **options)

@@ -158,8 +158,9 @@ def test_the_last_partial_step_weighs_the_same_for_any_accumulation(shards: Path
         assert run.weights == pytest.approx(runs[0].weights, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("tail", ["exact", pytest.param("pad", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tail", ["exact", "pad"])
 def test_the_last_partial_step_weighs_the_same_on_any_number_of_devices(
     shards: Path, tmp_path: Path, tail: str
 ) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch", reason="StreamingDataset needs torch: uv sync")
+
 from lightning_stream import StreamingDataset
 from lightning_stream.convert import convert
 from lightning_stream.errors import DigestError

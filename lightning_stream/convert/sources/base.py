@@ -1,25 +1,27 @@
-"""What every kind of source offers: where it can be cut, what its columns are, and the rows of a span."""
+"""What every kind of source offers: where it can be cut, what its columns are, and the rows of a piece."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from lightning_stream.convert.files import SourceFile
+from lightning_stream.formats.encodings import get_encoding
 
 # An Arrow record batch, or values by column name.
 Columns: TypeAlias = "Any | Mapping[str, Any]"
+_MIN_BYTES, _MAX_BYTES, _PARTITIONS = 32 << 20, 512 << 20, 32
 
 
 @dataclass(frozen=True)
-class Span:
+class InputSplit:
     """A piece of a file that can be read by itself.
 
     Attributes:
         file: The file.
-        begin: Where it begins, in what the kind of source counts: bytes, row groups, batches, rows.
+        begin: Where it begins, in units of the kind of source: bytes, row groups, batches, rows.
         end: Where it ends; None for the file's end.
         num_bytes: Its size, about.
     """
@@ -30,13 +32,20 @@ class Span:
     num_bytes: int
 
 
-class Batch(NamedTuple):
-    """Some rows.
+@dataclass(frozen=True)
+class Partition:
+    """What one process writes at a time."""
 
-    Attributes:
-        columns: Them: an Arrow record batch, values by column name, or a list of rows (for a transform only).
-        where: Which they are, for messages.
-    """
+    number: int
+    splits: tuple[InputSplit, ...]
+
+    def __str__(self) -> str:
+        files = f" ({self.splits[0].file.uri}{' and others' if len(self.splits) > 1 else ''})" if self.splits else ""
+        return f"partition {self.number}{files}"
+
+
+class Batch(NamedTuple):
+    """Some rows."""
 
     columns: Columns
     where: str
@@ -44,15 +53,19 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """What the beginning of a source tells about all of it.
+    """What the beginning of a source shows about all of it.
 
     Attributes:
         columns: The encoding of each column.
         about: For the manifest, e.g. class names.
+        identity: The columns that tell rows apart for the validation split; empty for all.
+        media: Columns of bytes that are compressed already, e.g. sound.
     """
 
     columns: dict[str, str]
-    about: Mapping[str, Any]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    identity: tuple[str, ...] = ()
+    media: tuple[str, ...] = ()
 
 
 class Reader(ABC):
@@ -60,80 +73,89 @@ class Reader(ABC):
 
     Attributes:
         kind: Its name, as users choose it.
-        is_listing: Whether each file is one sample, so that any order of them is as good to read.
+        is_listing: Whether each file is one sample, so that the files may be read in any order.
+        min_bytes: The least bytes of a partition where the user names none.
     """
 
     kind: ClassVar[str]
     is_listing: ClassVar[bool] = False
+    min_bytes: ClassVar[int] = _MIN_BYTES
 
     @abstractmethod
     def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
-        """The columns, from a schema or from some rows.
+        """Return the columns, from a schema or from some rows."""
 
-        Args:
-            files: All files.
-            asked: Encodings by column name: only these columns are then written. None for all, inferred.
-
-        Raises:
-            ValueError: No such column, or values that no encoding fits.
-        """
-
-    def spans(self, file: SourceFile, partition_bytes: int) -> list[Span]:  # noqa: ARG002 - for kinds that can be cut
-        """Where a file can be cut into pieces of about ``partition_bytes``. The same for the same file."""
-        return [Span(file, 0, None, file.num_bytes)]
+    def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:  # noqa: ARG002
+        """Cut a file into pieces of about ``partition_bytes``; always in the same way."""
+        return [InputSplit(file, 0, None, file.num_bytes)]
 
     @abstractmethod
-    def read(self, span: Span, columns: Mapping[str, str]) -> Iterator[Batch]:
-        """The rows of a span, in order, some at a time.
+    def read(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
+        """Yield the rows of a piece, in order, some at a time."""
 
-        Args:
-            span: As `spans` gave it.
-            columns: Those that are wanted, with their encodings.
+    def read_all(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
+        """Yield the rows of several pieces."""
+        for split in splits:
+            yield from self.read(split, columns)
 
-        Raises:
-            FormatError: The file is not what it should be.
-            ValueError: A value that its column's encoding does not take.
-        """
-
-    def read_all(self, spans: Sequence[Span], columns: Mapping[str, str]) -> Iterator[Batch]:
-        """The rows of several spans."""
-        for span in spans:
-            yield from self.read(span, columns)
-
-    def tuned(self, *, strict: bool, as_rows: bool) -> Reader:  # noqa: ARG002 - for kinds whose rows may differ
-        """The reader for one conversion.
-
-        Args:
-            strict: Refuse rows with values beyond the columns: those were inferred, so nobody chose to leave them out.
-            as_rows: Give rows as dicts, with all that they hold, where that is how they come: for a transform.
-        """
+    def reading(self, asked: Mapping[str, str] | None) -> Reader:  # noqa: ARG002 - for kinds whose values are texts
+        """Return the reader for one conversion, whose columns are chosen by the user (`asked`) or inferred (None)."""
         return self
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What decides which rows it reads: part of a conversion's fingerprint."""
+        """The settings that decide which rows it reads: part of a conversion's fingerprint."""
         return {"kind": self.kind}
 
 
-def refuse_others(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], where: str) -> None:
-    """Raise ValueError if a row has values beyond the columns."""
-    known = columns.keys()
-    for row in rows:
-        if not row.keys() <= known:
-            others = ", ".join(sorted(map(str, row.keys() - known)))
-            raise ValueError(
-                f"{where}: a row has {others}, which the rows that columns were inferred from have not. Pass columns= "
-                "to choose what is written."
-            )
+@dataclass(frozen=True)
+class Source:
+    """What is converted."""
+
+    name: str
+    files: tuple[SourceFile, ...]
+    reader: Reader
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.num_bytes for file in self.files)
+
+    @property
+    def partition_bytes(self) -> int:
+        """Bytes of a partition where the user names none: a 32nd of the source, but 32 to 512 MiB."""
+        return max(self.reader.min_bytes, min(_MAX_BYTES, self.num_bytes // _PARTITIONS))
+
+    def partitions(self, partition_bytes: int) -> list[Partition]:
+        """Cut the source, in the order of its files. The number of processes does not matter."""
+        partitions: list[Partition] = []
+        gathered: list[InputSplit] = []
+        num_bytes = 0
+        for file in self.files:
+            for split in self.reader.input_splits(file, partition_bytes):
+                gathered.append(split)
+                num_bytes += split.num_bytes
+                if num_bytes >= partition_bytes:
+                    partitions.append(Partition(len(partitions), tuple(gathered)))
+                    gathered, num_bytes = [], 0
+        if gathered:
+            partitions.append(Partition(len(partitions), tuple(gathered)))
+        return partitions
+
+
+def chosen_columns(known: Mapping[str, str], asked: Mapping[str, str] | None, what: str) -> dict[str, str]:
+    """Return the columns that are written: those asked for, or all."""
+    missing = [name for name in asked or () if name not in known]
+    if missing:
+        raise ValueError(f"{what} has no column {', '.join(missing)}; it has {', '.join(known)}.")
+    for encoding in (asked or {}).values():
+        get_encoding(encoding)
+    return dict(asked or known)
 
 
 def present(names: Sequence[str], columns: Mapping[str, str], file: SourceFile) -> list[str]:
-    """The columns that are to be read of a file.
-
-    Raises:
-        ValueError: It lacks one.
-    """
+    """Return the columns that are to be read from a file; ValueError if it lacks one."""
     missing = [name for name in columns if name not in names]
     if missing:
-        raise ValueError(f"all files must have the columns of the first; {file.place} lacks {', '.join(missing)}.")
+        raise ValueError(f"all files must have the columns of the first; {file.uri} lacks {', '.join(missing)}.")
     return list(columns)

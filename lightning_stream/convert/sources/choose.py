@@ -1,23 +1,22 @@
-"""Which reader fits a source: by its files' names, unless the user says."""
+"""Which reader fits a source, by its files' names unless the user names a kind; and what splits it holds."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from importlib import import_module
+from pathlib import PurePosixPath
 from typing import Any
 
-from lightning_stream.convert.files import Places, SourceFile, find_files
-from lightning_stream.convert.sources.arrays import NumpyReader
-from lightning_stream.convert.sources.base import Reader
-from lightning_stream.convert.sources.delimited import DelimitedReader
-from lightning_stream.convert.sources.function import FunctionReader, Inputs
+from lightning_stream.convert.files import SourceFile, Uris, find_files
+from lightning_stream.convert.sources.base import Reader, Source
 from lightning_stream.convert.sources.images import SUFFIXES, ImageFolderReader
-from lightning_stream.convert.sources.lines import JsonlReader
-from lightning_stream.convert.sources.saved import saved_files
-from lightning_stream.convert.sources.tars import TarReader
-from lightning_stream.convert.sources.texts import TextReader
+from lightning_stream.convert.sources.inputs import FunctionReader, Inputs, input_items
+from lightning_stream.convert.sources.lines import JsonlReader, TextReader
+from lightning_stream.convert.sources.webdataset import TarReader
 from lightning_stream.errors import FormatError, missing_extra, redact
 
 _KIND_OF = {
@@ -30,106 +29,126 @@ _KIND_OF = {
     ".txt": "text", ".text": "text", ".md": "text",
     **dict.fromkeys(SUFFIXES, "images"),
 }  # fmt: skip
-# Files that often lie beside others to describe them: they tell the kind only where they are alone.
+# Files that often lie beside others to describe them: they decide the kind only where they are alone.
 _BESIDE = (".json", ".txt", ".text", ".md")
+_SPLIT_OF = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+_HUGGING_FACE_STATE = "state.json"
 
 
-@dataclass(frozen=True)
-class Source:
-    """What is converted.
-
-    Attributes:
-        place: As the user named it, for messages and the manifest.
-        files: Those that are read.
-        reader: How.
-    """
-
-    place: str
-    files: tuple[SourceFile, ...]
-    reader: Reader
-
-
-def open_source(
-    source: Places | Inputs,
-    kind: str | None = None,
-    options: Mapping[str, Any] | None = None,
-    store_options: Any = None,
-) -> Source:
-    """Find the files of a source, and the reader for them.
-
-    Args:
-        source: A file, folder or pattern, or a list of these, paths or URLs; or inputs of the user's own.
-        kind: The kind of its files; None to tell it by their names.
-        options: For the reader, e.g. ``{"delimiter": ";"}``.
-        store_options: For the store it lies in.
-
-    Raises:
-        NotFoundError: There are no such files.
-        ValueError: Files of several kinds, or of none that is known; an unknown kind or option.
-        MissingExtraError: The reader needs a package that is not installed.
-    """
+def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None, store_options: Any) -> Source:
+    """Find the files of a source, and the reader for them."""
     if isinstance(source, Inputs):
-        made = FunctionReader(source)
-        return Source(f"{len(source.inputs):,} inputs", made.files, made)
-    found = saved_files(find_files(source, store_options))
-    chosen = kind or _only(found, source)
+        return Source(f"{len(source.inputs):,} inputs", input_items(source), FunctionReader(source.function))
+    if hasattr(source, "with_format") and hasattr(source, "features"):
+        dataset = _table_reader("DatasetReader")(source)
+        return Source("a datasets.Dataset", dataset.files, dataset)
+    found = _saved_files(find_files(source, store_options))
+    chosen = kind or _only_kind(found, source)
     if chosen not in _MAKERS:
         raise ValueError(f"kind must be one of {', '.join(sorted(_MAKERS))}; got {chosen!r}.")
     files = [file for file in found if _KIND_OF.get(file.ending) == chosen] or found
+    if chosen == "images":  # a class is a folder in its split
+        names = {split: [replace(file, name=_below(file.name)) for file in each] for split, each in _by_split(files)}
+        reader_files: Sequence[SourceFile] = [file for each in names.values() for file in each] or files
+    else:
+        reader_files = files
     try:
-        reader = _MAKERS[chosen](files, **dict(options or {}))
+        reader = _MAKERS[chosen](reader_files, **dict(options or {}))
     except TypeError as error:
         raise ValueError(f"source_options do not fit kind {chosen!r}: {error}.") from error
-    place = source if isinstance(source, (str, os.PathLike)) else ", ".join(map(str, source))
-    return Source(redact(f"{place!s:.200}"), tuple(files), reader)
+    name = source if isinstance(source, (str, os.PathLike)) else ", ".join(map(str, source))
+    return Source(redact(f"{name!s:.200}"), tuple(files), reader)
 
 
-def _only(found: Sequence[SourceFile], source: Places) -> str:
+def splits_of(source: Source) -> dict[str, Source]:
+    """Return the splits of a source whose files are in folders ``train`` and ``val`` (or ``validation``, ``test``).
+
+    Empty if there are no such folders.
+    """
+    splits = dict(_by_split(source.files))
+    return {split: replace(source, files=tuple(_in_split(file) for file in files)) for split, files in splits.items()}
+
+
+def _by_split(files: Sequence[SourceFile]) -> list[tuple[str, list[SourceFile]]]:
+    """The files of each split, or nothing."""
+    if len({file.root for file in files}) != 1:
+        return []
+    folders: dict[str, list[SourceFile]] = {}
+    for file in files:
+        folders.setdefault(file.name.partition("/")[0] if "/" in file.name else "", []).append(file)
+    found = {name: _SPLIT_OF[name.lower()] for name in folders if name.lower() in _SPLIT_OF}
+    if "train" not in found.values() or len(found) < 2:
+        return []
+    others = sorted(folders.keys() - found.keys())
+    if others or len(set(found.values())) < len(found):
+        raise ValueError(
+            f"{redact(files[0].root)} holds the splits {', '.join(sorted(found))}"
+            + (f", and beside them {others[0] or folders[''][0].name}" if others else "")
+            + ". Convert each folder by itself, or pass a list of folders to write them as one dataset."
+        )
+    return [(split, folders[name]) for name, split in sorted(found.items(), key=lambda each: each[1] != "train")]
+
+
+def _below(name: str) -> str:
+    return name.partition("/")[2]
+
+
+def _in_split(file: SourceFile) -> SourceFile:
+    folder, _, name = file.name.partition("/")
+    return replace(file, root=f"{file.root}/{folder}", name=name)
+
+
+def _saved_files(found: Sequence[SourceFile]) -> list[SourceFile]:
+    """The Arrow files that Hugging Face's ``save_to_disk`` noted, in its order; any other files as they are."""
+    states = [file for file in found if PurePosixPath(file.name).name == _HUGGING_FACE_STATE]
+    by_name = {file.name: file for file in found}
+    noted: list[SourceFile] = []
+    for state in states:
+        content = json.loads(state.read())
+        names = [each["filename"] for each in content.get("_data_files", ())] if isinstance(content, dict) else []
+        noted += [
+            by_name[name] for each in names if (name := state.name[: -len(_HUGGING_FACE_STATE)] + each) in by_name
+        ]
+    return noted or list(found)
+
+
+def _only_kind(found: Sequence[SourceFile], source: Uris) -> str:
     kinds = Counter(_KIND_OF[file.ending] for file in found if file.ending in _KIND_OF)
-    told = Counter(_KIND_OF[file.ending] for file in found if file.ending in _KIND_OF and file.ending not in _BESIDE)
-    kinds = told or kinds
+    certain = Counter(_KIND_OF[file.ending] for file in found if file.ending in _KIND_OF and file.ending not in _BESIDE)
+    kinds = certain or kinds
     if len(kinds) == 1:
         return next(iter(kinds))
     if not kinds:
-        raise FormatError(
-            f"{source} holds no file of a known kind ({', '.join(sorted(_MAKERS))}). Pass kind= if their names do not "
-            "tell it."
-        )
+        raise FormatError(f"{source} holds no file of a known kind ({', '.join(sorted(_MAKERS))}). Pass kind=.")
     counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
     raise ValueError(f"a source must be of one kind; {source} holds files of several ({counts}). Pass kind=.")
 
 
-def _parquet(_: Sequence[SourceFile]) -> Reader:
+def _table_reader(name: str, module: str = "tables") -> Any:
     try:
-        from lightning_stream.convert.sources.parquet import ParquetReader
+        return getattr(import_module(f"lightning_stream.convert.sources.{module}"), name)
     except ModuleNotFoundError as error:
-        raise missing_extra("pyarrow", "convert", "reading Parquet files") from error
-    return ParquetReader()
-
-
-def _arrow(_: Sequence[SourceFile]) -> Reader:
-    try:
-        from lightning_stream.convert.sources.ipc import IpcReader
-    except ModuleNotFoundError as error:
-        raise missing_extra("pyarrow", "convert", "reading Arrow files") from error
-    return IpcReader()
+        raise missing_extra("pyarrow", "convert", "reading Parquet, Arrow, CSV and NumPy files") from error
 
 
 def _delimited(kind: str, default: str) -> Callable[..., Reader]:
     def make(_: Sequence[SourceFile], delimiter: str = default, names: Sequence[str] | None = None) -> Reader:
-        return DelimitedReader(kind, delimiter, None if names is None else tuple(names))
+        reader: Reader = _table_reader("CsvReader", "delimited")(
+            kind, delimiter, None if names is None else tuple(names)
+        )
+        return reader
 
     return make
 
 
 _MAKERS: dict[str, Callable[..., Reader]] = {
-    "parquet": _parquet,
-    "arrow": _arrow,
+    "parquet": lambda _: _table_reader("ParquetReader")(),
+    "arrow": lambda _: _table_reader("ArrowReader")(),
     "jsonl": lambda _: JsonlReader(),
     "csv": _delimited("csv", ","),
     "tsv": _delimited("tsv", "\t"),
     "images": ImageFolderReader.over,
     "webdataset": lambda _: TarReader(),
-    "numpy": lambda _, column="array": NumpyReader(column),
+    "numpy": lambda _, column="array": _table_reader("NumpyReader")(column),
     "text": lambda _, lines=False: TextReader(lines),
 }

@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from lightning_stream.formats.encodings import get_encoding
+from lightning_stream.convert.sources.base import chosen_columns
 from lightning_stream.writer.infer import infer_encoding
 
 SAMPLED_ROWS = 10_000
 
 
-def columns_of(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, list[Any]]:
-    """The values by column; None where a row has no such key."""
-    return {name: [row.get(name) for row in rows] for name in names}
+def columns_of(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], *, strict: bool) -> dict[str, list[Any]]:
+    """Return the values by column, None where a row has no such key; `strict` refuses values beyond the columns."""
+    for row in rows if strict else ():
+        if not row.keys() <= columns.keys():
+            others = ", ".join(sorted(map(str, row.keys() - columns.keys())))
+            key = f"sample {row['__key__']!r}: " if "__key__" in row else ""
+            raise ValueError(
+                f"{key}a row has {others}, unlike the rows that the columns were inferred from. Pass columns= to choose "
+                "what is written."
+            )
+    return {name: [row.get(name) for row in rows] for name in columns}
 
 
 def infer_rows(rows: Sequence[Mapping[str, Any]], asked: Mapping[str, str] | None, where: str) -> dict[str, str]:
-    """Encodings that fit all of these rows.
+    """Return encodings that fit all of these rows.
 
     Whole numbers become ``int64``, numbers ``float64``, truth values ``uint8``, text ``str``, lists of numbers
-    ``ndarray``, everything else, and values of several types, ``json``. Null tells nothing about a column.
-
-    Args:
-        rows: Some rows.
-        asked: Encodings by column name: only these columns are then written. None for all, inferred.
-        where: The source, for messages.
-
-    Raises:
-        ValueError: No rows, no such column, or no such encoding.
+    ``ndarray``, everything else, and values of several types, ``json``. Nulls do not matter.
     """
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    names = dict.fromkeys(name for row in rows for name in row)
     if asked is not None:
-        missing = [name for name in asked if name not in names]
-        if missing:
-            raise ValueError(f"{where} has no column {', '.join(missing)}; it has {', '.join(names)}.")
-        for encoding in asked.values():
-            get_encoding(encoding)
-        return dict(asked)
+        return chosen_columns(dict.fromkeys(names, ""), asked, where)
     if not names:
         raise ValueError(f"{where} is empty: there is nothing to write.")
     return {name: _fitting(name, [row[name] for row in rows if row.get(name) is not None]) for name in names}
@@ -66,7 +61,7 @@ def _encoding(name: str, value: Any) -> str:
 
 
 def fit_values(values: Any, encoding: str) -> Any:
-    """Values as a writer takes them for this encoding: lists as arrays, numbers in one array."""
+    """Return values as a writer takes them for this encoding: lists as arrays, numbers in one array."""
     if not isinstance(values, list) or not values:
         return values
     if encoding.startswith("ndarray"):

@@ -1,4 +1,4 @@
-"""The private names of Composer that this package touches, all in this file; `test_composer_private` tries each.
+"""All private names of Composer that this package uses; `test_composer_private` tests each.
 
 Composer gives a loader no handle on its trainer, so the trainer that asks for a batch is looked up on the call stack.
 Only the generator by which the training loop takes its batches counts; a callback's look, a pass before `fit` and an

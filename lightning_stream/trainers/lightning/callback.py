@@ -37,8 +37,8 @@ _NEVER = -1
 class StreamingCallback(Callback):
     """Keeps the position of a `StreamingDataLoader` in Lightning's checkpoints, and continues from it exactly.
 
-    `StreamingDataModule` adds one by itself, and so does Lightning for every trainer once this package is installed:
-    add one to ``Trainer(callbacks=[...])`` only for other settings than the defaults.
+    `StreamingDataModule` adds one, and so does Lightning to every trainer once this package is installed: add
+    one to ``Trainer(callbacks=[...])`` only for other settings than the defaults.
 
     Args:
         seed_steps: A seed: torch is seeded before every training batch from (this, step, rank, micro-batch), so that
@@ -47,7 +47,7 @@ class StreamingCallback(Callback):
             the data from its start.
         check_delivery: Compare every batch with the plan, and raise `LedgerError` at the first that differs.
         show_position: Show the position in the progress bar.
-        record_delivery: A folder where each rank writes down what it trained on, 8 bytes a step, for
+        record_delivery: A folder where each rank records what it trained on, 8 bytes a step, for
             `verify_delivery`; None writes nothing.
         is_passive: Do nothing unless the trainer trains on a `StreamingDataLoader`.
 
@@ -108,7 +108,7 @@ class StreamingCallback(Callback):
                 return None
             raise TypeError(
                 f"StreamingCallback keeps the position of a StreamingDataLoader; the trainer trains on "
-                f"{type(loader).__name__}. Hand it one, or leave the callback out"
+                f"{type(loader).__name__}. Pass one to fit, or remove the callback"
             )
         if self.tracker.is_attached and self.tracker.loader is loader:
             return loader

@@ -6,7 +6,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -218,47 +218,35 @@ class StreamingDataModule(LightningDataModule):
         )
 
     def _make_train_loader(self) -> StreamingDataLoader:
-        trainer: Any = self.trainer
-        loader = StreamingDataLoader(
-            self._dataset_for("train"),
+        return self._loader(
+            "train",
             self.batch_size,
             global_batch_size=self.global_batch_size,
-            accumulate=1 if trainer is None else trainer.accumulate_grad_batches,
+            accumulate=self._accumulate(),
             num_workers=self.num_workers,
             tail=self.tail,
-            world=self.world(),
-            pin_memory=self._pins(),
             on_mismatch=self.on_mismatch,
-            **self._worker_arguments,
         )
-        return self._kept(loader)
 
     def _evaluation_loader(self, name: str) -> StreamingDataLoader:
-        world = self.world()
-        trainer: Any = self.trainer
-        accumulate = 1 if trainer is None else trainer.accumulate_grad_batches
-        train_size = self.batch_size or max(1, (self.global_batch_size or 1) // (world.num_replicas * accumulate))
-        loader = StreamingDataLoader(
-            self._dataset_for(name),
-            self.eval_batch_size or train_size,
-            evaluation=True,
-            num_workers=self.eval_num_workers,
-            world=world,
-            pin_memory=self._pins(),
-            **self._worker_arguments,
-        )
-        return self._kept(loader)
+        size = self.eval_batch_size or self.batch_size
+        if size is None:
+            assert self.global_batch_size is not None
+            size = max(1, self.global_batch_size // (self.world().num_replicas * self._accumulate()))
+        return self._loader(name, size, evaluation=True, num_workers=self.eval_num_workers)
 
-    def _dataset_for(self, name: str) -> StreamingDataset:
-        dataset = self.datasets[name]
+    def _loader(self, name: str, batch_size: int | None, **options: Any) -> StreamingDataLoader:
+        dataset, trainer = self.datasets[name], cast("Any", self.trainer)
         if dataset is None:
             raise ValueError(f"the trainer asked for {name} data, but StreamingDataModule got none: pass {name}=")
-        return dataset
-
-    def _kept(self, loader: StreamingDataLoader) -> StreamingDataLoader:
+        common = {"world": self.world(), "pin_memory": self._pins(), **self._worker_arguments}
+        loader = StreamingDataLoader(dataset, batch_size, **common, **options)
         self._loaders.add(loader)
-        trainer: Any = self.trainer
         return loader_kept_as_it_is(loader) if trainer is not None and trainer.overfit_batches else loader
+
+    def _accumulate(self) -> int:
+        trainer: Any = self.trainer
+        return 1 if trainer is None else int(trainer.accumulate_grad_batches)
 
     def _pins(self) -> bool:
         trainer: Any = self.trainer

@@ -31,7 +31,7 @@ TRIED_VERSIONS = ((2, 4), (2, 7))  # from, up to but excluding
 
 @dataclass(frozen=True)
 class LoopPosition:
-    """Where Lightning's loops must believe they are.
+    """The position that Lightning's loops must have.
 
     Attributes:
         epoch: Epochs completed.
@@ -59,7 +59,7 @@ class LoopPosition:
 
 
 def is_tried(version: str) -> bool:
-    """Whether the layouts in this file were tried on this version of Lightning."""
+    """Whether the layouts in this file were tested with this version of Lightning."""
     major, minor = version.split(".")[:2]
     return TRIED_VERSIONS[0] <= (int(major), int(minor)) < TRIED_VERSIONS[1]
 
@@ -84,7 +84,7 @@ def rewrite_loops(checkpoint: dict[str, Any], at: LoopPosition) -> None:
     """Make the saved loops of a checkpoint agree with the data's position, in place.
 
     Raises:
-        StateError: The checkpoint's loops look unlike any Lightning that was tried.
+        StateError: The checkpoint's loops are not those of a tested version of Lightning.
     """
     try:
         fit_loop = checkpoint["loops"]["fit_loop"]
@@ -318,7 +318,7 @@ def loader_kept_as_it_is(loader: StreamingDataLoader) -> StreamingDataLoader:
 
 
 def sampler_replicas(trainer: Any) -> int:
-    """How many replicas a distributed sampler would deal to: fewer than ranks under tensor parallelism."""
+    """The replicas of a distributed sampler: fewer than ranks under tensor parallelism."""
     strategy, ranks = trainer.strategy, int(trainer.world_size)
     if ranks == 1:
         return 1

@@ -14,11 +14,9 @@ from typing import IO, Any, cast
 import numpy as np
 
 from lightning_stream.convert.files import SourceFile
-from lightning_stream.convert.sources.base import Batch, Found, Reader, Span, refuse_others
+from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, chosen_columns
 from lightning_stream.convert.sources.lines import DAMAGED
-from lightning_stream.convert.sources.rows import columns_of
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.encodings import get_encoding
 
 KEY = "__key__"
 _SAMPLED = 100
@@ -30,56 +28,40 @@ _ENCODINGS = {
     **dict.fromkeys(("txt", "text", "transcript", "caption"), "str"),
     **dict.fromkeys(("json", "jsn"), "json"), "npy": "ndarray",
 }  # fmt: skip
+_MEDIA = ("webp", "gif", "mp3", "m4a", "ogg", "opus", "flac", "mp4", "webm", "mkv", "mov", "avi")
 
 
 @dataclass(frozen=True)
 class TarReader(Reader):
-    """Samples of WebDataset tars.
-
-    Attributes:
-        strict: See `Reader.tuned`.
-    """
+    """Samples of WebDataset tars."""
 
     kind = "webdataset"
-    strict: bool = False
-
-    def tuned(self, *, strict: bool, as_rows: bool) -> TarReader:  # noqa: ARG002 - endings decide how files are decoded
-        """The reader for one conversion."""
-        return TarReader(strict)
 
     def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
-        """``__key__`` and the endings of the first samples."""
-        with_rest = [sample for sample, _ in islice(_samples(files[0]), _SAMPLED)]
-        endings = list(dict.fromkeys(name for sample in with_rest for name in sample))
-        missing = [name for name in asked or () if name not in endings]
-        if missing or not endings:
-            raise ValueError(
-                f"{files[0].place} has samples with {', '.join(endings) or 'nothing'}; not {', '.join(missing)}."
-            )
-        for encoding in (asked or {}).values():
-            get_encoding(encoding)
-        return Found(dict(asked or {name: _encoding(name, with_rest) for name in endings}), {})
+        """Return ``__key__`` and the endings of the first samples."""
+        samples = [sample for sample, _ in islice(_samples(files[0]), _SAMPLED)]
+        endings = dict.fromkeys(name for sample in samples for name in sample)
+        if not endings:
+            raise ValueError(f"{files[0].uri} holds no sample: there is nothing to write.")
+        known = {name: _encoding(name, samples) for name in endings}
+        media = tuple(name for name in endings if name.rpartition(".")[2] in _MEDIA)
+        return Found(chosen_columns(known, asked, f"each sample of {files[0].uri}"), media=media)
 
-    def read(self, span: Span, columns: Mapping[str, str]) -> Iterator[Batch]:
-        """Some MiB of samples at a time."""
+    def read(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
+        """Yield some MiB of samples at a time."""
         rows: list[Mapping[str, Any]] = []
-        room = _BATCH_BYTES
-        for sample, num_bytes in _samples(span.file):
-            rows.append(self._decoded(sample, columns, span.file))
-            room -= num_bytes
-            if room <= 0 or len(rows) == _BATCH_SAMPLES:
-                yield _batch(rows, columns, span.file)
-                rows, room = [], _BATCH_BYTES
+        num_bytes, uri = 0, split.file.uri
+        for sample, size in _samples(split.file):
+            try:
+                rows.append({name: _value(data, columns.get(name, "bytes")) for name, data in sample.items()})
+            except ValueError as error:
+                raise ValueError(f"{uri}: sample {sample[KEY]!r}: {error}") from error
+            num_bytes += size
+            if num_bytes >= _BATCH_BYTES or len(rows) == _BATCH_SAMPLES:
+                yield Batch(rows, f"{uri}, samples from {rows[0][KEY]!r}")
+                rows, num_bytes = [], 0
         if rows:
-            yield _batch(rows, columns, span.file)
-
-    def _decoded(self, sample: Mapping[str, Any], columns: Mapping[str, str], file: SourceFile) -> dict[str, Any]:
-        if self.strict:
-            refuse_others([sample], columns, f"{file.place}, sample {sample[KEY]!r}")
-        try:
-            return {name: _value(sample[name], columns[name]) for name in columns if name in sample}
-        except (ValueError, UnicodeDecodeError) as error:
-            raise ValueError(f"{file.place}: sample {sample[KEY]!r}: {error}") from error
+            yield Batch(rows, f"{uri}, samples from {rows[0][KEY]!r}")
 
 
 def _encoding(name: str, samples: Sequence[Mapping[str, Any]]) -> str:
@@ -109,16 +91,8 @@ def _array(data: bytes) -> Any:
     return np.load(io.BytesIO(data), allow_pickle=False)
 
 
-def _batch(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], file: SourceFile) -> Batch:
-    return Batch(columns_of(rows, columns), f"{file.place}, samples from {rows[0].get(KEY, 'one')!r}")
-
-
 def _samples(file: SourceFile) -> Iterator[tuple[dict[str, Any], int]]:
-    """Samples as their files' bytes by ending, and their sizes.
-
-    Raises:
-        FormatError: The tar is damaged, or a sample has two files of one ending.
-    """
+    """Yield samples as their files' bytes by ending, and their sizes."""
     try:
         with file.unpacked() as plain:
             watched = _Watched(plain)
@@ -126,11 +100,11 @@ def _samples(file: SourceFile) -> Iterator[tuple[dict[str, Any], int]]:
                 yield from _grouped(archive, file)
                 watched.check_end(archive.offset)
     except (*DAMAGED, tarfile.TarError) as error:
-        raise FormatError(f"{file.place} must be a whole tar; reading it failed: {error}. Fetch it again.") from error
+        raise FormatError(f"{file.uri} must be a whole tar; reading it failed: {error}. Fetch it again.") from error
 
 
 class _Watched:
-    """A stream that keeps its last bytes: tarfile takes a header that it cannot read for the end, and says nothing."""
+    """A stream that keeps its last bytes: tarfile takes a header that it cannot read for the end, without an error."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -144,7 +118,7 @@ class _Watched:
         return data
 
     def check_end(self, offset: int) -> None:
-        """Raise ReadError unless what stands at ``offset`` is the end of a tar."""
+        """Raise ReadError unless the tar ends at ``offset``."""
         held = self._at - len(self._tail)
         if self._tail[offset - held : offset - held + tarfile.BLOCKSIZE].strip(b"\0"):
             raise tarfile.ReadError(f"no header at byte {offset:,}, nor the end")
@@ -164,7 +138,7 @@ def _grouped(archive: tarfile.TarFile, file: SourceFile) -> Iterator[tuple[dict[
             sample, num_bytes = {}, 0
         sample.setdefault(KEY, key)
         if ending.lower() in sample:
-            raise FormatError(f"{file.place}: sample {key!r} has two files {ending!r}.")
+            raise FormatError(f"{file.uri}: sample {key!r} has two files {ending!r}.")
         sample[ending.lower()] = _bytes(archive, member)
         num_bytes += member.size
     if sample:

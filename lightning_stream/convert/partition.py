@@ -1,0 +1,82 @@
+"""Writing one partition of a dataset: idempotent, so it may be written again, twice at once, or be abandoned.
+
+A process may be killed, retried, or run twice. So a shard's name holds a digest of its bytes,
+``part-00003/shard.00000.<digest>.mds``: attempts that write the same bytes write the same files, each put whole or not
+at all, and an attempt that writes other bytes writes other files. The receipt decides which attempt counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from lightning_stream.formats.shard_encoder import EncodedBatch
+from lightning_stream.stores import Store
+from lightning_stream.writer import MDSWriter
+from lightning_stream.writer.place import DatasetPlace, digest_of
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """One dataset that is being written: what every process gets."""
+
+    out: Any
+    keep_local: bool
+    store_options: Mapping[str, Any] | None
+    columns: Mapping[str, str]
+    writer: Mapping[str, Any]
+    fingerprint: str
+
+    @property
+    def uri(self) -> str:
+        """Where the dataset stays: the remote of a pair."""
+        return str(self.out[-1] if isinstance(self.out, (tuple, list)) else self.out)
+
+    @cached_property
+    def place(self) -> DatasetPlace:
+        """The folders or stores of the files."""
+        return DatasetPlace(self.out, self.keep_local, self.store_options)
+
+    @property
+    def store(self) -> Store:
+        """The store where the dataset stays."""
+        return self.place.store
+
+
+class RefusedError(Exception):
+    """A value that its encoding does not take: another attempt would not help."""
+
+
+class PartitionWriter(MDSWriter):
+    """An `MDSWriter` that names its shards by their bytes, and keeps its index entries instead of putting an index.
+
+    `shards` has the entries once it is finished, with file names relative to the dataset's root.
+    """
+
+    def __init__(self, spec: OutputSpec, number: int) -> None:
+        super().__init__(out=_PartitionPlace(spec, number), columns=spec.columns, **spec.writer)
+
+    def write_encoded(self, batch: EncodedBatch) -> None:
+        """Add rows that are bytes of these columns already."""
+        self._add_encoded(self._encoder or self._open(None, None), batch)
+
+
+class _PartitionPlace(DatasetPlace):
+    """A folder for the shards of a partition. The conversion itself puts the index."""
+
+    def __init__(self, spec: OutputSpec, number: int) -> None:
+        super().__init__(spec.out, spec.keep_local, spec.store_options)
+        self.mode = "overwrite"
+        self._folder = f"part-{number:05}"
+
+    def begin(self, *_: Any) -> None:
+        pass
+
+    def name_of(self, name: str, parts: Sequence[Any]) -> str:
+        stem, number, rest = name.split(".", 2)
+        return f"{self._folder}/{stem}.{number}.{digest_of(*parts)}.{rest}"
+
+    def commit(self, entries: Sequence[bytes]) -> None:
+        pass

@@ -1,0 +1,185 @@
+"""What a conversion wrote, and the manifest that describes it beside the dataset's index."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_stream.convert.files import SourceFile, stamps_digest
+from lightning_stream.convert.publish import MANIFEST
+from lightning_stream.convert.sources.base import Source
+from lightning_stream.errors import FormatError, NotFoundError
+from lightning_stream.formats.index import INDEX_NAME
+from lightning_stream.stores import Store, open_store
+from lightning_stream.writer.place import digest_of
+
+_LISTED_FILES = 10_000
+_SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class ConversionResult:
+    """What was written.
+
+    Attributes:
+        uri: Folder or URL of the dataset, or of its splits.
+        num_samples: By split; ``""`` is a dataset without splits.
+        num_shards: By split.
+        num_bytes: Bytes stored.
+        columns: Encoding by column name.
+        classes: Class names by column: label k is the k-th name.
+        seconds: How long it took.
+        is_new: False if the dataset existed already, from the same source and settings.
+    """
+
+    uri: str
+    num_samples: dict[str, int]
+    num_shards: dict[str, int]
+    num_bytes: int
+    columns: dict[str, str]
+    classes: dict[str, list[str]]
+    seconds: float
+    is_new: bool
+
+    @property
+    def total(self) -> int:
+        """Samples of all splits."""
+        return sum(self.num_samples.values())
+
+    def __str__(self) -> str:
+        splits = ", ".join(f"{count:,} {split or 'samples'}" for split, count in self.num_samples.items())
+        size = f"{splits} in {sum(self.num_shards.values()):,} shards, {self.num_bytes / 1e6:,.1f} MB"
+        if not self.is_new:
+            return f"Reusing the existing dataset at {self.uri} (same source and settings): {size}"
+        speed = self.total / max(self.seconds, 1e-9)
+        return f"{size}, at {self.uri}, in {self.seconds:,.1f} s ({speed:,.0f} samples/s)"
+
+
+def result_of(
+    uri: str, manifests: Mapping[str, Mapping[str, Any]], seconds: float = 0.0, is_new: bool = False
+) -> ConversionResult:
+    """Return the result that these manifests describe, by split."""
+    first = next(iter(manifests.values()))
+    return ConversionResult(
+        uri,
+        {split: manifest["num_samples"] for split, manifest in manifests.items()},
+        {split: manifest["num_shards"] for split, manifest in manifests.items()},
+        sum(manifest["num_bytes"] for manifest in manifests.values()),
+        dict(first["columns"]),
+        dict(first.get("classes", {})),
+        seconds,
+        is_new,
+    )
+
+
+def read_manifest(uri: str | os.PathLike[str], **store_options: Any) -> ConversionResult:
+    """Return columns, class names and counts of a dataset that `convert` wrote.
+
+    Example::
+
+        classes = read_manifest("s3://bucket/photos").classes["label"]  # ["daisy", "rose"]
+
+    Args:
+        uri: Folder or URL of the dataset, or of the folder that holds its ``train`` and ``val``.
+        **store_options: For its store.
+
+    Raises:
+        NotFoundError: There is no such dataset.
+    """
+    root = os.fspath(uri).rstrip("/")
+    store = open_store(root, store_options or None)
+    whole = manifest_of(store)
+    splits = {"": whole} if whole else {split: manifest_of(store, f"{split}/{MANIFEST}") for split in _SPLITS}
+    found = {split: manifest for split, manifest in splits.items() if manifest is not None}
+    if not found:
+        raise NotFoundError(f"convert writes {MANIFEST} beside a dataset; {store.url} has none. Check the path.")
+    return result_of(root, found)
+
+
+def manifest_of(store: Store, name: str = MANIFEST) -> dict[str, Any] | None:
+    """Return the manifest in a store; None if there is none."""
+    try:
+        found = json.loads(store.read(name))
+    except (NotFoundError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def is_whole(store: Store, manifest: Mapping[str, Any]) -> bool:
+    """Return whether the store has the index that this manifest was written with."""
+    try:
+        return digest_of(store.read(INDEX_NAME)) == manifest.get("index")
+    except NotFoundError:
+        return False
+
+
+def as_json(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same as it is read back from a file."""
+    held: dict[str, Any] = json.loads(json.dumps(about, default=repr))
+    return held
+
+
+def source_identity(source: Source) -> dict[str, Any]:
+    """Return what distinguishes this source from others: part of a conversion's fingerprint."""
+    return {
+        "kind": source.reader.kind,
+        "reader": dict(source.reader.settings),
+        "num_files": len(source.files),
+        "num_bytes": source.num_bytes,
+        "stamps": stamps_digest(source.files),
+    }
+
+
+def source_record(source: Source) -> dict[str, Any]:
+    """Return what a manifest holds about the source; its files are listed if there are at most 10,000."""
+    record = {**source_identity(source), "name": source.name}
+    if len(source.files) <= _LISTED_FILES:
+        record["files"] = [{"name": file.name, "bytes": file.num_bytes, "stamp": file.stamp} for file in source.files]
+    return record
+
+
+def differences(
+    settings: Mapping[str, Any], before: Mapping[str, Any], source: Source, recorded: Mapping[str, Any]
+) -> str:
+    """Describe how settings and source differ from those that a manifest holds."""
+    found = [
+        f"{name} was {_shown(before.get(name))}, now {_shown(value)}"
+        for name, value in settings.items()
+        if before.get(name) != value
+    ]
+    now = as_json(source_record(source))
+    if recorded["stamps"] != now["stamps"]:
+        files = [{file["name"]: file for file in each.get("files", ())} for each in (recorded, now)]
+        changed = [name for name in {**files[0], **files[1]} if files[0].get(name) != files[1].get(name)]
+        names = f"; changed: {', '.join(changed[:3])}{' ...' if len(changed) > 3 else ''}" if changed else ""
+        found.append(
+            f"the source had {recorded['num_files']:,} files of {recorded['num_bytes']:,} bytes, now "
+            f"{now['num_files']:,} of {now['num_bytes']:,}{names}"
+        )
+    if recorded["reader"] != now["reader"]:
+        found.append("the source is read with other options or another function")
+    return "; ".join(found) or "it was written by another version of convert"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value) if isinstance(value, (str, list, dict)) else str(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def check_unchanged(files: Sequence[SourceFile]) -> None:
+    """Raise FormatError if a file of this machine changed since it was listed."""
+    for file in files:
+        if file.path is None:
+            continue
+        try:
+            known = file.path.stat()
+        except FileNotFoundError as error:
+            raise FormatError(f"{file.uri} was removed during the conversion. Nothing was published.") from error
+        if (known.st_size, str(known.st_mtime_ns)) != (file.num_bytes, file.stamp):
+            raise FormatError(
+                f"{file.uri} was modified during the conversion. Nothing was published. Convert again once the file "
+                "stays as it is."
+            )

@@ -1,0 +1,126 @@
+"""Two functions are told apart by their source and by the values that they carry, in every process alike."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from lightning_stream.convert.fingerprint import function_text
+
+
+def scaled(row: int, factor: int = 1) -> int:
+    return row * factor
+
+
+def times(factor: int) -> Any:
+    return lambda row: row * factor
+
+
+@dataclass(frozen=True)
+class Scale:
+    factor: int
+
+    @cached_property
+    def double(self) -> int:
+        return 2 * self.factor
+
+    def apply(self, row: int) -> int:
+        return row * self.double
+
+
+class Called:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def __call__(self, row: int) -> int:
+        return row * self.factor
+
+
+def test_carried_values_tell_functions_apart() -> None:
+    for make in (times, Called, lambda k: Scale(k).apply, lambda k: partial(scaled, factor=k)):
+        assert function_text(make(2)) == function_text(make(2)) != function_text(make(3))
+    assert function_text(scaled) != function_text(times)
+    assert function_text(None) == ""
+    assert len({function_text(each) for each in (dict, list, len, Called)}) == 4
+
+
+def test_what_an_object_cached_makes_no_difference_nor_does_where_it_lies() -> None:
+    scale, held = Scale(2), object()
+    before = function_text(scale.apply)
+    assert scale.double == 4
+    assert function_text(scale.apply) == before
+    assert function_text(partial(scaled, held)) == function_text(partial(scaled, object()))
+
+
+def test_a_function_that_names_itself_is_told() -> None:
+    def countdown(k: int) -> int:
+        return countdown(k - 1) if k else 0
+
+    assert "countdown" in function_text(countdown)
+
+
+HELPERS = """
+import functools
+RATE = 2
+TABLE = {"a": {1, 2, 3}}
+
+class Base:
+    def shift(self, value):
+        return value + 1
+
+class Scaler(Base):
+    def scale(self, value):
+        return value * RATE
+
+@functools.cache
+def cached(value):
+    return value
+
+def helper(value):
+    return Scaler().scale(value) + cached(1) + len(TABLE)
+"""
+MAIN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import helpers
+from helpers import helper
+from lightning_stream.convert.fingerprint import function_text, value_digest
+
+def row(sample):
+    return {"a": helper(sample["a"])}
+
+def by_module(sample):
+    return {"a": helpers.helper(sample["a"])}
+
+print(function_text(row), function_text(by_module), value_digest([{"a": {"x", "y", "z"}}, range(3), helpers.Scaler()]))
+"""
+
+
+def digests(folder: Path, helpers: str, seed: str = "0") -> list[str]:
+    folder.mkdir()
+    (folder / "helpers.py").write_text(helpers)
+    (folder / "main.py").write_text(MAIN)
+    env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(folder / "main.py"), str(folder)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_what_a_function_calls_counts_and_processes_do_not(tmp_path: Path) -> None:
+    before = digests(tmp_path / "0", HELPERS)
+    assert digests(tmp_path / "1", HELPERS, seed="7") == before
+    changes = [
+        ("RATE = 2", "RATE = 3"),
+        ("value + 1", "value + 2"),
+        ("2, 3}", "2, 4}"),
+        ("return value\n", "return -value\n"),
+    ]
+    for k, (old, new) in enumerate(changes):
+        after = digests(tmp_path / f"changed{k}", HELPERS.replace(old, new))
+        assert after[1] != before[1], new
+        assert after[3] != before[3], new

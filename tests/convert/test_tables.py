@@ -1,0 +1,111 @@
+"""CSV and JSON lines: every row is read, and identifiers stay what they are."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_stream.convert import convert
+from lightning_stream.convert.sources.choose import open_source
+from lightning_stream.errors import FormatError
+
+PLAIN: dict[str, Any] = {"compression": None, "num_workers": 1}
+
+
+def csv_samples(tmp_path: Path, samples_of: Any, text: str, **settings: Any) -> tuple[dict[str, str], list[Any]]:
+    (tmp_path / "in.csv").write_text(text)
+    done = convert(tmp_path / "in.csv", tmp_path / "out", **PLAIN, overwrite=True, **settings)
+    return done.columns, samples_of(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("values", "encoding"),
+    [
+        (["2021_03", "2022_11"], "str"),
+        (["01234", "99999"], "str"),
+        (["nan", "inf"], "str"),
+        (["1", "nan"], "str"),
+        (["0x10", "12"], "str"),
+        (["1e5", "-2"], "float64"),
+        (["0", "-7"], "int64"),
+        (["12345678901234567890", "1"], "str"),
+        (["1234567890123456789012.5", "1"], "str"),
+        (["true", "False"], "uint8"),
+        (["", ""], "str"),
+    ],
+)
+def test_only_numbers_become_numbers(tmp_path: Path, samples_of: Any, values: list[str], encoding: str) -> None:
+    columns, samples = csv_samples(tmp_path, samples_of, "id,k\n" + "".join(f"{value},1\n" for value in values))
+    assert columns["id"] == encoding
+    if encoding == "str":
+        assert [sample["id"] for sample in samples] == values
+
+
+def test_a_later_identifier_in_a_column_of_numbers_is_refused_unless_numbers_are_asked_for(
+    tmp_path: Path, samples_of: Any
+) -> None:
+    text = "zip\n" + "10000\n" * 20_000 + "01234\n"
+    with pytest.raises(ValueError, match=r"'zip': '01234' .*columns="):
+        csv_samples(tmp_path, samples_of, text)
+    assert csv_samples(tmp_path, samples_of, text, columns={"zip": "int64"})[1][-1] == {"zip": 1234}
+    assert csv_samples(tmp_path, samples_of, text, columns={"zip": "str"})[1][-1] == {"zip": "01234"}
+
+
+def test_blank_lines_lose_no_row(tmp_path: Path, samples_of: Any) -> None:
+    text = "a,b\n\n1,x\n" + "\n" * 20_000 + "2,y\n" + "\r\n" * 9000 + "3,z"
+    assert [sample["a"] for sample in csv_samples(tmp_path, samples_of, text)[1]] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["in.csv", "in.jsonl", "in.json", "in.txt"])
+def test_a_byte_order_mark_is_no_part_of_the_first_value(tmp_path: Path, samples_of: Any, name: str) -> None:
+    texts = {"in.csv": "text,k\nx,1\n", "in.jsonl": '{"text": "x"}\n', "in.json": '[{"text": "x"}]', "in.txt": "x"}
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + texts[name].encode())
+    convert(tmp_path / name, tmp_path / "out", **PLAIN)
+    assert samples_of(tmp_path / "out")[0]["text"] == "x"
+
+
+@pytest.mark.parametrize("quoted", [False, True])
+def test_a_csv_file_is_cut_between_lines_unless_values_are_quoted(
+    tmp_path: Path, samples_of: Any, quoted: bool
+) -> None:
+    rows = "".join(f'{k},"x\n{k}"\n' if quoted else f"{k},x{k}\n" for k in range(5000))
+    _, samples = csv_samples(tmp_path, samples_of, f"k,text\n{rows}", partition_bytes=10_000)
+    assert [sample["k"] for sample in samples] == list(range(5000))
+    assert samples[7]["text"] == ("x\n7" if quoted else "x7")
+    partitions = open_source(tmp_path / "in.csv", None, None, None).partitions(10_000)
+    assert (len(partitions) == 1) == quoted
+    with pytest.raises(FormatError, match="columns"):
+        csv_samples(tmp_path, samples_of, f"k,text\n{rows}1,2,3\n", partition_bytes=10_000)
+
+
+def test_a_folder_name_with_brackets_is_a_name(tmp_path: Path, samples_of: Any) -> None:
+    folder = tmp_path / "set[1]"
+    folder.mkdir()
+    (folder / "a[b].jsonl").write_text('{"k": 1}\n')
+    for source in (folder, folder / "*.jsonl", folder / "a[b].jsonl", folder / "a[?].jsonl"):
+        convert(source, tmp_path / "out", **PLAIN, overwrite=True)
+        assert samples_of(tmp_path / "out") == [{"k": 1}]
+
+
+def test_a_dataset_object_of_hugging_face_is_read_in_its_order(tmp_path: Path, samples_of: Any) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
+    features = datasets.Features({"k": datasets.Value("int32"), "label": datasets.ClassLabel(names=["no", "yes"])})
+    rows = {"k": list(range(3000)), "label": [k % 2 for k in range(3000)]}
+    dataset = datasets.Dataset.from_dict(rows, features).shuffle(seed=1)
+    done = convert(dataset, tmp_path / "out", num_workers=2, compression=None, partition_bytes=5000)
+    assert done.classes == {"label": ["no", "yes"]}
+    assert [sample["k"] for sample in samples_of(tmp_path / "out")] == dataset["k"][:]
+    assert done.num_shards[""] > 1
+    assert not convert(dataset, tmp_path / "out", compression=None, partition_bytes=5000).is_new
+
+
+def test_no_process_gets_the_list_of_all_files_or_inputs(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for k in range(200):
+        (tmp_path / "in" / f"{k}.jsonl").write_text(json.dumps({"k": k}))
+    source = open_source(tmp_path / "in", None, None, None)
+    assert len(pickle.dumps(source.reader)) < 1000 < len(pickle.dumps(source.files))

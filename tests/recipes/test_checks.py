@@ -1,0 +1,118 @@
+"""What is wrong with a config is reported at once, with the way out, before anything starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync")
+pytest.importorskip("torchvision", reason="the recipes need torchvision: uv sync")
+
+from recipes.checks import RENAMED, find_problems, renamed_arguments
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+Composed = Callable[..., Any]
+GROUPS = [
+    f"{group.name}={file.stem}"
+    for group in sorted((ROOT / "configs").iterdir())
+    if group.is_dir() and group.name != "shared"
+    for file in sorted(group.glob("*.yaml"))
+]
+
+
+def problems_of(composed: Composed, tmp_path: Path, *overrides: str) -> list[str]:
+    return find_problems(composed(f"folder={tmp_path}", "hardware=cpu", *overrides))
+
+
+@pytest.mark.parametrize("choice", GROUPS)
+def test_every_config_fits_what_it_builds(choice: str, composed: Composed, tmp_path: Path) -> None:
+    group = choice.partition("=")[0]
+    data = () if group in ("data", "experiment") else ("data=flowers",)
+    needs_pair = group == "model" and choice not in ("model=mobilenet_v2", "model=resnet")
+    expected = ("composer", "GPU", "needs a value", "wanted", "learns from" if needs_pair else "GPU", "ckpt_path")
+    given = (f"folder={tmp_path}", *data, choice)
+    found = find_problems(composed(*given))
+    assert not [each for each in found if not any(word.lower() in each.lower() for word in expected)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((), ("no dataset selected", "+data=NAME", "flowers")),
+        (("data=flowers", "data.num_workers=many"), ("data.num_workers", "must be int", "'many'")),
+        (("data=flowers", "+data.image_sise=3"), ("data.image_sise", "'image_size'")),
+        (("data=flowers", "+data.held_out=0.2"), ("data.held_out", "'val_fraction'")),
+        (("data=flowers", "model=gpt"), ("learns from", "Omit model=")),
+        (("data=flowers", "hardware.accelerator=quantum"), ("hardware.accelerator", "'quantum'")),
+        (("data=flowers", "trainer=torch", "hardware.accelerator=mps"), ("trainer=torch", "'mps'")),
+        (("data=flowers", "trainer=torch", "hardware.devices=2"), ("2 processes are wanted", "torchrun")),
+        (("data=flowers", "hardware.devices=0"), ("hardware.devices", "found 0")),
+        (("data=flowers", "ckpt_path=last"), ("ckpt_path", "does not exist")),
+        (("data=flowers", "data.remote=sftp://me:pw@host/x"), ("data.remote", "password")),
+        (("data=flowers", "+store.secret_key=abc"), ("store.secret_key", "must not hold secrets")),
+        (("data=flowers", "store=s3"), ("store.bucket", "needs a value")),
+    ],
+)
+def test_a_problem_names_the_setting_and_the_way_out(
+    overrides: tuple[str, ...], words: tuple[str, ...], composed: Composed, tmp_path: Path
+) -> None:
+    found = problems_of(composed, tmp_path, *overrides)
+    assert len(found) == 1, found
+    assert all(word in found[0] for word in words), found
+
+
+def test_all_problems_are_reported_together(composed: Composed, tmp_path: Path) -> None:
+    wrong = ("data=flowers", "data.num_workers=many", "trainer.max_epochs=x", "ckpt_path=/nowhere.ckpt")
+    assert len(problems_of(composed, tmp_path, *wrong)) == 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_a_problem(composed: Composed, tmp_path: Path) -> None:
+    found = find_problems(composed(f"folder={tmp_path}", "data=flowers", "hardware=gpu"))
+    assert [each for each in found if "no GPU is available" in each]
+
+
+def test_a_file_that_is_no_checkpoint_is_a_problem(composed: Composed, tmp_path: Path) -> None:
+    path = tmp_path / "half.ckpt"
+    path.write_bytes(b"half")
+    found = problems_of(composed, tmp_path / "run", "data=flowers", f"ckpt_path={path}")
+    assert "damaged" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("scale=cpu", "hardware=cpu"),
+        ("+scale.devices=2", "hardware.devices=2"),
+        ("scale=one_gpu", "hardware=gpu"),
+        ("data.held_out=0.1", "data.val_fraction=0.1"),
+        ("data.photos=drawn", "data.photos=synthetic"),
+        ("model.network=resnet50", "model.arch=resnet50"),
+        ("model=resnet18", "model=resnet"),
+    ],
+)
+def test_an_old_name_is_refused_with_the_new_one(old: str, new: str) -> None:
+    assert renamed_arguments(["+data=flowers", "-m", old]) == [f"{old.lstrip('+')} is now {new}."]
+
+
+def test_new_names_are_not_renamed() -> None:
+    assert not set(RENAMED) & set(RENAMED.values())
+    assert not renamed_arguments(["+data=flowers", "--cfg", "job", "data.val_fraction=0.1", "model.arch=resnet18"])
+
+
+def test_the_command_line_ends_with_two_and_all_reasons(tmp_path: Path) -> None:
+    for arguments, words in (
+        (("+data=flowers", "scale=cpu", "data.held_out=1"), ("hardware=cpu", "val_fraction=1")),
+        (("+data=flower",), ("flowers",)),
+    ):
+        command = [sys.executable, str(ROOT / "train.py"), *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 2
+        assert all(word in done.stderr for word in words)
+        assert "Traceback" not in done.stderr
