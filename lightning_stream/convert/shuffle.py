@@ -87,6 +87,7 @@ class RunWriter(PartitionWriter):
         super().finish()
         begins = np.cumsum([0, *map(len, self._runs)]).astype(np.uint64)
         keys = np.concatenate([np.array([len(self._runs)], np.uint64), begins, *self._runs])
+        self._keys_file.parent.mkdir(parents=True, exist_ok=True)  # a split without rows has no folder yet
         publish_bytes(keys.tobytes(), self._keys_file)
 
 

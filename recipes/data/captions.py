@@ -30,9 +30,9 @@ def captioned(row: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"image": image, "caption": str(caption), "key": str(row["__key__"])} if image and caption else None
 
 
-def read_files(files: list[tuple[str, int, int]]) -> Iterator[dict[str, Any]]:
-    """The samples of image files with captions beside them; each file is given with its size and time of change."""
-    for image in (Path(path) for path, _, _ in files):
+def read_files(stamped: list[tuple[str, list[int]]]) -> Iterator[dict[str, Any]]:
+    """The samples of images with captions beside them, given with the times at which these files were changed."""
+    for image in (Path(path) for path, _ in stamped):
         text, about = image.with_suffix(".txt"), image.with_suffix(".json")
         row = {"jpg": image.read_bytes(), "__key__": image.stem}
         row["txt"] = text.read_text(encoding="utf-8") if text.is_file() else ""
@@ -116,9 +116,12 @@ class CaptionData(RecipeData):
         images = sorted(file for file in folder.rglob("*") if file.suffix.lower() in _IMAGES)
         lists = not images and any(folder.rglob("*.parquet"))
         hint = " Its parquet files list URLs: download the images with img2dataset." if lists else ""
-        if not any(file.with_suffix(ending).exists() for file in images for ending in (".txt", ".json")):
+        files = [
+            [file, *(one for end in (".txt", ".json") if (one := file.with_suffix(end)).exists())] for file in images
+        ]
+        if not any(len(of_image) > 1 for of_image in files):
             found = f"none of the images in {folder} has a caption" if images else f"{folder} has neither"
             raise FormatError(f"captioned images are tars, or .jpg files with .txt or .json beside; {found}.{hint}")
-        files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in images]
+        stamped = [(str(of_image[0]), [file.stat().st_mtime_ns for file in of_image]) for of_image in files]
         size = _IMAGES_OF_PARTITION
-        return Inputs([files[begin : begin + size] for begin in range(0, len(files), size)], read_files)
+        return Inputs([stamped[begin : begin + size] for begin in range(0, len(stamped), size)], read_files)

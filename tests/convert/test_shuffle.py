@@ -77,3 +77,12 @@ def partition_rows(path: Path, partition_bytes: int) -> list[int]:
     assert len(partitions) > 3
     read = [source.reader.read_all(each.splits, {"k": "int64"}) for each in partitions]
     return [sum(len(batch.columns) for batch in batches) for batches in read]
+
+
+def test_a_partition_may_have_no_row_of_a_split(tmp_path: Path, samples_of: Any) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"k": {k}, "x": "{"x" * 200}"}}\n' for k in range(40)))
+    out = tmp_path / "out"
+    done = convert(tmp_path / "rows.jsonl", out, **PLAIN, shuffle=True, val_fraction=0.1, partition_bytes=300)
+    assert 0 < done.num_samples["val"] < 10  # of some 30 partitions
+    found = [sample["k"] for split in ("train", "val") for sample in samples_of(out / split)]
+    assert sorted(found) == list(range(40))

@@ -55,6 +55,10 @@ def test_tars_and_files_give_the_same_samples(tmp_path: Path) -> None:
     assert from_tars["000000003"] == captioned_shape(3)[::-1]
     assert from_tars.pop("000000004")
     assert from_files == from_tars
+    (files / "000000005.txt").write_text("another caption")
+    with pytest.raises(FileExistsError):  # the converted captions are not used silently
+        captions(tmp_path, files.parent)
+    assert samples(captions(tmp_path, files.parent, overwrite=True))["000000005"][0] == "another caption"
 
 
 def test_a_folder_without_captioned_images_is_an_error(tmp_path: Path) -> None:
