@@ -43,7 +43,7 @@ def prepare(folder: Path) -> None:
         for k in range(rows):
             path = source / f"class{k % 10}" / f"{k:05}.jpg"
             path.parent.mkdir(exist_ok=True)
-            path.write_bytes(b"\xff\xd8\xff" + rng.bytes(100_000))
+            path.write_bytes(b"\xff\xd8\xff" + rng.bytes(100_000) + b"\xff\xd9")
         return
     if WHAT == "lines":
         with (source / "rows.jsonl").open("w") as file:

@@ -54,7 +54,7 @@ def dataset(folder: Path, options: dict[str, Any], seed: int) -> StreamingDatase
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside the proxy's thread
 def test_no_fault_and_no_kill_costs_a_sample(tmp_path: Path) -> None:

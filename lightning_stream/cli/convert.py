@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 
 from lightning_stream.cli.arguments import add_pairs, add_store_options
-from lightning_stream.cli.output import ExitCode, Output, in_flags
+from lightning_stream.cli.output import ExitCode, Output
 
 HELP = "convert Parquet, CSV, image folders and others to MDS shards"
 EXAMPLES = """examples:
@@ -83,6 +83,6 @@ def run(options: argparse.Namespace, out: Output) -> int:
         source_store_options=dict(options.source_store_options) or None,
         store_options=dict(options.store_options) or None,
     )
-    out.line(in_flags(str(done), options.parser))
+    out.line(str(done))
     out.data = asdict(done)
     return ExitCode.OK

@@ -69,7 +69,7 @@ class SourceFile:
         """Its bytes, seekable, as stored."""
         path = self.path
         if path is not None:
-            return cast(BinaryIO, path.open("rb", buffering))
+            return path.open("rb", buffering)
         raw = _Ranges(open_store(self.root, self.options), self.name, self.num_bytes)
         return cast(BinaryIO, io.BufferedReader(raw, _BUFFER_BYTES))
 

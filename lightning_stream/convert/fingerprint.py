@@ -89,7 +89,7 @@ class _Walk:
             self.add(os.fspath(value))
         elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
             self._note(str(value.dtype), str(value.shape))
-            self.total.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+            self.total.update(np.ascontiguousarray(value).tobytes())
         elif isinstance(value, (list, tuple)):
             self._note(str(len(value)))
             for each in value:

@@ -37,7 +37,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_no_fault_and_no_kill_costs_a_byte(endpoint: str, tmp_path: Path) -> None:
     make_dataset(tmp_path / "dataset", NUM_SHARDS, SHARD_BYTES, compression="zstd")

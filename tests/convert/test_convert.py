@@ -258,7 +258,7 @@ def test_a_script_without_a_guard_may_use_processes(rows_file: Path, tmp_path: P
     assert done.stdout.count("3,000 samples") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_transform_of_a_script_needs_the_guard_and_says_so(rows_file: Path, tmp_path: Path) -> None:
     function = "from lightning_stream.convert import convert\ndef only_k(row):\n    return {'k': row['k']}\n"
     call = f"convert({str(rows_file)!r}, 'out', num_workers=2, partition_bytes=50_000, transform=only_k)"

@@ -76,8 +76,10 @@ def test_shards_left_without_any_receipt_are_known_as_ours(
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("order", [pytest.param("plain", marks=pytest.mark.slow), "shuffle"])
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("order", [pytest.param("plain", marks=pytest.mark.nightly), "shuffle"])
+@pytest.mark.parametrize(
+    "seed", [1, pytest.param(2, marks=pytest.mark.nightly), pytest.param(3, marks=pytest.mark.nightly)]
+)
 def test_a_conversion_killed_at_any_instant_is_finished_by_the_same_call(
     tmp_path: Path, files_of: Any, order: str, seed: int
 ) -> None:

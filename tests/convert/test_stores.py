@@ -66,7 +66,7 @@ def test_a_pair_keeps_local_copies_only_if_asked(rows_file: Path, tmp_path: Path
     assert files_of(tmp_path / "local") == files_of(tmp_path / "both") == files_of(tmp_path / "remote")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_several_processes_read_from_and_write_to_s3(rows_file: Path, tmp_path: Path, files_of: Any) -> None:
     boto3 = pytest.importorskip("boto3")
     keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "us-east-1"}

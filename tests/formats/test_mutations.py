@@ -198,7 +198,7 @@ def test_damage_is_an_error_of_ours_or_samples(folders: list[Path], tmp_path: Pa
     assert attack(folders, tmp_path, 300, seed).total() == 300
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_ten_thousand_damages_take_no_memory(folders: list[Path], tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

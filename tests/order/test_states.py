@@ -69,7 +69,7 @@ def unsealed(state):
     return {name: value for name, value in copy.deepcopy(state).items() if name != "checksum"}
 
 
-@pytest.mark.parametrize("mutations", [120, pytest.param(2_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mutations", [120, pytest.param(2_000, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", RUNS)
 def test_a_state_comes_back_and_any_damage_is_a_state_error_in_little_memory(name, mutations):
     run, rng = RUNS[name], np.random.default_rng(5)

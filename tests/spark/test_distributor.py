@@ -132,7 +132,7 @@ def test_native_ddp_trains_on_every_sample_once(
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("local_mode", [True, False], ids=["local", "on workers"])
 def test_lightning_trains_on_every_sample_once(

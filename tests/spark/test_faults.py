@@ -147,7 +147,7 @@ def test_an_error_in_an_executor_is_raised_as_that_error(spark: Any, tmp_path: P
         assert caught.value.__cause__ is not None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_killed_executors_and_speculation_change_nothing(
     tmp_path: Path, spark: Any, undisturbed: dict[str, bytes]

@@ -92,7 +92,7 @@ print(json.dumps([[int(r["id"]), r["text"], r["tokens"].tolist(), float(r["x"]),
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("merged", [True, False])
 def test_mosaicml_streaming_reads_what_spark_wrote(spark: Any, tmp_path: Path, merged: bool) -> None:
     python = os.environ.get("LIGHTNING_STREAM_MOSAIC_PYTHON")

@@ -148,7 +148,7 @@ def test_a_table_of_every_type_comes_back(spark: Any, tmp_path: Path) -> None:
     law()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_any_schema_comes_back(spark: Any, tmp_path: Path) -> None:
     @MANY
     @given(table=tables())

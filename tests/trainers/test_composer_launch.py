@@ -25,7 +25,7 @@ RUN = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
 def test_composers_launcher_makes_one_run_and_torchrun_resumes_it(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def _run(kind: str, number: int, place: tuple[str, Any], meet: Any, answers: Any
         answers.put((k, number, result))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("where", ["folder", "s3"])
 @pytest.mark.parametrize("kind", races.KINDS)
 def test_100_races_of_two_processes_damage_nothing(bucket: Any, tmp_path: Path, kind: str, where: str) -> None:

@@ -64,6 +64,7 @@ class FunctionReader(Reader):
 
     def read(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:  # noqa: ARG002
         """Yield some hundred samples at a time."""
+        assert isinstance(split.file, InputItem)
         samples, where = iter(self.function(split.file.value)), split.file.uri
         while rows := list(islice(samples, _BATCH_SAMPLES)):
             yield Batch(rows, where)

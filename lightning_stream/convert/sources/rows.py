@@ -20,8 +20,8 @@ def columns_of(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], *,
             others = ", ".join(sorted(map(str, row.keys() - columns.keys())))
             key = f"sample {row['__key__']!r}: " if "__key__" in row else ""
             raise ValueError(
-                f"{key}a row has {others}, unlike the rows that the columns were inferred from. Pass columns= to choose "
-                "what is written."
+                f"{key}a row has {others}, unlike the rows that the columns were inferred from. Pass columns= to "
+                "choose what is written."
             )
     return {name: [row.get(name) for row in rows] for name in columns}
 

@@ -156,7 +156,7 @@ class _NumpyArrays(_Table):
 
     def _step(self) -> int:
         arrays = self.reader.values()
-        return max(1, _BATCH_BYTES // max(1, sum(array.nbytes // max(1, len(array)) for array in arrays)))
+        return max(1, _BATCH_BYTES // max(1, *(int(array.nbytes) // max(1, len(array)) for array in arrays)))
 
     def sizes(self) -> list[int]:
         num_rows = len(next(iter(self.reader.values())))
@@ -190,8 +190,10 @@ class NumpyReader(_TableReader):
     def _opened(self, file: SourceFile) -> Iterator[_Table]:
         try:
             with file.unpacked() as plain:
-                is_mapped = file.ending == ".npy" and file.path is not None and not file.is_packed
-                found = np.load(file.path if is_mapped else plain, "r" if is_mapped else None, allow_pickle=False)
+                if file.ending == ".npy" and file.path is not None and not file.is_packed:
+                    found: Any = np.load(file.path, "r", allow_pickle=False)
+                else:
+                    found = np.load(plain, allow_pickle=False)
                 names = getattr(getattr(found, "dtype", None), "names", None) or getattr(found, "files", None)
                 arrays = {self.column: found} if names is None else {name: found[name] for name in names}
             lengths = {name: len(array) if array.ndim else None for name, array in arrays.items()}
