@@ -43,8 +43,8 @@ class Driver(Protocol):
         """Continue where a state stands."""
 
 
-class Loads(Protocol):
-    """The part of a `StreamingDataLoader` that its iterators need."""
+class Loader(Protocol):
+    """A `StreamingDataLoader`, as its iterators and its dataset use it."""
 
     @property
     def position(self) -> Position:
@@ -61,8 +61,20 @@ class Loads(Protocol):
     def note_end(self, iterator: LoaderIterator) -> None:
         """Note the end of an iteration."""
 
+    def set_epoch(self, epoch: int) -> None:
+        """Start the next iteration at the beginning of this epoch."""
+
     def state_of(self, position: Position) -> dict[str, Any]:
         """A position as a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position as plain values."""
+
+    def state_after(self, num_samples: int | None) -> dict[str, Any]:
+        """The position after so many samples of the epoch; the caller counts them if no trainer does."""
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a state."""
 
 
 class LoaderIterator:
@@ -84,7 +96,7 @@ class LoaderIterator:
         batches.close()
     """
 
-    def __init__(self, loader: Loads, moves: bool = True) -> None:
+    def __init__(self, loader: Loader, moves: bool = True) -> None:
         self._loader, self.moves = loader, moves
         self._made: MadeBatches | None = None
         self._is_over = False
@@ -139,7 +151,7 @@ class LoaderIterator:
             self.close()
 
 
-def driver_of(loader: Loads) -> Driver | None:
+def driver_of(loader: Loader) -> Driver | None:
     """The Composer trainer that asks for batches; None if another program does. Other trainers call `driven_by`."""
     if "composer" not in sys.modules:
         return None

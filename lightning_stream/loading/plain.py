@@ -10,13 +10,14 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 from weakref import ReferenceType, ref
 
 from torch.utils.data import get_worker_info
 
 from lightning_stream.errors import StateError
 from lightning_stream.loading.accelerate import refuse_second_dealing
+from lightning_stream.loading.iteration import Loader
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
 from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.loading.shared_position import SharedPosition, Start
@@ -30,26 +31,6 @@ STATE_KEY = "lightning_stream"
 _log = logging.getLogger(__name__)
 
 
-class Stateful(Protocol):
-    """The part of a `StreamingDataLoader` that keeps a position."""
-
-    @property
-    def position(self) -> Position:
-        """Where the training run is."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration at the beginning of this epoch."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position as plain values."""
-
-    def state_after(self, num_samples: int | None) -> dict[str, Any]:
-        """The position after so many samples of the epoch, where no trainer that it follows knows it."""
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from a state."""
-
-
 class PlainIterations:
     """Where the iterations over one dataset start, agreed upon by the workers of a plain DataLoader.
 
@@ -59,7 +40,7 @@ class PlainIterations:
 
     def __init__(self, batch_size: int | None) -> None:
         self.batch_size = batch_size
-        self._owner: ReferenceType[Stateful] | None = None
+        self._owner: ReferenceType[Loader] | None = None
         self._packed = False
         self._num_yielded = 0  # samples of this rank since the iteration began
         self.has_loader = False  # whether a StreamingDataLoader trains on the dataset
@@ -71,7 +52,7 @@ class PlainIterations:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_owner": None}
 
-    def belongs_to(self, loader: Stateful, *, packed: bool | None = None) -> None:
+    def belongs_to(self, loader: Loader, *, packed: bool | None = None) -> None:
         """Leave the position to a loader of ours that reads this dataset.
 
         Args:
@@ -85,7 +66,7 @@ class PlainIterations:
             self._owner = ref(loader)
         self._packed = self._packed if packed is None else packed
 
-    def _loader(self) -> Stateful | None:
+    def _loader(self) -> Loader | None:
         return None if self._owner is None else self._owner()
 
     def passed(self, state: Mapping[str, Any], method: Callable[[], Any]) -> Any:

@@ -18,12 +18,13 @@ pytest.importorskip("lightning.pytorch")
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from support.lightning_runs import EPOCHS, NUM_SAMPLES, Recorder, Run, expect_exact
 from support.lightning_stops import At, Stopped, StopsIn, saved_on_exception
 
 from lightning_stream import GracefulStop, RunMonitor, SampleLog, TrainingInterrupted
+from lightning_stream.errors import StateError
 from lightning_stream.trainers.lightning import graceful_stop, monitor
 
 STEPS_PER_EPOCH = 11
@@ -230,3 +231,21 @@ def test_a_checkpoint_may_be_saved_at_a_url(tmp_path: Path) -> None:
 def test_launchers_can_copy_the_callbacks_to_their_processes(tmp_path: Path) -> None:
     for one in (RunMonitor(), SampleLog(tmp_path), GracefulStop(tmp_path)):
         assert type(pickle.loads(pickle.dumps(one))) is type(one)
+
+
+def test_the_stop_saves_after_all_other_callbacks_and_replaces_no_checkpoint_callback(
+    shards: Path, tmp_path: Path
+) -> None:
+    run = Run(shards, tmp_path, callbacks=[GracefulStop(tmp_path / "stop"), RunMonitor()], max_steps=1)
+    *others, last = run.trainer.callbacks
+    assert isinstance(last, GracefulStop)
+    assert len(others) == len({id(one) for one in run.trainer.callbacks}) - 1
+    assert any(isinstance(one, ModelCheckpoint) for one in others)
+    Run(shards, tmp_path, callbacks=[GracefulStop(tmp_path / "stop")], max_steps=1, enable_checkpointing=False)
+
+
+def test_a_last_checkpoint_of_a_stop_that_lightning_does_not_find_is_an_error(shards: Path, tmp_path: Path) -> None:
+    callbacks = [GracefulStop(tmp_path), Signals(5, signal.SIGTERM)]
+    Run(shards, tmp_path, callbacks=callbacks, raises=TrainingInterrupted, enable_checkpointing=False)
+    with pytest.raises(StateError, match=r"none is marked as last .* name the file: ckpt_path='.*last\.ckpt'"):
+        Run(shards, tmp_path, "last", callbacks=[GracefulStop(tmp_path)], enable_checkpointing=False)  # type: ignore[arg-type]

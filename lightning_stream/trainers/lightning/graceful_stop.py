@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any
 
-from lightning_stream.trainers.lightning.package import Checkpoint
+from lightning_stream.trainers.lightning.package import Callback
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # A terminal signals all processes, and a launcher (uv, torchrun) passes its own signal on: the same one comes twice.
@@ -31,7 +31,7 @@ class TrainingInterrupted(Exception):
         super().__init__(f"{name} ended training; {how}")
 
 
-class GracefulStop(Checkpoint):
+class GracefulStop(Callback):
     """Saves a checkpoint and raises `TrainingInterrupted` at the end of the step in which SIGINT or SIGTERM arrives.
 
     A second signal, at least a second later, ends the run at once. On several ranks a signal to any of them is enough:
@@ -51,13 +51,18 @@ class GracefulStop(Checkpoint):
     """
 
     def __init__(self, dirpath: str | os.PathLike[str], *, agree_every_n_steps: int = 10) -> None:
-        self._path = f"{os.fspath(dirpath).rstrip('/')}/last.ckpt"
+        self.dirpath = os.fspath(dirpath).rstrip("/")
+        self._path = f"{self.dirpath}/last.ckpt"
         self._agree_every_n_steps = agree_every_n_steps
         self._is_rank_zero = True
         self._signum: int | None = None
         self._signalled_at = 0.0
         self._step_before = 0
         self._handlers: dict[int, Any] = {}  # those that were there before ours
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Move this callback to the end: what other callbacks keep must be up to date when it saves."""
+        trainer.callbacks = [*(one for one in trainer.callbacks if one is not self), self]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Install the signal handlers; Python allows it in the main thread only."""

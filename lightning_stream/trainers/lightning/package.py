@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningDataModule
-    from lightning.pytorch.callbacks import Checkpoint
 else:
     _NAMES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
     _FOUND = [module for name, module in _NAMES.items() if find_spec(name) is not None] or ["lightning.pytorch"]
@@ -27,11 +26,8 @@ else:
     class Callback(*[package.Callback for package in _PACKAGES]):
         """A callback for trainers of both."""
 
-    class Checkpoint(*[import_module(f"{package.__name__}.callbacks").Checkpoint for package in _PACKAGES]):
-        """A callback for trainers of both that runs after all others, since it saves what they keep."""
-
     class LightningDataModule(*[package.LightningDataModule for package in _PACKAGES]):
         """A data module for trainers of both."""
 
 
-__all__ = ["Callback", "Checkpoint", "LightningDataModule"]
+__all__ = ["Callback", "LightningDataModule"]

@@ -95,11 +95,12 @@ def missing_last(trainer: Any) -> StateError | None:
     if not lacks_last(trainer):
         return None
     root = Path(trainer.default_root_dir)
-    folders = [Path(found) for one in trainer.checkpoint_callbacks if (found := getattr(one, "dirpath", None))]
-    # Where ModelCheckpoint saves if it is given no folder: each run of a logger has one of its own.
-    logged = [Path(one.save_dir or root) / str(one.name) for one in trainer.loggers]
-    defaults = [root / "checkpoints", *(found for folder in logged for found in folder.glob("*/checkpoints"))]
-    found = [path for folder in folders or defaults for path in folder.glob("*.ckpt")]
+    given = [one.dirpath for one in trainer.callbacks if hasattr(one, "dirpath")]
+    folders = [Path(folder) for folder in given if folder]
+    if None in given or not given:  # ModelCheckpoint then saves in a folder of the logger, a new one for each run
+        logged = [Path(one.save_dir or root) / str(one.name) for one in trainer.loggers]
+        folders += [root / "checkpoints", *(found for folder in logged for found in folder.glob("*/checkpoints"))]
+    found = [path for folder in folders for path in folder.glob("*.ckpt")]
     if not found:
         return None
     newest = str(max(found, key=lambda path: path.stat().st_mtime))
