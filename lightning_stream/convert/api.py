@@ -16,7 +16,7 @@ from lightning_stream.convert.partition import OutputSpec
 from lightning_stream.convert.pool import is_worker
 from lightning_stream.convert.result import ConversionResult, read_manifest
 from lightning_stream.convert.sources.base import Source
-from lightning_stream.convert.sources.choose import open_source, splits_of
+from lightning_stream.convert.sources.choose import open_source
 from lightning_stream.convert.sources.inputs import Inputs
 from lightning_stream.convert.task import NullRule, Transform
 from lightning_stream.formats.sizes import parse_bytes
@@ -75,8 +75,8 @@ def convert(
     files, with any number of processes. ``manifest.json`` beside the index holds schema, counts and source files; if it
     describes this source and these settings, nothing is written again.
 
-    A source folder with the folders ``train`` and ``val`` (or ``validation``, ``test``) is written as the datasets
-    ``out/train`` and ``out/val``.
+    A source folder with the folders ``train`` and ``val`` (or ``validation``, ``test``), or with files whose names
+    begin so, is written as the datasets ``out/train`` and ``out/val``.
 
     Args:
         source: A file, a folder, a pattern with ``*``, or a list of these, as paths or URLs of any store; a
@@ -156,7 +156,7 @@ def convert(
 
 
 def _converted(source: Source, settings: Settings, num_workers: int, progress_bar: bool) -> ConversionResult:
-    splits = splits_of(source)
+    splits = source.splits
     if not splits:
         conversion = Conversion(source, settings)
         with _alone(settings.out):
@@ -164,19 +164,20 @@ def _converted(source: Source, settings: Settings, num_workers: int, progress_ba
     if settings.val_fraction is not None:
         raise ValueError(
             f"{source.name} holds the splits {', '.join(splits)} already, so val_fraction does not apply. Omit it, or "
-            "pass a list of folders to write them as one dataset with another split."
+            "pass a list of files or folders to split them in another way."
         )
     refuse_beside(OutputSpec(settings.out, False, settings.store_options, {}, {}, ""))
     asked = None if settings.transform.function is not None else settings.columns
-    found = source.reader.find_columns([file for split in splits.values() for file in split.files], asked)
+    found = source.reader.find_columns([file for files in splits.values() for file in files], asked)
     done = []
     for split, files in splits.items():
-        conversion = Conversion(files, replace(settings, out=folder_of(settings.out, split)), found)
+        one = replace(source, files=files, splits={})
+        conversion = Conversion(one, replace(settings, out=folder_of(settings.out, split)), found)
         with _alone(folder_of(settings.out, split)):
             done.append(conversion.run(num_workers, progress_bar))
     uri = settings.out[-1] if isinstance(settings.out, tuple) else settings.out
     result = read_manifest(uri, **(settings.store_options or {}) if is_remote(uri) else {})
-    return replace(result, is_new=any(one.is_new for one in done))
+    return replace(result, is_new=any(each.is_new for each in done))
 
 
 def _checked_out(out: Any) -> Any:

@@ -107,6 +107,8 @@ class Conversion:
         if len(held) == len(outs):
             return result_of(uri, held, time.perf_counter() - begin)
         self._refuse_other(outs)
+        if self._shuffle is not None and self._settings.force:
+            self._shuffle.clean()
         found, columns = self._columns()
         specs = {split: self._spec(out, columns, found) for split, out in outs.items() if split not in held}
         begun = {split: Publication.begin(spec, self._settings.overwrite, _REPLACE) for split, spec in specs.items()}

@@ -10,6 +10,7 @@ import pytest
 from servers import processes
 
 from lightning_stream.convert import convert
+from lightning_stream.convert.files import find_files
 from lightning_stream.errors import StoreError
 from lightning_stream.stores import open_store
 
@@ -32,6 +33,19 @@ def test_a_source_in_a_store_gives_the_same_shards_in_a_store(rows_file: Path, t
     assert not convert(f"{source}/folder", out, **settings).is_new
     for one in (f"{source}/folder/rows.jsonl", f"{source}/folder/*.jsonl", [f"{source}/folder/rows.jsonl"]):
         assert convert(one, tmp_path / "again", **settings, exist_ok=True).total == 3000
+
+
+def test_files_of_a_store_are_listed_without_a_request_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store("memory://convert-listed")
+    for k in range(20):
+        store.put(f"{k:02}.jsonl", b'{"k": 1}')
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "open", None)
+        before = find_files("memory://convert-listed")
+    assert len({file.stamp for file in before}) == 20
+    store.put("07.jsonl", b'{"k": 2}')
+    after = find_files("memory://convert-listed")
+    assert [one.name for one, two in zip(before, after, strict=True) if one != two] == ["07.jsonl"]
 
 
 def test_a_file_url_means_the_same_folder_to_convert_and_to_readers(rows_file: Path, tmp_path: Path) -> None:

@@ -87,9 +87,11 @@ def test_train_and_val_folders_become_two_datasets(tmp_path: Path, samples_of: A
     assert convert(folders, tmp_path / "all", **PLAIN).num_samples == {"": 5}
 
 
-def test_splits_have_the_columns_of_all_of_them(tmp_path: Path, samples_of: Any) -> None:
-    for name, value in (("train", "1"), ("val", "1.5")):
-        (tmp_path / "in" / name).mkdir(parents=True)
-        (tmp_path / "in" / name / "rows.csv").write_text(f"x\n{value}\n")
+def test_splits_that_files_are_named_by_have_the_columns_of_all_of_them(tmp_path: Path, samples_of: Any) -> None:
+    (tmp_path / "in").mkdir()
+    for name, value in (("train-1", "1"), ("val-1", "1.5")):
+        (tmp_path / "in" / f"{name}.csv").write_text(f"x\n{value}\n")
     assert convert(tmp_path / "in", tmp_path / "out", **PLAIN).columns == {"x": "float64"}
     assert samples_of(tmp_path / "out" / "train") == [{"x": 1.0}]
+    files = sorted((tmp_path / "in").iterdir())
+    assert convert(files, tmp_path / "one", **PLAIN).num_samples == {"": 2}

@@ -115,6 +115,7 @@ class Source:
     name: str
     files: tuple[SourceFile, ...]
     reader: Reader
+    splits: Mapping[str, tuple[SourceFile, ...]] = field(default_factory=dict)  # where names of files show splits
 
     @property
     def num_bytes(self) -> int:

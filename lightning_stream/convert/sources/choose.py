@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -47,55 +48,43 @@ def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None
     if chosen not in _MAKERS:
         raise ValueError(f"kind must be one of {', '.join(sorted(_MAKERS))}; got {chosen!r}.")
     files = [file for file in found if _KIND_OF.get(file.ending) == chosen] or found
-    if chosen == "images":  # a class is a folder in its split
-        names = {split: [replace(file, name=_below(file.name)) for file in each] for split, each in _by_split(files)}
-        reader_files: Sequence[SourceFile] = [file for each in names.values() for file in each] or files
-    else:
-        reader_files = files
+    splits = _by_split(files) if isinstance(source, (str, os.PathLike)) else {}
+    known = [file for each in splits.values() for file in each] or files  # a class is a folder in its split
     try:
-        reader = _MAKERS[chosen](reader_files, **dict(options or {}))
+        reader = _MAKERS[chosen](known, **dict(options or {}))
     except TypeError as error:
         raise ValueError(f"source_options do not fit kind {chosen!r}: {error}.") from error
     name = source if isinstance(source, (str, os.PathLike)) else ", ".join(map(str, source))
-    return Source(redact(f"{name!s:.200}"), tuple(files), reader)
+    return Source(redact(f"{name!s:.200}"), tuple(files), reader, splits)
 
 
-def splits_of(source: Source) -> dict[str, Source]:
-    """Return the splits of a source whose files are in folders ``train`` and ``val`` (or ``validation``, ``test``).
+def _by_split(files: Sequence[SourceFile]) -> dict[str, tuple[SourceFile, ...]]:
+    """The files of each split, named by folders (``train/a.csv``) or by files (``train-1.csv``); empty for no splits.
 
-    Empty if there are no such folders.
+    Raises:
+        ValueError: Beside the splits there are other files.
     """
-    splits = dict(_by_split(source.files))
-    return {split: replace(source, files=tuple(_in_split(file) for file in files)) for split, files in splits.items()}
-
-
-def _by_split(files: Sequence[SourceFile]) -> list[tuple[str, list[SourceFile]]]:
-    """The files of each split, or nothing."""
-    if len({file.root for file in files}) != 1:
-        return []
     folders: dict[str, list[SourceFile]] = {}
     for file in files:
-        folders.setdefault(file.name.partition("/")[0] if "/" in file.name else "", []).append(file)
+        first, slash, _ = file.name.partition("/")
+        folders.setdefault(first if slash else re.split("[-_.]", first)[0], []).append(file)
     found = {name: _SPLIT_OF[name.lower()] for name in folders if name.lower() in _SPLIT_OF}
     if "train" not in found.values() or len(found) < 2:
-        return []
-    others = sorted(folders.keys() - found.keys())
+        return {}
+    others = [folders[name][0].name for name in sorted(folders.keys() - found.keys())]
     if others or len(set(found.values())) < len(found):
         raise ValueError(
             f"{redact(files[0].root)} holds the splits {', '.join(sorted(found))}"
-            + (f", and beside them {others[0] or folders[''][0].name}" if others else "")
-            + ". Convert each folder by itself, or pass a list of folders to write them as one dataset."
+            + (f", and beside them {others[0]}" if others else "")
+            + ". Convert each by itself, or pass a list of files or folders to write them as one dataset."
         )
-    return [(split, folders[name]) for name, split in sorted(found.items(), key=lambda each: each[1] != "train")]
-
-
-def _below(name: str) -> str:
-    return name.partition("/")[2]
+    in_order = sorted(found, key=lambda name: (found[name] != "train", name))
+    return {found[name]: tuple(map(_in_split, folders[name])) for name in in_order}
 
 
 def _in_split(file: SourceFile) -> SourceFile:
-    folder, _, name = file.name.partition("/")
-    return replace(file, root=f"{file.root}/{folder}", name=name)
+    folder, slash, name = file.name.partition("/")
+    return replace(file, root=f"{file.root}/{folder}", name=name) if slash else file
 
 
 def _saved_files(found: Sequence[SourceFile]) -> list[SourceFile]:
