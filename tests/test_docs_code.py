@@ -19,8 +19,8 @@ import pytest
 from support.pages import PAGES, ROOT, blocks_of
 
 # What a block's title may give as the reason why no test runs it.
-REASONS = {"needs 4 GPUs", "needs a cluster", "needs a Databricks workspace", "needs a Hugging Face account"}
-SLOW = {"docs/hosts.md", "docs/multi_node.md", "docs/spark.md"}
+REASONS = {"needs 4 GPUs", "needs a cluster"}
+SLOW = {"docs/hosts.md", "docs/multi_node.md"}
 WIDTH = 82  # longer lines are cut off in a browser window of 1280 pixels
 WRAPPED = {"console", "text"}  # docs/wide.css
 LANGUAGES = {"python", "bash", "console", "text", "yaml", "toml"}
