@@ -37,6 +37,17 @@ def test_blocks_are_narrow_and_say_why_they_are_not_run(page: str) -> None:
             assert block.title.removeprefix("Not run by the tests: ") in REASONS, where
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_configs_can_be_parsed(page: str) -> None:
+    for block in blocks_of(page):
+        if block.language == "yaml":
+            assert pytest.importorskip("yaml").safe_load(block.text), f"{page}:{block.line}"
+        if block.language == "toml" and sys.version_info >= (3, 11):
+            import tomllib
+
+            assert tomllib.loads(block.text), f"{page}:{block.line}"
+
+
 def _missing_packages(block: str) -> set[str]:
     """The optional packages that a block imports and that are not installed."""
     imported = {node.module for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom) and node.module}
