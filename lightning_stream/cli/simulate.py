@@ -23,7 +23,7 @@ from lightning_stream.cli.output import ExitCode, Output, in_flags, readable
 from lightning_stream.formats.sizes import parse_bytes, parse_count
 from lightning_stream.order import BatchPlan, MosaicConfig, OrderConfig, RunOrder, World
 from lightning_stream.order.batching import METHODS
-from lightning_stream.order.config import ALGORITHMS, MOSAIC_ALGORITHMS
+from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.order.downloads import plan_downloads
 from lightning_stream.order.quality import measure
 from lightning_stream.order.snapshot import max_active
