@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dataset = parser.add_argument_group("settings of StreamingDataset, with its defaults, but shuffled")
     dataset.add_argument("--shuffle", action=argparse.BooleanOptionalAction, default=True, help="shuffle the samples")
     dataset.add_argument("--shuffle-seed", default=9176, **number)
-    dataset.add_argument("--shuffle-algo", choices=ALGORITHMS)
+    dataset.add_argument("--shuffle-algo", choices=("window", *MOSAIC_ALGORITHMS))
     dataset.add_argument("--shuffle-block-size", **number)
     dataset.add_argument("--partition-algo", default="relaxed", choices=("relaxed", "orig"))
     dataset.add_argument("--batching-method", default="random", choices=tuple(METHODS))
