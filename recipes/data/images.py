@@ -172,14 +172,18 @@ class ImageTransform:
 def augmentation(size: int, crop_scale_min: float, jitter: float) -> Callable[[Tensor], Tensor]:
     """Random crop, mirror and colours."""
     crop = v2.RandomResizedCrop(size, scale=(crop_scale_min, 1.0), antialias=True)
-    return v2.Compose([crop, v2.RandomHorizontalFlip(), v2.ColorJitter(jitter, jitter, jitter)])
+    augment: Callable[[Tensor], Tensor] = v2.Compose(
+        [crop, v2.RandomHorizontalFlip(), v2.ColorJitter(jitter, jitter, jitter)]
+    )
+    return augment
 
 
 def as_tensor(image: Any) -> Tensor:
     """A PIL image or an array uint8[3, h, w] as a tensor uint8[3, h, w]."""
     if isinstance(image, np.ndarray):
         return torch.from_numpy(image.copy())
-    return v2.functional.pil_to_tensor(image.convert("RGB"))
+    tensor: Tensor = v2.functional.pil_to_tensor(image.convert("RGB"))
+    return tensor
 
 
 def read_cifar10(path: str) -> Iterator[dict[str, Any]]:

@@ -42,7 +42,7 @@ _CONVERSION_LIMIT = timedelta(days=30)  # others wait so long for the first proc
 
 def on_first_rank(task: Callable[[], object]) -> None:
     """Do a task that may take hours on the first of all processes, while the others wait."""
-    group = dist.new_group(backend="gloo", timeout=_CONVERSION_LIMIT) if dist.is_initialized() else None
+    group: Any = dist.new_group(backend="gloo", timeout=_CONVERSION_LIMIT) if dist.is_initialized() else None
     if group is None or dist.get_rank() == 0:
         task()
     if group is not None:
