@@ -254,8 +254,16 @@ def test_floats_out_of_range_are_refused(name: str, value: float) -> None:
         ("jpeg", Image.new("RGBA", (2, 2)), "jpeg cannot store mode 'RGBA'"),
         ("list[png]", Image.new("L", (2, 2)), r"list\[png\] takes a sequence of images; got PIL.Image.Image"),
         ("list[jpeg]", [3], "jpeg takes a PIL image"),
-        ("jpeg", b"GIF89a..", r"jpeg takes the bytes of a JPEG or PNG file, .*; got 8 bytes that begin with b'GIF89a\.\.'"),
-        ("png", b"", "png takes the bytes of a JPEG or PNG file, .*Write the opened image, which is then stored as PNG"),
+        (
+            "jpeg",
+            b"GIF89a..",
+            r"jpeg takes the bytes of a JPEG or PNG file, .*; got 8 bytes that begin with b'GIF89a\.\.'",
+        ),
+        (
+            "png",
+            b"",
+            "png takes the bytes of a JPEG or PNG file, .*Write the opened image, which is then stored as PNG",
+        ),
         ("jpeg_array", [b"no image"], "jpeg takes the bytes of a JPEG or PNG file"),
         ("list[png]", [b"BM"], "png takes the bytes of a JPEG or PNG file"),
     ],
