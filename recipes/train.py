@@ -63,6 +63,11 @@ def main(config: DictConfig) -> RunSummary | None:
             raise _refused(_sentence(error), *advice, "(HYDRA_FULL_ERROR=1 shows where.)") from error
 
 
+def is_first() -> bool:
+    """Whether this process speaks for all."""
+    return not int(getattr(rank_zero_only, "rank", 0))
+
+
 def _run(config: DictConfig, stack: ExitStack) -> RunSummary | None:
     _quieten()
     if config.num_threads is not None:
@@ -71,19 +76,19 @@ def _run(config: DictConfig, stack: ExitStack) -> RunSummary | None:
     model: RecipeModule = instantiate(config.model, _convert_="all")
     stack.callback(data.close)
     if config.prepare_only:
-        if not rank_zero_only.rank:
+        if is_first():
             data.prepare_data()
         return None
     ckpt_path = _local_checkpoint(config, stack)
-    if ckpt_path is None and not rank_zero_only.rank:
+    if ckpt_path is None and is_first():
         _begin(config)
     # One logger, on the first rank; the others have none.
-    logger = instantiate(config.logger) if config.get("logger") and not rank_zero_only.rank else None
+    logger = instantiate(config.logger) if config.get("logger") and is_first() else None
     if trainer_kind(config) == "lightning":
         figures = _fit_lightning(config, model, data, ckpt_path, logger)
     else:
         figures = instantiate(config.trainer, _convert_="all").fit(model, data, ckpt_path, logger)
-    return None if rank_zero_only.rank else _summarise(config, model, data, figures)
+    return _summarise(config, model, data, figures) if is_first() else None
 
 
 def _fit_lightning(config: DictConfig, model: Any, data: Any, ckpt_path: str | None, logger: Any) -> RunFigures:
@@ -102,7 +107,12 @@ def _summarise(config: DictConfig, model: RecipeModule, data: RecipeData, figure
     folder, last = Path(config.folder), last_checkpoint(config)
     artifacts = model.show(data, folder)
     logs = sorted(folder.glob("log/version_*"), key=lambda path: path.stat().st_mtime)
-    paths = {"shards": data.uri, "checkpoint": last, "best": last.with_name("best.ckpt"), **artifacts.files}
+    paths: dict[str, Any] = {
+        "shards": data.uri,
+        "checkpoint": last,
+        "best": last.with_name("best.ckpt"),
+        **artifacts.files,
+    }
     paths |= {"log": logs[-1]} if logs else {}
     found = {name: str(path) for name, path in paths.items() if name == "shards" or Path(path).exists()}
     notes = (data.describe(), model.describe(data), *artifacts.notes)
@@ -158,7 +168,8 @@ def one_job() -> Iterator[None]:
     if not HydraConfig.initialized() or HydraConfig.get().mode is not RunMode.MULTIRUN:
         yield
         return
-    argv, hydra = sys.argv, HydraConfig.get()
+    argv = sys.argv
+    hydra: Any = HydraConfig.get()
     with read_write(hydra):
         hydra.run.dir = hydra.runtime.output_dir  # Lightning passes it on
     added = [f"--config-dir={each.path}" for each in hydra.runtime.config_sources if each.provider == "command-line"]
@@ -181,7 +192,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def _stopped(signum: int, found: str = "") -> SystemExit:
-    if not rank_zero_only.rank:
+    if is_first():
         print(f"Stopped. {found}Resume with the same command and ckpt_path=last.", flush=True)
     return SystemExit(128 + signum)
 

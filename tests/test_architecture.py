@@ -21,7 +21,7 @@ FLOORS = {
     "dataset": 5,
     "loader": 6, "local_dataset": 6,
     "trainers": 7, "spark": 7,
-    "recipes": 8, "cli": 9,
+    "cli": 8,
 }  # fmt: skip
 TORCH_FROM_FLOOR = 4
 OPTIONAL = {
@@ -92,6 +92,10 @@ def test_a_module_imports_only_from_lower_floors_or_its_own_room(path: Path) -> 
             assert FLOORS[room] >= TORCH_FROM_FLOOR, f"torch below its floor, in {room}"
 
 
+def test_the_package_does_not_import_the_recipes() -> None:
+    assert [path for path in FILES for module, _ in _imports(path) if module.split(".")[0] == "recipes"] == []
+
+
 def test_an_optional_client_library_is_imported_in_one_file_of_a_room() -> None:
     users: dict[tuple[str, str], set[str]] = {}
     for path in FILES:
@@ -125,7 +129,7 @@ def _depth(node: ast.AST) -> int:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_no_one_draws_from_the_global_generators(path: Path) -> None:
     # A sample's transform draws from them, seeded by its place in the run: a thread of ours must not come between.
-    if path.name == "randomness.py" or _room(path) == "recipes":
+    if path.name == "randomness.py":
         return
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "random":

@@ -15,7 +15,7 @@ from lightning_stream.cli.output import ExitCode, Output, in_flags, readable
 from lightning_stream.formats.sizes import parse_bytes, parse_count
 from lightning_stream.order import BatchPlan, MosaicConfig, OrderConfig, RunOrder, World
 from lightning_stream.order.batching import METHODS
-from lightning_stream.order.config import ALGORITHMS, MOSAIC_ALGORITHMS
+from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.order.downloads import plan_downloads
 from lightning_stream.order.quality import measure
 from lightning_stream.order.snapshot import max_active
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dataset = parser.add_argument_group("settings of StreamingDataset, with its defaults, but shuffled")
     dataset.add_argument("--shuffle", action=argparse.BooleanOptionalAction, default=True, help="shuffle the samples")
     dataset.add_argument("--shuffle-seed", default=9176, **number)
-    dataset.add_argument("--shuffle-algo", choices=ALGORITHMS)
+    dataset.add_argument("--shuffle-algo", choices=("window", *MOSAIC_ALGORITHMS))
     dataset.add_argument("--shuffle-block-size", **number)
     dataset.add_argument("--partition-algo", default="relaxed", choices=("relaxed", "orig"))
     dataset.add_argument("--batching-method", default="random", choices=tuple(METHODS))

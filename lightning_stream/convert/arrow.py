@@ -22,7 +22,7 @@ _CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 def count_nulls(batch: pa.RecordBatch, columns: Mapping[str, str]) -> dict[str, int]:
-    """How many values are null, by column; of elements in arrays of numbers too. Columns without any are left out.
+    """Return the numbers of nulls by column, with those of elements of arrays, for the columns that have any.
 
     Null is a value of json, so those columns are never here.
     """
@@ -221,7 +221,7 @@ def _unless_none(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def fill_nulls(batch: pa.RecordBatch, values: Mapping[str, Any]) -> pa.RecordBatch:
-    """The batch with these values in the place of nulls, by column."""
+    """Return the batch with these values instead of nulls, by column."""
     for name, value in values.items():
         k = batch.schema.get_field_index(name)
         if k >= 0 and batch.column(k).null_count:
@@ -231,7 +231,7 @@ def fill_nulls(batch: pa.RecordBatch, values: Mapping[str, Any]) -> pa.RecordBat
 
 
 def drop_nulls(batch: pa.RecordBatch, columns: Mapping[str, str]) -> pa.RecordBatch:
-    """The rows that have a value in every one of these columns that is not json."""
+    """Return the rows that have a value in every one of these columns that is not json."""
     keep = None
     for name, encoding in columns.items():
         if encoding != "json" and batch.column(name).null_count:

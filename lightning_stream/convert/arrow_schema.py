@@ -21,8 +21,8 @@ struct, map, other lists                    json                   dict, list; d
                                                                    binary as base64; null stays None
 ==========================================  =====================  =================================================
 
-Of a date or timestamp, ``str`` (ISO) may be asked for instead. Null is an error in every column but json, unless told
-otherwise.
+Of a date or timestamp, ``str`` (ISO) may be asked for instead. Null is an error in every column but json, unless nulls
+are filled or dropped.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def arrow_columns(schema: pa.Schema, asked: Mapping[str, str] | None = None) -> 
     columns: dict[str, str] = {}
     for name in names if asked is None else asked:
         if name not in names:
-            problems.append(f"{name!r} is no column; there are {', '.join(names)}.")
+            problems.append(f"{name!r} is not a column; the columns are {', '.join(names)}.")
             continue
         try:
             columns[name] = _chosen(plain_type(schema.field(name).type), None if asked is None else asked[name])
@@ -136,7 +136,7 @@ def _number(kind: pa.DataType) -> str:
 
 
 def _check_json(kind: pa.DataType) -> None:
-    """Raise ValueError unless values of this type can be told as json."""
+    """Raise ValueError unless values of this type can be written as json."""
     kind = plain_type(kind)
     if pa.types.is_struct(kind):
         for k in range(kind.num_fields):
@@ -147,6 +147,6 @@ def _check_json(kind: pa.DataType) -> None:
     elif is_list(kind):
         _check_json(kind.value_type)
     elif pa.types.is_null(kind):
-        raise ValueError("all its values are null. Leave it out by columns=")
+        raise ValueError("all its values are null. Omit it by columns=")
     elif pa.types.is_nested(kind):
-        raise ValueError(f"there is no encoding for Arrow's type {kind!s:.60}. Cast it, or leave it out by columns=")
+        raise ValueError(f"there is no encoding for Arrow's type {kind!s:.60}. Cast it, or omit it by columns=")

@@ -1,4 +1,4 @@
-"""A conversion's begin and end at its place: by the protocol of all writers, with receipts and a manifest beside it."""
+"""How a conversion begins and is published: by the protocol of all writers, with receipts and a manifest."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Publication:
     """A conversion that has begun, in the process that will publish it.
 
     Attributes:
-        spec: What the processes that write parts get.
-        place: Where the dataset goes, as it was at the beginning.
+        spec: What the processes that write partitions get.
+        place: The folders or stores of the dataset, as they were at the beginning.
         done: The partitions whose receipts an earlier run left there.
     """
 
@@ -37,11 +37,11 @@ class Publication:
 
     @classmethod
     def begin(cls, spec: OutputSpec, overwrite: bool, remedy: str) -> Publication:
-        """Look at the place before anything is written, and note that this conversion has begun.
+        """Look at what exists before anything is written, and note that this conversion has begun.
 
         Args:
             spec: The conversion.
-            overwrite: Whether what is there may be replaced.
+            overwrite: Whether an existing dataset may be replaced.
             remedy: How a user asks for that, e.g. ``"pass overwrite=True"``.
 
         Raises:

@@ -53,7 +53,8 @@ class ConversionResult:
         splits = ", ".join(f"{count:,} {split or 'samples'}" for split, count in self.num_samples.items())
         size = f"{splits} in {sum(self.num_shards.values()):,} shards, {self.num_bytes / 1e6:,.1f} MB"
         if not self.is_new:
-            return f"Reusing the existing dataset at {self.uri} (same source and settings): {size}"
+            why = "same source and settings; force=True writes it again"
+            return f"Reusing the existing dataset at {self.uri} ({why}): {size}"
         speed = self.total / max(self.seconds, 1e-9)
         return f"{size}, at {self.uri}, in {self.seconds:,.1f} s ({speed:,.0f} samples/s)"
 

@@ -71,6 +71,8 @@ class Draw:
     def shards(self, epoch: int, streams: Sequence[int]) -> ShardDraws:
         """What is drawn from the shards of these streams, in index order."""
         drawn = [self._stream_shards(epoch, stream) for stream in streams]
+        if len(drawn) == 1:
+            return drawn[0]
         return ShardDraws(np.concatenate([one.shard for one in drawn]), np.concatenate([one.count for one in drawn]))
 
     def ids(self, epoch: int, shard: int, count: int, begin: int, end: int) -> NDArray[np.int64]:

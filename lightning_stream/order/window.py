@@ -49,7 +49,9 @@ class Parts:
         self._sizes = draw.snapshot.sizes[drawn.shard]
         self._ends = np.cumsum(drawn.count)
         self.num_samples = int(self._ends[-1]) if len(self._ends) else 0
-        self._last = np.cumsum((drawn.count - 1) // self._sizes + 1) - 1  # the last part of each shard
+        self._single = bool((drawn.count <= self._sizes).all())  # one part of each shard
+        parts = np.ones_like(drawn.count) if self._single else (drawn.count - 1) // self._sizes + 1
+        self._last = np.cumsum(parts) - 1  # the last part of each shard
         self.num_parts = int(self._last[-1]) + 1 if len(self._last) else 0
         self._subsets: dict[int, NDArray[np.int64]] = {}
 
@@ -62,6 +64,8 @@ class Parts:
 
     def span(self, first: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Parts [first, end): the shard of each, and its samples."""
+        if self._single:
+            return self.drawn.shard[first:end], self.drawn.count[first:end].copy()
         part = np.arange(first, end)
         entry = np.searchsorted(self._last, part)
         count, size = self.drawn.count[entry], self._sizes[entry]
@@ -70,7 +74,7 @@ class Parts:
 
     def ids(self, part: int, before: int, behind: int) -> NDArray[np.int64]:
         """Sample ids of one part, ascending, without so many at its begin and at its end."""
-        entry = int(np.searchsorted(self._last, part))
+        entry = part if self._single else int(np.searchsorted(self._last, part))
         shard, size = int(self.drawn.shard[entry]), int(self._sizes[entry])
         subset = int(self.drawn.count[entry]) % size
         if not subset or part < self._last[entry]:

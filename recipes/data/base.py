@@ -73,7 +73,8 @@ class RecipeData(StreamingDataModule):
         stream_options: Mapping[str, Any] | None = None,
     ) -> None:
         is_word = source is None or (source.isidentifier() and not Path(source).exists())
-        self.name, self.source = name, source if is_word else absolute(str(source))
+        self.name = name
+        self.source = source if is_word else absolute(str(source))
         self.val_fraction, self.conversion_workers, self.overwrite = val_fraction, conversion_workers, overwrite
         self.writer = {"compression": compression, "hashes": hashes, "size_limit": size_limit}
         depends_on = {"source": self.source, "val_fraction": val_fraction, **self.writer, **(settings or {})}
@@ -155,7 +156,7 @@ class RecipeData(StreamingDataModule):
     @property
     def title(self) -> str:
         """What the samples are, in a few words."""
-        return self.name if self.source is None else f"{self.name} from {self.source}"
+        return str(self.name) if self.source is None else f"{self.name} from {self.source}"
 
 
 def absolute(uri: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import torch
 from torch import Tensor
 from torchvision.transforms import v2
@@ -31,7 +33,9 @@ _CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hor
 _CIFAR10_FILES = {"train": [f"data_batch_{number}.bin" for number in range(1, 6)], "val": ["test_batch.bin"]}
 _TRAIN_TAR, _VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 _VAL_LABELS = ("imagenet_2012_validation_synset_labels.txt", "LOC_val_solution.csv")
+_IMAGENET_COLUMNS = {"image": "jpeg", "label": "int", "name": "str"}  # some of the files are PNG
 _CLASSES = "classes.json"
+_IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
 
 class ImageData(RecipeData):
@@ -149,9 +153,10 @@ class ImageNetData(ImageData):
             members = sorted((each.name.removesuffix(".tar"), each.offset_data) for each in tar if each.isreg())
         labels = {synset: label for label, (synset, _) in enumerate(members)}
         inputs = [(str(folder / _TRAIN_TAR), synset, offset, labels[synset]) for synset, offset in members]
-        self.convert(Inputs(inputs, read_synset), "train", shuffle=True)
+        self.convert(Inputs(inputs, read_synset), "train", columns=_IMAGENET_COLUMNS, shuffle=True)
         val = val_inputs(folder, labels)
-        self.convert(Inputs([val[at : at + 1000] for at in range(0, len(val), 1000)], read_ranges), "val")
+        val_parts = [val[at : at + 1000] for at in range(0, len(val), 1000)]
+        self.convert(Inputs(val_parts, read_ranges), "val", columns=_IMAGENET_COLUMNS)
         self.write_classes(tuple(labels))
 
 
@@ -172,14 +177,20 @@ class ImageTransform:
 def augmentation(size: int, crop_scale_min: float, jitter: float) -> Callable[[Tensor], Tensor]:
     """Random crop, mirror and colours."""
     crop = v2.RandomResizedCrop(size, scale=(crop_scale_min, 1.0), antialias=True)
-    return v2.Compose([crop, v2.RandomHorizontalFlip(), v2.ColorJitter(jitter, jitter, jitter)])
+    augment: Callable[[Tensor], Tensor] = v2.Compose(
+        [crop, v2.RandomHorizontalFlip(), v2.ColorJitter(jitter, jitter, jitter)]
+    )
+    return augment
 
 
 def as_tensor(image: Any) -> Tensor:
-    """A PIL image or an array uint8[3, h, w] as a tensor uint8[3, h, w]."""
+    """A PIL image, an image file's bytes or an array uint8[3, h, w] as a tensor uint8[3, h, w]."""
     if isinstance(image, np.ndarray):
         return torch.from_numpy(image.copy())
-    return v2.functional.pil_to_tensor(image.convert("RGB"))
+    if isinstance(image, bytes):  # of a folder with other images than JPEG and PNG files
+        image = PIL.Image.open(io.BytesIO(image), formats=_IMAGE_FORMATS)
+    tensor: Tensor = v2.functional.pil_to_tensor(image.convert("RGB"))
+    return tensor
 
 
 def read_cifar10(path: str) -> Iterator[dict[str, Any]]:

@@ -153,7 +153,7 @@ def _background(rng: Rng, side: int) -> Image.Image:
 
 def _hsv(rng: Rng, *ranges: Sequence[float]) -> Colour:
     """A random colour, by its ranges of hue, saturation and value in [0, 1]."""
-    red, green, blue = colorsys.hsv_to_rgb(*(float(rng.uniform(*each)) for each in ranges))
+    red, green, blue = colorsys.hsv_to_rgb(*(float(rng.uniform(each[0], each[1])) for each in ranges))
     return int(255 * red), int(255 * green), int(255 * blue)
 
 

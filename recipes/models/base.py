@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -106,11 +106,15 @@ class RecipeModule(LightningModule):
         """New metrics of one pass, by name. A constructor's attributes are not there yet."""
         return {"accuracy": ExactMean(), "loss": ExactMean()}
 
+    @property
+    def latest(self) -> dict[str, float]:
+        """Each metric of the last epoch that has it: not every epoch is validated."""
+        return {name: value for _, values in sorted(self.history.items()) for name, value in values.items()}
+
     def describe(self, data: RecipeData) -> str:  # noqa: ARG002
         """The result in one sentence, for the summary."""
-        values = self.history.get(max(self.history, default=0), {})
-        found = [f"{name} {values[name]:.4g}" for name in self.shown if name in values]
-        return f"After the last epoch: {', '.join(found)}." if found else "Nothing was validated."
+        found = [f"{name} {self.latest[name]:.4g}" for name in self.shown if name in self.latest]
+        return f"At the end: {', '.join(found)}." if found else "No epoch was completed or validated."
 
     def show(self, data: RecipeData, folder: Path) -> Artifacts:  # noqa: ARG002
         """Write files into `folder` that show the trained model at work. By default, none."""
@@ -122,9 +126,8 @@ class RecipeModule(LightningModule):
         """This micro-batch's part of the mean loss of its optimizer step; also updates the training metrics.
 
         The sum over ranks and micro-batches is the mean over the step's samples, each counted once. A trainer that
-        averages gradients over ranks or micro-batches multiplies by their number.
-
-        `keep`, bool[n], is False where a sample is padding; `total` counts the samples of the step over all ranks.
+        averages gradients over ranks or micro-batches multiplies by their number. `keep`, bool[n], is False where a
+        sample is padding; `total` counts the samples of the step over all ranks.
         """
         output = self.compute_loss(batch)
         self.update_metrics("train", output, keep)
@@ -135,7 +138,8 @@ class RecipeModule(LightningModule):
 
     def metrics_of(self, stage: str) -> dict[str, Metric]:
         """The metrics of ``train`` or ``val``, by name."""
-        return dict(cast(Iterable[tuple[str, Metric]], cast(nn.ModuleDict, self.metrics[f"{stage}_"]).items()))
+        found: Any = self.metrics[f"{stage}_"]
+        return dict(found.items())
 
     def update_metrics(self, stage: str, output: LossOutput, keep: Tensor | None = None) -> None:
         """Update the metrics of a stage with the samples that count."""
@@ -143,75 +147,70 @@ class RecipeModule(LightningModule):
             values = output.metric_arguments(name)
             metric.update(*(values if keep is None else (value[keep] for value in values)))
 
-    def end_pass(self, stage: str, epoch: int) -> dict[str, float]:
-        """Compute the metrics of a pass over all ranks, note them in the history, and reset them. All ranks call this.
-
-        Gives the metrics as ``train/...`` or ``val/...``; nothing where no sample was counted.
-        """
-        metrics = self.metrics_of(stage)
-        with warnings.catch_warnings():  # a rank without samples must take part in the sum all the same
-            warnings.filterwarnings("ignore", ".*``compute`` method of metric.*before the ``update`` method.*")
-            computed = {f"{stage}/{name}": float(metric.compute()) for name, metric in metrics.items()}
-        self.reset_metrics(stage)
-        if all(math.isnan(value) for value in computed.values()):
-            return {}
-        self.history.setdefault(epoch, {}).update(computed)
-        return computed
-
     def reset_metrics(self, stage: str) -> None:
         """Begin a pass."""
         for metric in self.metrics_of(stage).values():
             metric.reset()
 
+    def end_pass(self, stage: str, epoch: int) -> dict[str, float]:
+        """Compute the metrics of a pass over all ranks, note them in the history, and reset them. All ranks call this.
+
+        Gives the metrics as ``train/...`` or ``val/...``; nothing where no sample was counted.
+        """
+        with warnings.catch_warnings():  # a rank without samples must take part in the sum all the same
+            warnings.filterwarnings("ignore", ".*``compute`` method of metric.*before the ``update`` method.*")
+            found = {f"{stage}/{name}": float(metric.compute()) for name, metric in self.metrics_of(stage).items()}
+        self.reset_metrics(stage)
+        if all(math.isnan(value) for value in found.values()):
+            return {}
+        self.history.setdefault(epoch, {}).update(found)
+        return found
+
     def optimizer(self) -> Optimizer:
         """AdamW; biases and norms are not decayed."""
         weights = [weight for weight in self.parameters() if weight.requires_grad]
-        groups = [
-            {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": self.weight_decay},
-            {"params": [weight for weight in weights if weight.ndim <= 1], "weight_decay": 0.0},
-        ]
-        return AdamW(groups, self.learning_rate, self.betas)
+        decayed = {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": self.weight_decay}
+        others = {"params": [weight for weight in weights if weight.ndim <= 1], "weight_decay": 0.0}
+        return AdamW([decayed, others], self.learning_rate, self.betas)
 
     def schedule(self, optimizer: Optimizer, total_steps: float) -> LambdaLR:
         """Linear warmup, then cosine decay, over the optimizer steps of the run.
 
         A run whose length is not known (`total_steps` is inf, e.g. with ``max_time`` alone) keeps the learning rate.
         """
-        if math.isinf(total_steps):
-            return LambdaLR(optimizer, lambda _: 1.0)
-        total, warmup = max(1, total_steps), self.warmup
-        return LambdaLR(optimizer, lambda step: warmup_cosine(step / total, warmup))
+
+        def multiplier(step: int) -> float:
+            done = step / max(1, total_steps)
+            if math.isinf(total_steps):
+                return 1.0
+            if done < self.warmup:
+                return 0.04 + 0.96 * done / self.warmup
+            fallen = min(1.0, (done - self.warmup) / max(1e-9, 1 - self.warmup))
+            return 0.002 + 0.998 * 0.5 * (1 + math.cos(math.pi * fallen))
+
+        return LambdaLR(optimizer, multiplier)
 
     def metric_state(self) -> dict[str, Any]:
         """History and unfinished metrics over all ranks, as plain values for a checkpoint. All ranks call this."""
         unfinished: dict[str, dict[str, Any]] = {}
-        for stage, name, metric in self._each_metric():
-            metric.sync()
-            unfinished[f"{stage}/{name}"] = {
-                key: cast(Tensor, each).tolist() for key, each in metric.metric_state.items()
-            }
-            if metric._is_synced:  # noqa: SLF001 - `unsync` refuses a metric that one process alone has
-                metric.unsync()
+        for name, metric in self.metrics_of("train").items():
+            with metric.sync_context():
+                unfinished[name] = {key: torch.as_tensor(value).tolist() for key, value in metric.metric_state.items()}
         return {"history": {epoch: dict(values) for epoch, values in self.history.items()}, "unfinished": unfinished}
 
     def load_metric_state(self, state: Mapping[str, Any], is_first_rank: bool) -> None:
         """Continue from a checkpoint's metrics; the first rank takes the sums of all."""
         self.history = {int(epoch): dict(values) for epoch, values in state.get("history", {}).items()}
-        for stage, name, metric in self._each_metric():
+        for name, metric in self.metrics_of("train").items():
             metric.reset()
-            held = state.get("unfinished", {}).get(f"{stage}/{name}", {}) if is_first_rank else {}
+            held = state.get("unfinished", {}).get(name, {}) if is_first_rank else {}
             for key, value in held.items():
                 setattr(metric, key, torch.as_tensor(value, device=metric.device))
-
-    def _each_metric(self) -> Iterator[tuple[str, str, Metric]]:
-        for stage in ("train", "val"):
-            for name, metric in self.metrics_of(stage).items():
-                yield stage, name, metric
 
     # Lightning's hooks
 
     def configure_model(self) -> None:
-        self.build(self.trainer.datamodule)  # type: ignore[attr-defined]
+        self.build(cast(Any, self.trainer).datamodule)
 
     def training_step(self, batch: Batch, _batch_idx: int) -> Tensor:
         """The loss, times what Lightning divides by: ranks and accumulated micro-batches."""
@@ -220,7 +219,7 @@ class RecipeModule(LightningModule):
         parts = self.trainer.world_size * self.trainer.accumulate_grad_batches
         keep = torch.from_numpy(~info.filler).to(self.device)
         loss = self.training_loss(batch, keep, info.end - info.begin) * parts
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(keep))
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(keep), sync_dist=True)
         return loss
 
     def validation_step(self, batch: Batch, _batch_idx: int) -> None:
@@ -254,11 +253,3 @@ class RecipeModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.load_metric_state(checkpoint.get("recipe_metrics", {}), self.trainer.is_global_zero)
-
-
-def warmup_cosine(done: float, warmup: float) -> float:
-    """The learning rate's multiplier when a share `done` of the run is over: linear warmup, then cosine decay."""
-    if done < warmup:
-        return 0.04 + 0.96 * done / warmup
-    fallen = min(1.0, (done - warmup) / max(1e-9, 1 - warmup))
-    return 0.002 + 0.998 * 0.5 * (1 + math.cos(math.pi * fallen))

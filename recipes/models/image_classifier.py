@@ -55,7 +55,10 @@ class ImageClassifier(RecipeModule):
         if cifar_stem and not arch.startswith(("resnet", "resnext", "wide_resnet")):
             raise ValueError(f"model.cifar_stem applies to ResNets; model.arch is {arch!r}.")
         self.arch, self.num_classes, self.weights, self.cifar_stem = arch, num_classes, weights, cifar_stem
-        self.model_kwargs = {**({"aux_logits": False} if arch in _AUXILIARY else {}), **(model_kwargs or {})}
+        self.model_kwargs = {
+            **({"aux_logits": False, "init_weights": False} if arch in _AUXILIARY else {}),
+            **(model_kwargs or {}),
+        }
         self.label_smoothing = label_smoothing
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.network: nn.Module | None = None

@@ -100,7 +100,7 @@ class _ComposerRecipe(ComposerModel):  # type: ignore[misc]  # Composer has no t
         self.model = model
         for stage in ("train", "val"):
             for name, metric in model.metrics_of(stage).items():
-                metric.recipe_name = name  # type: ignore[assignment]  # survives the copies that Composer makes
+                metric.recipe_name = name  # survives the copies that Composer makes
 
     def forward(self, batch: Batch) -> LossOutput:
         return self.model.compute_loss(batch)

@@ -7,16 +7,15 @@ step counts once on any number of devices. A step computes what it computes unde
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +41,7 @@ _CONVERSION_LIMIT = timedelta(days=30)  # others wait so long for the first proc
 
 def on_first_rank(task: Callable[[], object]) -> None:
     """Do a task that may take hours on the first of all processes, while the others wait."""
-    group = dist.new_group(backend="gloo", timeout=_CONVERSION_LIMIT) if dist.is_initialized() else None
+    group: Any = dist.new_group(backend="gloo", timeout=_CONVERSION_LIMIT) if dist.is_initialized() else None
     if group is None or dist.get_rank() == 0:
         task()
     if group is not None:
@@ -51,10 +50,10 @@ def on_first_rank(task: Callable[[], object]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchTrainer:
-    """Trains a recipe's model on its data in a plain loop; see configs/trainer/torch.yaml for the settings."""
+    """Trains a recipe's model on its data in a plain loop; configs/trainer/torch.yaml describes the settings."""
 
     folder: str
-    max_epochs: int = 10  # of the whole run; -1: no limit
+    max_epochs: int = 10
     max_steps: int = -1
     accelerator: str = "auto"
     precision: str = "32-true"
@@ -116,21 +115,15 @@ class _Run:
     """A run in progress, in one of its processes."""
 
     def __init__(self, settings: TorchTrainer, model: Any, data: RecipeData, device: torch.device, logger: Any) -> None:
-        self.settings, self.model, self.device, self.logger, self.world = (
-            settings,
-            model,
-            device,
-            logger,
-            detect_world(),
-        )
+        self.settings, self.model, self.device, self.logger = settings, model, device, logger
+        self.world = detect_world()
         model.build(data)
         model.to(device)
         common: dict[str, Any] = {"num_workers": data.num_workers, "persistent_workers": data.num_workers > 0}
         common |= {"pin_memory": device.type == "cuda", "world": self.world}
-        size, accumulate = data.global_batch_size, settings.accumulate_grad_batches
-        self.loader = StreamingDataLoader(
-            data.train_dataset, global_batch_size=size, accumulate=accumulate, tail=data.tail, **common
-        )
+        sizes: dict[str, Any] = {"global_batch_size": data.global_batch_size, "tail": data.tail}
+        accumulate = settings.accumulate_grad_batches
+        self.loader = StreamingDataLoader(data.train_dataset, accumulate=accumulate, **sizes, **common)
         val_size = data.eval_batch_size or self.loader.batch_size
         self.val_loader = StreamingDataLoader(data.val_dataset, val_size, evaluation=True, **common)
         self.loss: nn.Module = _Loss(model)
@@ -140,6 +133,7 @@ class _Run:
         steps = settings.max_epochs * -(-len(self.loader) // accumulate)
         self.total_steps = min(limit for limit in (steps, settings.max_steps) if limit >= 0)
         self.schedule = model.schedule(self.optimizer, self.total_steps)
+        self.parts: dict[str, Any] = {"state_dict": model, "optimizer": self.optimizer, "schedule": self.schedule}
         self.path = Path(settings.folder) / "torch" / "last.pt"
         self.step, self.signum, self.figures = 0, 0, RunFigures()
 
@@ -182,9 +176,9 @@ class _Run:
         keep = torch.from_numpy(~info.filler).to(self.device)
         self.figures.num_samples += info.num_samples * self.world.num_ranks
         with self._autocast():
-            loss: Tensor = self.loss(batch, keep, info.end - info.begin)
-        torch.autograd.backward(loss * self.world.num_ranks)  # DDP computes the mean over processes, not the sum
-        return loss.detach()
+            loss: Any = self.loss(batch, keep, info.end - info.begin)
+        (loss * self.world.num_ranks).backward()  # DDP computes the mean over processes, not the sum
+        return cast(Tensor, loss.detach())
 
     def _autocast(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16-mixed")
@@ -201,9 +195,9 @@ class _Run:
         if self.step % self.settings.log_every_n_steps == 0:
             self._log({"train/loss": float(_summed(loss)), "learning_rate": rate, "epoch": epoch})
 
-    def _log(self, values: Mapping[str, float]) -> None:
+    def _log(self, values: dict[str, float]) -> None:
         if self.logger is not None:
-            self.logger.log_metrics(dict(values), step=self.step - 1)  # Lightning counts steps from 0
+            self.logger.log_metrics(values, step=self.step - 1)  # Lightning counts steps from 0
 
     def _validate(self, epoch: int) -> None:
         began = time.perf_counter()
@@ -230,28 +224,23 @@ class _Run:
 
     def save(self) -> None:
         """Write a checkpoint, whole or not at all. All processes call this; the first writes."""
-        metrics, path = self.model.metric_state(), self.path
+        content = {"format": _FORMAT, "step": self.step, "metrics": self.model.metric_state()}
         if self.world.rank:
             return
-        parts = {name: part.state_dict() for name, part in self._parts().items()}
+        content |= {name: part.state_dict() for name, part in self.parts.items()}
         # The position is the same on every rank. It is where Lightning keeps it, so `explain` finds it, too.
-        position = {STATE_KEY: {"position": self.loader.state_dict()}}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"draft-{secrets.token_hex(8)}")
-        try:
-            torch.save(
-                {"format": _FORMAT, **parts, "step": self.step, "metrics": metrics, "callbacks": position}, draft
-            )
-            publish(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
+        content["callbacks"] = {STATE_KEY: {"position": self.loader.state_dict()}}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.path.with_name("draft.pt")
+        torch.save(content, draft)
+        publish(draft, self.path)
 
     def load(self, path: str) -> None:
         """Resume from a checkpoint, which any number of processes may have written."""
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content.get("format") != _FORMAT:
             raise StateError(f"{path} must be a checkpoint of trainer=torch. Choose the trainer that wrote it.")
-        for name, part in self._parts().items():
+        for name, part in self.parts.items():
             part.load_state_dict(content[name])
         self.step = content["step"]
         self.model.load_metric_state(content["metrics"], self.world.rank == 0)
@@ -259,9 +248,6 @@ class _Run:
         here = self.loader.position
         if self.world.rank == 0:
             print(f"Resumed at epoch {here.epoch}, step {self.step:,} ({here.position:,} samples of this epoch).")
-
-    def _parts(self) -> dict[str, Any]:
-        return {"state_dict": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
 
     def remember(self, signum: int, _frame: object) -> None:
         """Stop at the end of the next step, after a first signal; at once, after a second."""
@@ -290,6 +276,7 @@ def _summed(value: Tensor) -> Tensor:
 
 
 def _to(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    return {name: _to(value, device) for name, value in batch.items()} if isinstance(batch, Mapping) else batch
+    """The batch of a recipe, a mapping, with its tensors on the device."""
+    return {
+        name: each.to(device, non_blocking=True) if isinstance(each, Tensor) else each for name, each in batch.items()
+    }

@@ -101,7 +101,7 @@ def test_columns_that_cannot_be_written_are_told_together(tmp_path: Path) -> Non
     pq.write_table(pa.table({"n": pa.nulls(3), "t": ["a"] * 3}), tmp_path / "in.parquet")
     with pytest.raises(ValueError, match=r"'n'.*null"):
         convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN)
-    with pytest.raises(ValueError, match=r"'t'.*not written as 'int'.*'x' is no column"):
+    with pytest.raises(ValueError, match=r"'t'.*not written as 'int'.*'x' is not a column"):
         convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN, columns={"t": "int", "x": "str"})
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lightning_stream import LocalDataset
 from lightning_stream.convert import convert
 
 PLAIN: dict[str, Any] = {"num_workers": 1}
@@ -27,6 +28,16 @@ def folder(tmp_path: Path, **files: bytes) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     return tmp_path / "in"
+
+
+def test_a_folder_of_png_and_jpeg_files_is_read_as_images(tmp_path: Path) -> None:
+    kinds = {"a_JPEG": picture("PNG"), "b_JPEG": picture("JPEG", "CMYK"), "c_jpg": picture("JPEG")}
+    done = convert(folder(tmp_path, **kinds), tmp_path / "out", **PLAIN)
+    assert done.columns["image"] == "jpeg"
+    dataset = LocalDataset(tmp_path / "out")
+    assert [dataset[k]["image"].format for k in range(3)] == ["PNG", "JPEG", "JPEG"]
+    for k, data in enumerate(kinds.values()):
+        assert dataset[k]["image"].tobytes() == image.open(io.BytesIO(data)).tobytes()
 
 
 def test_images_of_several_kinds_keep_their_bytes(tmp_path: Path, files_of: Any, samples_of: Any) -> None:

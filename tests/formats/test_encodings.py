@@ -254,10 +254,18 @@ def test_floats_out_of_range_are_refused(name: str, value: float) -> None:
         ("jpeg", Image.new("RGBA", (2, 2)), "jpeg cannot store mode 'RGBA'"),
         ("list[png]", Image.new("L", (2, 2)), r"list\[png\] takes a sequence of images; got PIL.Image.Image"),
         ("list[jpeg]", [3], "jpeg takes a PIL image"),
-        ("jpeg", b"GIF89a..", r"jpeg takes the bytes of a JPEG file, .*; got 8 bytes that begin with b'GIF89a\.\.'"),
-        ("png", b"", "png takes the bytes of a PNG file, .*Write the opened image, which is then stored as PNG"),
-        ("jpeg_array", [b"no image"], "jpeg takes the bytes of a JPEG file"),
-        ("list[png]", [b"\xff\xd8\xff"], "png takes the bytes of a PNG file"),
+        (
+            "jpeg",
+            b"GIF89a..",
+            r"jpeg takes the bytes of a JPEG or PNG file, .*; got 8 bytes that begin with b'GIF89a\.\.'",
+        ),
+        (
+            "png",
+            b"",
+            "png takes the bytes of a JPEG or PNG file, .*Write the opened image, which is then stored as PNG",
+        ),
+        ("jpeg_array", [b"no image"], "jpeg takes the bytes of a JPEG or PNG file"),
+        ("list[png]", [b"BM"], "png takes the bytes of a JPEG or PNG file"),
     ],
 )
 def test_wrong_values_say_what_was_expected_and_what_was_found(name: str, value: Any, message: str) -> None:

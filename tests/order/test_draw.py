@@ -72,7 +72,7 @@ def test_weights_that_cannot_be_met_are_refused_with_the_reason(weights, epoch_s
 
 def test_a_stream_that_cannot_fill_what_is_asked_is_named():
     empty = Snapshot.of([[10], [0]], names=["full", "empty"])
-    with pytest.raises(ValueError, match=r"'empty' has no samples, but 5 were asked"):
+    with pytest.raises(ValueError, match=r"'empty' has no samples, but its weight asks for 5"):
         choose_per_stream(empty, [StreamWeights(), StreamWeights(choose=5)], None, seed=0)
     assert choose_per_stream(empty, [StreamWeights(), StreamWeights()], None, seed=0) == (10, 0)
 

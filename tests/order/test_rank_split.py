@@ -95,7 +95,7 @@ def test_everything_wrong_with_a_plan_is_named_at_once():
 
 
 def test_batches_beyond_the_plan_are_refused():
-    with pytest.raises(ValueError, match="0 to 6 here; 7"):
+    with pytest.raises(ValueError, match="0 to 6 here; found 7"):
         plans(50, 8, 2, "pad")[0].bounds(7)
 
 

@@ -246,9 +246,9 @@ def test_a_photo_that_is_cut_off_is_bad_though_images_are_decoded_late(
     assert dataset_in(tmp_path / "cache", photos)[BAD]["image"].size == (64, 64)  # without the policy it is opened only
 
 
-def test_a_column_of_jpeg_opens_jpeg_only() -> None:
+def test_an_image_column_opens_jpeg_and_png_only() -> None:
     image = pytest.importorskip("PIL.Image")
-    for name, other in (("jpeg", "PNG"), ("png", "JPEG"), ("jpeg", "GIF"), ("list[png]", "BMP")):
+    for name, other in (("jpeg", "TIFF"), ("png", "EPS"), ("jpeg", "GIF"), ("list[png]", "BMP")):
         out = BytesIO()
         image.new("RGB", (4, 4)).save(out, other)
         data = out.getvalue()

@@ -67,6 +67,19 @@ def test_a_folder_an_archive_and_its_renamed_key_give_the_same_samples(photos: P
         data.close()
 
 
+@pytest.mark.parametrize(("kinds", "encoding"), [(("PNG", "JPEG"), "jpeg"), (("PNG", "WEBP", "JPEG"), "bytes")])
+def test_a_folder_of_several_kinds_of_images_trains(tmp_path: Path, kinds: tuple[str, ...], encoding: str) -> None:
+    for k in range(24):
+        path = tmp_path / "photos" / f"class{k % 2}" / f"{k}.JPEG"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 40), (k, 40, 80)).save(path, kinds[k % len(kinds)])
+    data = make(tmp_path, source=str(tmp_path / "photos"), global_batch_size=4)
+    data.prepare_data()
+    assert data.manifest.columns["image"] == encoding
+    assert next(iter(data.train_dataloader()))["image"].shape == (4, 3, 32, 32)
+    data.close()
+
+
 def test_a_source_that_changed_is_refused_until_overwrite(photos: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(photos, copy)
@@ -136,8 +149,10 @@ def test_cifar10_is_read_from_the_binary_archive_and_pickles_are_refused(tmp_pat
 
 
 def jpeg(number: int) -> bytes:
+    """A photo; number 2 is a PNG file and number 1 has CMYK pixels, as some of ImageNet are."""
     out = io.BytesIO()
-    Image.new("RGB", (20, 20), (number * 9 % 256, 40, 80)).save(out, "JPEG")
+    photo = Image.new("RGB", (20, 20), (number * 9 % 256, 40, 80)).convert("CMYK" if number == 1 else "RGB")
+    photo.save(out, "PNG" if number == 2 else "JPEG")
     return out.getvalue()
 
 
@@ -172,6 +187,7 @@ def test_imagenet_is_read_from_its_tars_in_place(tmp_path: Path, labels_as: str)
     found = {data.train_dataset[n]["name"]: data.train_dataset[n]["label"] for n in range(6)}
     assert found == {f"{s}/{s}_{n}.JPEG": int(s == "n02") for s in synsets for n in range(3)}
     assert [data.val_dataset[n]["label"] for n in range(3)] == [1, 0, 1]
+    assert next(iter(data.train_dataloader()))["image"].shape == (6, 3, 32, 32)
 
 
 @pytest.mark.parametrize("arch", ["squeezenet1_1", "googlenet", "resnet18"])

@@ -90,8 +90,8 @@ def test_other_pixels_make_other_losses(
 @pytest.mark.distributed
 def test_an_accuracy_is_the_same_on_one_two_and_three_processes(capsys: pytest.CaptureFixture[str]) -> None:
     assert exact_evaluation.main([]) == 0
-    told = capsys.readouterr().out
-    assert "The accuracies are equal to the last digit." in told
-    rows = [line.split() for line in told.splitlines()[1:4]]
+    printed = capsys.readouterr().out
+    assert "The accuracies are equal to the last digit." in printed
+    rows = [line.split() for line in printed.splitlines()[1:4]]
     assert {tuple(row[1:5]) for row in rows} == {("94", "of", "103", "0.912621359223301")}
     assert len({row[5] for row in rows}) == 3  # the mean of the processes' accuracies

@@ -188,7 +188,7 @@ def test_null_is_an_error_that_names_columns_and_counts(spark: Any, tmp_path: Pa
 def test_types_and_settings_that_do_not_fit_are_reported_together(spark: Any, tmp_path: Path) -> None:
     dataframe = spark.createDataFrame([(1, "a")], "n int, t string")
     columns = {"n": "jpeg", "t": "int32", "x": "int"}
-    with pytest.raises(ValueError, match=r"(?s)'n'.*'t'.*'x' is no column"):
+    with pytest.raises(ValueError, match=r"(?s)'n'.*'t'.*'x' is not a column"):
         room.dataframe_to_mds(dataframe, mds_kwargs=plain(tmp_path / "out", columns=columns))
     with pytest.raises(ValueError, match="needs out"):
         room.dataframe_to_mds(dataframe)

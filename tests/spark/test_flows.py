@@ -44,8 +44,8 @@ def shards(tmp_path: Path) -> str:
 
 
 def flowers(*arguments: str) -> dict[str, float]:
-    told = run(["-m", "recipes.spark.flowers", "--arch", "squeezenet1_1", *arguments], PYTHONPATH=str(ROOT))
-    results: dict[str, float] = json.loads(told.strip().splitlines()[-1])
+    printed = run(["-m", "recipes.spark.flowers", "--arch", "squeezenet1_1", *arguments], PYTHONPATH=str(ROOT))
+    results: dict[str, float] = json.loads(printed.strip().splitlines()[-1])
     return results
 
 
@@ -78,9 +78,9 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(can_run_spark: None, 
     for package in ("nbformat", "nbclient", "ipykernel"):
         pytest.importorskip(package, reason="needs Jupyter's engine: pip install nbformat nbclient ipykernel")
     env = {"FLOWERS_OUT": str(tmp_path / "out"), "FLOWERS_EPOCHS": "1", "FLOWERS_ARCH": "squeezenet1_1"}
-    told = run(["-c", NOTEBOOK, str(ROOT / "recipes" / "spark" / "flowers.ipynb")], PYTHONPATH=str(ROOT), **env)
-    assert "90 trained" in told
-    assert "{'processes': 2, 'trained_by_first': 45, " in told
+    printed = run(["-c", NOTEBOOK, str(ROOT / "recipes" / "spark" / "flowers.ipynb")], PYTHONPATH=str(ROOT), **env)
+    assert "90 trained" in printed
+    assert "{'processes': 2, 'trained_by_first': 45, " in printed
     assert (tmp_path / "out" / "val" / "index.json").exists()
 
 
@@ -114,8 +114,8 @@ print(type(session).__module__)
 def test_a_client_of_spark_connect_converts_and_reads(can_run_spark: None, tmp_path: Path) -> None:
     pytest.importorskip("grpc")
     pytest.importorskip("pyspark", minversion="4")
-    told = run(["-c", CLIENT, str(tmp_path / "out")], PYSPARK_PYTHON=sys.executable, SPARK_LOCAL_IP="127.0.0.1")
-    assert "connect" in told
+    printed = run(["-c", CLIENT, str(tmp_path / "out")], PYSPARK_PYTHON=sys.executable, SPARK_LOCAL_IP="127.0.0.1")
+    assert "connect" in printed
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["num_samples"] == 1000
 
 

@@ -67,13 +67,14 @@ class ImageFolderReader(Reader):
     def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
         """Return ``image``, ``label`` (omitted where there is one folder only) and ``name``.
 
-        The column of images is ``jpeg`` or ``png`` if all files are that, whatever their names are, else ``bytes``. Of
-        a source in a store, where looking at each file costs a request, only some are looked at.
+        The column of images is ``jpeg`` or ``png`` if all files are JPEG or PNG files, whatever their names are:
+        readers decode both kinds there. Else it is ``bytes``. Of a source in a store, where looking at each file costs a
+        request, only some are looked at.
         """
         known = {name: kind for name, kind in _COLUMNS.items() if name != "label" or len(self.classes) > 1}
         kinds = {_encoding_of(file) for file in files if file.path is not None}
         kinds |= {_encoding_of(file) for file in spread(files, _SAMPLED_REMOTE) if file.path is None}
-        known["image"] = kinds.pop() if len(kinds) == 1 else "bytes"
+        known["image"] = "bytes" if "bytes" in kinds else min(kinds)
         about = {"classes": {"label": list(self.classes)}} if "label" in known else {}
         columns = chosen_columns(known, asked, "an image folder")
         return Found(columns, about, identity=("image",), media=("image",))
@@ -109,9 +110,9 @@ class ImageFolderReader(Reader):
         return Batch(rows, f"{files[0].uri} and the {len(files) - 1} images after it")
 
     def _is_kept(self, file: SourceFile, data: bytes, encoding: str) -> bool:
-        if encoding in ("jpeg", "png") and data and image_encoding(data) != encoding:
+        if encoding in ("jpeg", "png") and data and image_encoding(data) == "bytes":
             raise ValueError(
-                f"{file.uri} is not a {encoding.upper()} file, unlike the images that were looked at first. Pass "
+                f"{file.uri} is not a JPEG or PNG file, unlike the images that were looked at first. Pass "
                 "columns={'image': 'bytes', 'label': 'int', 'name': 'str'} to keep the bytes of every image."
             )
         if not is_truncated(data):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _MAX_MODE_BYTES = 16
 _MAX_PIXELS_PER_BYTE = 8  # mode "1"
-_BEGINNINGS = {"jpeg": b"\xff\xd8", "png": b"\x89PNG\r\n\x1a\n"}
+_JPEG, _PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
 
 
 class _Pil(ViewEncoding):
@@ -44,6 +44,10 @@ class _Pil(ViewEncoding):
 class _ImageFile(ViewEncoding):
     """An image file's bytes. An image that was opened from a JPEG file and never changed keeps that file's bytes.
 
+    Collections of photos hold PNG files among the JPEG files, also under names such as ``.JPEG``. So ``jpeg`` and
+    ``png`` take and decode the bytes of either kind, and no other: Pillow runs programs to open some formats. An image
+    without a file's bytes is stored as the kind that the name says.
+
     `decode` opens the image without loading its pixels, as mosaicml-streaming does: ``draft()`` still works, and an
     image that is written again keeps its bytes. With ``on_bad_sample="substitute"`` the reader loads every image, so
     that a truncated one can be replaced.
@@ -53,7 +57,6 @@ class _ImageFile(ViewEncoding):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._begin = _BEGINNINGS[name]
 
     def encode(self, value: Any) -> bytes:
         if isinstance(value, (bytes, bytearray, memoryview)):
@@ -69,16 +72,16 @@ class _ImageFile(ViewEncoding):
         return out.getvalue()
 
     def _checked(self, data: bytes) -> bytes:
-        if not data.startswith(self._begin):
+        if not data.startswith((_JPEG, _PNG)):
             raise ValueError(
-                f"{self.name} takes the bytes of a {self.name.upper()} file, which begin with {self._begin!r}; got "
+                f"{self.name} takes the bytes of a JPEG or PNG file, which begin with {_JPEG!r} or {_PNG!r}; got "
                 f"{len(data)} bytes that begin with {data[:8]!r}. Write the opened image, which is then stored as "
                 f"{self.name.upper()}, or make it a column of 'bytes'."
             )
         return data
 
     def decode(self, data: bytes | memoryview) -> Image.Image:
-        image: Image.Image = pillow().open(BytesIO(data), formats=(self.name.upper(),))
+        image: Image.Image = pillow().open(BytesIO(data), formats=("JPEG", "PNG"))
         return image
 
 
@@ -175,7 +178,7 @@ def _original_bytes(image: Image.Image) -> bytes | None:
             file.seek(0)
             data = file.read()
             file.seek(position)
-        if not data.startswith(_BEGINNINGS["jpeg"]):
+        if not data.startswith(_JPEG):
             return None
         now = pillow().open(BytesIO(data), formats=("JPEG",))
         same = (now.format, now.size, now.mode, now.info) == ("JPEG", image.size, image.mode, image.info)
