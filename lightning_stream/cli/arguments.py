@@ -40,6 +40,7 @@ class Pairs(argparse.Action):
     """Collects ``KEY=VALUE``, given any number of times, in a dict; refuses secrets among the options of a store."""
 
     def __call__(self, _parser: Any, options: argparse.Namespace, given: Any, _flag: Any = None) -> None:
+        """Add a pair."""
         name, equals, value = given.partition("=")
         if not equals or not name:
             raise argparse.ArgumentError(self, f"expected KEY=VALUE, got {given!r}")

@@ -68,8 +68,8 @@ class ImageFolderReader(Reader):
         """Return ``image``, ``label`` (omitted where there is one folder only) and ``name``.
 
         The column of images is ``jpeg`` or ``png`` if all files are JPEG or PNG files, whatever their names are:
-        readers decode both kinds there. Else it is ``bytes``. Of a source in a store, where looking at each file costs a
-        request, only some are looked at.
+        readers decode both kinds there. Else it is ``bytes``. Of a source in a store, where looking at a file costs
+        a request, only some are looked at.
         """
         known = {name: kind for name, kind in _COLUMNS.items() if name != "label" or len(self.classes) > 1}
         kinds = {_encoding_of(file) for file in files if file.path is not None}
