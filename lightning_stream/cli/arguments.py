@@ -105,9 +105,9 @@ def _weighted(text: str) -> tuple[str, StreamWeights]:
     match = _WEIGHTED.fullmatch(text)
     if match is None:
         return text, StreamWeights()
-    if match[2] == "choose":
-        return match[1], StreamWeights(choose=int(float(match[3])))
-    return match[1], StreamWeights(**{match[2] or "proportion": float(match[3])})
+    kind, value = match[2] or "proportion", float(match[3])
+    weight: dict[str, Any] = {kind: int(value) if kind == "choose" else value}
+    return match[1], StreamWeights(**weight)
 
 
 @dataclass(frozen=True)
