@@ -1,0 +1,231 @@
+"""Documents of all lengths, packed into rows of one length: a pure function of the lengths in a window.
+
+Best-fit decreasing: pieces are taken from the longest to the shortest, and each goes into the fullest row that still
+has room for it. Among rows with equal room it goes into the one that has had this room for the longest time. There are
+integers only, so every machine packs alike. Log-normal documents (mean 700 tokens) in windows of 16,384 fill the
+fewest possible rows in nearly every window: what padding there is lies in the last row.
+
+    documents 0..4 of 3, 9, 4, 0 and 5 tokens, rows of 6:
+    row 0   0 0 0 1 1 1      document 0, and the last 3 tokens of document 1
+    row 1   1 1 1 1 1 1      the first 6 tokens of document 1
+    row 2   2 2 2 2 . .      padding behind document 2
+    row 3   4 4 4 4 4 .      document 3 is empty and appears nowhere
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.order.rules import Rule, broken, one_of
+from lightning_stream.order.rules import count as whole_number
+
+LongDocuments = Literal["split", "truncate", "drop"]
+LONG_DOCUMENTS: tuple[LongDocuments, ...] = ("split", "truncate", "drop")
+_MOST_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How documents are packed into rows.
+
+    Args:
+        row_length: S, tokens of a row.
+        window: W, documents that are packed together. More of them leave less padding: half a row for each window.
+        long_documents: What happens to documents of more than S tokens. ``"split"`` cuts them after every S tokens, and
+            all pieces stay in their window; ``"truncate"`` keeps the first S tokens; ``"drop"`` omits them.
+
+    Raises:
+        ValueError: A value that is not allowed; all of them are named.
+
+    Example::
+
+        Packing(row_length=2048, long_documents="truncate")
+    """
+
+    row_length: int
+    window: int = 16384
+    long_documents: LongDocuments = "split"
+
+    def __post_init__(self) -> None:
+        if problems := broken(vars(self), _RULES):
+            raise ValueError(f"Documents cannot be packed this way. {' '.join(problems)}")
+
+
+_RULES: dict[str, Rule] = {
+    "row_length": whole_number(1, _MOST_TOKENS),
+    "window": whole_number(1, _MOST_TOKENS),
+    "long_documents": one_of(*LONG_DOCUMENTS),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Rows of at most ``row_length`` tokens, each a list of spans of documents. All arrays are read-only.
+
+    Row r holds the spans [edges[r], edges[r + 1]), in the order of their documents; span s is the tokens
+    [first[s], first[s] + num_tokens[s]) of document ``document[s]``. No row holds two spans of one document.
+
+    Attributes:
+        row_length: S.
+        edges: int64[rows + 1].
+        document: int64[spans], counted from the first document of the window.
+        first, num_tokens: int64[spans].
+        num_long: Documents of more than S tokens in the window.
+        lost_tokens: Their tokens that are in no row, truncated or dropped.
+    """
+
+    row_length: int
+    edges: NDArray[np.int64]
+    document: NDArray[np.int64]
+    first: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+    num_long: int = 0
+    lost_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for array in (self.edges, self.document, self.first, self.num_tokens):
+            array.setflags(write=False)
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.edges) - 1
+
+    @property
+    def padding(self) -> int:
+        """Tokens that the rows could still take."""
+        return len(self) * self.row_length - int(self.num_tokens.sum())
+
+    def take(self, rows: NDArray[np.int64]) -> PackedRows:
+        """These rows (int64[n]), in this order."""
+        counts = np.diff(self.edges)[rows]
+        edges = np.concatenate([[0], np.cumsum(counts)])
+        at = np.repeat(self.edges[rows] - edges[:-1], counts) + np.arange(edges[-1])
+        spans = (self.document[at], self.first[at], self.num_tokens[at])
+        return PackedRows(self.row_length, edges, *spans, self.num_long, self.lost_tokens)
+
+
+def pack_window(lengths: NDArray[np.integer], row_length: int, long_documents: LongDocuments = "split") -> PackedRows:
+    """Pack the documents of one window into rows, in the order of each row's first document. O(W log W).
+
+    Args:
+        lengths: Tokens of each document, 1-d; empty documents appear in no row.
+        row_length, long_documents: See `Packing`.
+
+    Raises:
+        ValueError: Lengths below 0, or settings that `Packing` refuses.
+
+    Example::
+
+        rows = pack_window(np.array([3, 9, 4, 0, 5]), row_length=6)
+        rows.edges.tolist()     # [0, 2, 3, 4, 5]
+        rows.document.tolist()  # [0, 1, 1, 2, 4]
+        rows.first.tolist()     # [0, 6, 0, 0, 0]
+    """
+    packing = Packing(row_length, long_documents=long_documents)
+    pieces = _cut(lengths, packing)
+    row_of, num_rows = _place(pieces.num_tokens, row_length)
+    spans = len(row_of)
+    first_span = np.empty(num_rows, dtype=np.int64)
+    first_span[row_of[::-1]] = np.arange(spans)[::-1]  # the last write to an index remains: the first span's
+    number = np.empty(num_rows, dtype=np.int64)
+    number[np.argsort(first_span)] = np.arange(num_rows)
+    row_of = number[row_of]
+    edges = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=num_rows))])
+    order = _sorted_by(row_of)
+    document, first, num_tokens = pieces.document[order], pieces.first[order], pieces.num_tokens[order]
+    return PackedRows(row_length, edges, document, first, num_tokens, pieces.num_long, pieces.lost_tokens)
+
+
+class _Pieces(NamedTuple):
+    """What is packed: documents, or pieces of long ones, in their order; none is empty."""
+
+    document: NDArray[np.int64]
+    first: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+    num_long: int
+    lost_tokens: int
+
+
+def _cut(lengths: NDArray[np.integer], packing: Packing) -> _Pieces:
+    """Apply the rule for long documents."""
+    if lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer) or (lengths < 0).any():
+        raise ValueError(
+            f"Lengths must be a 1-d array of integers of at least 0; found {lengths.dtype}{list(lengths.shape)} with a "
+            f"minimum of {lengths.min(initial=0)}."
+        )
+    found = lengths.astype(np.int64)
+    row_length, kept = packing.row_length, found
+    is_long = found > row_length
+    num_long = int(np.count_nonzero(is_long))
+    if num_long and packing.long_documents != "split":
+        kept = np.where(is_long, row_length if packing.long_documents == "truncate" else 0, found)
+    pieces = -(-kept // row_length)
+    document = np.repeat(np.arange(len(kept)), pieces)
+    first = (np.arange(len(document)) - (np.cumsum(pieces) - pieces)[document]) * row_length
+    num_tokens = np.minimum(kept[document] - first, row_length)
+    return _Pieces(document, first, num_tokens, num_long, int((found - kept).sum()))
+
+
+def _place(num_tokens: NDArray[np.int64], row_length: int) -> tuple[NDArray[np.int64], int]:
+    """The row of each piece, counted in the order in which rows are opened, and the number of rows."""
+    order = _sorted_by(row_length - num_tokens)
+    ordered = num_tokens[order]
+    ends = np.flatnonzero(np.diff(ordered, append=0))
+    rows, num_rows = _best_fit(ordered[ends].tolist(), np.diff(ends, prepend=-1).tolist(), row_length)
+    row_of = np.empty(len(order), dtype=np.int64)
+    row_of[order] = rows
+    return row_of, num_rows
+
+
+def _best_fit(lengths: list[int], counts: list[int], row_length: int) -> tuple[list[int], int]:
+    """Best-fit decreasing for ``counts[i]`` pieces of each length, descending: the row of each piece, and how many rows.
+
+    Equal pieces are placed together: the fullest row with room takes as many as fit, and so does each row with equal
+    room. A window of 16,384 documents takes about 4,000 such moves, 3 to 4 million documents per CPU-s instead of 0.7.
+    """
+    rooms: list[int] = []  # the different rooms of open rows, ascending
+    queues: dict[int, list[int]] = {}  # the rows with each room, the longest waiting first
+    placed: list[int] = []
+    num_rows = 0
+    for length, count in zip(lengths, counts, strict=True):
+        at = bisect_left(rooms, length)
+        while count:
+            room = rooms[at] if at < len(rooms) else row_length
+            fits = room // length
+            needed = -(-count // fits)
+            if at == len(rooms):
+                rows = list(range(num_rows, num_rows + needed))
+                num_rows += needed
+            elif needed < len(queues[room]):
+                rows = queues[room][:needed]
+                del queues[room][:needed]
+            else:
+                rows = queues.pop(room)
+                del rooms[at]
+            full = min(count // fits, len(rows))
+            rest = count - full * fits if full < len(rows) else 0
+            placed += rows[:full] if fits == 1 else [row for row in rows[:full] for _ in range(fits)]
+            placed += rows[full:] * rest
+            count -= full * fits + rest
+            for left, moved in ((room - fits * length, rows[:full]), (room - rest * length, rows[full:])):
+                if not left or not moved:
+                    continue
+                if left in queues:
+                    queues[left] += moved
+                else:
+                    queues[left] = moved
+                    insort(rooms, left)
+                    at += left < length
+    return placed, num_rows
+
+
+def _sorted_by(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The stable argsort of keys in [0, 2**31): one sort, which is faster than an argsort, moves key and index."""
+    packed = keys * len(keys) + np.arange(len(keys))
+    packed.sort()
+    return packed % max(len(keys), 1)
