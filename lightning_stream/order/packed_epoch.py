@@ -196,8 +196,11 @@ class PackedEpoch:
         padding is added when it is split over replicas). So does ``"exact"``, but a partial batch of fewer rows than
         replicas gets rows of the batch before it.
         """
-        if tail not in TAILS or batch_size < 1:
-            raise ValueError(f"tail must be one of {', '.join(TAILS)} and B at least 1; found {tail!r}, {batch_size}.")
+        if tail not in TAILS or batch_size < 1 or batch_size % num_replicas:
+            raise ValueError(
+                f"tail must be one of {', '.join(TAILS)}, and a global batch must have some rows for each of the "
+                f"{num_replicas} replicas, equally many; found {tail!r} and {batch_size} rows."
+            )
         ahead = num_replicas if tail == "exact" else 0
         while ranges := take(self.walk(start), batch_size + ahead):
             available = sum(one.end - one.begin for one in ranges)

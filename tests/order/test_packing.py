@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from itertools import count
+from itertools import count, pairwise
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def spans_of(rows):
     """The spans of each row."""
     spans = list(zip(rows.document.tolist(), rows.first.tolist(), rows.num_tokens.tolist(), strict=True))
     edges = rows.edges.tolist()
-    return [spans[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [spans[a:b] for a, b in pairwise(edges)]
 
 
 def drawn_lengths(size, most):
