@@ -1,194 +1,87 @@
-"""An epoch of packed rows over any order of samples: window by window, readable at any position without replay.
+"""The global batches of packed rows of an epoch, whose samples may be in several orders: one of each canonical node.
 
-Window w packs the samples at positions [w * W, (w + 1) * W) of the order below. Its rows are permuted with a key of
-(seed, epoch, window). A position is (window, row), so a resume plans one window. The number of rows before a window is
-known once all windows before it were planned; only the methods that return such numbers need it.
+Packing one order over all nodes would put documents of all nodes into every row, and every machine would download all
+the data. So each canonical node's documents are packed by themselves, and the nodes give one row each in turn. Where C
+divides B, a global batch then has B / C rows of each node, and machines that divide C share no row, as with samples.
+The nodes have different numbers of rows; at the end of the epoch, those that have rows left continue.
 
-    window 0          window 1        window 2
-    r r r r r r r     r r r r r r     r r r         rows
-    0 0 0 0 1 1 1     1 2 2 2 2 3     3 3 3         global batches of B = 4 cross the borders of windows
+    node 0     a0 a1 a2 a3 a4          B = 4    batch 0   a0 a1 b0 b1       batch 2   a4 b4 b5
+    node 1     b0 b1 b2 b3 b4 b5                batch 1   a2 a3 b2 b3       (the last: `tail`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.packing import PackedRows, Packing, pack_window
-from lightning_stream.order.permutation import RngStream, permutation
+from lightning_stream.order.packed_order import PackedOrder, RowPosition, RowRange, RowSpans, Samples, take
+from lightning_stream.order.packing import Packing
 from lightning_stream.order.rank_split import TAILS, Tail, ceil_div
-from lightning_stream.order.window import kept
-
-_KEPT_WINDOWS = 3
 
 
-class Samples(Protocol):
-    """An order of samples: an `EpochOrder`, or the order of one stream."""
+@dataclass(frozen=True)
+class EpochPosition:
+    """A position in an epoch of rows: that of each order, and the order whose turn is next.
 
-    num_samples: int
-
-    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Sample ids at positions [begin, end)."""
-
-
-class RowPosition(NamedTuple):
-    """A position in an epoch of rows: the rows before this row of this window are used, and no others."""
-
-    window: int = 0
-    row: int = 0
-
-
-_START = RowPosition()
-
-
-@dataclass(frozen=True, eq=False)
-class PackedWindow:
-    """A planned window.
-
-    Attributes:
-        number: Its number in the epoch.
-        begin: The position of its first document in the order below.
-        ids: int64[documents], the sample id of each document.
-        rows: The rows, permuted.
+    ``orders`` has one `RowPosition` for each order; () is the beginning of the epoch.
     """
 
-    number: int
-    begin: int
-    ids: NDArray[np.int64]
-    rows: PackedRows
+    orders: tuple[RowPosition, ...] = ()
+    turn: int = 0
 
 
-class RowRange(NamedTuple):
-    """The rows [begin, end) of one window."""
-
-    window: PackedWindow
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, eq=False)
-class RowSpans:
-    """Some rows as spans of samples: row r holds the spans [edges[r], edges[r + 1]).
-
-    Attributes:
-        edges: int64[rows + 1].
-        ids: int64[spans], the sample of each span.
-        positions: int64[spans], the position of that sample in the order below.
-        first, num_tokens: int64[spans]; a span is the tokens [first, first + num_tokens) of its sample.
-    """
-
-    edges: NDArray[np.int64]
-    ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    first: NDArray[np.int64]
-    num_tokens: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        """Rows."""
-        return len(self.edges) - 1
-
-    @classmethod
-    def of(cls, ranges: Iterable[RowRange]) -> RowSpans:
-        """The spans of all rows in these ranges, one range after another."""
-        none = np.empty(0, dtype=np.int64)
-        counts, columns = [none], [(none,) * 4]
-        for window, begin, end in ranges:
-            rows = window.rows
-            spans = slice(rows.edges[begin], rows.edges[end])
-            document = rows.document[spans]
-            counts.append(np.diff(rows.edges[begin : end + 1]))
-            columns.append((window.ids[document], window.begin + document, rows.first[spans], rows.num_tokens[spans]))
-        edges = np.cumsum(np.concatenate([[0], *counts]), dtype=np.int64)
-        return cls(edges, *map(np.concatenate, zip(*columns, strict=True)))
+_BEGINNING = EpochPosition()
 
 
 @dataclass(frozen=True, eq=False)
 class RowBatch:
-    """A global batch: the rows from position ``begin`` to position ``end``, of one window or of several."""
+    """The rows from position ``begin`` to position ``end``, grouped by order: int64[rows] ``order_of`` ascends."""
 
-    begin: RowPosition
-    end: RowPosition
+    begin: EpochPosition
+    end: EpochPosition
     rows: RowSpans
+    order_of: NDArray[np.int64]
 
 
 class PackedEpoch:
-    """The rows of one epoch.
+    """All rows of one epoch.
 
     Args:
-        order: The samples of the epoch. All its positions are packed, so a sample that is drawn twice is packed twice.
-        lengths: Tokens of every sample by its id: a 1-d array of integers, in memory or memory-mapped.
-        packing: How documents are packed.
-        key: (seed, epoch), and further numbers where one epoch has several packed orders. None keeps the rows of a
-            window in the order of their first documents.
-        first_rows: An earlier value of `first_rows` of the same epoch, which saves planning.
-
-    Raises:
-        ValueError: An argument of another shape or type.
+        orders: Orders of samples that are packed apart: one for each canonical node or stream, or only one.
+        lengths, packing, key: See `PackedOrder`; the number of the order becomes a part of its key.
 
     Example::
 
-        packed = PackedEpoch(run.epoch(0), lengths, Packing(row_length=2048), key=(seed, 0))
-        for batch in packed.batches(64, start=RowPosition(window=3, row=17), tail="drop"):
+        packed = PackedEpoch([run.epoch(0)], lengths, Packing(row_length=2048), key=(seed, 0))
+        for batch in packed.batches(64, start=position, tail="drop"):
             batch.rows.ids, batch.end
     """
 
     def __init__(
         self,
-        order: Samples,
+        orders: Sequence[Samples],
         lengths: NDArray[np.integer],
         packing: Packing,
         *,
         key: tuple[int, ...] | None = None,
-        first_rows: NDArray[np.int64] | None = None,
     ) -> None:
-        if lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer):
-            raise ValueError(f"Lengths must be a 1-d array of integers; found {lengths.dtype}{list(lengths.shape)}.")
-        self._order, self._lengths, self.packing, self._key = order, lengths, packing, key
-        self.num_windows = ceil_div(order.num_samples, packing.window)
-        known = np.zeros(1, dtype=np.int64) if first_rows is None else first_rows
-        if known[:1].tolist() != [0] or (np.diff(known) < 0).any() or len(known) > self.num_windows + 1:
-            raise ValueError(
-                f"first_rows must rise from 0 and have at most {self.num_windows + 1} numbers, one more than there are "
-                f"windows; found {len(known)} of them, first {known[:3]}. Pass the array of this epoch, or None."
-            )
-        self._first_rows = np.zeros(self.num_windows + 1, dtype=np.int64)
-        self._first_rows[: len(known)] = known
-        self._num_known = len(known)
-        self._windows: dict[int, PackedWindow] = {}
+        keys = [None if key is None else (*key, number) for number in range(len(orders))]
+        self.orders = [PackedOrder(one, lengths, packing, key=own) for one, own in zip(orders, keys, strict=True)]
 
-    def window(self, number: int) -> PackedWindow:
-        """Plan one window; the last few are kept. O(W log W)."""
-        if not 0 <= number < self.num_windows:
-            raise ValueError(f"Windows count from 0 to {self.num_windows - 1} here; found {number}.")
-        return kept(self._windows, number, self._plan, _KEPT_WINDOWS)
+    @property
+    def num_rows(self) -> int:
+        """Rows of the epoch. This plans every window that was not counted before."""
+        return sum(one.num_rows for one in self.orders)
 
-    def _plan(self, number: int) -> PackedWindow:
-        packing, begin = self.packing, number * self.packing.window
-        ids = self._order.ids(begin, min(begin + packing.window, self._order.num_samples))
-        rows = pack_window(self._lengths[ids], packing.row_length, packing.long_documents)
-        if self._key is not None:
-            rows = rows.take(permutation(RngStream.ROWS, *self._key, number, size=len(rows)))
-        return PackedWindow(number, begin, ids, rows)
-
-    def walk(self, start: RowPosition) -> Iterator[RowRange]:
-        """All rows from a position on, one range for each window that has any; a window is planned when it is due."""
-        number, row = start
-        if number < self.num_windows and not 0 <= row <= len(self.window(number).rows):
-            raise ValueError(
-                f"Window {number} has {len(self.window(number).rows)} rows, but the position is row {row}."
-            )
-        for later in range(number, self.num_windows):
-            window = self.window(later)
-            begin = row if later == number else 0
-            if begin < len(window.rows):
-                yield RowRange(window, begin, len(window.rows))
+    def row_number(self, position: EpochPosition) -> int:
+        """Rows before a position. This plans the windows before it that were not counted before."""
+        return sum(one.row_number(at) for one, at in zip(self.orders, position.orders, strict=False))
 
     def batches(
-        self, batch_size: int, *, start: RowPosition = _START, tail: Tail = "pad", num_replicas: int = 1
+        self, batch_size: int, *, start: EpochPosition = _BEGINNING, tail: Tail = "pad", num_replicas: int = 1
     ) -> Iterator[RowBatch]:
         """The global batches of ``batch_size`` rows from a position to the end of the epoch.
 
@@ -201,63 +94,56 @@ class PackedEpoch:
                 f"tail must be one of {', '.join(TAILS)}, and a global batch must have some rows for each of the "
                 f"{num_replicas} replicas, equally many; found {tail!r} and {batch_size} rows."
             )
+        at = EpochPosition(start.orders or (RowPosition(),) * len(self.orders), start.turn)
+        if len(at.orders) != len(self.orders):
+            raise ValueError(f"A position must have {len(self.orders)} orders, as this epoch; found {len(at.orders)}.")
         ahead = num_replicas if tail == "exact" else 0
-        while ranges := take(self.walk(start), batch_size + ahead):
-            available = sum(one.end - one.begin for one in ranges)
-            count = min(available, batch_size)
-            if batch_size < available < batch_size + ahead:
-                count = available - num_replicas
-            if tail == "drop" and count < batch_size:
+        while True:
+            ranges = self._next(at, batch_size + ahead)
+            available = [sum(one.end - one.begin for one in some) for some in ranges]
+            total = sum(available)
+            count = total - num_replicas if batch_size < total < batch_size + ahead else min(total, batch_size)
+            if not count or (tail == "drop" and count < batch_size):
                 return
-            ranges = take(ranges, count)
-            window, _, end = ranges[-1]
-            is_done = end == len(window.rows)
-            stop = RowPosition(window.number + 1) if is_done else RowPosition(window.number, end)
-            yield RowBatch(start, stop, RowSpans.of(ranges))
-            start = stop
+            counts, turn = in_turn(available, at.turn, count)
+            batch = self._batch(at, [take(some, few) for some, few in zip(ranges, counts, strict=True)], turn)
+            yield batch
+            at = batch.end
 
-    @property
-    def first_rows(self) -> NDArray[np.int64]:
-        """int64[known]: the first row of each window, counted over the epoch, as far as windows were counted.
+    def _next(self, at: EpochPosition, count: int) -> list[list[RowRange]]:
+        """The next rows of each order: as many as ``count`` rows in turn can take of it, or more."""
+        each = ceil_div(count, len(self.orders))
+        while True:
+            ranges = [take(order.walk(own), each) for order, own in zip(self.orders, at.orders, strict=True)]
+            found = [sum(one.end - one.begin for one in some) for some in ranges]
+            if sum(found) >= count or max(found) < each:
+                return ranges
+            each *= 2
 
-        Once `num_rows` was asked for, it has ``num_windows + 1`` numbers, of which the last is the number of rows.
-        """
-        known: NDArray[np.int64] = self._first_rows[: self._num_known].copy()
-        return known
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the epoch. This plans every window that was not counted before."""
-        return self._first_row(self.num_windows)
-
-    def row_number(self, position: RowPosition) -> int:
-        """Rows before a position. This plans the windows before it that were not counted before."""
-        return self._first_row(position.window) + position.row
-
-    def position_of(self, row: int) -> RowPosition:
-        """The position of a row, counted over the epoch. This plans the windows up to it that were not counted yet."""
-        while self._first_rows[self._num_known - 1] <= row and self._num_known <= self.num_windows:
-            self._first_row(self._num_known)
-        known = self._first_rows[: self._num_known]
-        if not 0 <= row < known[-1]:
-            raise ValueError(f"Rows count from 0 to {known[-1] - 1} here; found {row}.")
-        window = int(np.searchsorted(known, row, side="right")) - 1
-        return RowPosition(window, row - int(known[window]))
-
-    def _first_row(self, window: int) -> int:
-        first = self._first_rows
-        for number in range(self._num_known - 1, window):
-            first[number + 1] = first[number] + len(self.window(number).rows)
-            self._num_known = number + 2  # threads that share an epoch may count a window twice, with the same result
-        return int(first[window])
+    def _batch(self, begin: EpochPosition, ranges: list[list[RowRange]], turn: int) -> RowBatch:
+        ends = tuple(some[-1].stop if some else own for some, own in zip(ranges, begin.orders, strict=True))
+        counts = [sum(one.end - one.begin for one in some) for some in ranges]
+        rows = RowSpans.of(one for some in ranges for one in some)
+        return RowBatch(begin, EpochPosition(ends, turn), rows, np.repeat(np.arange(len(counts)), counts))
 
 
-def take(ranges: Iterable[RowRange], count: int) -> list[RowRange]:
-    """The first ``count`` rows of these ranges, or all if there are fewer."""
-    found: list[RowRange] = []
-    for one in ranges:
-        found.append(one._replace(end=min(one.end, one.begin + count)))
-        count -= found[-1].end - one.begin
-        if not count:
-            break
-    return found
+def in_turn(available: Sequence[int], turn: int, count: int) -> tuple[list[int], int]:
+    """How many things each of several takes from its own, if all take one in turn, ``count`` in all; and the next turn.
+
+    ``turn`` begins. One that has none left is passed over.
+
+    Example::
+
+        in_turn([5, 1, 5], turn=1, count=6)  # ([2, 1, 3], 0): 1 2 0 2 0 2
+    """
+    counts = [0] * len(available)
+    while count:
+        cycle = [(turn + i) % len(available) for i in range(len(available))]
+        able = [one for one in cycle if counts[one] < available[one]]
+        rounds = min(count // len(able), *(available[one] - counts[one] for one in able))
+        for one in able if rounds else able[:count]:
+            counts[one] += rounds or 1
+        if not rounds:
+            return counts, (able[count - 1] + 1) % len(available)
+        count -= rounds * len(able)
+    return counts, turn

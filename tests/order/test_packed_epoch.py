@@ -1,8 +1,7 @@
-"""An epoch of packed rows: every token once, in the same rows wherever it is read from."""
+"""The global batches of packed rows: the same in every world, wherever a training run stops and resumes."""
 
 from __future__ import annotations
 
-import hashlib
 from itertools import pairwise
 
 import numpy as np
@@ -11,100 +10,98 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World
-from lightning_stream.order.packed_epoch import PackedEpoch, RowPosition, RowRange, RowSpans
+from lightning_stream.order.packed_epoch import EpochPosition, PackedEpoch, in_turn
+from lightning_stream.order.packed_order import RowPosition
 from lightning_stream.order.packing import Packing
-from lightning_stream.order.permutation import RngStream, random_u64
+from lightning_stream.order.permutation import RngStream, permutation
 
 prop = settings(max_examples=100, deadline=None, derandomize=True)
 lengths_of = st.lists(st.integers(0, 25), min_size=1, max_size=80)
-tails = st.sampled_from(["pad", "drop", "exact"])
 packings = st.builds(Packing, st.integers(1, 20), st.integers(1, 30))
+tails = st.sampled_from(["pad", "drop", "exact"])
+nodes = st.integers(1, 4)
 
 
-class Recorded:
-    """An order of samples that remembers which positions were asked for."""
+class Ids:
+    """Sample ids in a given order."""
 
     def __init__(self, ids):
-        self._ids = np.asarray(ids, dtype=np.int64)
-        self.num_samples = len(self._ids)
-        self.asked = []
+        self._ids, self.num_samples = ids, len(ids)
 
     def ids(self, begin, end):
-        self.asked.append((begin, end))
         return self._ids[begin:end]
 
 
-def order_of(num_samples, seed=5):
-    return Recorded(np.argsort(random_u64(RngStream.SAMPLES, seed, size=num_samples)))
+def packed_of(lengths, packing, num_orders=1):
+    ids = permutation(RngStream.SAMPLES, 5, size=len(lengths))
+    orders = [Ids(ids[node::num_orders]) for node in range(num_orders)]
+    return PackedEpoch(orders, np.array(lengths, dtype=np.uint32), packing, key=(7, 0))
 
 
-def packed_of(lengths, packing, **given):
-    return PackedEpoch(order_of(len(lengths)), np.array(lengths, dtype=np.uint32), packing, **{"key": (7, 0), **given})
+def rows_of(batch):
+    """Each row as (order, its spans); a span is (sample, first token, tokens)."""
+    rows = batch.rows
+    flat = list(zip(rows.ids.tolist(), rows.first.tolist(), rows.num_tokens.tolist(), strict=True))
+    spans = [tuple(flat[a:b]) for a, b in pairwise(rows.edges.tolist())]
+    return list(zip(batch.order_of.tolist(), spans, strict=True))
 
 
-def rows_of(spans):
-    """Each row as a list of (sample, first token, tokens)."""
-    flat = list(zip(spans.ids.tolist(), spans.first.tolist(), spans.num_tokens.tolist(), strict=True))
-    edges = spans.edges.tolist()
-    return [flat[a:b] for a, b in pairwise(edges)]
-
-
-def all_rows(packed):
-    return rows_of(RowSpans.of(packed.walk(RowPosition())))
-
-
-@prop
-@given(lengths_of, packings)
-def test_every_token_of_an_epoch_is_in_one_row(lengths, packing):
-    packed = packed_of(lengths, packing)
-    tokens = [(i, first + t) for row in all_rows(packed) for i, first, count in row for t in range(count)]
-    assert sorted(tokens) == [(i, t) for i, length in enumerate(lengths) for t in range(length)]
-
-
-@prop
-@given(lengths_of, packings)
-def test_a_span_names_the_position_of_its_sample_and_stays_in_its_window(lengths, packing):
-    packed = packed_of(lengths, packing)
-    drawn = order_of(len(lengths)).ids(0, len(lengths))
-    for rows in packed.walk(RowPosition()):
-        spans = RowSpans.of([rows])
-        assert np.array_equal(drawn[spans.positions], spans.ids)
-        assert set((spans.positions // packing.window).tolist()) == {rows.window.number}
+def one_in_turn(available, turn, count):
+    """As `in_turn`, one after another."""
+    counts = [0] * len(available)
+    while count:
+        if counts[turn] < available[turn]:
+            counts[turn] += 1
+            count -= 1
+        turn = (turn + 1) % len(available)
+    return counts
 
 
 @prop
-@given(lengths_of, packings, st.integers(1, 4), st.integers(1, 4), tails, st.data())
-def test_a_resume_continues_with_the_same_batches(lengths, packing, replicas, per_replica, tail, data):
+@given(lengths_of, packings, nodes, st.integers(1, 12))
+def test_every_token_is_in_one_batch(lengths, packing, num_orders, batch_size):
+    batches = packed_of(lengths, packing, num_orders).batches(batch_size)
+    spans = [span for batch in batches for _, row in rows_of(batch) for span in row]
+    tokens = [(sample, first + t) for sample, first, count in spans for t in range(count)]
+    assert sorted(tokens) == [(sample, t) for sample, length in enumerate(lengths) for t in range(length)]
+
+
+@prop
+@given(lengths_of, packings, nodes, st.integers(1, 4), st.integers(1, 4), tails, st.data())
+def test_a_resume_continues_with_the_same_batches(lengths, packing, num_orders, replicas, per_replica, tail, data):
     def batches_from(start):
-        fresh = packed_of(lengths, packing)
+        fresh = packed_of(lengths, packing, num_orders)
         batches = fresh.batches(replicas * per_replica, start=start, tail=tail, num_replicas=replicas)
-        return [(one.begin, one.end, rows_of(one.rows)) for one in batches]
+        return [(batch.begin, batch.end, rows_of(batch)) for batch in batches]
 
-    whole = batches_from(RowPosition())
+    whole = batches_from(EpochPosition())
     stop = data.draw(st.integers(0, len(whole)))
-    start = whole[stop - 1][1] if stop else RowPosition()
-    assert batches_from(start) == whole[stop:]
+    assert batches_from(whole[stop - 1][1] if stop else EpochPosition()) == whole[stop:]
 
 
 @prop
-@given(lengths_of, packings, st.integers(1, 12), st.integers(1, 12))
-def test_another_batch_size_after_a_resume_loses_and_repeats_no_row(lengths, packing, before, after):
-    packed = packed_of(lengths, packing)
-    first = next(packed.batches(before), None)
-    if first is not None:
-        rest = [row for one in packed.batches(after, start=first.end) for row in rows_of(one.rows)]
-        assert rows_of(first.rows) + rest == all_rows(packed)
+@given(lengths_of, packings, nodes, st.integers(1, 12), st.integers(1, 12))
+def test_another_batch_size_reads_the_same_rows_in_the_same_turns(lengths, packing, num_orders, before, after):
+    packed = packed_of(lengths, packing, num_orders)
+    one_by_one = [row for batch in packed.batches(1) for row in rows_of(batch)]
+    at, seen = EpochPosition(), 0
+    for batch_size in (before, after, after):
+        batch = next(packed.batches(batch_size, start=at), None)
+        if batch is not None:
+            expected = one_by_one[seen : seen + batch_size]
+            assert sorted(rows_of(batch)) == sorted(expected)
+            assert batch.order_of.tolist() == sorted(order for order, _ in expected)
+            at, seen = batch.end, seen + len(expected)
+    assert packed.row_number(at) == seen
 
 
 @prop
-@given(lengths_of, packings, st.integers(1, 4), st.integers(1, 4), tails)
-def test_the_batches_of_rows_end_where_batches_of_samples_end(lengths, packing, replicas, per_replica, tail):
-    packed = packed_of(lengths, packing)
+@given(lengths_of, packings, nodes, st.integers(1, 4), st.integers(1, 4), tails)
+def test_batches_of_rows_end_where_batches_of_samples_end(lengths, packing, num_orders, replicas, per_replica, tail):
+    packed = packed_of(lengths, packing, num_orders)
     batch_size = replicas * per_replica
-    found = [
-        (packed.row_number(one.begin), packed.row_number(one.end))
-        for one in packed.batches(batch_size, tail=tail, num_replicas=replicas)
-    ]
+    batches = packed.batches(batch_size, tail=tail, num_replicas=replicas)
+    found = [(packed.row_number(batch.begin), packed.row_number(batch.end)) for batch in batches]
     expected = []
     if packed.num_rows:
         run = RunOrder(Snapshot.of([[packed.num_rows]]), [StreamWeights()], OrderConfig.resolve(batch_size=batch_size))
@@ -114,95 +111,31 @@ def test_the_batches_of_rows_end_where_batches_of_samples_end(lengths, packing, 
 
 
 @prop
-@given(lengths_of, packings, st.data())
-def test_a_seek_plans_the_window_of_its_position_alone(lengths, packing, data):
-    packed = packed_of(lengths, packing)
-    windows = [one.window.number for one in packed_of(lengths, packing).walk(RowPosition())]
-    if windows:
-        number = data.draw(st.sampled_from(windows))
-        next(packed.walk(RowPosition(number, 0)))
-        size = packing.window
-        assert packed._order.asked == [(number * size, min((number + 1) * size, len(lengths)))]
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.data())
+def test_turns_are_taken_as_if_one_after_another(available, data):
+    turn = data.draw(st.integers(0, len(available) - 1))
+    count = data.draw(st.integers(0, sum(available)))
+    counts, next_turn = in_turn(available, turn, count)
+    assert counts == one_in_turn(available, turn, count)
+    left = [have - took for have, took in zip(available, counts, strict=True)]
+    rest = data.draw(st.integers(0, sum(left)))
+    both = [a + b for a, b in zip(counts, in_turn(left, next_turn, rest)[0], strict=True)]
+    assert both == one_in_turn(available, turn, count + rest)
 
 
-@prop
-@given(lengths_of, packings)
-def test_rows_are_numbered_over_the_epoch(lengths, packing):
-    packed = packed_of(lengths, packing)
-    positions = [RowPosition(one.window.number, row) for one in packed.walk(RowPosition()) for row in range(one.end)]
-    assert [packed.position_of(number) for number in range(len(positions))] == positions
-    assert [packed.row_number(position) for position in positions] == list(range(len(positions)))
-    assert packed.num_rows == len(positions) == packed.first_rows[-1]
-    with pytest.raises(ValueError, match="Rows count from 0"):
-        packed.position_of(len(positions))
+def test_while_all_nodes_have_rows_a_batch_has_equally_many_of_each():
+    lengths = (np.arange(4000) * 7919 % 97).tolist()
+    batches = list(packed_of(lengths, Packing(128, 100), num_orders=4).batches(32))
+    counts = [np.bincount(batch.order_of, minlength=4).tolist() for batch in batches]
+    uneven = [k for k, count in enumerate(counts) if count != [8] * 4]
+    assert len(batches) > 40
+    assert all(k > 0.9 * len(batches) for k in uneven)
 
 
-def test_saved_numbers_of_rows_spare_the_planning():
-    lengths, packing = np.arange(100) % 13, Packing(16, 10)
-    packed = packed_of(lengths, packing)
-    assert packed.first_rows.tolist() == [0]
-    packed.row_number(RowPosition(4, 0))
-    assert len(packed.first_rows) == 5
-    other = packed_of(lengths, packing, first_rows=packed.first_rows)
-    assert other.num_rows == packed_of(lengths, packing).num_rows
-    assert other._order.asked[0] == (40, 50)
-
-
-@pytest.mark.parametrize("first_rows", [[], [1, 2], [0, 3, 2], [0] * 12])
-def test_numbers_of_rows_of_another_epoch_are_refused(first_rows):
-    with pytest.raises(ValueError, match="first_rows must rise from 0 and have at most 11 numbers"):
-        packed_of(np.ones(100), Packing(16, 10), first_rows=np.array(first_rows, dtype=np.int64))
-
-
-def test_seed_epoch_and_window_each_permute_the_rows_and_nothing_else():
-    lengths, packing = [5] * 400, Packing(10, 200)
-    plain = packed_of(lengths, packing, key=None)
-    orders = {}
-    for key in ((7, 0), (7, 1), (8, 0), None):
-        packed = packed_of(lengths, packing, key=key)
-        for number in (0, 1):
-            rows = rows_of(RowSpans.of([RowRange(packed.window(number), 0, 100)]))
-            in_order = rows_of(RowSpans.of([RowRange(plain.window(number), 0, 100)]))
-            assert sorted(rows) == sorted(in_order)
-            orders[key, number] = tuple(in_order.index(row) for row in rows)
-    assert orders[None, 0] == orders[None, 1] == tuple(range(100))
-    assert len(set(orders.values())) == 7
-
-
-def test_the_rows_of_an_epoch_never_change():
-    lengths = random_u64(RngStream.SAMPLES, 3, size=5000) % np.uint64(700)
-    run = RunOrder(Snapshot.of([[500] * 10]), [StreamWeights()], OrderConfig.resolve(batch_size=64, shuffle=True))
-    packed = PackedEpoch(run.epoch(2), lengths.astype(np.uint32), Packing(512, 1024), key=(9176, 2))
-    spans = RowSpans.of(packed.walk(RowPosition()))
-    columns = np.concatenate([spans.edges, spans.ids, spans.positions, spans.first, spans.num_tokens]).astype("<i8")
-    assert hashlib.sha256(columns.tobytes()).hexdigest()[:16] == "732640d45ae203f5"
-
-
-def test_lengths_may_be_memory_mapped(tmp_path):
-    lengths = (np.arange(300) % 40).astype("<u4")
-    lengths.tofile(tmp_path / "lengths.bin")
-    mapped = np.memmap(tmp_path / "lengths.bin", dtype="<u4", mode="r")
-    packed = PackedEpoch(order_of(300), mapped, Packing(32, 100), key=(7, 0))
-    assert all_rows(packed) == all_rows(packed_of(lengths, Packing(32, 100)))
-
-
-def test_a_sample_that_is_drawn_twice_is_packed_twice():
-    packed = PackedEpoch(Recorded([0, 1, 0]), np.array([3, 4]), Packing(8, 8))
-    assert all_rows(packed) == [[(0, 0, 3), (1, 0, 4)], [(0, 0, 3)]]
-
-
-def test_windows_of_empty_documents_have_no_rows():
-    packed = PackedEpoch(Recorded(range(6)), np.array([0, 0, 3, 3, 0, 0]), Packing(8, 2))
-    assert [one.window.number for one in packed.walk(RowPosition())] == [1]
-    assert [(one.begin, one.end) for one in packed.batches(1)] == [((0, 0), (2, 0))]
-    assert packed.first_rows.tolist() == [0]
-    assert packed.num_rows == 1
-
-
-@pytest.mark.parametrize("start", [RowPosition(0, 99), RowPosition(0, -1), RowPosition(-1, 0)])
-def test_positions_outside_the_epoch_are_refused(start):
-    with pytest.raises(ValueError, match=r"the position is row|Windows count from 0"):
-        next(packed_of([5] * 10, Packing(10, 4)).batches(2, start=start))
+def test_windows_of_empty_documents_are_passed_over():
+    packed = PackedEpoch([Ids(np.arange(6))], np.array([0, 0, 3, 3, 0, 0]), Packing(8, 2))
+    batches = [(batch.begin.orders, batch.end.orders) for batch in packed.batches(1)]
+    assert batches == [((RowPosition(0, 0),), (RowPosition(2, 0),))]
 
 
 @pytest.mark.parametrize("given", [{"tail": "keep"}, {"batch_size": 0}, {"num_replicas": 3}])
@@ -211,7 +144,6 @@ def test_batches_that_cannot_be_cut_are_refused(given):
         next(packed_of([5] * 10, Packing(10, 4)).batches(**{"batch_size": 2, **given}))
 
 
-@pytest.mark.parametrize("lengths", [np.ones((2, 2), np.int64), np.ones(4)])
-def test_lengths_of_another_kind_are_refused(lengths):
-    with pytest.raises(ValueError, match="Lengths must be a 1-d array of integers; found"):
-        PackedEpoch(order_of(4), lengths, Packing(8))
+def test_a_position_of_other_orders_is_refused():
+    with pytest.raises(ValueError, match="A position must have 2 orders, as this epoch; found 1"):
+        next(packed_of([5] * 10, Packing(10, 4), 2).batches(2, start=EpochPosition((RowPosition(),))))
