@@ -2,14 +2,17 @@
 
     python benchmarks/pack_plan.py [--documents 1000000] [--mean 700] [--sigma 1.2]
 
-Targets: padding of at most 0.1 % for rows of 8,192 tokens and 0.2 % for rows of 32,768 in windows of 16,384 documents, at
-least 500,000 documents per CPU-s with the reading of their lengths, and a seek of at most 50 ms. Times are CPU seconds of
-this one process. All packers get the same pieces of the same shuffled documents:
+Targets, in windows of 16,384 documents: padding of at most 0.1 % for rows of 8,192 tokens and 0.2 % for rows of 32,768,
+at least 500,000 documents per CPU-s, and a seek of at most 50 ms. Times are CPU seconds of this one process:
 
-    lightning_stream   PackedEpoch: best-fit decreasing in groups of equal pieces, lengths memory-mapped
-    one by one         the same rows in plain Python, a bit mask over the rooms of the open rows
-    first fit of 8     the first of 8 open rows with room; where none has room, the fullest one is closed
-    next fit           one open row
+    lightning_stream   PackedOrder over a shuffled order, with the reading of memory-mapped lengths, in groups of equal
+                       pieces
+    one by one         the same best-fit decreasing, one piece after another, a bit mask over the rooms of the open rows
+    first fit of 8     no windows; the first of 8 open rows with room; where none has room, the fullest one is closed
+    next fit           no windows; one open row
+
+The last three get the lengths as Python integers in the order of the epoch, long documents already cut, and their time
+is that of the placement alone. The last two cannot seek: every row depends on all rows before it.
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights
-from lightning_stream.order.packed_epoch import PackedEpoch, RowPosition
+from lightning_stream.order.packed_order import PackedOrder, RowPosition
 from lightning_stream.order.packing import Packing
 
 ROW_LENGTHS, WINDOWS = (2048, 8192, 32768), (4096, 16384, 65536)
@@ -32,29 +36,28 @@ ROW_LENGTHS, WINDOWS = (2048, 8192, 32768), (4096, 16384, 65536)
 
 def pieces_of(lengths: np.ndarray, row_length: int) -> list[int]:
     """The documents in their order, those longer than a row cut after every ``row_length`` tokens."""
-    whole, rest = np.divmod(lengths.astype(np.int64), row_length)
-    pieces = [piece for full, last in zip(whole, rest, strict=True) for piece in [row_length] * full + [last] if piece]
-    return list(map(int, pieces))
+    whole, rest = (part.tolist() for part in np.divmod(lengths.astype(np.int64), row_length))
+    return [piece for full, last in zip(whole, rest, strict=True) for piece in [row_length] * full + [last] if piece]
 
 
-def one_by_one(pieces: list[int], row_length: int, window: int) -> int:
-    rows = 0
-    for first in range(0, len(pieces), window):
-        mask, rooms = 0, {}
-        for piece in sorted(pieces[first : first + window], reverse=True):
+def one_by_one(windows: list[list[int]], row_length: int) -> int:
+    num_rows = 0
+    for pieces in windows:
+        mask, rows, placed = 0, {}, []
+        for piece in sorted(pieces, reverse=True):
             fitting = mask >> piece
             if fitting:
                 room = piece + (fitting & -fitting).bit_length() - 1
-                rooms[room] -= 1
-                if not rooms[room]:
+                row = rows[room].pop()
+                if not rows[room]:
                     mask ^= 1 << room
             else:
-                room, rows = row_length, rows + 1
-            left = room - piece
-            if left:
-                rooms[left] = rooms.get(left, 0) + 1
-                mask |= 1 << left
-    return rows
+                room, row, num_rows = row_length, num_rows, num_rows + 1
+            placed.append(row)
+            if room > piece:
+                rows.setdefault(room - piece, []).append(row)
+                mask |= 1 << (room - piece)
+    return num_rows
 
 
 def first_fit(pieces: list[int], row_length: int, num_open: int) -> int:
@@ -79,49 +82,49 @@ def cpu_seconds(action: Callable[[], int]) -> tuple[float, int]:
     return time.process_time() - begin, result
 
 
-def show(name: str, window: str, documents: int, seconds: float, tokens: int, room: int) -> None:
-    print(f"  {name:<18}{window:>8}{documents / seconds:>16,.0f}{1 - tokens / room:>12.3%}")
+class Data:
+    """Documents in 20,000 a shard, in the shuffled order of epoch 0."""
+
+    def __init__(self, lengths: np.ndarray) -> None:
+        self.lengths, documents = lengths, len(lengths)
+        sizes = np.diff(np.append(np.arange(0, documents, 20_000), documents))
+        self.run = RunOrder(Snapshot.of([sizes]), [StreamWeights()], OrderConfig.resolve(batch_size=256, shuffle=True))
+        self.shuffled = lengths[self.run.epoch(0).ids(0, documents)]
+
+    def packed(self, row_length: int, window: int) -> PackedOrder:
+        run, packing = self.run, Packing(row_length, window)
+        order = RunOrder(run.snapshot, run.weights, run.config).epoch(0)  # a new one: nothing of it is planned
+        return PackedOrder(order, self.lengths, packing, key=(run.config.seed, 0))
+
+    def seek_ms(self, row_length: int, window: int, count: int = 12) -> list[float]:
+        """Times to the first rows in windows all over the epoch, each planned by a new object."""
+        found = []
+        for i in range(count):
+            packed = self.packed(row_length, window)
+            position = RowPosition(packed.num_windows * i // count)
+            found.append(cpu_seconds(lambda packed=packed, at=position: len(next(packed.walk(at))))[0] * 1e3)
+        return sorted(found)
 
 
-def seeks(packed: Callable[[], PackedEpoch], count: int) -> list[float]:
-    """Milliseconds to the first row of windows all over the epoch, each planned by a new object."""
-    found = []
-    for i in range(count):
-        fresh = packed()
-        position = RowPosition(fresh.num_windows * i // count)
-        found.append(cpu_seconds(lambda fresh=fresh, position=position: len(next(fresh.walk(position))))[0] * 1e3)
-    return sorted(found)
+def show(name: str, window: str, lengths: np.ndarray, row_length: int, action: Callable[[], int]) -> None:
+    seconds, rows = cpu_seconds(action)
+    padding = 1 - int(lengths.sum()) / (rows * row_length)
+    print(f"  {name:<18}{window:>8}{len(lengths) / seconds:>18,.0f}{padding:>12.3%}")
 
 
-def measure(lengths: np.ndarray) -> None:
-    documents, tokens = len(lengths), int(lengths.sum())
-    sizes = np.diff(np.append(np.arange(0, documents, 20_000), documents))
-    run = RunOrder(Snapshot.of([sizes]), [StreamWeights()], OrderConfig.resolve(batch_size=256, shuffle=True))
-    ids = run.epoch(0).ids(0, documents)
-    few = documents // 4  # for the slower ways
-    few_tokens = int(lengths[ids[:few]].sum())
-    for row_length in ROW_LENGTHS:
-        print(f"\nrows of {row_length:,} tokens\n  {'':<18}{'window':>8}{'documents/CPU-s':>16}{'padding':>12}")
-        pieces = pieces_of(lengths[ids[:few]], row_length)
-        for window in WINDOWS:
-            packing = Packing(row_length, window)
-
-            def packed(packing: Packing = packing) -> PackedEpoch:
-                order = RunOrder(run.snapshot, run.weights, run.config).epoch(0)
-                return PackedEpoch(order, lengths, packing, key=(run.config.seed, 0))
-
-            whole = packed()
-            seconds, rows = cpu_seconds(lambda whole=whole: whole.num_rows)
-            show("lightning_stream", f"{window:,}", documents, seconds, tokens, rows * row_length)
-            if window == 16384:
-                times = seeks(packed, 12)
-                seek = f"{statistics.median(times):.1f} (worst of 12: {times[-1]:.1f}) ms"
-        seconds, rows = cpu_seconds(lambda: one_by_one(pieces, row_length, 16384))
-        show("one by one", "16,384", few, seconds, few_tokens, rows * row_length)
-        for name, num_open in (("first fit of 8", 8), ("next fit", 1)):
-            seconds, rows = cpu_seconds(lambda num_open=num_open: first_fit(pieces, row_length, num_open))
-            show(name, "", few, seconds, few_tokens, rows * row_length)
-        print(f"  seek to a window of 16,384 documents: {seek}")
+def measure(data: Data, row_length: int) -> None:
+    print(f"\nrows of {row_length:,} tokens\n  {'':<18}{'window':>8}{'documents/CPU-s':>18}{'padding':>12}")
+    for window in WINDOWS:
+        packed = data.packed(row_length, window)
+        show("lightning_stream", f"{window:,}", data.lengths, row_length, lambda packed=packed: packed.num_rows)
+    windows = np.split(data.shuffled, range(16384, len(data.shuffled), 16384))
+    pieces = [pieces_of(one, row_length) for one in windows]
+    show("one by one", "16,384", data.lengths, row_length, lambda: one_by_one(pieces, row_length))
+    flat = list(chain.from_iterable(pieces))
+    show("first fit of 8", "", data.lengths, row_length, lambda: first_fit(flat, row_length, 8))
+    show("next fit", "", data.lengths, row_length, lambda: first_fit(flat, row_length, 1))
+    times = data.seek_ms(row_length, 16384)
+    print(f"  a seek to a window of 16,384 documents takes {statistics.median(times):.1f} ms, {times[-1]:.1f} at most")
 
 
 def main() -> None:
@@ -129,15 +132,15 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=1_000_000)
     parser.add_argument("--mean", type=float, default=700)
     parser.add_argument("--sigma", type=float, default=1.2)
-    arguments = parser.parse_args()
-    drawn = np.random.default_rng(0).lognormal(
-        np.log(arguments.mean) - arguments.sigma**2 / 2, arguments.sigma, arguments.documents
-    )
+    given = parser.parse_args()
+    drawn = np.random.default_rng(0).lognormal(np.log(given.mean) - given.sigma**2 / 2, given.sigma, given.documents)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "lengths.bin"
         np.clip(drawn, 1, 200_000).astype("<u4").tofile(path)
-        print(f"{arguments.documents:,} documents, {int(np.clip(drawn, 1, 200_000).sum()):,} tokens")
-        measure(np.memmap(path, dtype="<u4", mode="r"))
+        data = Data(np.memmap(path, dtype="<u4", mode="r"))
+        print(f"{given.documents:,} documents of {data.lengths.mean():,.0f} tokens in the mean")
+        for row_length in ROW_LENGTHS:
+            measure(data, row_length)
 
 
 if __name__ == "__main__":

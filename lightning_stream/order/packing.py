@@ -196,31 +196,27 @@ def _best_fit(lengths: list[int], counts: list[int], row_length: int) -> tuple[l
         at = bisect_left(rooms, length)
         while count:
             room = rooms[at] if at < len(rooms) else row_length
-            fits = room // length
-            needed = -(-count // fits)
-            if at == len(rooms):
+            each = min(room // length, count)
+            needed = count // each
+            queue = queues.get(room)
+            if queue is None:
                 rows = list(range(num_rows, num_rows + needed))
                 num_rows += needed
-            elif needed < len(queues[room]):
-                rows = queues[room][:needed]
-                del queues[room][:needed]
+            elif needed < len(queue):
+                rows = queue[:needed]
+                del queue[:needed]
             else:
                 rows = queues.pop(room)
                 del rooms[at]
-            full = min(count // fits, len(rows))
-            rest = count - full * fits if full < len(rows) else 0
-            placed += rows[:full] if fits == 1 else [row for row in rows[:full] for _ in range(fits)]
-            placed += rows[full:] * rest
-            count -= full * fits + rest
-            for left, moved in ((room - fits * length, rows[:full]), (room - rest * length, rows[full:])):
-                if not left or not moved:
-                    continue
-                if left in queues:
-                    queues[left] += moved
-                else:
-                    queues[left] = moved
-                    insort(rooms, left)
-                    at += left < length
+            placed += rows if each == 1 else [row for row in rows for _ in range(each)]
+            count -= each * len(rows)
+            left = room - each * length
+            if left in queues:
+                queues[left] += rows
+            elif left:
+                queues[left] = rows
+                insort(rooms, left)
+                at += 1
     return placed, num_rows
 
 
