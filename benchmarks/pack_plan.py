@@ -5,8 +5,7 @@
 Targets, in windows of 16,384 documents: padding of at most 0.1 % for rows of 8,192 tokens and 0.2 % for rows of 32,768,
 at least 500,000 documents per CPU-s, and a seek of at most 50 ms. Times are CPU seconds of this one process:
 
-    lightning_stream   PackedOrder over a shuffled order, with the reading of memory-mapped lengths, in groups of equal
-                       pieces
+    lightning_stream   PackedOrder over a shuffled order, with the reading of memory-mapped lengths
     one by one         the same best-fit decreasing, one piece after another, a bit mask over the rooms of the open rows
     first fit of 8     no windows; the first of 8 open rows with room; where none has room, the fullest one is closed
     next fit           no windows; one open row

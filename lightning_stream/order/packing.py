@@ -186,7 +186,8 @@ def _best_fit(lengths: list[int], counts: list[int], row_length: int) -> tuple[l
     """Place ``counts[i]`` pieces of each length (descending): the row of each piece, and the number of rows.
 
     Equal pieces are placed together: the fullest row with room takes as many as fit, and so does each row with equal
-    room. A window of 16,384 documents takes about 4,000 such moves, 3 to 4 million documents per CPU-s instead of 0.7.
+    room. With rows of 8,192 tokens, 16,384 log-normal documents take about 4,000 such moves: 2.8 million documents per
+    CPU-s, the reading of their lengths included, instead of 0.9 million one by one.
     """
     rooms: list[int] = []  # the different rooms of open rows, ascending
     queues: dict[int, list[int]] = {}  # the rows with each room, the longest waiting first

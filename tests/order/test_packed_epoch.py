@@ -13,13 +13,22 @@ from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, S
 from lightning_stream.order.packed_epoch import EpochPosition, PackedEpoch, in_turn
 from lightning_stream.order.packed_order import RowPosition
 from lightning_stream.order.packing import Packing
-from lightning_stream.order.permutation import RngStream, permutation
+from lightning_stream.order.permutation import RngStream, permutation, random_u64
+from lightning_stream.order.window import NodeWindow
 
 prop = settings(max_examples=100, deadline=None, derandomize=True)
 lengths_of = st.lists(st.integers(0, 25), min_size=1, max_size=80)
 packings = st.builds(Packing, st.integers(1, 20), st.integers(1, 30))
 tails = st.sampled_from(["pad", "drop", "exact"])
 nodes = st.integers(1, 4)
+
+
+class OfNode:
+    """The samples of one canonical node."""
+
+    def __init__(self, whole, node):
+        self.ids = NodeWindow(whole, node).ids
+        self.num_samples = len(range(node, whole.num_samples, whole.canonical_nodes))
 
 
 class Ids:
@@ -130,6 +139,26 @@ def test_while_all_nodes_have_rows_a_batch_has_equally_many_of_each():
     uneven = [k for k, count in enumerate(counts) if count != [8] * 4]
     assert len(batches) > 40
     assert all(k > 0.9 * len(batches) for k in uneven)
+
+
+def downloads(snapshot, packed, batch_size, num_machines):
+    """How often a shard is downloaded in the mean, if each machine takes an equal part of every batch."""
+    used = [set() for _ in range(num_machines)]
+    for batch in packed.batches(batch_size):
+        cuts = batch.rows.edges[np.arange(num_machines + 1) * len(batch.rows) // num_machines]
+        for shards, (first, end) in zip(used, pairwise(cuts.tolist()), strict=True):
+            shards.update(snapshot.shards_of(batch.rows.ids[first:end]).tolist())
+    return sum(map(len, used)) / snapshot.num_shards
+
+
+def test_nodes_that_are_packed_apart_keep_their_shards_to_themselves():
+    snapshot, packing = Snapshot.of([[200] * 320]), Packing(512, 1000)
+    run = RunOrder(snapshot, [StreamWeights()], OrderConfig.resolve(batch_size=64, shuffle=True))
+    lengths = (random_u64(RngStream.SAMPLES, 3, size=snapshot.num_samples) % np.uint64(400)).astype(np.uint32)
+    samples = run.sample_order(0, (0,), 0)
+    apart = PackedEpoch([OfNode(samples, node) for node in range(16)], lengths, packing, key=(7, 0))
+    assert downloads(snapshot, PackedEpoch([samples], lengths, packing, key=(7, 0)), 64, 4) == 4
+    assert downloads(snapshot, apart, 64, 4) < 1.2
 
 
 def test_windows_of_empty_documents_are_passed_over():
