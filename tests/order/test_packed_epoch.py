@@ -161,6 +161,14 @@ def test_nodes_that_are_packed_apart_keep_their_shards_to_themselves():
     assert downloads(snapshot, apart, 64, 4) < 1.2
 
 
+def test_each_order_has_its_own_permutation():
+    alike = Ids(np.arange(200))
+    packed = PackedEpoch([alike, alike], np.full(200, 5), Packing(10, 200), key=(7, 0))
+    first, second = (order.window(0).rows for order in packed.orders)
+    assert sorted(first.document.tolist()) == sorted(second.document.tolist())
+    assert first.document.tolist() != second.document.tolist()
+
+
 def test_windows_of_empty_documents_are_passed_over():
     packed = PackedEpoch([Ids(np.arange(6))], np.array([0, 0, 3, 3, 0, 0]), Packing(8, 2))
     batches = [(batch.begin.orders, batch.end.orders) for batch in packed.batches(1)]
