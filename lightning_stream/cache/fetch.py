@@ -13,6 +13,8 @@ from lightning_stream.shared_files import FULL
 from lightning_stream.stores import Store
 from lightning_stream.stores.base import REMEDY
 
+from .config import CacheConfig
+
 
 @dataclass(frozen=True)
 class ShardFetcher:
@@ -20,15 +22,17 @@ class ShardFetcher:
 
     store: Store
     compression: str | None
-    validate_hash: str | None
-    refetches: int
+    config: CacheConfig
     kept: tuple[Path, ...]
     connections: int = 1
 
     def fetch(self, raw: FileEntry, compressed: FileEntry | None, draft: Path, packed: Path) -> None:
         """Put the verified bytes of the raw file into `draft`; a compressed file that was fetched stays in `packed`."""
-        here = _kept(self.kept, compressed)
-        for left in reversed(range(self.refetches + 1)):
+        here = None
+        if compressed is not None:
+            paths = (folder / compressed.basename for folder in self.kept)
+            here = next((path for path in paths if size_of(path) == compressed.num_bytes), None)
+        for left in reversed(range(self.config.refetches + 1)):
             try:
                 self._once(raw, compressed, draft, packed, here)
                 return
@@ -45,10 +49,10 @@ class ShardFetcher:
             if here is None:
                 self._get(compressed, packed)
             source = here or packed
-            verify(source, compressed, self.validate_hash, f"{self.store.url}/{compressed.basename}")
+            verify(source, compressed, self.config.validate_hash, f"{self.store.url}/{compressed.basename}")
             decompress_file(self.compression, source, draft, raw.num_bytes)
             where = f"{where} (from {compressed.basename})"
-        verify(draft, raw, self.validate_hash, where)
+        verify(draft, raw, self.config.validate_hash, where)
 
     def _get(self, file: FileEntry, draft: Path) -> None:
         draft.unlink(missing_ok=True)
@@ -68,21 +72,15 @@ def check_size(path: Path, file: FileEntry, where: str) -> None:
 def verify(path: Path, file: FileEntry, validate_hash: str | None, where: str) -> None:
     """Raise DigestError unless a file has the size and the hash in its index: `validate_hash`, or the fastest one."""
     check_size(path, file, where)
-    name = _hash_to_check(file, validate_hash)
-    if name is not None and (found := digest_file([name], path)[name]) != file.hashes[name]:
-        raise DigestError(f"{where}: the index promises {name} {file.hashes[name]}; the bytes have {found}. {REMEDY}")
-
-
-def _hash_to_check(file: FileEntry, validate_hash: str | None) -> str | None:
-    if validate_hash is None:
-        return next((name for name in FASTEST_FIRST if name in file.hashes), None)
-    if validate_hash not in file.hashes:
+    if validate_hash is not None and validate_hash not in file.hashes:
         has = ", ".join(sorted(file.hashes)) or "none"
         raise ValueError(
             f"validate_hash={validate_hash!r} asks for a hash that the index must have; for {file.basename} it has "
             f"{has}. Choose one of these, or None."
         )
-    return validate_hash
+    name = validate_hash or next((name for name in FASTEST_FIRST if name in file.hashes), None)
+    if name is not None and (found := digest_file([name], path)[name]) != file.hashes[name]:
+        raise DigestError(f"{where}: the index promises {name} {file.hashes[name]}; the bytes have {found}. {REMEDY}")
 
 
 def size_of(path: Path) -> int | None:
@@ -91,13 +89,6 @@ def size_of(path: Path) -> int | None:
         return path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
         return None
-
-
-def _kept(folders: tuple[Path, ...], compressed: FileEntry | None) -> Path | None:
-    if compressed is None:
-        return None
-    paths = (folder / compressed.basename for folder in folders)
-    return next((path for path in paths if size_of(path) == compressed.num_bytes), None)
 
 
 def is_full(error: BaseException | None) -> bool:

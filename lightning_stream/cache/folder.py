@@ -21,7 +21,6 @@ from lightning_stream.shared_files import (
     Modes,
     make_folder,
     no_locks,
-    publish_bytes,
     sync,
     try_flock,
 )
@@ -84,10 +83,6 @@ class CacheFolder:
             return (self.control / "source").read_text()
         except FileNotFoundError:
             return None
-
-    def set_source(self, label: str) -> None:
-        """Write the label of the store whose data this is."""
-        publish_bytes(label.encode(), self.control / "source", self.modes)
 
     def prepare(self) -> None:
         """Make the folders, check that locks work, and remove the drafts of killed processes.
@@ -194,17 +189,11 @@ class CacheFolder:
             for name in sorted(os.listdir(drafts)):  # noqa: PTH208 (by descriptor)
                 lock = FileLock(self.control / "locks" / f"{name.split('.')[0]}.lock", modes=self.modes)
                 if lock.try_acquire():
-                    _unlink_and_release(name, drafts, lock)
+                    with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
+                        stack.callback(lock.release)
+                        os.unlink(name, dir_fd=drafts)
         finally:
             os.close(drafts)
-
-
-def _unlink_and_release(name: str, folder: int, lock: FileLock) -> None:
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=folder)
-    finally:
-        lock.release()
 
 
 def _key(name: str) -> str:

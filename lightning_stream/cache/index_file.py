@@ -9,6 +9,7 @@ from pathlib import Path
 from lightning_stream.cache.folder import CacheFolder
 from lightning_stream.errors import CacheError, FormatError
 from lightning_stream.formats.index import Index, ShardEntry
+from lightning_stream.shared_files import publish_bytes
 from lightning_stream.stores import Store
 
 
@@ -40,9 +41,12 @@ class IndexFile:
         before = index if old == new else self._former(path, old)
         self._refuse_another(before, index)
         if before is not None and before.digest != index.digest:
-            self._drop_changed(before, index)
+            now = {raw.basename: raw for raw in (index.entry(number).raw for number in range(index.num_shards))}
+            for entry in map(before.entry, range(before.num_shards)):
+                if now.get(entry.raw.basename) != entry.raw:
+                    self._drop(entry)
         # In this order: if it is killed in between, the folder is known to hold no other dataset.
-        self._folder.set_source(self._label)
+        publish_bytes(self._label.encode(), self._folder.control / "source", self._folder.modes)
         self._folder.publish(draft, name)
         return index
 
@@ -81,12 +85,6 @@ class IndexFile:
             f"a cache folder holds one dataset: {self._folder.path} holds {holder}, and "
             f"{self._store.url} is another{why}. Pass another local=, or delete the folder."
         )
-
-    def _drop_changed(self, before: Index, after: Index) -> None:
-        now = {raw.basename: raw for raw in (after.entry(number).raw for number in range(after.num_shards))}
-        for entry in map(before.entry, range(before.num_shards)):
-            if now.get(entry.raw.basename) != entry.raw:
-                self._drop(entry)
 
 
 def _all_hashed(index: Index) -> bool:

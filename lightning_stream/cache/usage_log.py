@@ -48,16 +48,10 @@ class UsageLog:
         self._restart(b"")
 
     def reserve(self, entry: CacheEntry, limit_bytes: int | None, in_order: _Order, remove: _Remove) -> int | None:
-        """Enter a shard that will be fetched, after making space for it under the limit, if there is one.
+        """Enter a shard that will be fetched, in place of its older entry, after making space under the folder's limit.
 
-        Args:
-            entry: The shard; it replaces an entry of the same name.
-            limit_bytes: The limit of the folder.
-            in_order: Sorts the shards that may be removed, the first one first.
-            remove: Deletes a shard's files; False if it is in use.
-
-        Returns:
-            None, or the bytes in use that leave no space: then nothing was entered.
+        `in_order` sorts the shards that may be removed, the first one first; `remove` deletes the files of one, False
+        if it is in use. Return None, or the bytes in use that leave no space: then nothing was entered.
         """
         with self._locked():
             known = self._held.get(entry.names[0])

@@ -84,10 +84,6 @@ class AddressWindow:
         self._cells: dict[int, NDArray[Any]] = {}
         self.view = memoryview(self._window).cast("B")
 
-    def union(self, begin: int, end: int) -> tuple[int, int]:
-        """Return the ends of a window that also holds ``begin`` to ``end``."""
-        return min(begin, self.begin), max(end, self.end)
-
     def take(self, at: NDArray[np.int64], width: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         """Copy ``width`` bytes from each position ``at``: uint8[n, width], into ``out`` (C-contiguous) if given."""
         if width >= _WIDE_BYTES:

@@ -67,11 +67,6 @@ def corrupt_error(where: str, index: int, column: str, error: BaseException) -> 
     return FormatError(f"{where}, sample {index}, column {column!r}: {what}. Fetch the shard again.")
 
 
-def closed_error(where: str) -> ValueError:
-    """Return the error for reading a closed shard."""
-    return ValueError(f"{where}: the shard is closed.")
-
-
 def open_shard(
     entry: ShardEntry, folder: Path, *, allow_unsafe_types: bool = False, decoders: Decoders | None = None
 ) -> Shard:
@@ -89,7 +84,7 @@ def open_shard(
     """
     # imported here, since these modules import this one
     from lightning_stream.formats.mds.shard import MdsShard
-    from lightning_stream.formats.rows.shard import RowShard
+    from lightning_stream.formats.rows import RowShard
 
     if entry.format == "mds":
         return MdsShard(entry, folder, allow_unsafe_types=allow_unsafe_types, decoders=decoders)

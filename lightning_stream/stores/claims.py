@@ -40,7 +40,10 @@ def claimed(store: BaseStore, name: str, if_version: str | None) -> Iterator[Non
         try:
             if _others(store, name, claim):
                 continue
-            if _version(store, name) != if_version:
+            found = None
+            with contextlib.suppress(NotFoundError):
+                found = content_version(store.read(name))
+            if found != if_version:
                 raise PreconditionError(name)
             yield
             return
@@ -57,10 +60,3 @@ def _others(store: BaseStore, name: str, claim: str) -> list[str]:
     for other in dead:
         store.delete(other)
     return [other for other in made_at if other not in dead]
-
-
-def _version(store: BaseStore, name: str) -> str | None:
-    try:
-        return content_version(store.read(name))
-    except NotFoundError:
-        return None

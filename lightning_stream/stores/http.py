@@ -10,7 +10,7 @@ import re
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,10 +99,6 @@ class HttpStore(BaseStore):
             if date := answer.headers.get("Last-Modified"):
                 headers["If-Unmodified-Since"] = date
         self._request("PUT", self._address(name), headers, file).close()
-
-    def _list(self, prefix: str) -> Iterator[ObjectEntry]:
-        where = f"{self.url}/{prefix}"
-        raise StoreError(f"{where}: a web server cannot be listed. Name the files, or use a bucket's own URL.")
 
     def _delete(self, name: str) -> None:
         self._request("DELETE", self._address(name), {}).close()

@@ -158,12 +158,9 @@ class S3Store(BucketStore):
             self._signed().put_object(Body=file, **wanted, **{**more, "IfMatch": if_version.strip('"')})
 
     def _etag(self, name: str) -> str | None:
-        try:
+        with suppress(NotFoundError), self.translate_errors(name):
             return str(self._signed().head_object(**self._wanted(name))["ETag"])
-        except Exception as error:
-            if self._status(error) != 404:
-                raise
-            return None
+        return None
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:
         wanted = {**self._wanted(None), "Prefix": self._prefix + prefix}

@@ -136,26 +136,22 @@ class DatasetPlace:
                 )
         for name in (INDEX_NAME, *also):
             self._begun_with[name] = [Seen() if mode == "new" else Seen.of(store, name) for store in self.stores]
-        if mode == "append":
-            self.base = self._read_base()
+        if mode != "append":
+            return
+        base, *others = (seen.data for seen in self._begun_with[INDEX_NAME])
+        if base is None:
+            raise ValueError(f"append=True needs a dataset; {self.store.url} has no {INDEX_NAME}.")
+        self.base = Index.from_bytes(base, f"{self.store.url}/{INDEX_NAME}")
+        if any(text != base for text in others):
+            raise ValueError(
+                "both places of a pair must hold the dataset that is appended to. Pass keep_local=False, or copy it "
+                f"from {self.store.url} to {self.stores[1].url}."
+            )
 
     @property
     def files_begun_with(self) -> set[str]:
         """The files of the dataset that was there when the writer began."""
         return listed_files(self._begun_with[INDEX_NAME][0].data)
-
-    def _read_base(self) -> Index:
-        texts = [seen.data for seen in self._begun_with[INDEX_NAME]]
-        if texts[0] is None:
-            raise ValueError(f"append=True needs a dataset; {self.store.url} has no {INDEX_NAME}.")
-        base = Index.from_bytes(texts[0], f"{self.store.url}/{INDEX_NAME}")
-        for store, text in zip(self.stores, texts, strict=True):
-            if text != texts[0]:
-                raise ValueError(
-                    "both places of a pair must hold the dataset that is appended to. Pass keep_local=False, or copy "
-                    f"it from {self.store.url} to {store.url}."
-                )
-        return base
 
     @cached_property
     def next_shard(self) -> int:
@@ -182,8 +178,15 @@ class DatasetPlace:
     def put_shard(self, name: str, parts: Sequence[Any]) -> None:
         """Put one file of a shard, under a name by `name_of`. FileExistsError if another writer has put that name."""
         for store in self.stores:
-            if not _put_new(store, name, parts) and self.mode == "new":
-                raise AlreadyExistsError(_another(f"{store.url} holds {name!r} already"))
+            try:
+                if isinstance(store, LocalStore):
+                    with store.translate_errors(name):
+                        write_file(store.folder / name, parts)
+                else:
+                    store.put(name, b"".join(parts), if_absent=True)
+            except AlreadyExistsError:  # noqa: PERF203 (a pair has two stores)
+                if self.mode == "new":
+                    raise AlreadyExistsError(_another(f"{store.url} holds {name!r} already")) from None
         self.put_names.append(name)
 
     def commit(self, entries: Sequence[bytes]) -> None:
@@ -279,19 +282,6 @@ class DatasetPlace:
 
     def __str__(self) -> str:
         return " and ".join(store.url for store in self.stores)
-
-
-def _put_new(store: Store, name: str, parts: Sequence[Any]) -> bool:
-    """Put an object, given in parts; False if there is one of that name."""
-    try:
-        if isinstance(store, LocalStore):
-            with store.translate_errors(name):
-                write_file(store.folder / name, parts)
-        else:
-            store.put(name, b"".join(parts), if_absent=True)
-    except AlreadyExistsError:
-        return False
-    return True
 
 
 def _listed(store: Store) -> Iterator[ObjectEntry]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from hashlib import blake2b
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -17,14 +17,7 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.codecs import check_compression
 from lightning_stream.formats.encodings import encoding_of_column
-from lightning_stream.formats.index.schema import (
-    ROW_TYPES,
-    SEPARATORS,
-    FileEntry,
-    Schema,
-    ShardEntry,
-    check_basename,
-)
+from lightning_stream.formats.index.schema import ROW_TYPES, SEPARATORS, FileEntry, Schema, ShardEntry, check_basename
 
 _FIELDS = 6  # begin, end, samples, raw bytes, stored bytes, schema
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -77,16 +70,11 @@ _decode_entry = msgspec.json.Decoder(_Entry).decode
 _DECODE_ERRORS = (ValueError, RecursionError)  # msgspec's own are ValueErrors
 
 
-class IndexScan(NamedTuple):
-    """The result of one pass: int64[num_shards, 6] ``numbers`` (see `_FIELDS`), the schemas, and the digest in hex."""
+def scan_index(data: bytes, where: str) -> tuple[NDArray[np.int64], tuple[Schema, ...], str]:
+    """Read the text once and check every entry; FormatError with ``where`` and the shard if something is wrong.
 
-    numbers: NDArray[np.int64]
-    schemas: tuple[Schema, ...]
-    digest: str
-
-
-def scan_index(data: bytes, where: str) -> IndexScan:
-    """Read the text once and check every entry; FormatError with ``where`` and the shard if something is wrong."""
+    Return int64[num_shards, 6] (see `_FIELDS`), the schemas, and the digest in hex.
+    """
     digest = blake2b(b"lightning-stream index 1", digest_size=32)
     numbers = array("q")
     schemas: list[Schema] = []
@@ -115,7 +103,7 @@ def scan_index(data: bytes, where: str) -> IndexScan:
         end = begin + len(memoryview(text))
         numbers.extend((begin, end, entry.samples, raw, stored, schema_id))
     found: NDArray[np.int64] = np.frombuffer(numbers, np.int64).reshape(-1, _FIELDS)
-    return IndexScan(found, tuple(schemas), digest.hexdigest())
+    return found, tuple(schemas), digest.hexdigest()
 
 
 def parse_entry(text: bytes, where: str, schema: Schema) -> ShardEntry:

@@ -70,11 +70,6 @@ class ShardEntry:
         return self.schema.format
 
     @property
-    def compression(self) -> str | None:
-        """The name of the compression, or None."""
-        return self.schema.compression
-
-    @property
     def files(self) -> tuple[tuple[FileEntry, FileEntry | None], ...]:
         """All files of the shard: (the raw file, the compressed file or None)."""
         data = (self.raw, self.compressed)
