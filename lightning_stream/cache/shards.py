@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, final
 
-from lightning_stream.cache.folder import CacheFolder, default_folder
+from lightning_stream.cache.folder import CacheConfig, CacheFolder, default_folder
 from lightning_stream.cache.usage_log import CacheEntry
 from lightning_stream.errors import CacheError, DigestError, NotFoundError, UnavailableError
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
@@ -21,10 +21,8 @@ from lightning_stream.shared_files import FULL, LOCK_FDS, before_boot, run_once_
 from lightning_stream.stores import Store
 from lightning_stream.stores.local import LocalStore
 
-from .config import CacheConfig
 from .eviction import Evictor
-from .fetch import ShardFetcher, check_size, is_full, size_of, verify
-from .index_file import IndexFile
+from .fetch import IndexFile, ShardFetcher, check_size, is_full, size_of, verify
 
 T = TypeVar("T")
 _DELETIONS = 3  # so many times the folder may be deleted while one shard is fetched

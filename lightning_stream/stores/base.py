@@ -23,14 +23,17 @@ from lightning_stream.errors import (
     summarize,
 )
 
-from .claims import PreconditionError, claimed
-from .transfer import ObjectStream, check_name, source_file
+from .transfer import ObjectStream, check_name, claimed, source_file
 
 REMEDY = "Compare it with the dataset's source; if it is damaged there, upload that shard and its index again."
 
 
 class PastTheEndError(StoreError):
     """A range begins at or after the object's end. It is raised and caught within the stores."""
+
+
+class PreconditionError(StoreError):
+    """The condition of a put does not hold. It is raised and caught within the stores."""
 
 
 class AnswerError(Exception):
@@ -254,8 +257,8 @@ class BaseStore(Store):
         try:
             with self.translate_errors(name), contextlib.ExitStack() as stack:
                 file, num_bytes = stack.enter_context(source_file(source))
-                if conditional and not native:
-                    stack.enter_context(claimed(self, name, if_version))
+                if conditional and not native and stack.enter_context(claimed(self, name)) != if_version:
+                    raise PreconditionError(name)
                 self._put(name, file, num_bytes, if_absent and native, if_version if native else None)
         except (PreconditionError, NotFoundError) as error:
             if if_version is not None:

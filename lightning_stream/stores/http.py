@@ -18,8 +18,7 @@ from typing import Any, BinaryIO
 
 from lightning_stream.errors import StoreError, UnavailableError, missing_extra, redact, summarize
 
-from .base import AnswerError, BaseStore, ListingPage, ObjectEntry, StoreTraits
-from .claims import PreconditionError
+from .base import AnswerError, BaseStore, ListingPage, ObjectEntry, PreconditionError, StoreTraits
 from .transfer import ObjectStream, PerProcess, content_version, header_stream, range_header, read_options, slice_stream
 
 _MOST_REDIRECTS = 10

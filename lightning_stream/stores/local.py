@@ -15,8 +15,7 @@ from typing import Any, BinaryIO
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError, redact
 from lightning_stream.shared_files import FULL, publish
 
-from .base import BaseStore, ObjectEntry, StoreTraits
-from .claims import PreconditionError
+from .base import BaseStore, ObjectEntry, PreconditionError, StoreTraits
 from .drafts import DRAFT, LOCK, locked_draft, name_lock, publish_new
 from .transfer import ObjectStream, file_chunks
 

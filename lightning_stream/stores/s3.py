@@ -14,8 +14,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, missing_extra, redact, summarize
 
-from .base import BaseStore, BucketStore, ListingPage, StoreTraits
-from .claims import PreconditionError
+from .base import BaseStore, BucketStore, ListingPage, PreconditionError, StoreTraits
 from .transfer import ObjectStream, PerProcess, first_set, header_stream, range_header, read_options, split_url
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""What the stores have in common: streams, ranges, names, and clients that are made once per process."""
+"""What the stores have in common: streams, ranges, names, clients made once per process, and conditional puts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,26 @@ import os
 import re
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar, final
 
-from lightning_stream.errors import UnavailableError, redact
+from lightning_stream.errors import NotFoundError, UnavailableError, redact
+from lightning_stream.shared_files import backoff
+
+if TYPE_CHECKING:
+    from .base import Store
 
 T = TypeVar("T")
 CHUNK_BYTES = 1 << 20
 _SLOW_S = 1.0
 _GATHER_S = 0.004  # far less than it takes to fill the kernel's buffer of a connection
 _ENOUGH_BYTES = 256 << 10
+_CLAIM = re.compile(r"\.claim-([0-9]+)-[0-9a-f]{32}$")
+_CLAIM_VALID_S = 600
+_CLAIM_WAIT_S = 60.0
 
 
 @final
@@ -222,3 +230,37 @@ class PerProcess(Generic[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_make": self._make, "_made": {}}
+
+
+@contextlib.contextmanager
+def claimed(store: Store, name: str) -> Iterator[str | None]:
+    """Exclude other conditional puts of a name; yield the object's version, None if there is no object.
+
+    Each process puts a claim beside the object, then looks for other claims; if it sees one, it withdraws and tries
+    again. Of two processes, the one that looks last sees both claims. The claim of a killed process is valid for ten
+    minutes; then the next process that looks deletes it.
+    """
+    for _ in backoff(_CLAIM_WAIT_S):
+        claim = f"{name}.claim-{int(time.time())}-{uuid.uuid4().hex}"
+        store.put(claim, b"")
+        try:
+            if _others(store, name, claim):
+                continue
+            found = None
+            with contextlib.suppress(NotFoundError):
+                found = content_version(store.read(name))
+            yield found
+            return
+        finally:
+            store.delete(claim)
+    raise UnavailableError(f"{store.url}/{name}: other processes keep writing it. Let one process write it.")
+
+
+def _others(store: Store, name: str, claim: str) -> list[str]:
+    """Return the valid claims of other processes, and delete the expired ones."""
+    found = (_CLAIM.search(entry.name) for entry in store.list(f"{name}.claim-") if entry.name != claim)
+    made_at = {match.string: int(match[1]) for match in found if match}
+    dead = [other for other, since in made_at.items() if since < time.time() - _CLAIM_VALID_S]
+    for other in dead:
+        store.delete(other)
+    return [other for other in made_at if other not in dead]
