@@ -135,7 +135,12 @@ class CacheFolder:
         try:
             if self.path.is_relative_to(base := _temporary_base()):
                 make_folder(base)
-                _check_ours(base)
+                found = base.lstat()  # all users may write into the folder for temporary files
+                if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+                    raise CacheError(
+                        f"the default cache {base} must be a folder that only user {_user(os.getuid())} may write to; "
+                        f"it {_owner(base)}. Set LIGHTNING_STREAM_CACHE to another folder, or pass `local`."
+                    )
             make_folder(self.path, self.modes)
             for folder in (self.control, self.control / "locks", self.control / "drafts"):
                 if folder.is_symlink():
@@ -238,16 +243,6 @@ class CacheFolder:
 
 def _key(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:24]
-
-
-def _check_ours(base: Path) -> None:
-    """Refuse a folder of another user: all users may write into the folder for temporary files."""
-    found = base.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise CacheError(
-            f"the default cache {base} must be a folder that only user {_user(os.getuid())} may write to; it "
-            f"{_owner(base)}. Set LIGHTNING_STREAM_CACHE to another folder, or pass `local`."
-        )
 
 
 def _link_error(path: Path) -> CacheError:

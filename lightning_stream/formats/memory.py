@@ -44,9 +44,7 @@ class MappedFile:
             found = os.fstat(file.fileno()).st_size
             if found != num_bytes:
                 raise FormatError(f"{path}: its index says {num_bytes} bytes; it has {found}. Fetch it again.")
-            mapped: Any = b""
-            if found:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **MAP_OPTIONS)
+            mapped: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **MAP_OPTIONS) if found else b""
         self.num_bytes = num_bytes
         self.view = memoryview(mapped)
         self.array: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)

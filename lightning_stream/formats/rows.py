@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import describe
 from lightning_stream.formats.index.schema import ROW_TYPES, Schema, ShardEntry, schema_object
-from lightning_stream.formats.mds.gather import buffer_array
 from lightning_stream.formats.memory import MappedFile, sample_offsets
-from lightning_stream.formats.shard import DECODE_ERRORS, Batch, Buffers, corrupt_error
+from lightning_stream.formats.shard import DECODE_ERRORS, Batch, corrupt_error
 from lightning_stream.formats.shard_encoder import EncodedBatch, column_error, offset_table
 
 _TYPES: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
@@ -131,7 +130,7 @@ class RowShard:
             raise IndexError(f"sample {index} is out of range: {self._path} has {self.num_samples}.")
         return self._row(index, file.view[offsets.item(index) : offsets.item(index + 1)])
 
-    def columns(self, indices: NDArray[np.int64], out: Buffers | None = None) -> Batch:
+    def columns(self, indices: NDArray[np.int64]) -> Batch:
         """Return samples as columns: int64 and float64 arrays, and lists of str; see `Shard.columns`."""
         file, offsets = self._files()
         indices = np.asarray(indices, np.int64)
@@ -149,12 +148,6 @@ class RowShard:
         except (KeyError, OverflowError, ValueError, TypeError) as error:
             why = f"{type(error).__name__}: {error}"
             raise FormatError(f"{self._path}: column {name!r} must be {kind} in every sample ({why}).") from error
-        for name, memory in (out or {}).items():
-            column = batch.get(name)
-            if not isinstance(column, np.ndarray):
-                raise ValueError(f"out: no column {name!r} of numbers; there are {', '.join(self.schema.names)}.")
-            batch[name] = buffer_array(memory, column.dtype, column.shape, name)
-            batch[name][:] = column
         return batch
 
     def _files(self) -> tuple[MappedFile, NDArray[np.uint32]]:

@@ -54,24 +54,16 @@ class EncodedBatch(NamedTuple):
 
 
 class ShardEncoder(Protocol):
-    """One format, for known columns.
-
-    Attributes:
-        schema: The schema of every shard.
-        header_bytes: Bytes of the file whose size is limited, without samples.
-        per_sample_overhead: Bytes that a sample adds to that file beyond its own.
-    """
+    """One format, for known columns."""
 
     schema: Schema
-    header_bytes: int
-    per_sample_overhead: int
+    header_bytes: int  # of the file whose size is limited, without samples
+    per_sample_overhead: int  # bytes that a sample adds to that file beyond its own
 
     def encode(self, sample: Mapping[str, Any]) -> list[bytes]:
         """Return a sample's bytes, in parts. Keys that are not columns are ignored.
 
-        Raises:
-            TypeError: A value has a type that its column does not take; the message names the column.
-            ValueError: A column is missing, or a value is out of range, or has a wrong shape, dtype or length.
+        TypeError for a value of a wrong type, ValueError for a missing column or another wrong value.
         """
 
     def encode_batch(self, columns: dict[str, Any], num_rows: int) -> EncodedBatch:

@@ -60,8 +60,6 @@ class Pipeline(Generic[T]):
         except BaseException as error:
             self.fail(error)
             raise
-        finally:
-            self.close()
 
     def close(self) -> None:
         """Drop the jobs that have not begun, and wait for those that run."""

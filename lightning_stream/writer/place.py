@@ -66,12 +66,8 @@ class Seen:
 class DatasetPlace:
     """A local folder, a remote store, or both: `begin`, `put_shard` and `commit` change the dataset there as a whole.
 
-    It can be pickled before `begin`. Threads may put shards at the same time.
-
-    Args:
-        out: A path, a URL, or (local path, URL). The local folder of a pair is only written with ``keep_local``.
-        keep_local: Keep the local copies of a pair.
-        store_options: Options of the remote store, e.g. ``endpoint_url``.
+    It can be pickled before `begin`. Threads may put shards at the same time. The arguments are those of `MDSWriter`;
+    the local folder of a pair is only written with ``keep_local``.
 
     Attributes:
         local, remote: The local folder and the URL of `out`; None where it has none.
@@ -113,16 +109,11 @@ class DatasetPlace:
         return self.stores[0]
 
     def begin(self, mode: Mode, also: Iterable[str] = ()) -> None:
-        """Read the index that is there, before anything is written.
+        """Read the index that is there, and the objects `also`, which will be swapped too, before anything is written.
 
-        Args:
-            mode: ``"new"``: there must be no files. ``"append"``: shards are added. ``"overwrite"``: `commit` replaces
-                the dataset. ``"merge"``: only the index is put.
-            also: Further objects that will be swapped.
-
-        Raises:
-            FileExistsError: There are files already, and the dataset should be a new one.
-            ValueError: There is no dataset to append to, or the places of a pair hold different ones.
+        ``"new"``: FileExistsError if there are files. ``"append"``: shards are added; ValueError if there is no
+        dataset, or the places of a pair hold different ones. ``"overwrite"``: `commit` replaces the dataset.
+        ``"merge"``: only the index is put.
         """
         self.mode = mode
         for store in self.stores:
@@ -192,11 +183,8 @@ class DatasetPlace:
     def commit(self, entries: Sequence[bytes]) -> None:
         """Put the index of these shards, given as JSON texts; in append mode it lists them after the old ones.
 
-        Then delete what the new index replaced.
-
-        Raises:
-            FileExistsError, ConflictError: Another writer has changed the index since this one began. That dataset
-                stays, and the shards of this writer are deleted.
+        FileExistsError or ConflictError if another writer has changed the index since this one began. That dataset
+        stays, and the shards of this writer are deleted.
         """
         if self.base is None:
             self.commit_index(b'{"shards": [' + b", ".join(entries) + b'], "version": 2}')
@@ -257,12 +245,9 @@ class DatasetPlace:
     ) -> None:
         """Delete files after a swap: those that match `ours`, and those of the dataset that was there at `begin`.
 
-        Folders with an index of their own are other datasets, and stay. A file that cannot be deleted is logged.
-
-        Args:
-            before: The names before the swap, one collection per store.
-            ours, keep: A pattern of the names that only writers put; the names that stay.
-            former: False: the dataset that was there at `begin` stays too.
+        `before` has the names before the swap, one collection per store. The names in `keep` stay, and the dataset that
+        was there at `begin` if `former` is False. Folders with an index of their own are other datasets, and stay. A
+        file that cannot be deleted is logged.
         """
         for store, names, seen in zip(self.stores, before, self._begun_with[INDEX_NAME], strict=True):
             listed = listed_files(seen.data)

@@ -46,7 +46,16 @@ class _AnyArray(ViewEncoding):
             code = bytes((_CODE_OF[array.dtype.name],))
         else:
             raise ValueError(f"{self.name} takes arrays of {', '.join(_CODE_OF)}; got dtype {array.dtype}.")
-        return code + _shape_head(array, self.name) + little_endian(array).tobytes()
+        shape = array.shape
+        if not shape or 0 in shape or len(shape) > _MAX_DIMS:
+            raise ValueError(
+                f"{self.name} takes arrays of 1 to {_MAX_DIMS} dimensions, each at least 1; got shape {shape}. "
+                "Store a number as a scalar encoding, and an absent or empty value as 'json' or 'bytes'."
+            )
+        largest = max(shape)
+        step = 0 if largest < 1 << 8 else 1 if largest < 1 << 16 else 2 if largest < 1 << 32 else 3
+        head = code + bytes(((len(shape) << 2) | step,)) + np.array(shape, f"<u{1 << step}").tobytes()
+        return head + little_endian(array).tobytes()
 
     def decode(self, data: bytes | memoryview) -> NDArray[Any]:
         """Return a new array."""
@@ -171,18 +180,6 @@ def little_endian(array: NDArray[Any]) -> NDArray[Any]:
     """Return the same numbers in little-endian memory."""
     order = array.dtype.newbyteorder("<")
     return array if array.dtype == order else array.astype(order)
-
-
-def _shape_head(array: NDArray[Any], name: str) -> bytes:
-    shape = array.shape
-    if not shape or 0 in shape or len(shape) > _MAX_DIMS:
-        raise ValueError(
-            f"{name} takes arrays of 1 to {_MAX_DIMS} dimensions, each at least 1; got shape {shape}. "
-            "Store a number as a scalar encoding, and an absent or empty value as 'json' or 'bytes'."
-        )
-    largest = max(shape)
-    step = 0 if largest < 1 << 8 else 1 if largest < 1 << 16 else 2 if largest < 1 << 32 else 3
-    return bytes(((len(shape) << 2) | step,)) + np.array(shape, f"<u{1 << step}").tobytes()
 
 
 def make_ndarray(name: str) -> Encoding:

@@ -22,16 +22,10 @@ _Places: TypeAlias = list[tuple[Int64s, _Sizes]]  # of each column: positions in
 def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers | None = None) -> Batch:
     """Return one batch over many shards: row k is sample ``indices[k]`` of ``shards[which[k]]``.
 
-    Args:
-        shards: At least one shard; all have the same column names and encodings.
-        which: int64[n], 0 <= which < len(shards).
-        indices: int64[n], each within its shard.
-        out: As for `Shard.columns`.
+    All shards have the same column names and encodings; `which` and `indices` are int64[n]. `out` has, by name of a
+    fixed-size column, writable C-contiguous memory of n values, to be filled and returned.
 
-    Raises:
-        ValueError: The shards have different columns, there are no shards, or ``out`` does not fit.
-        IndexError: An index is out of range.
-        FormatError: Bytes are damaged.
+    ValueError for no shards, different columns, or an ``out`` that does not fit; IndexError, FormatError for damage.
     """
     if not shards:
         raise ValueError("gather needs at least one shard.")
@@ -90,12 +84,7 @@ def gather_rows(
 ) -> Batch:
     """As `gather`, over mapped shards of one layout in one window, for samples that are known to be there.
 
-    Args:
-        layout, window: The layout of all the shards, and memory that holds them all.
-        spans: int64[4, n]: the `Mapped.span` of each sample's shard.
-        which: int64[n], the shards; `where` names one of them, for messages.
-        indices: int64[n], 0 <= index < samples of that shard.
-        where, out: See above; as for `gather`.
+    `spans`, int64[4, n], has the `Mapped.span` of each sample's shard; `where` names the shard of a number in `which`.
     """
     places, bad_row = _locate(layout, window, spans, indices)
     if bad_row is not None:

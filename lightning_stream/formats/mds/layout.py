@@ -69,12 +69,11 @@ def record_layout(schema: Schema, allow_unsafe_types: bool = False, decoders: De
 
 
 def _column(name: str, encoding: Encoding, size: int | None, chosen: Decoder | None) -> Column:
-    decode = encoding.decode if chosen is None else chosen
-    if chosen is not None or not getattr(encoding, "accepts_memoryview", False):
-        takes_bytes = decode
+    if chosen is None and getattr(encoding, "accepts_memoryview", False):
+        decode = getattr(encoding, "fast_decode", None) or encoding.decode
+    else:
+        takes_bytes = encoding.decode if chosen is None else chosen
         decode = lambda data: takes_bytes(bytes(data))  # noqa: E731
-    elif getattr(encoding, "fast_decode", None) is not None:
-        decode = encoding.fast_decode or decode
     if chosen is not None:
         return Column(name, encoding, size, decode, None, gathered=False, ragged=False)
     many, ragged = getattr(encoding, "decode_many", None), getattr(encoding, "ragged", False)

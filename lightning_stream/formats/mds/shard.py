@@ -14,7 +14,7 @@ from lightning_stream.formats.index.schema import ShardEntry
 from lightning_stream.formats.mds.gather import gather
 from lightning_stream.formats.mds.layout import Decoders, record_layout
 from lightning_stream.formats.memory import MappedFile, offsets_error, sample_offsets
-from lightning_stream.formats.shard import DECODE_ERRORS, Batch, Buffers, Mapped, corrupt_error
+from lightning_stream.formats.shard import DECODE_ERRORS, Batch, Mapped, corrupt_error
 
 _OFFSETS = struct.Struct("<II")
 
@@ -75,9 +75,9 @@ class MdsShard:
         begin, end = _OFFSETS.unpack_from(view, 4 + 4 * index)
         return view[begin:end]
 
-    def columns(self, indices: NDArray[np.int64], out: Buffers | None = None) -> Batch:
+    def columns(self, indices: NDArray[np.int64]) -> Batch:
         """Return samples as columns; see `Shard.columns`."""
-        return gather([self], np.zeros(len(indices), np.int64), indices, out)
+        return gather([self], np.zeros(len(indices), np.int64), indices)
 
     def close(self) -> None:
         """Release the file; it is unmapped when no read of it is running."""
