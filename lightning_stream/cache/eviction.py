@@ -31,12 +31,11 @@ class Evictor:
             name, need = entry.names[0], entry.num_bytes
             raise CacheFullError(f"cache_limit is {limit_bytes:,} bytes; {name} alone needs {need:,}. Raise it.")
 
-        in_use: int | None = None
         for _ in backoff(wait_s):
             in_use = self.log.reserve(entry, limit_bytes, lambda held: self._in_order(held, next_use), self.remove)
             if in_use is None:
                 break
-        if in_use is not None:
+        else:
             raise CacheFullError(
                 f"cache_limit is {limit_bytes:,} bytes, {in_use:,} of them are in use and stayed so for "
                 f"{wait_s:g} s, and {entry.names[0]} needs {entry.num_bytes:,} more. Raise it, or lower predownload, "

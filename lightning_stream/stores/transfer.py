@@ -244,7 +244,12 @@ def claimed(store: Store, name: str) -> Iterator[str | None]:
         claim = f"{name}.claim-{int(time.time())}-{uuid.uuid4().hex}"
         store.put(claim, b"")
         try:
-            if _others(store, name, claim):
+            claims = (_CLAIM.search(entry.name) for entry in store.list(f"{name}.claim-") if entry.name != claim)
+            made_at = {match.string: int(match[1]) for match in claims if match}
+            dead = [other for other, since in made_at.items() if since < time.time() - _CLAIM_VALID_S]
+            for other in dead:
+                store.delete(other)
+            if len(made_at) > len(dead):
                 continue
             found = None
             with contextlib.suppress(NotFoundError):
@@ -254,13 +259,3 @@ def claimed(store: Store, name: str) -> Iterator[str | None]:
         finally:
             store.delete(claim)
     raise UnavailableError(f"{store.url}/{name}: other processes keep writing it. Let one process write it.")
-
-
-def _others(store: Store, name: str, claim: str) -> list[str]:
-    """Return the valid claims of other processes, and delete the expired ones."""
-    found = (_CLAIM.search(entry.name) for entry in store.list(f"{name}.claim-") if entry.name != claim)
-    made_at = {match.string: int(match[1]) for match in found if match}
-    dead = [other for other, since in made_at.items() if since < time.time() - _CLAIM_VALID_S]
-    for other in dead:
-        store.delete(other)
-    return [other for other in made_at if other not in dead]

@@ -19,15 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 import xxhash
 
-from lightning_stream.errors import (
-    AlreadyExistsError,
-    ConflictError,
-    FormatError,
-    NotFoundError,
-    StoreError,
-    UnavailableError,
-    redact,
-)
+from lightning_stream import errors
 from lightning_stream.formats.index import INDEX_NAME, Index, version_name
 from lightning_stream.stores import LocalStore, ObjectEntry, Store, open_store
 from lightning_stream.stores.drafts import sweep_drafts
@@ -59,7 +51,7 @@ class Seen:
         try:
             with store.open(name) as body:
                 return cls(b"".join(body), body.version)
-        except NotFoundError:
+        except errors.NotFoundError:
             return cls()
 
 
@@ -79,10 +71,10 @@ class DatasetPlace:
         places = tuple(out) if isinstance(out, (tuple, list)) else (out,)
         named = all(isinstance(place, (str, os.PathLike)) and str(place) for place in places)
         if not named or len(places) not in (1, 2):
-            raise ValueError(f"out must be a path, a URL, or (local path, URL); got {redact(repr(out))}.")
+            raise ValueError(f"out must be a path, a URL, or (local path, URL); got {errors.redact(repr(out))}.")
         urls = [os.path.expanduser(place) for place in places]  # noqa: PTH111 - may be URLs
         if len(urls) == 2 and (is_remote(urls[0]) or urls[0] == urls[1]):
-            raise ValueError(f"out as a pair must be (local path, URL), two places; got {redact(repr(out))}.")
+            raise ValueError(f"out as a pair must be (local path, URL), two places; got {errors.redact(repr(out))}.")
         self.local = next((url for url in urls if not is_remote(url)), None)
         self.remote = next((url for url in urls[::-1] if len(urls) == 2 or is_remote(url)), None)
         self.keep_local = keep_local
@@ -175,9 +167,9 @@ class DatasetPlace:
                         write_file(store.folder / name, parts)
                 else:
                     store.put(name, b"".join(parts), if_absent=True)
-            except AlreadyExistsError:  # noqa: PERF203 (a pair has two stores)
+            except errors.AlreadyExistsError:  # noqa: PERF203 (a pair has two stores)
                 if self.mode == "new":
-                    raise AlreadyExistsError(_another(f"{store.url} holds {name!r} already")) from None
+                    raise errors.AlreadyExistsError(_another(f"{store.url} holds {name!r} already")) from None
         self.put_names.append(name)
 
     def commit(self, entries: Sequence[bytes]) -> None:
@@ -220,7 +212,7 @@ class DatasetPlace:
                     store.put(name, data, if_absent=True)
                 else:
                     store.put(name, data, if_version=seen.version)
-            except (AlreadyExistsError, ConflictError) as error:  # noqa: PERF203 (a pair has two stores)
+            except (errors.AlreadyExistsError, errors.ConflictError) as error:  # noqa: PERF203 (a pair has two stores)
                 if self.mode == "merge" and Seen.of(store, name).data == data:  # another rank merged the same
                     continue
                 for loser in self.stores[number:]:
@@ -260,7 +252,7 @@ class DatasetPlace:
             try:
                 for name in gone:
                     store.delete(name)
-            except StoreError as error:
+            except errors.StoreError as error:
                 _LOG.warning("%s is written; up to %d old files could not be deleted: %s", self, len(gone), error)
             if isinstance(store, LocalStore):
                 _sweep_folders(store, gone)
@@ -273,9 +265,9 @@ def _listed(store: Store) -> Iterator[ObjectEntry]:
     """List all files; if the store refuses to list, the index and the files that it lists."""
     try:
         yield from store.list("")
-    except (UnavailableError, NotFoundError):
+    except (errors.UnavailableError, errors.NotFoundError):
         raise
-    except StoreError:  # no right to list, or a web server
+    except errors.StoreError:  # no right to list, or a web server
         index = Seen.of(store, INDEX_NAME).data
         if index is not None:
             yield from (ObjectEntry(name, 0) for name in (INDEX_NAME, *listed_files(index)))
@@ -306,7 +298,7 @@ def listed_files(index: bytes | None) -> set[str]:
     """Return the files that an index lists; none if it is not an index, since then there is no dataset."""
     try:
         found = Index.from_bytes(index or b"", INDEX_NAME)
-    except FormatError:
+    except errors.FormatError:
         return set()
     entries = map(found.entry, range(len(found)))
     return {file.basename for entry in entries for pair in entry.files for file in pair if file is not None}
