@@ -119,10 +119,9 @@ class CacheFolder:
 
     def source(self) -> str | None:
         """Return the label of the store whose data this is; None if there is none."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return (self.control / "source").read_text()
-        except FileNotFoundError:
-            return None
+        return None
 
     def prepare(self) -> None:
         """Make the folders, check that locks work, and remove the drafts of killed processes.

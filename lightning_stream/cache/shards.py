@@ -270,7 +270,7 @@ class ShardCache:
         log, name = self._evictor.log, entry.raw.basename
         named = self.config.validate_hash is not None
         foreign = not named and home == self.folder and all(raw.hashes for raw, _ in entry.files)
-        foreign = foreign and not log.is_trusted(name)
+        foreign = foreign and not log.knows(name, or_verified=True)
         try:
             for raw, _ in entry.files:
                 if named or foreign or before_boot(home / raw.basename):

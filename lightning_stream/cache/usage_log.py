@@ -74,29 +74,17 @@ class UsageLog:
             if name in self._verified or (name in self._held and not only_verified):
                 self._append(["-", name])
 
-    def knows(self, name: str) -> bool:
-        """Return whether the cache has fetched this file."""
-        return self._look(lambda: name in self._held)
-
-    def is_trusted(self, name: str) -> bool:
-        """Return whether the cache has fetched this file, or compared it with its hash."""
-        return self._look(lambda: name in self._held or name in self._verified)
+    def knows(self, name: str, *, or_verified: bool = False) -> bool:
+        """Return whether the cache has fetched this file; with `or_verified`, or compared it with its hash."""
+        if name in self._held or (or_verified and name in self._verified):
+            return True
+        with self._locked():
+            return name in self._held or (or_verified and name in self._verified)
 
     def set_verified(self, name: str) -> None:
         """Note that this file was compared with its hash."""
         with self._locked():
             self._append(["=", name])
-
-    def total(self) -> int:
-        """Return the bytes of all shards."""
-        with self._locked():
-            return self._total
-
-    def _look(self, found: Callable[[], bool]) -> bool:
-        if not found():
-            with self._locked():
-                pass
-        return found()
 
     def _make_space(self, wanted: CacheEntry, target: int, in_order: _Order, remove: _Remove) -> int:
         """Remove shards until the total is at most the target; return the bytes that could not be removed."""

@@ -104,11 +104,6 @@ def check_compression(name: str | None) -> str | None:
     return name
 
 
-def extension(name: str) -> str:
-    """Return the extension of a compressed file's name, without the dot: the family's name."""
-    return _split(name)[0]
-
-
 def compress(name: str, data: bytes | bytearray | memoryview) -> bytes:
     """Compress the bytes of a file. It releases the GIL."""
     family, level = _split(name)

@@ -22,8 +22,7 @@ class Ragged(list[Any]):
 Batch: TypeAlias = "dict[str, NDArray[Any] | list[Any]]"
 Buffers: TypeAlias = "Mapping[str, Any]"
 
-DECODE_ERRORS = Exception
-"""The errors of decoding, also by a caller's own decoder; `corrupt_error` makes them a `FormatError`."""
+DECODE_ERRORS = Exception  # also those of a caller's own decoder; `corrupt_error` makes them a `FormatError`
 
 
 class Mapped(NamedTuple):

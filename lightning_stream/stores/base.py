@@ -122,11 +122,10 @@ class Store(ABC):
 
     def exists(self, name: str) -> bool:
         """Return whether there is an object of that name."""
-        try:
+        with contextlib.suppress(NotFoundError):
             self.open(name, 0, 1).close()
-        except NotFoundError:
-            return False
-        return True
+            return True
+        return False
 
     def get(self, name: str, to: Path, num_bytes: int | None = None, connections: int = 1) -> int:  # noqa: ARG002
         """Download a whole object into the file `to`, which is overwritten, and return the number of bytes.

@@ -51,11 +51,10 @@ class HttpStore(BaseStore):
     missing = "no such file. Check the URL."
 
     def __init__(self, url: str, options: HttpOptions | None = None) -> None:
-        try:
+        complete = False
+        with suppress(ValueError):
             parts = urllib.parse.urlsplit(url)
             complete = bool(parts.hostname) and not re.search(r"\s", parts.netloc) and parts.port != 0
-        except ValueError:
-            complete = False
         if not complete:
             raise ValueError(f"a web address is https://HOST[:PORT]/FOLDER; got {redact(url)!r}. Correct the URL.")
         host = parts.netloc.rpartition("@")[2]

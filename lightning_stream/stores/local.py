@@ -69,12 +69,10 @@ class LocalStore(BaseStore):
             os.utime(draft, ns=(time_ns(), time_ns()))
             if if_absent:
                 publish_new(draft, path)
-            elif if_version is not None:
-                with name_lock(path):
-                    if _version(path.stat()) != if_version:
-                        raise PreconditionError(name)
-                    publish(draft, path)
-            else:
+                return
+            with name_lock(path) if if_version is not None else contextlib.nullcontext():
+                if if_version is not None and _version(path.stat()) != if_version:
+                    raise PreconditionError(name)
                 publish(draft, path)
 
     def _list(self, prefix: str) -> Iterator[ObjectEntry]:

@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -171,12 +172,10 @@ class RetryingStore(Store):
 
     def _holds(self, name: str, source: Path | bytes) -> bool:
         """Return whether the object has these bytes."""
-        try:
-            with self.store.open(name) as stream, source_file(source) as (file, num_bytes):
-                same = stream.num_bytes in (None, num_bytes) and all(chunk == file.read(len(chunk)) for chunk in stream)
-                return same and not file.read(1)
-        except NotFoundError:
-            return False
+        with suppress(NotFoundError), self.store.open(name) as stream, source_file(source) as (file, num_bytes):
+            same = stream.num_bytes in (None, num_bytes) and all(chunk == file.read(len(chunk)) for chunk in stream)
+            return same and not file.read(1)
+        return False
 
 
 class _Draft:

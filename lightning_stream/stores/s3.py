@@ -137,17 +137,13 @@ class S3Store(BucketStore):
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
         wanted = self._wanted(name)
-        if num_bytes > _MULTIPART_FROM and not if_absent and if_version is None:
+        condition = {"IfNoneMatch": "*"} if if_absent else {} if if_version is None else {"IfMatch": if_version}
+        if num_bytes > _MULTIPART_FROM and not condition:
             extra = {"RequestPayer": "requester"} if "RequestPayer" in wanted else {}
             self._signed().upload_fileobj(file, self._bucket, wanted["Key"], ExtraArgs=extra)
             return
-        more: dict[str, Any] = self._checksum(file)
-        if if_absent:
-            more["IfNoneMatch"] = "*"
-        elif if_version is not None:
-            more["IfMatch"] = if_version
-        conditional = if_absent or if_version is not None
-        if conditional and self._options.resolved_endpoint() and self._etag(name) != if_version:
+        more = self._checksum(file) | condition
+        if condition and self._options.resolved_endpoint() and self._etag(name) != if_version:
             raise PreconditionError(name)
         try:
             self._signed().put_object(Body=file, **wanted, **more)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_stream.errors import ConflictError, suggesting
-from lightning_stream.formats.codecs import check_compression, compress, extension
+from lightning_stream.formats.codecs import check_compression, compress
 from lightning_stream.formats.hashing import digest_parts, hashes_to_write
 from lightning_stream.formats.index.schema import MAX_FILE_BYTES, FileEntry, Schema, file_object, schema_object
 from lightning_stream.formats.shard_encoder import EncodedBatch, ShardEncoder
@@ -331,7 +331,7 @@ def _put_file(
     stored = parts if codec is None else [compress(codec, b"".join(parts))]
     name = place.name_of(name, stored)
     raw = _file_entry(name, parts, schema.hashes)
-    packed = None if codec is None else _file_entry(f"{name}.{extension(codec)}", stored, schema.hashes)
+    packed = None if codec is None else _file_entry(f"{name}.{codec.partition(':')[0]}", stored, schema.hashes)
     if after is not None:
         after.result()
     place.put_shard((packed or raw).basename, stored)

@@ -17,9 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import xxhash
-
 from lightning_stream import errors
+from lightning_stream.formats.hashing import digest_parts
 from lightning_stream.formats.index import INDEX_NAME, Index, version_name
 from lightning_stream.stores import LocalStore, ObjectEntry, Store, open_store
 from lightning_stream.stores.drafts import sweep_drafts
@@ -48,11 +47,9 @@ class Seen:
     @classmethod
     def of(cls, store: Store, name: str) -> Seen:
         """Read an object with its version."""
-        try:
-            with store.open(name) as body:
-                return cls(b"".join(body), body.version)
-        except errors.NotFoundError:
-            return cls()
+        with contextlib.suppress(errors.NotFoundError), store.open(name) as body:
+            return cls(b"".join(body), body.version)
+        return cls()
 
 
 class DatasetPlace:
@@ -306,10 +303,7 @@ def listed_files(index: bytes | None) -> set[str]:
 
 def digest_of(*parts: Any) -> str:
     """Return 16 hex digits that identify these bytes."""
-    total = xxhash.xxh3_128()
-    for part in parts:
-        total.update(part)
-    return str(total.hexdigest()[:16])
+    return digest_parts(["xxh3_128"], parts)["xxh3_128"][:16]
 
 
 def is_remote(url: str) -> bool:

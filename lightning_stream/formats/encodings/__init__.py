@@ -15,8 +15,7 @@ from lightning_stream.formats.encodings.base import Encoding, NumericLayout
 __all__ = ["Encoding", "NumericLayout", "encoding_names", "get_encoding", "register_encoding"]
 
 ENTRY_POINT_GROUP = "lightning_stream.encodings"
-Maker: TypeAlias = Callable[[str], Encoding]
-"""A function that makes the encoding of a name."""
+Maker: TypeAlias = Callable[[str], Encoding]  # makes the encoding of a name
 _REGISTER: dict[str, Maker] = {
     **scalars.ENCODINGS, **text.ENCODINGS, **arrays.ENCODINGS, **images.ENCODINGS, **media.ENCODINGS
 }  # fmt: skip

@@ -39,10 +39,9 @@ def decode_jpeg(data: bytes, min_height: int = 0, min_width: int = 0) -> NDArray
             pixels: NDArray[np.uint8] = fast.decode_jpeg(
                 data, colorspace="RGB", fastdct=False, fastupsample=False, min_height=min_height, min_width=min_width
             )
+            return pixels
         except ValueError:
             pass  # CMYK and others: Pillow knows more kinds, and has better messages
-        else:
-            return pixels
     try:
         # Collections of photos may hold some PNGs; no other format is opened, since some run programs.
         with pillow().open(BytesIO(data), formats=("JPEG", "PNG")) as image:

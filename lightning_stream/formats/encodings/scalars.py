@@ -65,9 +65,8 @@ class _Int(_Number):
     def __init__(self, name: str) -> None:
         super().__init__(name, "int64")
 
-    def decode(self, data: bytes | memoryview) -> int:
-        number: int = self._unpack(data)[0]
-        return number
+    def decode(self, data: bytes | memoryview) -> Any:
+        return self._unpack(data)[0]
 
 
 def _as_number(value: Any, is_float: bool) -> int | float | None:

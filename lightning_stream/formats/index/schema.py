@@ -8,11 +8,9 @@ from typing import Any
 
 from lightning_stream.errors import FormatError
 
-ROW_TYPES = ("str", "int", "float")
-"""The column types of row formats."""
+ROW_TYPES = ("str", "int", "float")  # the column types of row formats
 SEPARATORS = {"csv": ",", "tsv": "\t"}
-MAX_FILE_BYTES = (1 << 32) - 1
-"""Offsets are uint32: a larger file cannot be described."""
+MAX_FILE_BYTES = (1 << 32) - 1  # offsets are uint32: a larger file cannot be described
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +100,7 @@ def schema_object(schema: Schema) -> dict[str, Any]:
     if schema.format == "json":
         about["columns"] = schema.columns
     else:
-        about["column_names"] = list(schema.names)
-        about["column_encodings"] = list(schema.encodings)
+        about |= {"column_names": list(schema.names), "column_encodings": list(schema.encodings)}
     if schema.format == "mds":
         about["column_sizes"] = list(schema.sizes)
     else:
