@@ -55,10 +55,8 @@ class Evictor:
                 # NFS gives an exclusive lock only on a file that is open for writing.
                 fd = LOCK_FDS.open(first, os.O_RDWR if os.access(first, os.W_OK) else os.O_RDONLY)
             except OSError as error:
-                if error.errno not in (
-                    errno.ENOENT,
-                    errno.ELOOP,
-                ):  # a link is deleted; its target stays
+                # A link is not ours: it is deleted, and its target stays.
+                if error.errno not in (errno.ENOENT, errno.ELOOP):
                     raise
             else:
                 stack.callback(LOCK_FDS.close, fd)

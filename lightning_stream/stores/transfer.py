@@ -206,8 +206,8 @@ class PerProcess(Generic[T]):
     """A client that is made on first use, once per process; it is never pickled.
 
     A forked child keeps the parent's client, since closing it there could end the parent's sessions. The garbage
-    collector pauses meanwhile: a client has 100,000 objects that stay, and collections find nothing among them and all
-    objects of torch. Boto3's first client would take 170 ms instead of 65, in every worker.
+    collector pauses while a client is made: it has 100,000 objects that stay, and collections find nothing among them
+    and all objects of torch. Boto3's first client would take 170 ms instead of 65, in every worker.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:

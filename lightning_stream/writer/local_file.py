@@ -33,9 +33,9 @@ def write_file(path: Path, parts: Sequence[Any]) -> None:
         with draft.open("wb", buffering=0) as file:
             if sum(map(len, views)) >= _MIN_DIRECT_BYTES and _set_direct(file.fileno(), draft.parent):
                 _write_direct(file.fileno(), views)
-                views = []
-            for k in range(0, len(views), _MAX_VECTORS):
-                _write_all(file.fileno(), views[k : k + _MAX_VECTORS])
+            else:
+                for k in range(0, len(views), _MAX_VECTORS):
+                    _write_all(file.fileno(), views[k : k + _MAX_VECTORS])
         publish_new(draft, path)
 
 

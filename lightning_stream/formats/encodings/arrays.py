@@ -26,6 +26,7 @@ _DTYPES = {code: np.dtype(name).newbyteorder("<") for code, name in _CODES.items
 _CODE_OF = {name: code for code, name in _CODES.items()}
 _MAX_DIMS = 32
 _TENSOR_DTYPES = ("bool", *_CODE_OF, "complex64")
+_METADATA = "__metadata__"  # a word of safetensors
 
 
 class _AnyArray(ViewEncoding):
@@ -132,11 +133,7 @@ class _Tensors(ViewEncoding):
     ragged = True
 
     def encode(self, value: Any) -> bytes:
-        if (
-            not isinstance(value, Mapping)
-            or not all(isinstance(name, str) for name in value)
-            or "__metadata__" in value
-        ):
+        if not isinstance(value, Mapping) or any(not isinstance(name, str) or name == _METADATA for name in value):
             raise TypeError(f"tensors takes a dict of names and arrays; got {describe(value)}.")
         arrays = {name: as_array(one, "tensors") for name, one in value.items()}
         for name, array in arrays.items():

@@ -25,7 +25,8 @@ def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers
     All shards have the same column names and encodings; `which` and `indices` are int64[n]. `out` has, by name of a
     fixed-size column, writable C-contiguous memory of n values, to be filled and returned.
 
-    ValueError for no shards, different columns, or an ``out`` that does not fit; IndexError, FormatError for damage.
+    ValueError for no shards, different columns, or an ``out`` that does not fit; IndexError for an index out of range;
+    FormatError for damaged bytes.
     """
     if not shards:
         raise ValueError("gather needs at least one shard.")
@@ -116,7 +117,7 @@ def _check_range(values: Int64s, limit: int | Int64s, what: str) -> None:
 
 
 def _locate(layout: RecordLayout, window: AddressWindow, spans: Int64s, indices: Int64s) -> tuple[_Places, int | None]:
-    """Locate each sample, if their sizes differ by the table of offsets, and each column; or return a bad row.
+    """Locate each sample, by the table of offsets if their sizes differ, and each of its columns; or return a bad row.
 
     The table was checked when the file was opened. It is checked again, since a file that is changed meanwhile must not
     lead out of its memory.
