@@ -10,7 +10,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,22 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _DEFAULT_WORKERS = 4
 _QUICK_HASHES = frozenset({"xxh3_64", "xxh3_128", "xxh128", "xxh64"})  # faster than any disk
+
+
+class WriterConfig(NamedTuple):
+    """How shards are cut and packed."""
+
+    compression: str | None
+    hashes: tuple[str, ...]
+    size_limit: int | None
+
+    @classmethod
+    def make(cls, compression: str | None, hashes: Iterable[str] | None, limit: float | str | None) -> WriterConfig:
+        """Check a writer's settings, and raise ValueError for a wrong one. An empty compression is None."""
+        size_limit = None if limit is None else parse_bytes(limit, "size_limit")
+        if size_limit is not None and size_limit > MAX_FILE_BYTES:
+            raise ValueError(f"size_limit must stay under 4 GiB, since offsets have 32 bits; got {limit!r}.")
+        return cls(check_compression(compression or None), hashes_to_write(hashes), size_limit)
 
 
 class ShardWriter(ABC):
@@ -67,10 +83,7 @@ class ShardWriter(ABC):
         store_options: Mapping[str, Any] | None = None,
         exist_ok: bool = False,
     ) -> None:
-        limit = None if size_limit is None else parse_bytes(size_limit, "size_limit")
-        if limit is not None and limit > MAX_FILE_BYTES:
-            raise ValueError(f"size_limit must stay under 4 GiB, since offsets have 32 bits; got {size_limit!r}.")
-        codec, names = check_compression(compression or None), hashes_to_write(hashes)
+        self._config = codec, names, limit = WriterConfig.make(compression, hashes, size_limit)
         if append and (overwrite or exist_ok):
             raise ValueError("append=True adds to the dataset, overwrite=True replaces it; found both. Pass one.")
         if not isinstance(out, DatasetPlace):
@@ -78,7 +91,6 @@ class ShardWriter(ABC):
             out = DatasetPlace(out, keep_local, {**retries, **(store_options or {})})
         self._place = place = out
         self._mode: Mode = "append" if append else "overwrite" if overwrite or exist_ok else "new"
-        self._packing = (codec, names, limit)
         self._columns = None if columns is None else dict(columns)
         self._num_columns = 0
         self._has_reported_extra = False

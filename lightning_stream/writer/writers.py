@@ -45,7 +45,7 @@ class MDSWriter(ShardWriter):
     """
 
     def _make_encoder(self, columns: Mapping[str, str]) -> ShardEncoder:
-        return MdsEncoder(columns, *self._packing)
+        return MdsEncoder(columns, *self._config)
 
 
 class _RowWriter(ShardWriter):
@@ -64,7 +64,7 @@ class _RowWriter(ShardWriter):
         check_columns(columns)
         names = tuple(sorted(columns))
         kinds, sizes = tuple(columns[name] for name in names), (None,) * len(names)
-        return RowEncoder(Schema(self._format, names, kinds, sizes, *self._packing, self._newline, self._separator))
+        return RowEncoder(Schema(self._format, names, kinds, sizes, *self._config, self._newline, self._separator))
 
     def _inferred(self, columns: dict[str, str]) -> dict[str, str]:
         return {name: re.sub("^u?(int|float).*", r"\1", encoding) for name, encoding in columns.items()}  # without bits

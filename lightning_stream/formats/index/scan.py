@@ -80,8 +80,17 @@ def scan_index(data: bytes, where: str) -> tuple[NDArray[np.int64], tuple[Schema
     schemas: list[Schema] = []
     ids: dict[Any, int] = {}
     seen: dict[str, int] = {}  # the hash of a file's description, by its name
+    try:
+        shards = _decode_top(data).shards
+    except _DECODE_ERRORS as error:
+        start = data[:40].lstrip()
+        page = " It looks like a web page: check whether the address needs a login." if start[:1] == b"<" else ""
+        raise FormatError(
+            f"{where}: an index must be a JSON object with the keys 'shards' and 'version', of version 2; found "
+            f"{start[:20]!r}... of {len(data)} bytes ({error}).{page} Fetch it again."
+        ) from error
     begin = end = 0
-    for number, text in enumerate(_shards(data, where)):
+    for number, text in enumerate(shards):
         try:
             entry = _decode_entry(text)
             key = entry.schema_key()
@@ -115,18 +124,6 @@ def parse_entry(text: bytes, where: str, schema: Schema) -> ShardEntry:
     found = (entry.raw_data, entry.zip_data, entry.raw_meta, entry.zip_meta)[: 2 if schema.format == "mds" else 4]
     files = [None if file is None else FileEntry(file.basename, file.bytes, file.hashes) for file in found]
     return ShardEntry(schema, entry.samples, *files)  # type: ignore[arg-type]  # there is always raw_data
-
-
-def _shards(data: bytes, where: str) -> list[msgspec.Raw]:
-    try:
-        return _decode_top(data).shards
-    except _DECODE_ERRORS as error:
-        begin = data[:40].lstrip()
-        page = " It looks like a web page: check whether the address needs a login." if begin[:1] == b"<" else ""
-        raise FormatError(
-            f"{where}: an index must be a JSON object with the keys 'shards' and 'version', of version 2; found "
-            f"{begin[:20]!r}... of {len(data)} bytes ({error}).{page} Fetch it again."
-        ) from error
 
 
 def _place(data: bytes, text: msgspec.Raw) -> int:
