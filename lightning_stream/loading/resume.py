@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from lightning_stream.errors import StateError
-from lightning_stream.loading.settings import BatchSettings, Ordered
+from lightning_stream.loading.settings import BatchSettings
+from lightning_stream.loading.source import SampleSource
 from lightning_stream.order import (
     BatchPlan,
     OrderConfig,
@@ -40,7 +41,7 @@ def resumed_at(position: Position, step: int, num_samples: int) -> str:
 
 def position_in(
     state: Mapping[str, Any],
-    dataset: Ordered,
+    source: SampleSource,
     settings: BatchSettings,
     on_mismatch: Literal["error", "warn"] = "error",
 ) -> Position:
@@ -50,7 +51,7 @@ def position_in(
 
     Args:
         state: A value that `state_dict` returned.
-        dataset: The data.
+        source: The data.
         settings: The batches now; their order is resolved with the state's, see `order_in`.
         on_mismatch: Whether to refuse other data and other settings, or to warn.
 
@@ -59,7 +60,7 @@ def position_in(
     """
     size, tail, world = settings.global_batch_size, settings.tail, settings.world
     ours = None if is_mosaic_state(state) else Position.from_state(state)
-    run = dataset.order(mosaic_config(state, settings.order) if ours is None else settings.order)
+    run = source.order(mosaic_config(state, settings.order) if ours is None else settings.order)
     accepted = [] if ours is None else ours.check(run, tail=tail, on_mismatch=on_mismatch)
     try:
         if ours is not None and not accepted and _is_damaged(ours, run):

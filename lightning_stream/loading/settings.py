@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from lightning_stream.loading.shared_position import Start
-from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Tail, World
+from lightning_stream.order import BatchPlan, OrderConfig, Tail, World
 from lightning_stream.order.micro_batches import MicroBatches
 
-
-class Ordered(Protocol):
-    """The part of a `SampleSource` that has an order."""
-
-    def order(self, config: OrderConfig) -> RunOrder:
-        """The order of a training run with these settings."""
+if TYPE_CHECKING:
+    from lightning_stream.loading.source import SampleSource
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,7 @@ class BatchSettings:
     order: OrderConfig
     padding: bool = True
 
-    def plan(self, source: Ordered, start: Start) -> BatchPlan:
+    def plan(self, source: SampleSource, start: Start) -> BatchPlan:
         """The global batches from a start to the end of its epoch."""
         return BatchPlan(
             source.order(self.order).epoch(start.epoch),
@@ -47,6 +43,6 @@ class BatchSettings:
             start=start.position,
         )
 
-    def micro_batches(self, source: Ordered, start: Start) -> MicroBatches:
+    def micro_batches(self, source: SampleSource, start: Start) -> MicroBatches:
         """This rank's micro-batches from a start to the end of its epoch."""
         return MicroBatches(self.plan(source, start), self.device_batch_size, self.padding)

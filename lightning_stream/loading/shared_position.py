@@ -49,7 +49,7 @@ class SharedPosition:
     _fd = -1
 
     def __init__(self, start: Start | None = None, fd: int | None = None) -> None:
-        self._fd = _memory_file() if fd is None else fd
+        self._fd = memory_file("position", _NUM_BYTES) if fd is None else fd
         self._values: Any = np.frombuffer(mmap.mmap(self._fd, _NUM_BYTES), dtype=np.int64)
         self._threads = Lock()
         if start is not None:
@@ -111,14 +111,14 @@ class SharedPosition:
             return Start(*values[_CURRENT].tolist())
 
 
-def _memory_file() -> int:
-    """Descriptor of zeroed memory without a name."""
+def memory_file(name: str, num_bytes: int) -> int:
+    """Descriptor of zeroed memory; its name is only for people."""
     if hasattr(os, "memfd_create"):
-        fd: int = os.memfd_create("position")
+        fd: int = os.memfd_create(name)
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
-    os.ftruncate(fd, _NUM_BYTES)
+    os.ftruncate(fd, num_bytes)
     return fd
 
 
