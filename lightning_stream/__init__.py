@@ -12,11 +12,10 @@ from lightning_stream.errors import LightningStreamError
 from lightning_stream.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_stream.dataset import StreamingDataset
+    from lightning_stream.dataset import LocalDataset, StreamingDataset
     from lightning_stream.formats.encodings import register_encoding
     from lightning_stream.formats.encodings.jpeg import decode_jpeg
     from lightning_stream.loader import StreamingDataLoader
-    from lightning_stream.local_dataset import LocalDataset
     from lightning_stream.order import Position, World
     from lightning_stream.reading.stream import Stream
     from lightning_stream.spark import StreamToTorchDataset as StreamToTorchDataset
@@ -38,11 +37,10 @@ __version__ = "0.1.0"
 
 # The names of each module, and the extra that installs what it needs.
 _NAMES = {
-    "dataset": "StreamingDataset",
+    "dataset": "LocalDataset StreamingDataset",
     "formats.encodings": "register_encoding",
     "formats.encodings.jpeg": "decode_jpeg",
     "loader": "StreamingDataLoader",
-    "local_dataset": "LocalDataset",
     "order": "Position World",
     "reading.stream": "Stream",
     "spark": "StreamToTorchDataset dataframe_to_mds",

@@ -1,4 +1,4 @@
-"""`StreamingDataset`: streams, an order over their samples, random access; the name and arguments MDS users know."""
+"""`StreamingDataset` and `LocalDataset`, with the names and arguments that MDS users know."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stream.cache import CacheConfig
 from lightning_stream.errors import suggesting
@@ -152,7 +152,6 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         self.batching_method, self.partition_algo = batching_method, partition_algo
         self.cache_limit = None if cache_limit is None else parse_bytes(cache_limit, "cache_limit") or None
         self.allow_unsafe_types = allow_unsafe_types
-        mosaic = MosaicConfig(partition_algo, self.shuffle_block_size)
         if partition_algo not in PARTITIONS:
             raise ValueError(f"partition_algo is one of {', '.join(PARTITIONS)}; found {partition_algo!r}. Correct it")
         order_arguments: dict[str, Any] = {
@@ -165,14 +164,13 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             "sampling_method": sampling_method,
             "sampling_granularity": self.sampling_granularity,
             "epoch_size": None if epoch_size is None else parse_count(epoch_size, "epoch_size") or None,
-            "mosaic": mosaic if shuffle_algo in MOSAIC_ALGORITHMS else None,
+            "mosaic": MosaicConfig(partition_algo, self.shuffle_block_size)
+            if shuffle_algo in MOSAIC_ALGORITHMS
+            else None,
         }
         OrderConfig.resolve(batch_size=1, device_batch_size=1, **order_arguments)  # refuses wrong values now
         config = CacheConfig(
-            limit_bytes=self.cache_limit,
-            validate_hash=validate_hash,
-            keep_zip=bool(keep_zip),
-            shared=shared_cache,
+            limit_bytes=self.cache_limit, validate_hash=validate_hash, keep_zip=bool(keep_zip), shared=shared_cache
         )
         defaults = CacheDefaults(config, retries=download_retry, timeout_s=download_timeout)
         reading = ReaderConfig(
@@ -282,6 +280,33 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             StateError: It cannot be continued over this data with these settings; the message names the difference.
         """
         self._streaming_plain.load_state_dict(self._streaming_source, state)
+
+
+class LocalDataset(IndexedSamples, Dataset[Any]):
+    """Random access to a dataset in a local folder: no order, no cache, nothing to resume.
+
+    A subclass may override ``get_item`` or ``__getitem__``. Example: ``LocalDataset("data/train")[7]``.
+
+    Args:
+        local: The folder that holds index.json.
+        split: Sub-folder of it.
+        allow_unsafe_types: Whether to decode the ``pkl`` encoding, which runs code that the data names.
+    """
+
+    @suggesting
+    def __init__(
+        self, local: str | os.PathLike[str], split: str | None = None, allow_unsafe_types: bool = False
+    ) -> None:
+        refuse_overrides(type(self))
+        self.local, self.split = os.fspath(local), split or ""
+        dataset = StreamingDataset(local=local, split=split, allow_unsafe_types=allow_unsafe_types)
+        self._streaming_source = dataset._streaming_source
+
+    def __len__(self) -> int:
+        return self._streaming_source.snapshot.num_samples
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.local!r}, split={self.split!r})"
 
 
 def source_of(dataset: StreamingDataset) -> SampleSource:
