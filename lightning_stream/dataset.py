@@ -154,6 +154,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         self.allow_unsafe_types = allow_unsafe_types
         if partition_algo not in PARTITIONS:
             raise ValueError(f"partition_algo is one of {', '.join(PARTITIONS)}; found {partition_algo!r}. Correct it")
+        mosaic = MosaicConfig(partition_algo, self.shuffle_block_size)
         order_arguments: dict[str, Any] = {
             "shuffle": shuffle,
             "seed": self.shuffle_seed,
@@ -164,9 +165,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             "sampling_method": sampling_method,
             "sampling_granularity": self.sampling_granularity,
             "epoch_size": None if epoch_size is None else parse_count(epoch_size, "epoch_size") or None,
-            "mosaic": MosaicConfig(partition_algo, self.shuffle_block_size)
-            if shuffle_algo in MOSAIC_ALGORITHMS
-            else None,
+            "mosaic": mosaic if shuffle_algo in MOSAIC_ALGORITHMS else None,
         }
         OrderConfig.resolve(batch_size=1, device_batch_size=1, **order_arguments)  # refuses wrong values now
         config = CacheConfig(
@@ -300,7 +299,7 @@ class LocalDataset(IndexedSamples, Dataset[Any]):
         refuse_overrides(type(self))
         self.local, self.split = os.fspath(local), split or ""
         dataset = StreamingDataset(local=local, split=split, allow_unsafe_types=allow_unsafe_types)
-        self._streaming_source = dataset._streaming_source
+        self._streaming_source = dataset._streaming_source  # noqa: SLF001 - the same reader
 
     def __len__(self) -> int:
         return self._streaming_source.snapshot.num_samples
