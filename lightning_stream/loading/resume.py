@@ -13,13 +13,12 @@ from lightning_stream.order import (
     BatchPlan,
     OrderConfig,
     Position,
-    RunOrder,
     is_mosaic_state,
     mosaic_config,
     mosaic_position,
 )
 
-_CHECKED_POSITIONS = 2**22
+_CHECKED_POSITIONS = 2**22  # beyond what takes about a second, a state's checksum must do
 _OTHER_BATCHES = (
     "shuffle_algo={algorithm!r} with batching_method={method!r} has other global batches on this number of nodes and "
     "ranks than on those that the run began with, as in mosaicml-streaming: some samples of this epoch may come twice "
@@ -63,7 +62,7 @@ def position_in(
     run = source.order(mosaic_config(state, settings.order) if ours is None else settings.order)
     accepted = [] if ours is None else ours.check(run, tail=tail, on_mismatch=on_mismatch)
     try:
-        if ours is not None and not accepted and _is_damaged(ours, run):
+        if ours is not None and not accepted and ours.position <= _CHECKED_POSITIONS and not ours.is_proven(run):
             raise StateError(
                 f"A state's ledger must be the sum of the samples before its position, but that of epoch {ours.epoch}, "
                 f"position {ours.position} is another. The state is damaged; load another checkpoint."
@@ -81,8 +80,3 @@ def position_in(
     for sentence in accepted:
         warnings.warn(sentence, stacklevel=4)
     return here
-
-
-def _is_damaged(position: Position, run: RunOrder) -> bool:
-    """Whether the ledger contradicts the position. Beyond what takes about a second, the checksum must do."""
-    return position.position <= _CHECKED_POSITIONS and not position.is_proven(run)

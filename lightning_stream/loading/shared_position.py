@@ -93,11 +93,9 @@ class SharedPosition:
             return Start(*values[_CURRENT].tolist()) if values[_BEGUN].any() else None
 
     def begin(self, key: int, worker: int = 0) -> Start:
-        """Begin an iteration, or join the one that another worker began under the same key.
+        """Begin an iteration, or join the one that another worker (0-based) began under the same key.
 
-        Args:
-            key: The same for all workers of one iteration, e.g. torch's base seed.
-            worker: This worker, 0-based.
+        All workers of one iteration have the same key, e.g. torch's base seed.
         """
         if not 0 <= worker < _MAX_WORKERS:
             raise ValueError(f"at most {_MAX_WORKERS} workers share a position; this is worker {worker}")

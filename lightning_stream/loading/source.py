@@ -70,14 +70,9 @@ class SampleSource:
     def settings(
         self, world: World, device_batch_size: int, accumulate: int, tail: Tail, resumed: OrderConfig | None = None
     ) -> BatchSettings:
-        """How a training run's data is divided into batches.
+        """How a training run's data is divided into batches, with `accumulate` micro-batches of an optimizer step.
 
-        Args:
-            world: This process among all that train.
-            device_batch_size: Samples of a micro-batch on one device.
-            accumulate: Micro-batches of one optimizer step on each device.
-            tail: What happens to the last partial batch of an epoch.
-            resumed: The settings of a state that the run continues from; they fill in before any default does.
+        `resumed` has the settings of a state that the run continues from; they fill in before any default does.
         """
         size = device_batch_size * accumulate * world.num_replicas
         order = OrderConfig.resolve(
