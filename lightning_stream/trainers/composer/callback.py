@@ -23,15 +23,11 @@ from lightning_stream.trainers.tracker import PositionTracker
 
 
 class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no types
-    """Keeps the position of a training loader equal to that of Composer's trainer.
+    """Keeps the position of a training loader equal to that of Composer's trainer; for `options` see `PositionTracker`.
 
     Every `StreamingDataLoader` that a Composer trainer trains on gets one: nothing has to be added to the trainer. It
     also restores the random state of a run resumed in the middle of an epoch, which Composer does not; keeps
     `train_subset_num_batches` right after a resume; and logs and shows the position.
-
-    Args:
-        loader: Whose position is kept.
-        options: See `PositionTracker`.
     """
 
     def __init__(self, loader: StreamingDataLoader, **options: Any) -> None:
@@ -41,8 +37,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         self.loader = loader
         self.tracker.attach(loader, owns=self._begins)
         self._trainer: Any = None
-        self._epoch_clock = 0
-        self._batch_clock = 0
+        self._epoch_clock = self._batch_clock = 0
         self._num_substituted = 0  # in the batches that this rank has trained on
         self._pretended = False  # to Composer, that it has trained on a batch
 
