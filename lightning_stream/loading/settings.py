@@ -15,33 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """How a training run's data is divided into batches.
+    """How a training run's data is divided into batches."""
 
-    Attributes:
-        world: This process among all that train.
-        device_batch_size: Samples of a micro-batch on one device.
-        global_batch_size: B, samples of one optimizer step over all replicas.
-        tail: What happens to the last partial batch of an epoch.
-        order: The order settings.
-        padding: Whether a rank gets padding beside samples of its own, so that all ranks have equal shapes.
-    """
-
-    world: World
-    device_batch_size: int
-    global_batch_size: int
-    tail: Tail
+    world: World  # this process among all that train
+    device_batch_size: int  # samples of a micro-batch on one device
+    global_batch_size: int  # B, samples of one optimizer step over all replicas
+    tail: Tail  # what happens to the last partial batch of an epoch
     order: OrderConfig
-    padding: bool = True
+    padding: bool = True  # whether a rank gets padding beside samples of its own, so that all ranks have equal shapes
 
     def plan(self, source: SampleSource, start: Start) -> BatchPlan:
         """The global batches from a start to the end of its epoch."""
-        return BatchPlan(
-            source.order(self.order).epoch(start.epoch),
-            batch_size=self.global_batch_size,
-            world=self.world,
-            tail=self.tail,
-            start=start.position,
-        )
+        order, size = source.order(self.order).epoch(start.epoch), self.global_batch_size
+        return BatchPlan(order, batch_size=size, world=self.world, tail=self.tail, start=start.position)
 
     def micro_batches(self, source: SampleSource, start: Start) -> MicroBatches:
         """This rank's micro-batches from a start to the end of its epoch."""
