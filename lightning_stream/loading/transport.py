@@ -35,12 +35,8 @@ _created: weakref.WeakValueDictionary[int, SharedSlots] = weakref.WeakValueDicti
 class SharedSlots:
     """Slots of shared memory for the batches of a loader's workers; the memory ends with the last process that maps it.
 
-    A batch never waits for a slot: if none is free, torch sends it.
-
-    Args:
-        num_slots: Slots of each worker.
-        fd: Descriptor of the memory.
-        number: The name of these slots in the process that created them.
+    A batch never waits for a slot: if none is free, torch sends it. Each worker has `num_slots`; `fd` is the descriptor
+    of the memory, and `number` the name of these slots in the process that created them.
     """
 
     def __init__(self, num_slots: int, fd: int, number: int) -> None:
@@ -59,16 +55,17 @@ class SharedSlots:
         Returns:
             A handle to send once, which is unpickled as the batch; the batch itself if no slot is free, or it is large.
         """
-        begins = range(
-            worker * self._num_slots * _SLOT_BYTES, (worker + 1) * self._num_slots * _SLOT_BYTES, _SLOT_BYTES
-        )
+        first = worker * self._num_slots
+        begins = (slot * _SLOT_BYTES for slot in range(first, first + self._num_slots))
         begin = next((begin for begin in begins if not self._memory[begin]), None)
         if begin is None:
             return batch
+        pickler = _Pickler()
         try:
-            arrays = _pickle(batch)
+            pickler.dump(batch)
         except _TooLargeError:
             return batch
+        arrays = [pickler.pickled(), *pickler.arrays]
         sizes = [array.nbytes for array in arrays]
         for array, (first, last) in zip(arrays, _ranges(begin, sizes), strict=True):
             self._memory[first:last] = array
@@ -133,12 +130,6 @@ class _Pickler(reduction.ForkingPickler):
         self._num_bytes += _aligned(num_bytes)
         if self._num_bytes > _SLOT_BYTES:
             raise _TooLargeError
-
-
-def _pickle(batch: Any) -> list[NDArray[np.uint8]]:
-    pickler = _Pickler()
-    pickler.dump(batch)
-    return [pickler.pickled(), *pickler.arrays]
 
 
 def _storage(memory: Any) -> torch.UntypedStorage:

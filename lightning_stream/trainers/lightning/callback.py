@@ -43,6 +43,8 @@ class StreamingCallback(Callback):
         trainer.fit(model, StreamingDataLoader(dataset, batch_size=32))
     """
 
+    state_key = STATE_KEY  # the same for every subclass, so that a renamed class still finds its state
+
     def __init__(
         self,
         seed_steps: int | None = None,
@@ -73,11 +75,6 @@ class StreamingCallback(Callback):
         self._validated_step = _NEVER
         self._enters_at: LoopPosition | None = None
         self._no_last: StateError | None = None
-
-    @property
-    def state_key(self) -> str:
-        """The same for every subclass, so that a renamed class still finds its state."""
-        return STATE_KEY
 
     def start_at(self, state: Mapping[str, Any]) -> None:
         """Begin the data where the state of another run, e.g. under another trainer, stands; before `fit`."""
@@ -285,9 +282,8 @@ class StreamingCallback(Callback):
     @staticmethod
     def _concerns_us(trainer: Any, checkpoint: Mapping[str, Any]) -> bool:
         """Whether a checkpoint is of a run over our data, as far as is known before the data is made."""
-        return bool(checkpoint.get("callbacks", {}).get(STATE_KEY)) or isinstance(
-            loops.data_source_of(trainer), StreamingDataLoader
-        )
+        has_position = bool(checkpoint.get("callbacks", {}).get(STATE_KEY))
+        return has_position or isinstance(loops.data_source_of(trainer), StreamingDataLoader)
 
     def _loop_position(
         self, trainer: Any, loader: StreamingDataLoader, position: Position, checkpoint: Mapping[str, Any]
