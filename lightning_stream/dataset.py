@@ -24,7 +24,7 @@ from lightning_stream.loading.source import SampleSource, Transform
 from lightning_stream.order import MosaicConfig, OrderConfig
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.order.mosaic.partitions import PARTITIONS
-from lightning_stream.order.rules import is_count
+from lightning_stream.order.rules import broken, count
 from lightning_stream.reading.bad_samples import Policy, bad_data
 from lightning_stream.reading.reader import ReaderConfig, SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
@@ -323,14 +323,9 @@ def plain_iterations_of(dataset: StreamingDataset) -> PlainIterations:
 
 def _whole_numbers(**given: float | None) -> list[int | None]:
     numbers = {name: whole(value) for name, value in given.items()}
-    least = {name: int(name != "predownload") for name in numbers}
-    wrong = [
-        f"{name} is None or a whole number of at least {least[name]}; found {value!r}."
-        for name, value in numbers.items()
-        if value is not None and not is_count(value, least[name])
-    ]
-    if wrong:
-        raise ValueError(" ".join([*wrong, "Correct it."]))
+    rules = {name: count(int(name != "predownload"), optional=True) for name in numbers}
+    if problems := broken(numbers, rules):
+        raise ValueError(" ".join(problems))
     return list(numbers.values())
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_stream.order.rules import broken, count
+
 _NOT_CALLED = {
     "__iter__": "Change samples in __getitem__ and batches in collate_fn, or use torch.utils.data.DataLoader",
     "__len__": "Pass epoch_size= to the dataset, or use torch.utils.data.DataLoader",
@@ -54,8 +56,7 @@ def check_arguments(
         problems.append(
             f"batch_size is {batch_size} for the loader and {dataset.batch_size} for its dataset: make them one."
         )
-    for name, value in zip(("batch_size", "global_batch_size", "accumulate"), (*sizes, accumulate), strict=True):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            problems.append(f"{name} is a whole number of at least 1; found {value!r}.")
+    numbers = {"batch_size": batch_size, "global_batch_size": global_batch_size, "accumulate": accumulate}
+    problems += broken(numbers, {name: count(1, optional=name != "accumulate") for name in numbers})
     if problems:
         raise ValueError(" ".join(problems))

@@ -70,9 +70,15 @@ class MadeBatches:
     """
 
     def __init__(self, batches: Iterator[tuple[Any, MicroBatch]], end: Callable[[bool], None]) -> None:
-        self._batches, self._end = batches, end
+        self._batches: Iterator[tuple[Any, MicroBatch]] | None = batches
+        self._end: Callable[[bool], None] | None = end
 
     def __next__(self) -> tuple[Any, MicroBatch]:
+        if self._batches is None:
+            raise StateError(
+                "an iteration ends with the workers of its loader, but a batch was asked for after close(). Iterate "
+                "over the loader again: its state_dict() says where"
+            )
         try:
             return next(self._batches)
         except BaseException as error:
@@ -81,9 +87,9 @@ class MadeBatches:
 
     def close(self, failed: bool = False) -> None:
         """End the iteration: its workers, its announcements to the reader, and its use of shards."""
-        end, self._end = self._end, _nothing
-        self._batches = _Closed()
-        end(failed)
+        end, self._end, self._batches = self._end, None, None
+        if end is not None:
+            end(failed)
 
 
 class Workers:
@@ -189,17 +195,3 @@ class _WorkerInit:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
-
-
-class _Closed(Iterator[Any]):
-    """Raises for a batch that is asked for after the end of an iteration."""
-
-    def __next__(self) -> Any:
-        raise StateError(
-            "an iteration ends with the workers of its loader, but a batch was asked for after close(). Iterate over "
-            "the loader again: its state_dict() says where"
-        )
-
-
-def _nothing(_: bool) -> None:
-    """Do nothing: the iteration has ended already."""
