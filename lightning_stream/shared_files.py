@@ -217,18 +217,12 @@ def file_system(path: Path) -> str:
 class FileLock:
     """An exclusive lock between processes, and between threads, that the kernel ends with its owner.
 
-    The lock's file exists only while it is held. Use as a context manager, or by `try_acquire` and `release`.
-
-    Args:
-        path: The lock's file.
-        wait_s: How long to wait in ``with`` before :class:`LockTimeoutError`.
-        modes: Permissions of the file, and of its folder if that is made.
+    The lock's file exists only while it is held. Use as a context manager, which waits up to `wait_s` and then raises
+    :class:`LockTimeoutError`, or by `try_acquire` and `release`. `modes` are for the file, and its folder if absent.
     """
 
     def __init__(self, path: Path, wait_s: float = 60.0, modes: Modes = PRIVATE) -> None:
-        self.path = path
-        self._wait_s = wait_s
-        self.modes = modes
+        self.path, self._wait_s, self.modes = path, wait_s, modes
         self._fd: int | None = None
         self._pid = 0
 

@@ -119,10 +119,8 @@ class PlainIterations:
         index, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         key = worker.seed - worker.id if worker is not None else os.getpid()
         settings = self.settings(source)
-        batches = settings.micro_batches(source, self._shared.begin(key or 1, index))
-        ahead = read_ahead(
-            source.reader, batches.plan, batches.walk(index, count), source.predownload, settings.device_batch_size
-        )
+        batches, size = settings.micro_batches(source, self._shared.begin(key or 1, index)), settings.device_batch_size
+        ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), source.predownload, size)
         self._num_yielded = 0
         for batch in ahead:
             for sample in readable(source, batch, source.samples)[0]:

@@ -9,14 +9,7 @@ from typing import Any, Literal
 from lightning_stream.errors import StateError
 from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.loading.source import SampleSource
-from lightning_stream.order import (
-    BatchPlan,
-    OrderConfig,
-    Position,
-    is_mosaic_state,
-    mosaic_config,
-    mosaic_position,
-)
+from lightning_stream.order import BatchPlan, OrderConfig, Position, is_mosaic_state, mosaic_config, mosaic_position
 
 _CHECKED_POSITIONS = 2**22  # beyond what takes about a second, a state's checksum must do
 _OTHER_BATCHES = (
@@ -44,15 +37,10 @@ def position_in(
     settings: BatchSettings,
     on_mismatch: Literal["error", "warn"] = "error",
 ) -> Position:
-    """The position at which a state continues over this data.
+    """The position at which a state, which `state_dict` returned, continues over this data.
 
-    States of mosaicml-streaming are accepted if the dataset has that run's `shuffle_algo`.
-
-    Args:
-        state: A value that `state_dict` returned.
-        source: The data.
-        settings: The batches now; their order is resolved with the state's, see `order_in`.
-        on_mismatch: Whether to refuse other data and other settings, or to warn.
+    States of mosaicml-streaming are accepted if the dataset has that run's `shuffle_algo`. The order of `settings` is
+    resolved with the state's, see `order_in`; `on_mismatch` refuses other data and other settings, or warns of them.
 
     Raises:
         StateError: It cannot be continued here; the message names what differs.

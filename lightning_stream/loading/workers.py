@@ -64,9 +64,7 @@ class Pipeline(IterableDataset[tuple[Any, MicroBatch]]):
 class MadeBatches:
     """The batches of one iteration; `close` ends what makes them, and so does the last batch.
 
-    Args:
-        batches: Those of torch or of the pipeline.
-        end: Called once, with whether an error ended the iteration.
+    `end` is called once, with whether an error ended the iteration.
     """
 
     def __init__(self, batches: Iterator[tuple[Any, MicroBatch]], end: Callable[[bool], None]) -> None:
@@ -93,14 +91,10 @@ class MadeBatches:
 
 
 class Workers:
-    """Makes the batches of one loader; keeps persistent worker processes between its iterations.
-
-    Args:
-        dataset: The value of ``get_worker_info().dataset`` in workers.
-    """
+    """Makes the batches of one loader; keeps persistent worker processes between its iterations."""
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+        self._dataset = dataset  # the value of ``get_worker_info().dataset`` in workers
         self._kept: tuple[BatchSettings, SharedPosition, DataLoader[Any]] | None = None
         self._kept_is_in_use = False
         self._live: weakref.WeakSet[MadeBatches] = weakref.WeakSet()  # those that may have workers

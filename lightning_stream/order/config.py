@@ -30,9 +30,7 @@ _MOST_SAMPLES = 2**24  # of a batch; like MOST_NODES far above any run's: a dama
 class MosaicConfig:
     """Settings of the orders of mosaicml-streaming alone.
 
-    Example::
-
-        OrderConfig.resolve(batch_size=256, device_batch_size=32, shuffle=True, mosaic=MosaicConfig("orig"))
+    Example: ``OrderConfig.resolve(batch_size=256, shuffle=True, mosaic=MosaicConfig("orig"))``.
     """
 
     partition: str = "relaxed"  # or "orig"

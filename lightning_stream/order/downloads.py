@@ -46,9 +46,7 @@ def plan_downloads(
 
     The rank of ``world`` does not matter. ``shard_bytes`` is int64[shards]; None counts every sample as one byte.
 
-    Example::
-
-        plan_downloads(run, epoch=0, batch_size=256, world=World(num_ranks=16, ranks_per_node=8)).factor  # 1.0
+    Example: ``plan_downloads(run, epoch=0, batch_size=256, world=World(num_ranks=16, ranks_per_node=8)).factor``.
     """
     needed = np.zeros((world.num_nodes, run.snapshot.num_shards), dtype=np.bool_)
     readers = _readers(world)

@@ -25,9 +25,7 @@ class StreamWeights:
         repeat: How often each of its samples is drawn (0.5: half of them, 2: each twice).
         choose: How many samples are drawn.
 
-    Example::
-
-        RunOrder(snapshot, [StreamWeights(proportion=0.8), StreamWeights(proportion=0.2)], config)
+    Example: ``RunOrder(snapshot, [StreamWeights(proportion=0.8), StreamWeights(proportion=0.2)], config)``.
     """
 
     proportion: float | None = None
@@ -112,9 +110,7 @@ def choose_per_stream(
     Raises:
         ValueError: Weights that contradict each other or cannot be met; every problem is named.
 
-    Example::
-
-        choose_per_stream(Snapshot.of([[60], [40]]), [StreamWeights(repeat=2), StreamWeights()], None, 0)  # (120, 40)
+    Example: for streams of 60 and 40 samples, ``[StreamWeights(repeat=2), StreamWeights()]`` gives (120, 40).
     """
     samples = snapshot.stream_samples.tolist()
     problems, chosen = _weight_problems(snapshot, weights, epoch_size), []

@@ -46,10 +46,7 @@ AMOUNT = Rule(
 def broken(values: Mapping[str, object], rules: Mapping[str, Rule]) -> list[str]:
     """One sentence for every value that breaks its rule; a missing value counts as None.
 
-    Example::
-
-        broken({"window": 0}, {"window": count(1)})
-        # ['window must be an integer of at least 1 and below 2**63, not 0.']
+    Example: ``broken({"seed": 0}, {"seed": count(1, 9)})`` is ``['seed must be an integer from 1 to 9, not 0.']``.
     """
     found = [(name, rule, values.get(name)) for name, rule in rules.items()]
     return [f"{name} must be {rule.text}, not {short(value)}." for name, rule, value in found if not rule.holds(value)]

@@ -78,10 +78,9 @@ def _read_file(path: Path, trusted: bool) -> Mapping[str, Any]:
     reconstruct: Any = np.empty(0).__reduce__()[0]  # numpy keeps it in a private module, which it has moved
     with torch.serialization.safe_globals([*_PLAIN, reconstruct]):
         # Mapped, tensors are read only where they are used; files of torch before 1.6 are no zip files.
-        content: Mapping[str, Any] = torch.load(
-            path, map_location="cpu", weights_only=not trusted, mmap=zipfile.is_zipfile(path)
-        )
-    return content
+        is_zip = zipfile.is_zipfile(path)
+        found: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=not trusted, mmap=is_zip)
+    return found
 
 
 def _read_folder(path: Path, trusted: bool) -> Mapping[str, Any]:

@@ -44,7 +44,6 @@ class BatchPlan:
     """
 
     def __new__(cls, order: EpochOrder, **_: object) -> BatchPlan:  # noqa: PYI034 (a subclass)
-        """Make a plan of the order's type."""
         return super().__new__(order.plan_type)
 
     def __init__(

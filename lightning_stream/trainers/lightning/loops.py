@@ -79,8 +79,7 @@ def rewrite_loops(checkpoint: dict[str, Any], at: LoopPosition) -> None:
         StateError: The checkpoint's loops are not those of a tested version of Lightning.
     """
     try:
-        fit_loop = checkpoint["loops"]["fit_loop"]
-        _rewrite(fit_loop, at, int(checkpoint["global_step"]))
+        _rewrite(checkpoint["loops"]["fit_loop"], at, int(checkpoint["global_step"]))
     except (KeyError, TypeError) as error:
         raise StateError(
             "the counters in a Lightning checkpoint must follow the data's position, but this checkpoint, of Lightning "
