@@ -134,7 +134,13 @@ class PlainIterations:
     def state_dict(self, source: SampleSource, num_samples: int | None, from_beginning: bool) -> dict[str, Any]:
         """The position after so many samples, see `StreamingDataset.state_dict`."""
         if self._passing is not None:
-            self._warn_of_correction(num_samples)
+            counted = self._passing.get("position", num_samples)
+            if num_samples != counted:
+                warnings.warn(
+                    f"a StreamingDataLoader counts samples, not rows of batches; found {counted} samples, which the "
+                    f"dataset's state_dict corrects to {num_samples}. The state has {counted}: remove the correction",
+                    stacklevel=1,
+                )
             return dict(self._passing)
         if (owner := self._loader()) is not None:
             state = self.passed({}, lambda: owner.state_after(num_samples))
@@ -154,15 +160,6 @@ class PlainIterations:
             return position.next_epoch().to_state()  # asked between epochs: the one that was iterated is over
         reached = num_samples if from_beginning else start.position + num_samples
         return position.advanced(run, min(reached, run.num_samples)).to_state()
-
-    def _warn_of_correction(self, num_samples: int | None) -> None:
-        counted = (self._passing or {}).get("position", num_samples)
-        if num_samples != counted:
-            warnings.warn(
-                f"a StreamingDataLoader counts samples, and not rows of batches; found {counted} samples, which the "
-                f"dataset's state_dict corrects to {num_samples}. The state has {counted}: remove the correction",
-                stacklevel=2,
-            )
 
     def load_state_dict(self, source: SampleSource, state: Mapping[str, Any] | None) -> None:
         """Let the next iteration start at a state.

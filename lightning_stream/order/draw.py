@@ -20,17 +20,12 @@ _FIXED = 2**63 - 1  # stands for the epoch where every epoch draws the same samp
 class StreamWeights:
     """How much one stream gives to an epoch: at most one of the three, and one kind over all streams of a mixture.
 
-    Args:
-        proportion: This stream's part of the epoch, relative to the sum of all streams' proportions.
-        repeat: How often each of its samples is drawn (0.5: half of them, 2: each twice).
-        choose: How many samples are drawn.
-
     Example: ``RunOrder(snapshot, [StreamWeights(proportion=0.8), StreamWeights(proportion=0.2)], config)``.
     """
 
-    proportion: float | None = None
-    repeat: float | None = None
-    choose: int | None = None
+    proportion: float | None = None  # its part of the epoch, relative to the sum of all streams' proportions
+    repeat: float | None = None  # how often each of its samples is drawn (0.5: half of them, 2: each twice)
+    choose: int | None = None  # how many samples are drawn
 
     def absolute(self, have: int) -> int:
         """How many samples repeat or choose (neither: all) draw from a stream that has so many."""

@@ -31,17 +31,11 @@ _PATTERN = re.compile(r"epoch(\d+)-from(\d+)-batch(\d+)-(pad|drop|exact)-rank(\d
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of checking a run's record.
+    """The result of checking a run's record."""
 
-    Attributes:
-        num_steps: Optimizer steps compared.
-        first_difference: ``(epoch, position)`` of the first step that differs or is missing; None if none is.
-        sentence: The finding in words.
-    """
-
-    num_steps: int
-    first_difference: tuple[int, int] | None
-    sentence: str
+    num_steps: int  # optimizer steps compared
+    first_difference: tuple[int, int] | None  # (epoch, position) of the first step that differs or is missing
+    sentence: str  # the finding in words
 
 
 @dataclass(frozen=True, order=True)
