@@ -198,10 +198,12 @@ class PositionTracker:
             return
         self.is_of_mosaic = is_mosaic_state(state)
         here = self.loader.accept(state)
-        # At the end of an epoch's data the trainer may have yet to end that epoch: keep which it was.
-        reached = int(state["sample_in_epoch"] if self.is_of_mosaic else state["position"])
         self.resume(here)
-        self.move_to(replace(here, epoch=int(state["epoch"]), position=reached) if self.takes_states else here)
+        if self.takes_states and here.epoch > (epoch := int(state["epoch"])):
+            # At the end of an epoch's data the trainer may have yet to end that epoch: keep which it was.
+            whole = self.loader.micro_batches_from(replace(here, epoch=epoch, position=0)).plan.order
+            reached = int(state["sample_in_epoch"] if self.is_of_mosaic else state["position"])
+            self.move_to(replace(here, epoch=epoch, position=min(reached, whole.num_samples)))
 
     def move_to(self, position: Position) -> None:
         """Set where the run is."""
