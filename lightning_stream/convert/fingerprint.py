@@ -7,6 +7,7 @@ import dis
 import functools
 import importlib.util
 import inspect
+import io
 import os
 import pickle
 import sys
@@ -121,7 +122,9 @@ class _Walk:
             return
         if not self._strict and not _is_users(type(value)):  # its parts may be many, and refer to each other
             with contextlib.suppress(Exception):  # it cannot be pickled
-                self.total.update(pickle.dumps(value, 4))
+                stored = io.BytesIO()
+                _Pickler(stored, 4).dump(value)
+                self.total.update(stored.getvalue())
             return
         try:
             reduced = value.__reduce_ex__(4)
@@ -158,6 +161,7 @@ class _Walk:
         for held in vars(value).values():
             inner = getattr(held, "__func__", getattr(held, "fget", getattr(held, "func", held)))
             if isinstance(inner, FunctionType):
+                self._note(_source(inner))  # a notebook has the source of functions, but not of classes
                 self._function(inner)
 
     def _function(self, function: FunctionType) -> None:
@@ -179,6 +183,17 @@ class _Walk:
         elif _is_users(value):
             for inner in sorted(names & vars(value).keys()):
                 self._global(inner, vars(value)[inner], names - {inner})
+
+
+class _Pickler(pickle.Pickler):
+    """Stores tensors without their addresses, and functions and classes of the user by what they do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (FunctionType, type)):
+            return (str, (function_text(value),)) if _is_users(value) else NotImplemented
+        if hasattr(value, "detach") and hasattr(value, "numpy"):
+            return np.asarray, (value.detach().cpu().numpy(),)
+        return NotImplemented
 
 
 def _is_users(value: Any) -> bool:

@@ -10,6 +10,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+
 from lightning_stream.convert.fingerprint import function_text
 
 
@@ -55,6 +58,28 @@ def test_what_an_object_cached_makes_no_difference_nor_does_where_it_lies() -> N
     assert scale.double == 4
     assert function_text(scale.apply) == before
     assert function_text(partial(scaled, held)) == function_text(partial(scaled, object()))
+
+
+def test_a_class_without_a_source_counts_by_its_methods() -> None:
+    """As those of a notebook."""
+    texts = []
+    for factor in (2, 2, 3):
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(f"class Times:\n    def row(self, row):\n        return row * {factor}\n", names)
+        texts.append(function_text(names["Times"]().row))
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_tensor_counts_by_its_values() -> None:
+    torch = pytest.importorskip("torch", reason="needs torch: uv sync")
+
+    def text_of(value: float, factor: int) -> str:
+        held = torch.nn.ParameterList([torch.tensor([1.0, value])])
+        several = np.vectorize(lambda row: row * factor)
+        return function_text(lambda row: (held, several))
+
+    assert text_of(2.0, 1) == text_of(2.0, 1)
+    assert len({text_of(2.0, 1), text_of(3.0, 1), text_of(2.0, 2)}) == 3
 
 
 def test_a_function_that_names_itself_is_told() -> None:
