@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
+import importlib.util
 import inspect
+import io
 import os
+import pickle
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -24,9 +29,10 @@ _LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("std
 def function_text(function: Callable[..., Any] | None) -> str:
     """Name a function and everything that decides what it does: ``"tokenize 2f0c..."``; empty for None.
 
-    The digest covers the function's source, its defaults, the values that it closes over, the plain global values that
-    it reads, and the functions and classes of the user's modules that it calls, and those that they call in turn. Of an
-    object that is called it covers the class and the attributes. Libraries count by the names used.
+    The digest covers the function's source, its defaults, the values that it closes over, the global values that it
+    reads, and the functions and classes of the user's modules that it calls, and those that they call in turn, also if
+    it imports them when it is called. An object counts by its class and by what pickle would store of it, and one of a
+    library that cannot be pickled, e.g. an open file, by its class alone. Libraries count by the names used.
     """
     if function is None:
         return ""
@@ -114,6 +120,12 @@ class _Walk:
             self.add(type(value))
             self.add({field.name: getattr(value, field.name) for field in fields(value)})
             return
+        if not self._strict and not _is_users(type(value)):  # its parts may be many, and refer to each other
+            with contextlib.suppress(Exception):  # it cannot be pickled
+                stored = io.BytesIO()
+                _Pickler(stored, 4).dump(value)
+                self.total.update(stored.getvalue())
+            return
         try:
             reduced = value.__reduce_ex__(4)
         except Exception as error:
@@ -149,6 +161,7 @@ class _Walk:
         for held in vars(value).values():
             inner = getattr(held, "__func__", getattr(held, "fget", getattr(held, "func", held)))
             if isinstance(inner, FunctionType):
+                self._note(_source(inner))  # a notebook has the source of functions, but not of classes
                 self._function(inner)
 
     def _function(self, function: FunctionType) -> None:
@@ -159,23 +172,28 @@ class _Walk:
         names = set(_names(function.__code__))
         for name in sorted(names & function.__globals__.keys()):
             self._global(name, function.__globals__[name], names)
+        for module in _imported(function.__code__, function.__globals__):
+            self._global(module.__name__, module, names)
 
     def _global(self, name: str, value: Any, names: set[str]) -> None:
         self._note(name)
-        if isinstance(value, ModuleType):
-            if _is_users(value):
-                for inner in sorted(names & vars(value).keys()):
-                    self._global(inner, vars(value)[inner], set())
-        elif _is_plain(value) or isinstance(value, (FunctionType, type, functools.partial)) or _is_users(type(value)):
-            self.add(value)
-        else:
-            self.add(getattr(value, "__wrapped__", None))  # of functools.cache and the like
+        if not isinstance(value, ModuleType):
+            if value is not os.environ:  # it differs from one terminal to the next
+                self.add(value)
+        elif _is_users(value):
+            for inner in sorted(names & vars(value).keys()):
+                self._global(inner, vars(value)[inner], names - {inner})
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple, set, frozenset, dict)):
-        return all(map(_is_plain, value.items() if isinstance(value, dict) else value))
-    return isinstance(value, (*_PLAIN, os.PathLike, np.ndarray))
+class _Pickler(pickle.Pickler):
+    """Stores tensors without their addresses, and functions and classes of the user by what they do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (FunctionType, type)):
+            return (str, (function_text(value),)) if _is_users(value) else NotImplemented
+        if hasattr(value, "detach") and hasattr(value, "numpy"):
+            return np.asarray, (value.detach().cpu().numpy(),)
+        return NotImplemented
 
 
 def _is_users(value: Any) -> bool:
@@ -183,8 +201,18 @@ def _is_users(value: Any) -> bool:
     name = value.__name__ if isinstance(value, ModuleType) else value.__module__
     if name == "__main__" or name is None:
         return True
+    spec = getattr(sys.modules.get(name), "__spec__", None)
     path = getattr(sys.modules.get(name), "__file__", None)
-    if path is None or name.partition(".")[0] == "lightning_stream":
+    return name.partition(".")[0] != "lightning_stream" and (_is_users_file(path) if path else _is_users_spec(spec))
+
+
+def _is_users_spec(spec: ModuleSpec | None) -> bool:
+    folders = [] if spec is None else spec.submodule_search_locations or []  # of a package without a file
+    return _is_users_file(spec.origin if spec and spec.has_location else next(iter(folders), None))
+
+
+def _is_users_file(path: str | None) -> bool:
+    if path is None:
         return False
     return "site-packages" not in Path(path).parts and not os.path.realpath(path).startswith(_LIBRARIES)
 
@@ -200,6 +228,21 @@ def _source(value: Any) -> str:
 def _constants(code: CodeType) -> Iterator[Any]:
     for each in code.co_consts:
         yield from _constants(each) if isinstance(each, CodeType) else (each,)
+
+
+def _imported(code: CodeType, variables: dict[str, Any]) -> Iterator[ModuleType]:
+    """The user's modules that a function imports when it is called, in functions inside it too."""
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    for level, wanted, step in zip(steps, steps[1:], steps[2:], strict=False):
+        if step.opname != "IMPORT_NAME":
+            continue
+        with contextlib.suppress(ImportError, ValueError):  # it may be imported under a condition only
+            spec = None if level.argval else importlib.util.find_spec(step.argval.partition(".")[0])
+            if level.argval or _is_users_spec(spec):
+                yield __import__(step.argval, variables, None, wanted.argval, level.argval)
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _imported(each, variables)
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -20,7 +20,8 @@ from lightning_stream.errors import FormatError
 
 _CSV_BLOCK_BYTES = 1 << 22
 _DAMAGED = (pa.ArrowInvalid, OSError)
-_WHOLE, _NUMBER = r"[+-]?(0|[1-9]\d{0,17})", r"[+-]?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE][+-]?\d+)?"
+# A leading "+" is one of a telephone number; a larger exponent would become inf or 0.
+_WHOLE, _NUMBER = r"-?(0|[1-9]\d{0,17})", r"-?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE]([+-]?\d{1,2}|-[12]\d\d))?"
 _TRUTH = r"(?i)true|false"
 _PATTERNS = {"int64": f"^({_WHOLE})$", "float64": rf"^({_NUMBER})$", "uint8": f"^({_TRUTH})$"}
 
@@ -83,6 +84,8 @@ class CsvReader(Reader):
     def read(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield some MiB of rows at a time; an empty value is null wherever the column is not text."""
         for batch, where in self._batches(split):
+            if not batch.num_rows:  # a block of blank lines
+                continue
             present(batch.schema.names, columns, split.file)
             arrays = [self._parsed(name, batch.column(name), kind, where) for name, kind in columns.items()]
             for piece in pieces_of(pa.RecordBatch.from_arrays(arrays, names=list(columns))):
@@ -92,39 +95,42 @@ class CsvReader(Reader):
         """All rows as texts."""
         file = split.file
         try:
-            names = list(self.names) if self.names is not None else self._header(file)
+            names, above = (list(self.names), 0) if self.names is not None else self._header(file)
             if len(set(names)) < len(names):
                 raise FormatError(
                     f"{file.uri}: columns must differ in name; its first line is {', '.join(names):.200}."
                 )
             if not names:
                 return
-            skipped = int(self.names is None and split.begin == 0)
             if split.begin or split.end is not None:
                 for at, block in line_blocks(split):
-                    lines = block.partition(b"\n")[2] if skipped and at == 0 else block
-                    for batch in self._parser(pa.BufferReader(lines), names, 0) if lines.strip() else ():
+                    lines = block[max(0, above - at) :]
+                    for batch in self._parser(pa.BufferReader(lines), names) if lines.strip() else ():
                         yield batch, f"{file.uri}, rows from byte {at:,}"
                 return
             with file.unpacked() as plain:
+                plain.read(above)
                 done = 0
-                for batch in self._parser(pa.PythonFile(plain, "r"), names, skipped):
+                for batch in self._parser(pa.PythonFile(plain, "r"), names):
                     yield batch, f"{file.uri}, rows {done:,} to {done + batch.num_rows:,}"
                     done += batch.num_rows
         except (*DAMAGED, *_DAMAGED, UnicodeDecodeError) as error:
             raise FormatError(f"{file.uri} cannot be read as {self.kind}: {error}.") from error
 
-    def _header(self, file: SourceFile) -> list[str]:
+    def _header(self, file: SourceFile) -> tuple[list[str], int]:
+        """Return the names in the first line that is not blank, and the number of bytes up to its end."""
+        num_bytes = 0
         with file.unpacked() as plain:
-            first = next((line for line in chain([plain.readline()], plain) if line.strip(b"\r\n\xef\xbb\xbf")), b"")
-            options = pa.csv.ParseOptions(delimiter=self.delimiter)
-            return pa.csv.read_csv(pa.BufferReader(first), parse_options=options).column_names if first else []
+            for line in chain([plain.readline()], plain):
+                num_bytes += len(line)
+                if line.strip(b"\r\n\xef\xbb\xbf"):
+                    options = pa.csv.ParseOptions(delimiter=self.delimiter)
+                    return pa.csv.read_csv(pa.BufferReader(line), parse_options=options).column_names, num_bytes
+        return [], 0
 
-    def _parser(self, plain: Any, names: list[str], skipped: int) -> Any:
+    def _parser(self, plain: Any, names: list[str]) -> Any:
         texts = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
-        reading = pa.csv.ReadOptions(
-            use_threads=False, block_size=_CSV_BLOCK_BYTES, column_names=names, skip_rows_after_names=skipped
-        )
+        reading = pa.csv.ReadOptions(use_threads=False, block_size=_CSV_BLOCK_BYTES, column_names=names)
         parsing = pa.csv.ParseOptions(delimiter=self.delimiter, newlines_in_values=True)
         return pa.csv.open_csv(plain, read_options=reading, parse_options=parsing, convert_options=texts)
 
