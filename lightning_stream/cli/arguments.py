@@ -8,12 +8,13 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.index import INDEX_NAME, Index
-from lightning_stream.order import Snapshot, StreamWeights
+from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights
 from lightning_stream.stores import LocalStore, Store, open_store
 
 _SPLITS = ("train", "val", "validation", "valid", "test", "eval")
@@ -23,7 +24,7 @@ _WEIGHTED = re.compile(r"(.+)=(?:(proportion|repeat|choose):)?([0-9]*\.?[0-9]+)"
 
 @dataclass(frozen=True)
 class FoundDataset:
-    """A dataset that an argument names: its files, and its parsed index.json."""
+    """A dataset that an argument names: its files, and its index."""
 
     store: Store
     index: Index
@@ -35,16 +36,25 @@ def add_dataset(parser: argparse.ArgumentParser, **kwargs: Any) -> None:
     parser.add_argument("remote", metavar="PATH|URL", help=help_text, **kwargs)
 
 
-def add_pairs(parser: argparse.ArgumentParser, flag: str, metavar: str, help_text: str) -> None:
-    """Let a command take ``KEY=VALUE`` any number of times; the option is a list of (key, value)."""
-    pair = _store_option if "store" in flag else _pair
-    parser.add_argument(flag, action="append", default=[], type=pair, metavar=metavar, help=help_text)
+class Pairs(argparse.Action):
+    """Collects ``KEY=VALUE``, given any number of times, in a dict; refuses secrets among the options of a store."""
+
+    def __call__(self, _parser: Any, options: argparse.Namespace, given: Any, _flag: Any = None) -> None:
+        name, equals, value = given.partition("=")
+        if not equals or not name:
+            raise argparse.ArgumentError(self, f"expected KEY=VALUE, got {given!r}")
+        if "store" in self.dest and any(word in name for word in _SECRETS):
+            message = f"a secret must not be on a command line; set the variable of {name}"
+            raise argparse.ArgumentError(self, message)
+        with suppress(ValueError):  # a number, a list or a truth value; else text
+            value = json.loads(value.lower() if value.lower() in ("true", "false") else value)
+        setattr(options, self.dest, {**(getattr(options, self.dest) or {}), name: value})
 
 
 def add_store_options(parser: argparse.ArgumentParser, flag: str = "--store-options") -> None:
     """Let a command take options of a store."""
-    example = "storage option, e.g. endpoint_url=http://127.0.0.1:9000; credentials are read from the environment"
-    add_pairs(parser, flag, "KEY=VALUE", example)
+    help_text = "storage option, e.g. endpoint_url=http://127.0.0.1:9000; credentials are read from the environment"
+    parser.add_argument(flag, action=Pairs, metavar="KEY=VALUE", help=help_text)
 
 
 def add_streams(parser: argparse.ArgumentParser) -> None:
@@ -58,25 +68,8 @@ def add_streams(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _pair(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
-    try:  # a number, a list or a truth value; else text
-        return name, json.loads(value.lower() if value.lower() in ("true", "false") else value)
-    except ValueError:
-        return name, value
-
-
-def _store_option(text: str) -> tuple[str, Any]:
-    name, value = _pair(text)
-    if any(word in name for word in _SECRETS):
-        raise argparse.ArgumentTypeError(f"a secret must not be on a command line; set the variable of {name}")
-    return name, value
-
-
-def datasets_at(remote: str, options: Mapping[str, Any]) -> list[FoundDataset]:
-    """The dataset in a folder, or the datasets in its splits.
+def datasets_at(remote: str, options: Mapping[str, Any] | None) -> list[FoundDataset]:
+    """Find the dataset in a folder, or the datasets in its splits.
 
     Raises:
         NotFoundError: There is none.
@@ -106,37 +99,49 @@ def _read(store: Store) -> FoundDataset:
     return FoundDataset(store, Index.from_bytes(store.read(INDEX_NAME), f"{store.url}/{INDEX_NAME}"))
 
 
-def weighted(text: str) -> tuple[str, StreamWeights]:
+def _weighted(text: str) -> tuple[str, StreamWeights]:
     """The URL and the weights of ``URL[=WEIGHT]``."""
     match = _WEIGHTED.fullmatch(text)
     if match is None:
         return text, StreamWeights()
     if match[2] == "choose":
         return match[1], StreamWeights(choose=int(float(match[3])))
-    amount = float(match[3])
-    return match[1], StreamWeights(repeat=amount) if match[2] == "repeat" else StreamWeights(proportion=amount)
+    return match[1], StreamWeights(**{match[2] or "proportion": float(match[3])})
 
 
-def mixtures_of(streams: Sequence[str], options: Mapping[str, Any]) -> list[list[FoundDataset]]:
-    """The mixture of these streams; of a single one that is a folder of splits, each split.
+@dataclass(frozen=True)
+class Mixture:
+    """The datasets that ``--stream`` names, with their weights."""
+
+    datasets: Sequence[FoundDataset]
+    weights: Sequence[StreamWeights]
+
+    @cached_property
+    def snapshot(self) -> Snapshot:
+        """The data of these datasets together."""
+        return Snapshot.of(
+            [dataset.index.shard_sizes for dataset in self.datasets],
+            names=[dataset.store.url for dataset in self.datasets],
+            stream_digests=[dataset.index.digest for dataset in self.datasets],
+        )
+
+    def order(self, config: OrderConfig) -> RunOrder:
+        """The order of a training run over this data."""
+        return RunOrder(self.snapshot, self.weights, config)
+
+
+def mixtures_of(streams: Sequence[str], options: Mapping[str, Any] | None) -> list[Mixture]:
+    """Find the mixture of these streams; of a single one that is a folder of splits, each split.
 
     Raises:
         ValueError: One of several streams is a folder of splits.
     """
-    found = [datasets_at(weighted(text)[0], options) for text in streams]
+    urls, weights = zip(*map(_weighted, streams), strict=True)
+    found = [datasets_at(url, options) for url in urls]
     if len(found) == 1:
-        return [[dataset] for dataset in found[0]]
+        return [Mixture([dataset], weights) for dataset in found[0]]
     for text, datasets in zip(streams, found, strict=True):
         if len(datasets) > 1:
-            urls = " or ".join(dataset.store.url for dataset in datasets)
-            raise ValueError(f"a stream of a mixture is one dataset; {text} is a folder of splits. Pass {urls}")
-    return [[datasets[0] for datasets in found]]
-
-
-def snapshot_of(datasets: Sequence[FoundDataset]) -> Snapshot:
-    """The data of these datasets together, as an order needs it."""
-    return Snapshot.of(
-        [dataset.index.shard_sizes for dataset in datasets],
-        names=[dataset.store.url for dataset in datasets],
-        stream_digests=[dataset.index.digest for dataset in datasets],
-    )
+            splits = " or ".join(dataset.store.url for dataset in datasets)
+            raise ValueError(f"a stream of a mixture is one dataset; {text} is a folder of splits. Pass {splits}")
+    return [Mixture([dataset for (dataset,) in found], weights)]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict
+from typing import Any
 
-from lightning_stream.cli.arguments import add_pairs, add_store_options
-from lightning_stream.cli.output import ExitCode, Output
+from lightning_stream.cli.arguments import Pairs, add_store_options
+from lightning_stream.cli.output import ExitCode, Output, in_flags
 
 HELP = "convert Parquet, CSV, image folders and others to MDS shards"
 EXAMPLES = """examples:
@@ -25,7 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", nargs="+", metavar="SOURCE", help="files, folders or patterns; paths or URLs")
     parser.add_argument("out", metavar="OUT", help="folder or URL of the dataset")
     parser.add_argument("--kind", help="format of the files, if their names do not show it: parquet, csv, images, ...")
-    add_pairs(parser, "--columns", "NAME=ENCODING", "write this column, so encoded; may be repeated (default: all)")
+    pairs: dict[str, Any] = {"action": Pairs, "metavar": "NAME=VALUE"}
+    parser.add_argument(
+        "--columns", help="encoding of a column that is written; may be repeated (default: all)", **pairs
+    )
     parser.add_argument(
         "--compression", default="auto", help="e.g. zstd:7, gz, br, none; auto: zstd, but not of images"
     )
@@ -33,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size-limit", default="64mb", metavar="SIZE", help="bytes of a shard (default: 64mb)")
     parser.add_argument("--num-workers", type=int, metavar="N", help="processes (default: one per processor)")
     parser.add_argument("--partition-bytes", metavar="SIZE", help="source bytes that a process writes at a time")
-    add_pairs(parser, "--fill-nulls", "NAME=VALUE", "write this value for the nulls of a column; may be repeated")
+    parser.add_argument("--fill-nulls", help="write this value for the nulls of a column; may be repeated", **pairs)
     parser.add_argument("--drop-nulls", action="store_true", help="omit rows with nulls")
     parser.add_argument("--val-fraction", type=float, metavar="F", help="write OUT/train and OUT/val, e.g. 0.1")
     parser.add_argument("--group-by", metavar="COLUMN", help="keep rows with the same value there in the same split")
@@ -45,10 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--progress-bar",
         action=argparse.BooleanOptionalAction,
-        default=None,
+        default=True,
         help="count rows on stderr (default: on a terminal)",
     )
-    add_pairs(parser, "--source-options", "KEY=VALUE", "option of the reader, e.g. delimiter=;")
+    parser.add_argument("--source-options", help="option of the reader, e.g. delimiter=;", **pairs)
     add_store_options(parser, "--source-store-options")
     add_store_options(parser)
 
@@ -57,32 +61,17 @@ def run(options: argparse.Namespace, out: Output) -> int:
     """Convert, and print what was written."""
     from lightning_stream.convert import convert
 
-    is_terminal = sys.stderr.isatty()
-    hashes = options.hashes
-    done = convert(
-        options.source[0] if len(options.source) == 1 else options.source,
-        options.out,
-        columns={name: str(encoding) for name, encoding in options.columns} or None,
-        compression=None if options.compression == "none" else options.compression,
-        hashes=None if hashes is None else [] if hashes == "none" else hashes.split(","),
-        size_limit=options.size_limit,
-        num_workers=options.num_workers,
-        kind=options.kind,
-        fill_nulls=dict(options.fill_nulls),
-        drop_nulls=options.drop_nulls,
-        val_fraction=options.val_fraction,
-        group_by=options.group_by,
-        shuffle=options.shuffle,
-        seed=options.seed,
-        tmp_dir=options.tmp_dir,
-        overwrite=options.overwrite,
-        force=options.force,
-        progress_bar=is_terminal if options.progress_bar is None else options.progress_bar and is_terminal,
-        partition_bytes=options.partition_bytes,
-        source_options=dict(options.source_options),
-        source_store_options=dict(options.source_store_options) or None,
-        store_options=dict(options.store_options) or None,
-    )
-    out.line(str(done))
+    settings = {name: value for name, value in vars(options).items() if name not in ("json", "parser", "run")}
+    settings["progress_bar"] = options.progress_bar and sys.stderr.isatty()
+    if len(options.source) == 1:
+        settings["source"] = options.source[0]
+    if options.compression == "none":
+        settings["compression"] = None
+    if options.hashes is not None:
+        settings["hashes"] = [] if options.hashes == "none" else options.hashes.split(",")
+    if options.columns is not None:
+        settings["columns"] = {name: str(encoding) for name, encoding in options.columns.items()}
+    done = convert(**settings)
+    out.line(in_flags(str(done), options.parser))
     out.data = asdict(done)
     return ExitCode.OK

@@ -5,23 +5,15 @@ from __future__ import annotations
 import argparse
 import pickle
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import lightning_stream
-from lightning_stream.cli.arguments import (
-    FoundDataset,
-    add_store_options,
-    add_streams,
-    mixtures_of,
-    snapshot_of,
-    weighted,
-)
+from lightning_stream.cli.arguments import Mixture, add_store_options, add_streams, mixtures_of
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import NotFoundError, StateError
-from lightning_stream.order import OrderConfig, Position, RunOrder, explain
+from lightning_stream.order import OrderConfig, Position, explain
 from lightning_stream.stores import LocalStore, Store, open_store
 
 HELP = "show the position of a checkpoint, and the next samples"
@@ -47,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, out: Output) -> int:
     """Explain a checkpoint; with ``--stream``, over the data that it was trained on."""
-    store_options = dict(options.store_options)
-    name, position = _position_in(options.checkpoint, store_options)
+    name, position = _position_in(options.checkpoint, options.store_options)
     about: dict[str, Any] = {
         "checkpoint": name,
         "epoch": position.epoch,
@@ -61,10 +52,10 @@ def run(options: argparse.Namespace, out: Output) -> int:
     }
     matching = None
     if options.stream:
-        mixtures = mixtures_of(options.stream, store_options)
-        matching = next((one for one in mixtures if snapshot_of(one).digest == position.snapshot.digest), None)
+        mixtures = mixtures_of(options.stream, options.store_options)
+        matching = next((one for one in mixtures if one.snapshot.digest == position.snapshot.digest), None)
         if matching:
-            about["next"] = _next(position, matching, options.stream)
+            about["next"] = _next(position, matching)
         about["data"]["matches_stream"] = matching is not None
     out.show(about)
     out.data = about
@@ -80,23 +71,20 @@ def settings_of(order: OrderConfig) -> dict[str, Any]:
     return {name: value for name, value in asdict(order).items() if value is not None}
 
 
-def _next(position: Position, found: Sequence[FoundDataset], streams: Sequence[str]) -> dict[str, Any]:
+def _next(position: Position, mixture: Mixture) -> dict[str, Any]:
     """The samples that come next over the checkpoint's data."""
-    order = RunOrder(snapshot_of(found), [weighted(text)[1] for text in streams], position.order)
+    order = mixture.order(position.order)
     if differences := position.check(order, on_mismatch="warn"):
         raise StateError(f"{' '.join(differences)} Give every --stream its weight of the training run: URL=WEIGHT.")
     about = explain(order, position)
-    left = {"epoch": about.epoch, "epoch_samples": about.num_samples, "global_batches_left": about.steps_left}
-    if (batch := about.upcoming) is None:
-        return left
-    shards, streams_used = sorted(set(batch.shards.tolist())), sorted(set(batch.streams.tolist()))
-    return {**left, "global_batch": batch.step, "streams": streams_used, "shards": shards, "ids": batch.ids.tolist()}
+    found = {"epoch": about.epoch, "epoch_samples": about.num_samples, "global_batches_left": about.steps_left}
+    if batch := about.upcoming:
+        streams, shards = sorted(set(batch.streams.tolist())), sorted(set(batch.shards.tolist()))
+        found |= {"global_batch": batch.step, "streams": streams, "shards": shards, "ids": batch.ids.tolist()}
+    return found
 
 
-# The checkpoint
-
-
-def _position_in(checkpoint: str, options: dict[str, Any]) -> tuple[str, Position]:
+def _position_in(checkpoint: str, options: dict[str, Any] | None) -> tuple[str, Position]:
     """The name of a checkpoint, or of the newest in the folder of a training run, and the position in it."""
     read_position = lightning_stream.read_position  # imports torch, or raises an error that names the extra
     with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
@@ -112,7 +100,7 @@ def _position_in(checkpoint: str, options: dict[str, Any]) -> tuple[str, Positio
             ) from error
 
 
-def _local(checkpoint: str, options: dict[str, Any], folder: Path) -> tuple[str, Path]:
+def _local(checkpoint: str, options: dict[str, Any] | None, folder: Path) -> tuple[str, Path]:
     """The name and the path of a checkpoint; one in a store is downloaded into the folder."""
     above, _, name = checkpoint.rpartition("/")
     store = open_store(checkpoint, options)

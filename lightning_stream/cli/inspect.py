@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,12 @@ def run(options: argparse.Namespace, out: Output) -> int:
     if options.samples < 0:
         raise ValueError(f"--samples is a number of samples; found {options.samples}")
     described = []
-    for dataset in datasets_at(options.remote, dict(options.store_options)):
-        about = {**_description(dataset.index), **_classes(dataset)}
+    for dataset in datasets_at(options.remote, options.store_options):
+        about = _description(dataset.index)
+        with suppress(StoreError, ValueError, KeyError):  # `convert` writes the class names beside the index
+            about["classes"] = json.loads(dataset.store.read("manifest.json"))["classes"]
         if options.samples:
-            samples = _samples(dataset, options.samples, dict(options.store_options))
+            samples = _samples(dataset, options.samples, options.store_options)
             about |= {f"sample_{number}": sample for number, sample in enumerate(samples)}
         described.append({"url": dataset.store.url, **about})
         out.line(dataset.store.url)
@@ -44,9 +47,9 @@ def run(options: argparse.Namespace, out: Output) -> int:
 
 
 def _description(index: Index) -> dict[str, Any]:
-    """What an index says about its dataset."""
+    """A dataset as its index describes it."""
     entry = index.entry(0) if index.num_shards else None
-    files = [] if entry is None else [file for raw, packed in entry.files for file in (raw, packed) if file]
+    files = [] if entry is None else [file for pair in entry.files for file in pair if file]
     return {
         "samples": index.num_samples,
         "shards": index.num_shards,
@@ -63,15 +66,7 @@ def _description(index: Index) -> dict[str, Any]:
     }
 
 
-def _classes(dataset: FoundDataset) -> dict[str, Any]:
-    """The class names that ``convert`` wrote beside the index."""
-    try:
-        return {"classes": json.loads(dataset.store.read("manifest.json"))["classes"]}
-    except (StoreError, ValueError, KeyError):
-        return {}
-
-
-def _samples(dataset: FoundDataset, count: int, store_options: dict[str, Any]) -> list[dict[str, Any]]:
+def _samples(dataset: FoundDataset, count: int, store_options: dict[str, Any] | None) -> list[dict[str, Any]]:
     from lightning_stream.reading.reader import ReaderConfig, SampleReader
     from lightning_stream.reading.stream import CacheDefaults, Stream
 

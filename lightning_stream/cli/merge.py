@@ -20,9 +20,8 @@ def run(options: argparse.Namespace, out: Output) -> int:
     """Merge the indexes."""
     from lightning_stream.writer import merge_index
 
-    store_options = dict(options.store_options)
-    merge_index(options.out, store_options=store_options)
-    (merged,) = datasets_at(options.out, store_options)
+    merge_index(options.out, store_options=options.store_options)
+    (merged,) = datasets_at(options.out, options.store_options)
     out.data = {"url": merged.store.url, "samples": merged.index.num_samples, "shards": merged.index.num_shards}
     out.show(out.data)
     return ExitCode.OK

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import (
-    FoundDataset,
-    add_dataset,
-    add_store_options,
-    add_streams,
-    mixtures_of,
-    snapshot_of,
-    weighted,
-)
+from lightning_stream.cli.arguments import Mixture, add_dataset, add_store_options, add_streams, mixtures_of
 from lightning_stream.cli.explain import settings_of
 from lightning_stream.cli.output import ExitCode, Output, in_flags, readable
 from lightning_stream.formats.sizes import parse_bytes, parse_count
@@ -73,10 +65,10 @@ def run(options: argparse.Namespace, out: Output) -> int:
         raise ValueError("simulate takes either a PATH|URL, or --stream URL[=WEIGHT] for each dataset of a mixture")
     world = World(0, options.nodes * options.devices, options.devices, options.replication)
     config = _order(options, world)
-    simulated = []
-    for found in mixtures_of(streams, dict(options.store_options)):
-        order = RunOrder(snapshot_of(found), [weighted(text)[1] for text in streams], config)
-        simulated.append({"urls": [dataset.store.url for dataset in found], **_simulate(order, found, world, options)})
+    simulated = [
+        _simulate(mixture, mixture.order(config), world, options)
+        for mixture in mixtures_of(streams, options.store_options)
+    ]
     out.data = {"order": settings_of(config), "datasets": simulated}
     for about in simulated:
         out.line(" + ".join(about["urls"]))
@@ -104,14 +96,13 @@ def _order(options: argparse.Namespace, world: World) -> OrderConfig:
     )
 
 
-def _simulate(
-    order: RunOrder, found: Sequence[FoundDataset], world: World, options: argparse.Namespace
-) -> dict[str, Any]:
-    sizes = np.concatenate([dataset.index.raw_bytes for dataset in found])
-    stored = np.concatenate([dataset.index.stored_bytes for dataset in found])
+def _simulate(mixture: Mixture, order: RunOrder, world: World, options: argparse.Namespace) -> dict[str, Any]:
+    sizes = np.concatenate([dataset.index.raw_bytes for dataset in mixture.datasets])
+    stored = np.concatenate([dataset.index.stored_bytes for dataset in mixture.datasets])
     batches: dict[str, Any] = {"epoch": options.epoch, "batch_size": options.global_batch_size}
     plan = plan_downloads(order, world=world, tail=options.tail, shard_bytes=stored, **batches)
     about: dict[str, Any] = {
+        "urls": [dataset.store.url for dataset in mixture.datasets],
         "samples": order.snapshot.num_samples,
         "shards": order.snapshot.num_shards,
         "epoch_samples": order.num_samples,
@@ -137,13 +128,10 @@ def _active_shards(order: RunOrder, world: World, options: argparse.Namespace) -
     """The most shards that a node has downloaded and will use again, over all nodes."""
     per_device = options.global_batch_size // world.num_replicas
     ahead = 8 * per_device if options.predownload is None else options.predownload
-    ranks = [replace(world, rank=rank) for rank in range(0, world.num_ranks, world.replication)]
-    nodes: dict[int, list[BatchPlan]] = {}
-    for rank in ranks:
-        plan = BatchPlan(
-            order.epoch(options.epoch), batch_size=options.global_batch_size, world=rank, tail=options.tail
-        )
-        nodes.setdefault(rank.node, []).append(plan)
+    epoch, nodes = order.epoch(options.epoch), defaultdict[int, list[BatchPlan]](list)
+    for rank in [replace(world, rank=rank) for rank in range(0, world.num_ranks, world.replication)]:
+        plan = BatchPlan(epoch, batch_size=options.global_batch_size, world=rank, tail=options.tail)
+        nodes[rank.node].append(plan)
     most = 0
     for plans in nodes.values():
         ids = [plan.share(k).ids for k in range(plans[0].num_batches) for plan in plans]

@@ -31,7 +31,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     """Verify every dataset at the path or URL."""
     if options.num_workers < 1:
         raise ValueError(f"--num-workers is at least 1; found {options.num_workers}")
-    found = datasets_at(options.remote, dict(options.store_options))
+    found = datasets_at(options.remote, options.store_options)
     chosen = [_shards(options.shards, dataset) for dataset in found]
     verified = [_verify(*each, options.num_workers, out) for each in zip(found, chosen, strict=True)]
     out.data = {"datasets": verified}

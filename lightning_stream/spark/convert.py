@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from lightning_stream import errors
 from lightning_stream.convert.publish import Publication
 from lightning_stream.convert.receipt import Receipt, check
+from lightning_stream.errors import LightningStreamError, MissingExtraError
 from lightning_stream.spark.delta import delta_versions
-from lightning_stream.spark.explain import explained
 from lightning_stream.spark.parquet_scan import ParquetScan
 from lightning_stream.spark.partition import RESULT, SparkJob, write_partition
 from lightning_stream.spark.plan import fingerprint, ordered, plan_text, selected, small_batches
-from lightning_stream.spark.progress import Progress
-from lightning_stream.spark.schema import holds_files, mds_columns, vector_columns
+from lightning_stream.spark.schema import is_image, kind_of, mds_columns
 from lightning_stream.spark.settings import Settings
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ _LOG = logging.getLogger(__name__)
 _FILE_BATCH_ROWS = 256
 _ARRAY_BATCH_ROWS = 1000  # few enough to stay in a processor's cache: a third less work on blocks of tokens
 _REPLACE = "pass overwrite=True in mds_kwargs"
+_OURS = re.compile(r"^\s*lightning_stream\.errors\.(\w+): (.+)$", re.MULTILINE)
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 _FILL = "Fill them (dataframe.fillna), drop the rows (dataframe.dropna), or ask for 'json' in columns=."
 
 
@@ -51,13 +53,12 @@ def dataframe_to_mds(
         dataframe_to_mds(spark.table("photos"), mds_kwargs={"out": "s3://bucket/train", "size_limit": "64mb"})
 
     Args:
-        dataframe: The rows. Types are written as `lightning_stream.spark.schema` lists them.
+        dataframe: The rows. docs/spark.md lists how each type is written.
         merge_index: One index over all partitions; else one in the folder of each.
         mds_kwargs: The writer's settings: ``out`` (a folder that all machines share, a URL, or (local folder, URL)),
             and, if wanted, ``columns``, ``compression`` (default ``"zstd"``), ``hashes`` (default
-            ``["xxh3_64"]``; ``[]`` for none), ``size_limit``,
-            ``keep_local``, ``overwrite`` (or ``exist_ok``), ``max_workers``, ``progress_bar``, ``retry``,
-            ``store_options``.
+            ``["xxh3_64"]``; ``[]`` for none), ``size_limit``, ``keep_local``, ``overwrite`` (or ``exist_ok``),
+            ``max_workers``, ``progress_bar`` (in the executors' logs), ``retry``, ``store_options``.
         udf_iterable: Called in the executors with a pandas frame of some rows, gives samples (dicts) to write
             instead. Needs ``columns``. For repeatable files it must be deterministic.
         udf_kwargs: More arguments for it.
@@ -74,17 +75,16 @@ def dataframe_to_mds(
     """
     if not hasattr(dataframe, "mapInArrow"):
         raise TypeError(
-            f"dataframe must be a Spark DataFrame; found {type(dataframe).__name__}. Of what pandas or Python holds, "
-            "spark.createDataFrame(...) makes one; lightning_stream.convert needs no Spark."
+            f"dataframe must be a Spark DataFrame; found {type(dataframe).__name__}. Use spark.createDataFrame(...), or "
+            "lightning_stream.convert, which needs no Spark."
         )
     settings = Settings.read(mds_kwargs, with_udf=udf_iterable is not None)
     if order_by is not None and shuffle_seed is not None:
         raise ValueError("pass order_by= or shuffle_seed=, not both.")
-    conversion = Conversion.plan(
-        ordered(dataframe, order_by, shuffle_seed), settings, udf_iterable, dict(udf_kwargs or {})
-    )
+    rows = ordered(dataframe, order_by, shuffle_seed)
+    conversion = Conversion.plan(rows, settings, udf_iterable, dict(udf_kwargs or {}))
     publication = Publication.begin(conversion.job, settings.overwrite, _REPLACE)
-    receipts = conversion.run(publication, progress_bar=settings.progress_bar)
+    receipts = conversion.run(publication)
     publication.publish(receipts, merge_index, conversion.about())
     return settings.result()
 
@@ -95,8 +95,8 @@ class Conversion:
 
     Attributes:
         dataframe: What is written, in its order and with its columns.
-        job: What tasks get.
-        batch_rows: Rows at a time, where a row may be large.
+        job: The work that every task gets.
+        batch_rows: Rows of an Arrow batch where a row may be large; None for Spark's default.
     """
 
     dataframe: Any
@@ -105,17 +105,20 @@ class Conversion:
 
     @classmethod
     def plan(
-        cls, dataframe: Any, settings: Settings, udf: Callable[..., Any] | None, udf_kwargs: Mapping[str, Any]
+        cls,
+        dataframe: Any,
+        settings: Settings,
+        udf: Callable[..., Any] | None = None,
+        udf_kwargs: Mapping[str, Any] | None = None,
     ) -> Conversion:
         """Choose columns, and compute the fingerprint of this conversion. Reads no rows."""
-        schema = dataframe.schema
         if udf is None:
-            columns = mds_columns(schema, settings.columns)
-            read: Sequence[str] = list(columns)
+            columns = mds_columns(dataframe.schema, settings.columns)
+            rows = selected(dataframe, list(columns))
         else:
-            assert settings.columns is not None
-            columns, read = dict(settings.columns), dataframe.columns
-        rows = selected(dataframe, read, vector_columns(schema, dict.fromkeys(read, "")))
+            columns = dict(settings.columns or {})
+            rows = selected(dataframe, dataframe.columns)
+        udf_kwargs = udf_kwargs or {}
         about = {**settings.writer, "columns": columns, "udf_kwargs": repr(sorted(udf_kwargs.items()))}
         job = SparkJob(
             settings.out,
@@ -127,33 +130,37 @@ class Conversion:
             udf=udf,
             udf_kwargs=udf_kwargs,
         )
-        return cls(rows, job, _batch_rows(schema, columns, read))
+        batch_rows = None
+        if any(kind_of(field.dataType) == "BinaryType" or is_image(field.dataType) for field in rows.schema.fields):
+            batch_rows = _FILE_BATCH_ROWS
+        elif any(encoding.startswith("ndarray") for encoding in columns.values()):
+            batch_rows = _ARRAY_BATCH_ROWS
+        return cls(rows, job, batch_rows)
 
-    def run(self, publication: Publication, *, progress_bar: bool = False) -> list[Receipt]:
-        """Have Spark write all partitions but those done; receipts of the attempts it committed, in their order.
+    def run(self, publication: Publication) -> list[Receipt]:
+        """Let Spark write the partitions that are not done, and return the receipts of all, in their order.
 
         Raises:
             ValueError: Values that cannot be written.
-            StoreError: What an executor's store could not do; for what else fails there, Spark's own error.
+            StoreError: A store failed in an executor. Other failures there are Spark's own errors.
             MissingExtraError: Executors lack a package.
         """
-        done = publication.done
-        if done:
-            _LOG.info("continuing an earlier run: %d partitions are written already", len(done))
-        progress = Progress(self.job) if progress_bar else nullcontext()
-        with progress, small_batches(self.dataframe.sparkSession, self.batch_rows):
-            rows = _collected(self._receipts(replace(self.job, done=done)))
+        if publication.done:
+            _LOG.info("continuing an earlier run: %d partitions are written already", len(publication.done))
+        job, session = replace(self.job, done=publication.done), self.dataframe.sparkSession
+        scan = ParquetScan.of(self.dataframe) if job.udf is None else None
+        # Tasks that read Parquet themselves get the number of their partition as the only row.
+        source = self.dataframe if scan is None else session.range(0, len(scan.partitions), 1, len(scan.partitions))
+        with small_batches(session, self.batch_rows):
+            try:
+                rows = source.mapInArrow(_task(job, scan, self.batch_rows), RESULT).collect()
+            except Exception as error:
+                if (cause := _explained(error)) is None:
+                    raise
+                raise cause from error
         receipts = sorted((Receipt.from_bytes(bytes(row[0])) for row in rows), key=lambda receipt: receipt.partition)
         check(receipts, "the DataFrame", _FILL)
         return receipts
-
-    def _receipts(self, job: SparkJob) -> Any:
-        """A DataFrame whose tasks write the partitions, each a row."""
-        scan = ParquetScan.of(self.dataframe) if job.udf is None else None
-        if scan is None:
-            return self.dataframe.mapInArrow(_task(job), RESULT)
-        numbers = self.dataframe.sparkSession.range(0, len(scan.partitions), 1, len(scan.partitions))
-        return numbers.mapInArrow(_scanning_task(job, scan, self.batch_rows), RESULT)
 
     def about(self) -> dict[str, Any]:
         """The DataFrame's part of the manifest."""
@@ -166,49 +173,39 @@ class Conversion:
             **({"delta_tables": versions} if versions else {}),
         }
 
-    def writing_to(self, uri: str) -> Conversion:
-        """The same conversion into another folder or URL."""
-        return replace(self, job=replace(self.job, out=uri))
 
+def _task(job: SparkJob, scan: ParquetScan | None, batch_rows: int | None) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """What each task does with its rows; with a scan, they are the numbers of the partitions that it reads."""
 
-def _collected(results: Any) -> Any:
-    try:
-        return results.collect()
-    except Exception as error:
-        cause = explained(error)
-        if cause is None:
-            raise
-        raise cause from error
-
-
-def _batch_rows(schema: Any, columns: Mapping[str, str], read: Sequence[str]) -> int | None:
-    if holds_files(schema, dict.fromkeys(read, "")):
-        return _FILE_BATCH_ROWS
-    return _ARRAY_BATCH_ROWS if any(name.startswith("ndarray") for name in columns.values()) else None
-
-
-def conversion_of(dataframe: Any, mds_kwargs: Mapping[str, Any]) -> Conversion:
-    """The conversion that `dataframe_to_mds` would run."""
-    return Conversion.plan(dataframe, Settings.read(mds_kwargs, with_udf=False), None, {})
-
-
-def _task(job: SparkJob) -> Callable[[Iterator[Any]], Iterator[Any]]:
     def write(batches: Iterator[Any]) -> Iterator[Any]:
-        from pyspark import TaskContext
+        if scan is None:
+            from pyspark import TaskContext
 
-        context = TaskContext.get()
-        assert context is not None
-        return write_partition(job, context.partitionId(), batches)
-
-    return write
-
-
-def _scanning_task(
-    job: SparkJob, scan: ParquetScan, batch_rows: int | None
-) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    def write(numbers: Iterator[Any]) -> Iterator[Any]:
-        for batch in numbers:
+            context = TaskContext.get()
+            assert context is not None
+            yield from write_partition(job, context.partitionId(), batches)
+            return
+        for batch in batches:
             for number in batch.column(0).to_pylist():
                 yield from write_partition(job, number, scan.read(number, batch_rows))
 
     return write
+
+
+def _explained(failure: Exception) -> Exception | None:
+    """The package's error that a task ended with, or what a missing module means; None for any other failure.
+
+    A driver gets only the text of an executor's error.
+    """
+    text = str(failure)
+    if (ours := _OURS.search(text)) is not None:
+        kind = getattr(errors, ours[1], None)
+        if isinstance(kind, type) and issubclass(kind, (LightningStreamError, MissingExtraError)):
+            return kind(f"{ours[2].strip()} (In one of Spark's executors.)")
+    if (missing := _MISSING.search(text)) is not None:
+        return MissingExtraError(
+            f"the Python of Spark's executors has no module {missing[1]!r}. Install it on every machine of the cluster "
+            "(a cluster library, or %pip in a notebook), or set PYSPARK_PYTHON, before the session starts, to a Python "
+            "that has it on every machine."
+        )
+    return None

@@ -16,47 +16,33 @@ from typing import Any
 
 # Prefixes of the variables that configure stores and this package.
 _STORES = (
-    "AWS_",
-    "S3_ENDPOINT_URL",
-    "GOOGLE_",
-    "GCS_",
-    "STORAGE_EMULATOR_HOST",
-    "AZURE_",
-    "DATABRICKS_",
-    "OCI_",
-    "HF_",
-    "LIGHTNING_STREAM_",
-    "SSL_CERT_FILE",
-    "REQUESTS_CA_BUNDLE",
-)
+    "AWS_", "S3_ENDPOINT_URL", "GOOGLE_", "GCS_", "STORAGE_EMULATOR_HOST", "AZURE_", "DATABRICKS_", "OCI_", "HF_",
+    "LIGHTNING_STREAM_", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE",
+)  # fmt: skip
 # These describe the driver's own machine or process, and are wrong in a worker.
 _NOT_CARRIED = ("DATABRICKS_RUNTIME_VERSION", "DATABRICKS_ROOT_VIRTUALENV_ENV", "DATABRICKS_CLUSTER_LIBS")
 
 
 def distributor_env(also: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables of this process that stores read, for processes elsewhere.
+    """Return the variables of this process that stores read, for processes on other machines.
 
     They hold secrets: do not print them.
 
     Args:
         also: More variables, or other values, e.g. ``{"DATABRICKS_HOST": ..., "DATABRICKS_TOKEN": ...}``.
     """
-    found = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(_STORES) and not name.startswith(_NOT_CARRIED)
-    }
-    return {**found, **(also or {})}
+    names = [name for name in os.environ if name.startswith(_STORES) and not name.startswith(_NOT_CARRIED)]
+    return {**{name: os.environ[name] for name in names}, **(also or {})}
 
 
 class carrying_env:  # noqa: N801 - used like a function
-    """A training function that sets the data stores' variables before it runs, wherever it runs.
+    """A training function that sets the variables of stores before it runs, on any machine.
 
-    Pass it to ``TorchDistributor.run`` in place of the function. Spark writes what it is given to a private temporary
-    file on each machine, so these variables, secrets among them, are in that file while the run lasts.
+    Pass it to ``TorchDistributor.run`` in place of the function. Spark writes it to a private temporary file on each
+    machine, so these variables, secrets among them, are in that file until the training ends.
 
     Args:
-        function: What trains.
+        function: The training function.
         also: More variables; see `distributor_env`.
     """
 
@@ -75,7 +61,7 @@ class carrying_env:  # noqa: N801 - used like a function
 
 
 def trainer_devices() -> dict[str, int]:
-    """``devices`` and ``num_nodes`` for a Lightning `Trainer` inside a function that TorchDistributor runs.
+    """Return ``devices`` and ``num_nodes`` for a Lightning `Trainer` in a function that TorchDistributor runs.
 
     With ``local_mode=False`` every process is the only one of a node of its own, also where several share a machine.
 
@@ -86,6 +72,6 @@ def trainer_devices() -> dict[str, int]:
         world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     except KeyError as error:
         raise RuntimeError(
-            f"trainer_devices() belongs into a function that TorchDistributor runs: {error.args[0]} is not set here."
+            f"trainer_devices() belongs in a function that TorchDistributor runs: {error.args[0]} is not set here."
         ) from error
     return {"devices": local, "num_nodes": world // local}

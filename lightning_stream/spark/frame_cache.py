@@ -7,11 +7,9 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from lightning_stream.cache import CacheConfig, default_folder
 from lightning_stream.convert.publish import Publication
@@ -21,8 +19,10 @@ from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.reading.reader import ReaderConfig, SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
 from lightning_stream.shared_files import FileLock, make_folder
-from lightning_stream.spark.convert import Conversion, conversion_of
-from lightning_stream.stores import LocalStore, Store, open_store
+from lightning_stream.spark.convert import Conversion
+from lightning_stream.spark.plan import quoted
+from lightning_stream.spark.settings import Settings
+from lightning_stream.stores import LocalStore, open_store
 
 _LOOK_S = 0.1  # between two looks for the next partition's receipt
 _WAIT_S = 24 * 3600.0
@@ -43,14 +43,16 @@ class FrameCache:
     def __init__(
         self, dataframe: Any, columns: Sequence[str] | None = None, cache: str | os.PathLike[str] | None = None
     ) -> None:
-        chosen = dataframe if columns is None else dataframe.select(*(f"`{name}`" for name in columns))
+        chosen = dataframe if columns is None else dataframe.select(*map(quoted, columns))
         compression = "zstd" if cache is not None and "://" in os.fspath(cache) else None
-        draft = conversion_of(chosen, {"out": ".", "compression": compression, "overwrite": True})
+        draft = Conversion.plan(chosen, Settings.read({"out": ".", "compression": compression}))
         key = draft.job.fingerprint
-        self.uri = (
-            str(default_folder(f"spark-frame-{key}")) if cache is None else f"{os.fspath(cache).rstrip('/')}/{key}"
-        )
-        self._conversion: Conversion | None = draft.writing_to(self.uri)
+        uri = str(default_folder(f"spark-frame-{key}")) if cache is None else f"{os.fspath(cache).rstrip('/')}/{key}"
+        self._begin(uri, replace(draft, job=replace(draft.job, out=uri)))
+
+    def _begin(self, uri: str, conversion: Conversion | None) -> None:
+        self.uri = uri
+        self._conversion = conversion
         self._receipts: list[Receipt] | None = None
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
@@ -63,9 +65,7 @@ class FrameCache:
         return {"uri": self.uri}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.uri = state["uri"]
-        self._conversion = self._receipts = self._thread = self._failure = self._reader = None
-        self._over, self._lock = threading.Event(), threading.Lock()
+        self._begin(state["uri"], None)
 
     @property
     def is_complete(self) -> bool:
@@ -113,7 +113,7 @@ class FrameCache:
         return int(self.reader.snapshot.num_samples)
 
     def parts(self) -> Iterator[SampleReader]:
-        """Readers of one partition each, in the DataFrame's order, as soon as each is converted."""
+        """Yield a reader of each partition, in the DataFrame's order, as soon as it is converted."""
         if self._conversion is None or self._reader is not None:
             yield self.reader
             return
@@ -130,17 +130,14 @@ class FrameCache:
         assert self._conversion is not None
         store, name = open_store(self.uri), receipt_name(self._conversion.job.fingerprint, number)
         while not self._over.is_set():
-            if (receipt := _found(store, name)) is not None:
-                return receipt
+            with suppress(NotFoundError):
+                return Receipt.from_bytes(store.read(name))
             self._over.wait(_LOOK_S)
-        if self._receipts is None:
-            return self._whole() if number == 0 and self._failure is None else None
-        return self._receipts[number] if number < len(self._receipts) else None
-
-    def _whole(self) -> Receipt:
-        """A dataset that was complete before, as if it were one partition."""
-        shards = json.loads(open_store(self.uri).read(INDEX_NAME))["shards"]
-        return Receipt(0, "", sum(shard["samples"] for shard in shards), tuple(shards))
+        if self._receipts is None and self._failure is None:  # complete before: as if it were one partition
+            shards = json.loads(store.read(INDEX_NAME))["shards"]
+            self._receipts = [Receipt(0, "", sum(shard["samples"] for shard in shards), tuple(shards))]
+        found = self._receipts or []
+        return found[number] if number < len(found) else None
 
     def _fill(self) -> None:
         assert self._conversion is not None
@@ -151,7 +148,7 @@ class FrameCache:
                     receipts = self._conversion.run(publication)
                     publication.publish(receipts, True, self._conversion.about())
                     self._receipts = receipts
-        except BaseException as error:  # noqa: BLE001 - raised where the rows are waited for
+        except BaseException as error:  # noqa: BLE001 - raised where a caller waits for the rows
             self._failure = error
         finally:
             self._over.set()
@@ -182,22 +179,10 @@ _caches: weakref.WeakSet[FrameCache] = weakref.WeakSet()
 
 
 def _renew() -> None:
-    """In a forked child: the thread that converts, and what it holds or would set, are the parent's."""
+    """Start over in a forked child: the thread that converts, and the locks that it holds, are the parent's."""
     for cache in list(_caches):
         if vars(cache)["_reader"] is None:
             cache.__setstate__(cache.__getstate__())
 
 
 os.register_at_fork(after_in_child=_renew)
-
-
-def _found(store: Store, name: str) -> Receipt | None:
-    try:
-        return Receipt.from_bytes(store.read(name))
-    except NotFoundError:
-        return None
-
-
-def all_ids(reader: SampleReader) -> NDArray[np.int64]:
-    """The numbers of a reader's samples."""
-    return np.arange(reader.snapshot.num_samples, dtype=np.int64)

@@ -11,14 +11,19 @@ other rows: filters, partitioned tables, Delta, times and decimals, files of oth
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from lightning_stream.errors import FormatError
+from lightning_stream.spark.plan import local_path
+from lightning_stream.spark.schema import arrow_type
 
 _LOG = logging.getLogger(__name__)
 _MOST_FILES = 4096  # the driver looks into each of them first
@@ -26,17 +31,8 @@ _LOOK_AT_ONCE = 16
 _ROWS = 8192
 _BUFFER_BYTES = 1 << 20  # read at a time: a mounted bucket is slow to answer
 _KNOWN_OPTIONS = {"path", "paths", "compression"}
-_TYPES = {
-    "ByteType": "int8",
-    "ShortType": "int16",
-    "IntegerType": "int32",
-    "LongType": "int64",
-    "FloatType": "float",
-    "DoubleType": "double",
-    "BooleanType": "bool",
-    "StringType": "string",
-    "BinaryType": "binary",
-}
+# Arrow's names of the types that Spark and Arrow read alike.
+_SCANNED = re.compile(r"(list<)*(int(8|16|32|64)|float|double|bool|string|binary)>*")
 
 
 @dataclass(frozen=True)
@@ -70,30 +66,20 @@ class ParquetScan:
     @classmethod
     def of(cls, dataframe: Any) -> ParquetScan | None:
         """What the DataFrame reads; None where that is more than columns of Parquet files, or not known."""
-        types = _arrow_types(dataframe.schema)
-        if types is None or not hasattr(dataframe, "_jdf"):
+        fields = dataframe.schema.fields
+        types = {field.name: _type_name(arrow_type(field.dataType)) for field in fields}
+        # Arrow takes a name with a dot for a path.
+        fits = all(_SCANNED.fullmatch(kind) and "." not in name for name, kind in types.items())
+        if not fits or len(types) < len(fields) or not hasattr(dataframe, "_jdf"):
             return None
         try:
             partitions = _partitions(dataframe)
-            if partitions is None or not _are_whole(partitions):
+            if partitions is None or not _are_whole(partitions) or not _fit_files(partitions, types):
                 return None
-            scan = cls(partitions, types)
-            return scan if scan.fits_files() else None
         except Exception as error:  # noqa: BLE001 - a Spark of other classes; its own way of reading is always right
             _LOG.debug("Spark reads the rows itself: %s", error)
             return None
-
-    def fits_files(self) -> bool:
-        """Whether every file is as Spark listed it, and has the columns as they are in the DataFrame."""
-        files = {split.path: split.num_bytes for partition in self.partitions for split in partition}
-        if not 0 < len(files) <= _MOST_FILES:
-            return False
-
-        def fits(path: str) -> bool:
-            return Path(path).stat().st_size == files[path] and _fits(_opened(path).schema_arrow, self.types)
-
-        with ThreadPoolExecutor(_LOOK_AT_ONCE) as pool:
-            return all(pool.map(fits, files))
+        return cls(partitions, types)
 
     def read(self, partition: int, batch_rows: int | None) -> Iterator[Any]:
         """The rows of a partition, as Arrow batches.
@@ -116,8 +102,6 @@ class ParquetScan:
 
 
 def _opened(path: str) -> Any:
-    import pyarrow.parquet as pq
-
     return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, page_checksum_verification=True)
 
 
@@ -135,37 +119,28 @@ def _row_groups(metadata: Any, split: FileSplit) -> list[int]:
     return groups
 
 
-def _arrow_types(schema: Any) -> dict[str, str] | None:
-    """By column; None where one is of a type that Spark and Arrow might read differently."""
-    types = {field.name: _arrow_type(field.dataType) for field in schema.fields}
-    if len(types) < len(schema.fields) or not all(types.values()) or any("." in name for name in types):
-        return None  # Arrow takes a name with a dot for a path
-    return {name: kind for name, kind in types.items() if kind is not None}
+def _fit_files(partitions: Sequence[Sequence[FileSplit]], types: Mapping[str, str]) -> bool:
+    """Whether every file is as Spark listed it, and has these columns, each once and of this type."""
+    files = {split.path: split.num_bytes for splits in partitions for split in splits}
+    if not 0 < len(files) <= _MOST_FILES:
+        return False
+
+    def fits(path: str) -> bool:
+        schema = _opened(path).schema_arrow
+        folded = [name.casefold() for name in schema.names]  # Spark may ignore case
+        return Path(path).stat().st_size == files[path] and all(
+            name in schema.names and folded.count(name.casefold()) == 1 and _type_name(schema.field(name).type) == kind
+            for name, kind in types.items()
+        )
+
+    with ThreadPoolExecutor(_LOOK_AT_ONCE) as pool:
+        return all(pool.map(fits, files))
 
 
-def _arrow_type(spark_type: Any) -> str | None:
-    kind = type(spark_type).__name__
-    if kind == "ArrayType":
-        inner = _arrow_type(spark_type.elementType)
-        return inner and f"list<{inner}>"
-    return _TYPES.get(kind)
-
-
-def _fits(schema: Any, types: Mapping[str, str]) -> bool:
-    """Whether a file has these columns, each once and of this type."""
-    folded = [name.casefold() for name in schema.names]  # Spark may ignore case
-    return all(
-        name in schema.names and folded.count(name.casefold()) == 1 and _type_name(schema.field(name).type) == kind
-        for name, kind in types.items()
-    )
-
-
-def _type_name(arrow_type: Any) -> str:
-    import pyarrow as pa
-
-    if pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type):
-        return f"list<{_type_name(arrow_type.value_type)}>"
-    return str(arrow_type).removeprefix("large_")
+def _type_name(kind: pa.DataType | None) -> str:
+    if kind is not None and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return f"list<{_type_name(kind.value_type)}>"
+    return str(kind).removeprefix("large_")
 
 
 def _are_whole(partitions: Sequence[Sequence[FileSplit]]) -> bool:
@@ -187,22 +162,27 @@ def _partitions(dataframe: Any) -> tuple[tuple[FileSplit, ...], ...] | None:
     execution = dataframe._jdf.queryExecution()  # noqa: SLF001 - the only way to Spark's plan
     plan = execution.optimizedPlan()
     if _class_of(plan) == "Project":
-        chosen = list(_items(plan.projectList()))
-        if any(_class_of(one) != "AttributeReference" for one in chosen):
+        if any(_class_of(one) != "AttributeReference" for one in _items(plan.projectList())):
             return None
         plan = plan.child()
     if _class_of(plan) != "LogicalRelation" or not _is_plain(plan.relation()):
         return None
     leaves = list(_items(execution.executedPlan().collectLeaves()))
-    if len(leaves) != 1 or _class_of(leaves[0]) != "FileSourceScanExec":
+    if list(map(_class_of, leaves)) != ["FileSourceScanExec"]:
         return None
     read = list(_items(leaves[0].inputRDDs()))
-    if len(read) != 1 or _class_of(read[0]) != "FileScanRDD":
+    if list(map(_class_of, read)) != ["FileScanRDD"]:
         return None
-    found = [tuple(_split(file) for file in partition.files()) for partition in _items(read[0].filePartitions())]
-    if any(split is None for partition in found for split in partition):
-        return None
-    return tuple(tuple(split for split in partition if split is not None) for partition in found)
+    found: list[tuple[FileSplit, ...]] = []
+    for partition in _items(read[0].filePartitions()):
+        splits = []
+        for file in partition.files():
+            path = local_path(file.filePath().toString())
+            if path is None:
+                return None
+            splits.append(FileSplit(str(path), file.start(), file.start() + file.length(), file.fileSize()))
+        found.append(tuple(splits))
+    return tuple(found)
 
 
 def _is_plain(relation: Any) -> bool:
@@ -217,14 +197,6 @@ def _is_plain(relation: Any) -> bool:
         and relation.bucketSpec().isEmpty()
         and {pair._1() for pair in _items(relation.options().toSeq())} <= _KNOWN_OPTIONS  # noqa: SLF001 - Scala's name
     )
-
-
-def _split(file: Any) -> FileSplit | None:
-    """None for a file of another file system than the machine's own."""
-    url = urlparse(file.filePath().toString())
-    if url.scheme != "file":
-        return None
-    return FileSplit(unquote(url.path), file.start(), file.start() + file.length(), file.fileSize())
 
 
 def _class_of(thing: Any) -> str:

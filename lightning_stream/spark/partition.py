@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 
-from lightning_stream.convert.arrow import count_nulls, writer_columns
 from lightning_stream.convert.partition import OutputSpec, PartitionWriter, RefusedError
 from lightning_stream.convert.receipt import Receipt, receipt_name
+from lightning_stream.convert.task import NullRule
 from lightning_stream.errors import NotFoundError
-from lightning_stream.writer.batch import batch_columns
 from lightning_stream.writer.place import digest_of
 
 RESULT = "receipt binary"
@@ -41,30 +41,21 @@ class SparkJob(OutputSpec):
 
 def write_partition(job: SparkJob, number: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Write a partition; yield its receipt, as Spark wants it."""
-    first = next(batches, None)
-    while first is not None and not first.num_rows:
-        first = next(batches, None)
-    if first is None:
-        receipt = Receipt(number, "")
-    else:
-        begins = digest_of(first.serialize())
-        receipt = _earlier(job, number, begins) or _written(job, number, begins, itertools.chain([first], batches))
+    name, receipt = receipt_name(job.fingerprint, number), Receipt(number, "")
+    first = next((batch for batch in batches if batch.num_rows), None)
+    if first is not None:
+        begins, earlier = digest_of(first.serialize()), None
+        if number in job.done:
+            with suppress(NotFoundError):
+                earlier = Receipt.from_bytes(job.store.read(name))
+        if earlier is not None and earlier.begins == begins:
+            receipt = earlier
+        else:
+            receipt = _written(job, number, begins, itertools.chain([first], batches))
     data = receipt.to_bytes()
     if receipt.is_good:
-        job.store.put(receipt_name(job.fingerprint, number), data)
+        job.store.put(name, data)
     yield pa.RecordBatch.from_arrays([pa.array([data], pa.binary())], names=["receipt"])
-
-
-def _earlier(job: SparkJob, number: int, begins: str) -> Receipt | None:
-    """The receipt of a run that was cut short, if it is for the same rows."""
-    if number not in job.done:
-        return None
-    try:
-        data = job.store.read(receipt_name(job.fingerprint, number))
-    except NotFoundError:
-        return None
-    receipt = Receipt.from_bytes(data)
-    return receipt if receipt.begins == begins else None
 
 
 def _written(job: SparkJob, number: int, begins: str, batches: Iterable[pa.RecordBatch]) -> Receipt:
@@ -76,33 +67,27 @@ def _written(job: SparkJob, number: int, begins: str, batches: Iterable[pa.Recor
                 if job.udf is not None:
                     _write_samples(writer, job.udf(_as_pandas(batch), **job.udf_kwargs))
                     continue
-                for name, count in count_nulls(batch, job.columns).items():
-                    nulls[name] = nulls.get(name, 0) + count
-                if not nulls:
-                    _write_batch(writer, batch, job.columns)
+                with _refused():
+                    values, num_rows = NullRule().settle(batch, job.columns, nulls)
+                    if num_rows:
+                        writer.write_batch(values)
     except RefusedError as error:
         return Receipt(number, begins, refused=str(error))
     return Receipt(number, begins, writer.num_samples, tuple(writer.shards), nulls)
-
-
-def _write_batch(writer: PartitionWriter, batch: pa.RecordBatch, columns: Mapping[str, str]) -> None:
-    try:
-        values, _ = batch_columns(writer_columns(batch, columns))
-        writer.write_batch(values)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RefusedError(str(error)) from error
 
 
 def _write_samples(writer: PartitionWriter, samples: Iterable[Mapping[str, Any]]) -> None:
     if not isinstance(samples, Iterable):
         raise TypeError(f"udf_iterable must return an iterable of samples (dicts); got {type(samples).__name__}.")
     for sample in samples:  # Spark repeats the task if the function itself raises
-        _write_sample(writer, sample)
+        with _refused():
+            writer.write(sample)
 
 
-def _write_sample(writer: PartitionWriter, sample: Mapping[str, Any]) -> None:
+@contextmanager
+def _refused() -> Iterator[None]:
     try:
-        writer.write(sample)
+        yield
     except (TypeError, ValueError, OverflowError) as error:
         raise RefusedError(str(error)) from error
 

@@ -8,25 +8,21 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
 from lightning_stream.convert.fingerprint import function_text
+from lightning_stream.spark.schema import kind_of
 
 # Settings that decide how rows fall into partitions.
 _SETTINGS = (
-    "spark.sql.files.maxPartitionBytes",
-    "spark.sql.files.openCostInBytes",
-    "spark.sql.files.minPartitionNum",
-    "spark.sql.shuffle.partitions",
-    "spark.sql.adaptive.enabled",
-    "spark.sql.adaptive.coalescePartitions.enabled",
-    "spark.sql.adaptive.advisoryPartitionSizeInBytes",
-    "spark.sql.session.timeZone",
-    "spark.default.parallelism",
+    "spark.sql.files.maxPartitionBytes", "spark.sql.files.openCostInBytes", "spark.sql.files.minPartitionNum",
+    "spark.sql.shuffle.partitions", "spark.sql.adaptive.enabled", "spark.sql.adaptive.coalescePartitions.enabled",
+    "spark.sql.adaptive.advisoryPartitionSizeInBytes", "spark.sql.session.timeZone", "spark.default.parallelism",
     "spark.master",
-)
+)  # fmt: skip
 # Values that only differ between two sessions: ids of expressions, plans and objects.
 _PASSING = re.compile(r"#\d+L?|\[?plan_id=\d+\]?|@[0-9a-f]{4,}|\[id=#?\d+\]|RelationV2\[[^]]*\]")
 # Plans that name their rows only by objects of this session.
@@ -35,40 +31,31 @@ _BATCH_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
 
 
 def ordered(dataframe: Any, order_by: Sequence[str] | str | None, shuffle_seed: int | None) -> Any:
-    """The rows in the order asked for.
-
-    Args:
-        dataframe: A Spark DataFrame.
-        order_by: Columns to sort all rows by.
-        shuffle_seed: Spread rows over partitions, and sort them within, by a hash of their values and this seed: the
-            same mixture on every run.
-    """
-    if order_by is None and shuffle_seed is None:
+    """Sort all rows by columns, or mix them by a hash of their values and a seed: the same mixture on every run."""
+    if order_by is not None:
+        return dataframe.orderBy(*([order_by] if isinstance(order_by, str) else order_by))
+    if shuffle_seed is None:
         return dataframe
     from pyspark.sql import functions
 
-    if order_by is not None:
-        return dataframe.orderBy(*([order_by] if isinstance(order_by, str) else order_by))
-    hashable = [_quoted(field.name) for field in dataframe.schema.fields if "map<" not in field.dataType.simpleString()]
+    hashable = [quoted(field.name) for field in dataframe.schema.fields if "map<" not in field.dataType.simpleString()]
     key = functions.xxhash64(functions.lit(shuffle_seed), *map(functions.col, hashable))
     return dataframe.repartition(key).sortWithinPartitions(key)
 
 
-def selected(dataframe: Any, columns: Sequence[str], vectors: Sequence[str]) -> Any:
-    """Only these columns, vectors as arrays."""
+def selected(dataframe: Any, columns: Sequence[str]) -> Any:
+    """Only these columns, ML vectors as arrays."""
     from pyspark.sql import functions
 
-    if not vectors and list(columns) == list(dataframe.columns):
+    vectors = {field.name for field in dataframe.schema.fields if kind_of(field.dataType) == "VectorUDT"}
+    if vectors.isdisjoint(columns) and list(columns) == list(dataframe.columns):
         return dataframe
-    chosen = []
-    for name in columns:
-        column = functions.col(_quoted(name))
-        if name in vectors:
-            from pyspark.ml.functions import vector_to_array
+    chosen = {name: functions.col(quoted(name)) for name in columns}
+    for name in vectors.intersection(columns):
+        from pyspark.ml.functions import vector_to_array
 
-            column = vector_to_array(column).alias(name)
-        chosen.append(column)
-    return dataframe.select(*chosen)
+        chosen[name] = vector_to_array(chosen[name]).alias(name)
+    return dataframe.select(*chosen.values())
 
 
 def plan_text(dataframe: Any) -> str:
@@ -84,21 +71,18 @@ def fingerprint(dataframe: Any, settings: Mapping[str, Any], udf: Callable[..., 
 
     Equal in another session if all rows come from files; rows made in a session are of that session only.
     """
-    text = plan_text(dataframe)
-    try:
-        semantic = dataframe.semanticHash()
-    except Exception:  # noqa: BLE001 - a plan that Spark cannot hash; its text stays
-        semantic = 0
+    text, session = plan_text(dataframe), dataframe.sparkSession
     about = {
         "plan": text,
-        "semantic": semantic,
+        "semantic": _asked(dataframe.semanticHash, 0),
         "sources": [_stamped(name) for name in sorted(dataframe.inputFiles())],
         "settings": settings,
-        "spark": _settings_of(dataframe.sparkSession),
+        "spark": {name: _asked(partial(session.conf.get, name, None), None) for name in _SETTINGS},
         "udf": function_text(udf),
     }
     if any(word in text for word in _IN_MEMORY):
-        about["session"] = [_session_id(dataframe.sparkSession), id(dataframe)]
+        application = _asked(lambda: session.sparkContext.applicationId, None)
+        about["session"] = [application or session.session_id, id(dataframe)]
     return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -116,35 +100,28 @@ def small_batches(session: Any, rows: int | None) -> Iterator[None]:
         session.conf.set(_BATCH_ROWS, before)
 
 
-def _settings_of(session: Any) -> dict[str, Any]:
-    return {name: _setting(session, name) for name in _SETTINGS}
-
-
-def _setting(session: Any, name: str) -> str | None:
+def _asked(question: Callable[[], Any], otherwise: Any) -> Any:
     try:
-        value: str | None = session.conf.get(name, None)
-    except Exception:  # noqa: BLE001 - Spark Connect refuses some names
-        return None
-    return value
+        return question()
+    except Exception:  # noqa: BLE001 - Spark Connect has no context, refuses some names, and raises errors of its own
+        return otherwise
 
 
-def _session_id(session: Any) -> str:
-    """The id of this session, on the server if it is a client of one."""
-    try:
-        return str(session.sparkContext.applicationId)
-    except Exception:  # noqa: BLE001 - Spark Connect has no context, and raises an error of its own
-        return str(session.session_id)
+def local_path(url: str) -> Path | None:
+    """The path of a source file; None if it is in no file system of the machine."""
+    parts = urlparse(url)
+    return Path(unquote(parts.path)) if parts.scheme in ("", "file") else None
 
 
 def _stamped(url: str) -> tuple[str, int, int]:
     """A source file with size and time of change, where this machine sees it."""
-    parts = urlparse(url)
-    path = Path(unquote(parts.path))
-    if parts.scheme not in ("", "file") or not path.exists():
+    path = local_path(url)
+    if path is None or not path.exists():
         return url, 0, 0
     known = path.stat()
     return url, known.st_size, known.st_mtime_ns
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
+    """A column's name as Spark parses it: dots and spaces belong to the name."""
     return "`" + name.replace("`", "``") + "`"

@@ -1,28 +1,8 @@
-"""The MDS encoding of each Spark type: the inferred one, and those that may be asked for.
+"""The Arrow type and the MDS encoding of each Spark type.
 
-==========================================  =====================  =================================================
-Spark                                       MDS                    read back as
-==========================================  =====================  =================================================
-tinyint smallint int bigint                 int8 int16 int32       the signed number
-                                            int64
-float double                                float32 float64        the number
-boolean                                     uint8                  0 or 1
-decimal                                     str_decimal            Decimal
-string char varchar                         str                    str
-binary (also of the binaryFile source)      bytes                  bytes, untouched; ask for ``jpeg`` or ``png`` to
-                                                                   read pictures
-date                                        int32                  days since 1970-01-01
-timestamp                                   int64                  microseconds since 1970-01-01 UTC
-timestamp_ntz                               int64                  the same, of the time as written
-interval day to second                      int64                  microseconds
-array of numbers or booleans, also nested   ndarray:<dtype>        array; rows may differ in shape, none may be empty
-Spark ML vector                             ndarray:float64        array, dense
-the image source's struct                   pil                    PIL image, RGB
-struct, map, other arrays                   json                   dict, list; dates as ISO text, decimals as text,
-                                                                   binary as base64; null stays None
-==========================================  =====================  =================================================
-
-Of a date or timestamp, ``str`` (ISO) may be asked for instead. Null is an error in every column but json.
+Tasks get their rows as Arrow batches, so the encodings are those of `lightning_stream.convert.arrow_schema`. Spark has
+two types more: an ML vector is written as ``ndarray:float64``, and a row of the image source as ``pil`` (or ``png``,
+``jpeg``, if asked for). docs/spark.md has the table.
 """
 
 from __future__ import annotations
@@ -30,156 +10,86 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_stream.formats.encodings import get_encoding
+import pyarrow as pa
 
-_NUMBERS = {
-    "ByteType": "int8",
-    "ShortType": "int16",
-    "IntegerType": "int32",
-    "LongType": "int64",
-    "FloatType": "float32",
-    "DoubleType": "float64",
-    "BooleanType": "uint8",
+from lightning_stream.convert.arrow_schema import arrow_columns
+
+_ARROW = {
+    "ByteType": pa.int8(),
+    "ShortType": pa.int16(),
+    "IntegerType": pa.int32(),
+    "LongType": pa.int64(),
+    "FloatType": pa.float32(),
+    "DoubleType": pa.float64(),
+    "BooleanType": pa.bool_(),
+    "DecimalType": pa.decimal128(38),
+    "StringType": pa.string(),
+    "CharType": pa.string(),
+    "VarcharType": pa.string(),
+    "BinaryType": pa.binary(),
+    "DateType": pa.date32(),
+    "TimestampType": pa.timestamp("us", "UTC"),
+    "TimestampNTZType": pa.timestamp("us"),
+    "DayTimeIntervalType": pa.duration("us"),
 }
-_OTHERS = {
-    "DecimalType": "str_decimal",
-    "StringType": "str",
-    "CharType": "str",
-    "VarcharType": "str",
-    "BinaryType": "bytes",
-    "DateType": "int32",
-    "TimestampType": "int64",
-    "TimestampNTZType": "int64",
-    "DayTimeIntervalType": "int64",
-    "VectorUDT": "ndarray:float64",
-}
-_NUMERIC = ("int", "uint", "float", "str_")
-# What may be asked for instead of the inferred encoding: beginnings of names, by the inferred one's.
-_ALLOWED = {
-    "number": _NUMERIC,
-    "time": (*_NUMERIC, "str"),
-    "StringType": ("str", "bytes", "json"),
-    "DecimalType": ("str_decimal", "str", "float", "int"),
-    "ArrayType": ("ndarray", "json"),
-    "VectorUDT": ("ndarray", "json"),
-    "image": ("pil", "png", "jpeg"),
-    "json": ("json",),
-}
-_IMAGE_FIELDS = ("origin", "height", "width", "nChannels", "mode", "data")
+_IMAGE_FIELDS = ["origin", "height", "width", "nChannels", "mode", "data"]
+_IMAGE_ENCODINGS = ("pil", "png", "jpeg")
 
 
 def mds_columns(schema: Any, asked: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The encoding of every column that is written.
+    """Choose the encoding of every column that is written.
 
     Args:
         schema: A DataFrame's schema.
         asked: Encodings by column name: only these columns are then written. None for all, inferred.
 
     Raises:
-        ValueError: No such column, an encoding that does not fit its type, or a type that none fits; all of them
-            together.
+        ValueError: No such column, an encoding that does not fit its type, or a type without an encoding.
     """
-    fields: dict[str, Any] = {}
-    problems = [f"two columns are named {name!r}." for name in _doubled(schema.names)]
-    for field in schema.fields:
-        fields[field.name] = field.dataType
-    columns: dict[str, str] = {}
-    for name in fields if asked is None else asked:
-        if name not in fields:
-            problems.append(f"{name!r} is no column; the DataFrame has {', '.join(fields)}.")
-            continue
-        try:
-            columns[name] = _chosen(fields[name], None if asked is None else asked[name])
-        except (ValueError, TypeError) as error:
-            problems.append(f"column {name!r}: {error}")
-    if problems or not columns:
-        raise ValueError("the DataFrame's columns cannot be written: " + " ".join(problems or ["there are none."]))
+    types = [(field.name, _top_level_type(field.dataType)) for field in schema.fields]
+    unknown = [
+        f"column {field.name!r}: there is no encoding for Spark's type {field.dataType.simpleString():.60}."
+        for field, (name, kind) in zip(schema.fields, types, strict=True)
+        if kind is None and (asked is None or name in asked)
+    ]
+    if unknown:
+        raise ValueError(f"{' '.join(unknown)} Cast it, e.g. to string, or omit it by columns= in mds_kwargs.")
+    columns = arrow_columns(pa.schema([(name, pa.null() if kind is None else kind) for name, kind in types]), asked)
+    images = [field.name for field in schema.fields if is_image(field.dataType) and field.name in columns]
+    if asked is None:
+        return columns | dict.fromkeys(images, "pil")
+    for name in images:
+        if columns[name] not in _IMAGE_ENCODINGS:
+            raise ValueError(f"column {name!r} holds images; ask for pil, png or jpeg, not {columns[name]!r}.")
     return columns
 
 
-def vector_columns(schema: Any, columns: Mapping[str, str]) -> tuple[str, ...]:
-    """The columns of Spark ML vectors, which Spark turns into arrays first."""
-    return tuple(
-        field.name for field in schema.fields if field.name in columns and _kind(field.dataType) == "VectorUDT"
-    )
-
-
-def holds_files(schema: Any, columns: Mapping[str, str]) -> bool:
-    """Whether a row may be large: binary values or images."""
-    return any(
-        field.name in columns and (_kind(field.dataType) == "BinaryType" or _is_image(field.dataType))
-        for field in schema.fields
-    )
-
-
-def _doubled(names: list[str]) -> list[str]:
-    return sorted({name for name in names if names.count(name) > 1})
-
-
-def _chosen(spark_type: Any, asked: str | None) -> str:
-    inferred = _inferred(spark_type)
-    if asked is None or asked == inferred:
-        return inferred
-    get_encoding(asked)
-    allowed = _ALLOWED.get(_family(spark_type))
-    if allowed is not None and not asked.startswith(allowed):
-        raise ValueError(
-            f"Spark's {spark_type.simpleString():.60} is written as {inferred!r}, not as {asked!r}. Cast the column, "
-            f"or ask for one of {', '.join(f'{name}...' for name in allowed)}"
-        )
-    return asked
-
-
-def _family(spark_type: Any) -> str:
-    kind = _kind(spark_type)
-    if kind in _NUMBERS:
-        return "number"
-    if kind in ("DateType", "TimestampType", "TimestampNTZType", "DayTimeIntervalType"):
-        return "time"
-    if kind in ("CharType", "VarcharType"):
-        return "StringType"
-    if _is_image(spark_type):
-        return "image"
-    return "json" if kind in ("StructType", "MapType") else kind
-
-
-def _inferred(spark_type: Any) -> str:
-    kind = _kind(spark_type)
-    if kind in _NUMBERS or kind in _OTHERS:
-        return _NUMBERS.get(kind) or _OTHERS[kind]
-    if _is_image(spark_type):
-        return "pil"
+def arrow_type(spark_type: Any) -> pa.DataType | None:
+    """Return the type that Spark hands over for this one; None for a type that cannot be written."""
+    kind = kind_of(spark_type)
     if kind == "ArrayType":
-        element = spark_type.elementType
-        while _kind(element) == "ArrayType":
-            element = element.elementType
-        if _kind(element) in _NUMBERS:
-            return f"ndarray:{_NUMBERS[_kind(element)]}"
-    _check_json(spark_type)
-    return "json"
-
-
-def _check_json(spark_type: Any) -> None:
-    """Raise ValueError unless values of this type can be written as json."""
-    kind = _kind(spark_type)
+        element = arrow_type(spark_type.elementType)
+        return None if element is None else pa.list_(element)
+    if kind == "MapType":
+        key, value = arrow_type(spark_type.keyType), arrow_type(spark_type.valueType)
+        return None if key is None or value is None else pa.map_(key, value)
     if kind == "StructType":
-        for field in spark_type.fields:
-            _check_json(field.dataType)
-    elif kind == "ArrayType":
-        _check_json(spark_type.elementType)
-    elif kind == "MapType":
-        _check_json(spark_type.keyType)
-        _check_json(spark_type.valueType)
-    elif kind not in _NUMBERS and (kind not in _OTHERS or kind == "VectorUDT"):
-        raise ValueError(
-            f"there is no encoding for Spark's type {spark_type.simpleString():.60}. Cast it, e.g. to string, or "
-            "omit it by columns= in mds_kwargs"
-        )
+        inner = [(field.name, arrow_type(field.dataType)) for field in spark_type.fields]
+        return None if any(each is None for _, each in inner) else pa.struct(inner)
+    return _ARROW.get(kind)
 
 
-def _is_image(spark_type: Any) -> bool:
-    return _kind(spark_type) == "StructType" and tuple(spark_type.names) == _IMAGE_FIELDS
+def _top_level_type(spark_type: Any) -> pa.DataType | None:
+    if kind_of(spark_type) == "VectorUDT":
+        return pa.list_(pa.float64())
+    return pa.binary() if is_image(spark_type) else arrow_type(spark_type)
 
 
-def _kind(spark_type: Any) -> str:
+def is_image(spark_type: Any) -> bool:
+    """Whether it is the struct of Spark's image source."""
+    return kind_of(spark_type) == "StructType" and spark_type.names == _IMAGE_FIELDS
+
+
+def kind_of(spark_type: Any) -> str:
+    """The name of a Spark type, without an import of pyspark."""
     return type(spark_type).__name__

