@@ -8,6 +8,8 @@ import io
 import lzma
 import os
 import re
+import tarfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,14 +19,16 @@ from typing import Any, BinaryIO, TypeAlias, cast
 import xxhash
 import zstandard
 
-from lightning_stream.errors import NotFoundError, redact
+from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError, redact
 from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.writer.place import is_remote
 
 Uris: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 _BUFFER_BYTES = 1 << 22
 _WILD = frozenset("*?")
+_HIDDEN = re.compile(r"(^|/)[._]")
 _ENDINGS = (".gz", ".zst", ".bz2", ".xz")
+_DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError, UnicodeDecodeError)
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class SourceFile:
     @property
     def ending(self) -> str:
         """The lower-case suffix of its kind, without that of its compression."""
-        return os.path.splitext(_bare(self.name))[1].lower()  # noqa: PTH122 - a path object for each costs more
+        name = self.name[: -len(Path(self.name).suffix)] if self.is_packed else self.name
+        return os.path.splitext(name)[1].lower()  # noqa: PTH122 - a path object for each costs more
 
     @property
     def is_packed(self) -> bool:
@@ -74,11 +79,16 @@ class SourceFile:
         return cast(BinaryIO, io.BufferedReader(raw, _BUFFER_BYTES))
 
     @contextmanager
-    def unpacked(self) -> Iterator[BinaryIO]:
-        """Its bytes, decompressed by what its name ends with."""
+    def unpacked(self, what: str) -> Iterator[BinaryIO]:
+        """Its bytes, decompressed by what its name ends with. FormatError if reading fails: it must be ``what``."""
         make = _UNPACKERS.get(Path(self.name).suffix.lower(), nullcontext)
-        with self.open() as file, make(file) as plain:
-            yield plain
+        try:
+            with self.open() as file, make(file) as plain:
+                yield plain
+        except LightningStreamError:
+            raise
+        except _DAMAGED as error:
+            raise FormatError(f"{self.uri} must be {what}; reading it failed: {error}. Fetch it again.") from error
 
     def read(self) -> bytes:
         """All of it, as stored."""
@@ -113,17 +123,12 @@ class _Ranges(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
-        return self._at
-
-    def tell(self) -> int:
+        self._at = offset + (0, self._at, self._num_bytes)[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
         end = min(self._at + len(buffer), self._num_bytes)
-        if end <= self._at:
-            return 0
-        data = self._store.get_range(self._name, self._at, end)
+        data = self._store.get_range(self._name, self._at, end) if end > self._at else b""
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -163,7 +168,7 @@ def _found(uri: str, options: Mapping[str, Any] | None) -> list[SourceFile]:
     return [
         SourceFile(root, entry.name, entry.num_bytes, entry.version, options)
         for entry in entries
-        if is_match(entry.name) and not _hidden(entry.name)
+        if is_match(entry.name) and not _HIDDEN.search(entry.name)
     ]
 
 
@@ -173,17 +178,25 @@ def _pattern(text: str) -> re.Pattern[str]:
     return re.compile("".join(wild.get(part) or re.escape(part) for part in re.split(r"(\*\*/|\*|\?)", text)) or ".*")
 
 
-def _hidden(name: str) -> bool:
-    return any(part.startswith((".", "_")) for part in name.split("/"))
-
-
-def _bare(name: str) -> str:
-    return name[: -len(Path(name).suffix)] if name.lower().endswith(_ENDINGS) else name
-
-
 def stamps_digest(files: Sequence[SourceFile]) -> str:
     """Return a hex digest that changes when a file is added, removed, renamed or changed."""
     total = xxhash.xxh3_128()
     for file in files:
         total.update(f"{file.name}\0{file.num_bytes}\0{file.stamp}\n".encode())
     return str(total.hexdigest())
+
+
+def check_unchanged(files: Sequence[SourceFile]) -> None:
+    """Raise FormatError if a file of this machine changed since it was listed."""
+    for file in files:
+        if file.path is None:
+            continue
+        try:
+            known = file.path.stat()
+        except FileNotFoundError as error:
+            raise FormatError(f"{file.uri} was removed during the conversion. Nothing was published.") from error
+        if (known.st_size, str(known.st_mtime_ns)) != (file.num_bytes, file.stamp):
+            raise FormatError(
+                f"{file.uri} was modified during the conversion. Nothing was published. Convert again once the file "
+                "stays as it is."
+            )

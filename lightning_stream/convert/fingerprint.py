@@ -8,10 +8,9 @@ import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ def function_text(function: Callable[..., Any] | None) -> str:
     if function is None:
         return ""
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{name} {_digest(function, strict=False)}"
+    return f"{name} {_Walk(strict=False).digest(function)}"
 
 
 def value_digest(value: Any) -> str:
@@ -40,142 +39,113 @@ def value_digest(value: Any) -> str:
     Raises:
         ValueError: The value has a part without a stable description, e.g. an open file.
     """
-    return _digest(value, strict=True)
-
-
-def _digest(value: Any, *, strict: bool) -> str:
-    walk = _Walk(strict)
-    walk.add(value)
-    return walk.total.hexdigest()
+    return _Walk(strict=True).digest(value)
 
 
 class _Walk:
     """Visits a value and all of its parts, always in the same order."""
 
-    def __init__(self, strict: bool, seen: dict[int, Any] | None = None) -> None:
-        self.total = xxhash.xxh3_128()
+    def __init__(self, strict: bool) -> None:
+        self._total = xxhash.xxh3_128()
         self._strict = strict
         self._open: set[int] = set()  # values that contain the current one
-        self._seen = dict(seen or {})  # functions and classes by their id: each is visited once
+        self._seen: dict[Any, Any] = {}  # functions and classes by their id: each is visited once
 
-    def add(self, value: Any) -> None:
+    def digest(self, value: Any) -> str:
+        """A digest of a value alone, which no value visited before or after changes."""
+        before, seen = self._total, dict(self._seen)
+        self._total = xxhash.xxh3_128()
+        self._add(value)
+        found, self._total, self._seen = self._total, before, seen
+        return str(found.hexdigest())
+
+    def _add(self, value: Any) -> None:
         if type(value) in _PLAIN:
-            self._note(type(value).__name__, repr(value))
-        elif isinstance(value, (FunctionType, type)):
-            self._definition(value)
+            data = value if type(value) is bytes else repr(value).encode("utf-8", "surrogatepass")
+            self._total.update(b"%s %d:" % (type(value).__name__.encode(), len(data)) + data)
         elif id(value) in self._open:
-            self._note("a value that contains this one")
+            self._add("a value that contains this one")
         else:
             self._open.add(id(value))
-            self._parts(value)
+            is_definition = isinstance(value, (FunctionType, type))
+            for part in self._definition(value) if is_definition else (type(value).__qualname__, *self._parts(value)):
+                self._add(part)
             self._open.discard(id(value))
 
-    def _note(self, *texts: str) -> None:
-        for text in texts:
-            data = text.encode("utf-8", "surrogatepass")
-            self.total.update(b"%d:" % len(data) + data)
-
-    def _parts(self, value: Any) -> None:
-        kind = type(value)
-        self._note(kind.__qualname__)
+    def _parts(self, value: Any) -> Iterable[Any]:
         if isinstance(value, ModuleType):
-            self._note(value.__name__)
-        elif isinstance(value, MethodType):
-            self.add(value.__func__)
-            self.add(value.__self__)
-        elif isinstance(value, functools.partial):
-            self.add([value.func, value.args, value.keywords])
-        elif isinstance(value, os.PathLike):
-            self.add(os.fspath(value))
-        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            self._note(str(value.dtype), str(value.shape))
-            self.total.update(np.ascontiguousarray(value).tobytes())
-        elif isinstance(value, (list, tuple)):
-            self._note(str(len(value)))
-            for each in value:
-                self.add(each)
-        elif isinstance(value, dict):
-            self.add(list(value.items()))
-        elif isinstance(value, (set, frozenset)):
-            self._note(*sorted(map(self._digest_of_member, value)))
-        elif callable(value) and hasattr(value, "__wrapped__"):  # functools.cache and the like
-            self.add(value.__wrapped__)
-        else:
-            self._object(value)
-
-    def _digest_of_member(self, value: Any) -> str:
-        walk = _Walk(self._strict, self._seen)
-        walk.add(value)
-        return walk.total.hexdigest()
-
-    def _object(self, value: Any) -> None:
-        """An object counts as its class and as what pickle would store of it, without what it cached."""
-        if is_dataclass(value):
-            self.add(type(value))
-            self.add({field.name: getattr(value, field.name) for field in fields(value)})
-            return
+            return [value.__name__]
+        if isinstance(value, CodeType):
+            return [value.co_code, value.co_names, value.co_consts]
+        if isinstance(value, (list, tuple)):
+            return [len(value), *value]
+        if isinstance(value, dict):
+            return [list(value.items())]
+        if isinstance(value, (set, frozenset)):
+            return sorted(map(self.digest, value))
+        if callable(value) and hasattr(value, "__wrapped__"):  # functools.cache and the like
+            return [value.__wrapped__]
         try:
-            reduced = value.__reduce_ex__(4)
+            reduced = value.__reduce_ex__(4)  # what pickle would store
         except Exception as error:
-            if self._strict:
-                raise ValueError(
-                    f"each input must have a stable description; a {type(value).__qualname__} has none ({error}). Pass "
-                    "paths, numbers or other plain values, and open what they name in the function."
-                ) from error
-            return
+            if not self._strict:
+                return []
+            raise ValueError(
+                f"each input must have a stable description; a {type(value).__qualname__} has none ({error}). Pass "
+                "paths, numbers or other plain values, and open what they name in the function."
+            ) from error
         if isinstance(reduced, str):
-            self._note(reduced)
-            return
+            return [reduced]
         make, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
-        cached = {name for name, held in vars(type(value)).items() if isinstance(held, functools.cached_property)}
         if isinstance(state, dict):
+            cached = {name for name, held in vars(type(value)).items() if isinstance(held, functools.cached_property)}
             state = {name: held for name, held in state.items() if name not in cached}
-        self.add([make, arguments, state, list(items or ()), dict(pairs or ())])
+        return [make, arguments, state, list(items or ()), list(pairs or ())]
 
-    def _definition(self, value: Any) -> None:
+    def _definition(self, value: Any) -> Iterator[Any]:
         """A function or class: by name, and of the user's own also by source and by what it uses."""
-        self._note("definition", value.__qualname__)
+        yield f"definition {value.__qualname__}"
         if not _is_users(value):
-            self._note(str(value.__module__))
-        if not _is_users(value) or id(value) in self._seen:
-            return
-        self._seen[id(value)] = value
-        self._note(_source(value))
-        if isinstance(value, FunctionType):
-            self._function(value)
-            return
-        for base in value.__bases__:
-            self.add(base)
-        for held in vars(value).values():
-            inner = getattr(held, "__func__", getattr(held, "fget", getattr(held, "func", held)))
-            if isinstance(inner, FunctionType):
-                self._function(inner)
+            yield str(value.__module__)
+        elif id(value) not in self._seen:
+            self._seen[id(value)] = value
+            yield _source(value)
+            if isinstance(value, FunctionType):
+                yield from self._used(value)
+                return
+            yield from value.__bases__
+            for held in vars(value).values():
+                inner = getattr(held, "__func__", getattr(held, "fget", getattr(held, "func", held)))
+                if isinstance(inner, FunctionType):
+                    yield from self._used(inner)
 
-    def _function(self, function: FunctionType) -> None:
-        self.add([function.__defaults__, function.__kwdefaults__])
+    def _used(self, function: FunctionType) -> Iterator[Any]:
+        """The values that a function carries, and the globals that it names."""
+        yield [function.__defaults__, function.__kwdefaults__]
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # the cell is empty so far
-                self.add(cell.cell_contents)
-        names = set(_names(function.__code__))
-        for name in sorted(names & function.__globals__.keys()):
-            self._global(name, function.__globals__[name], names)
+                yield cell.cell_contents
+        yield from self._named(function.__globals__, set(_names(function.__code__)))
 
-    def _global(self, name: str, value: Any, names: set[str]) -> None:
-        self._note(name)
-        if isinstance(value, ModuleType):
-            if _is_users(value):
-                for inner in sorted(names & vars(value).keys()):
-                    self._global(inner, vars(value)[inner], set())
-        elif _is_plain(value) or isinstance(value, (FunctionType, type, functools.partial)) or _is_users(type(value)):
-            self.add(value)
-        else:
-            self.add(getattr(value, "__wrapped__", None))  # of functools.cache and the like
+    def _named(self, held: dict[str, Any], names: set[str]) -> Iterator[Any]:
+        for name in sorted(names & held.keys()):
+            value = held[name]
+            yield name
+            if isinstance(value, ModuleType):
+                key = (id(value), frozenset(names))
+                if _is_users(value) and key not in self._seen:
+                    self._seen[key] = value
+                    yield from self._named(vars(value), names)
+            else:
+                yield value if _counts(value) else getattr(value, "__wrapped__", None)
 
 
-def _is_plain(value: Any) -> bool:
+def _counts(value: Any) -> bool:
+    """Whether a global value is plain, or the user's own."""
     if isinstance(value, (list, tuple, set, frozenset, dict)):
-        return all(map(_is_plain, value.items() if isinstance(value, dict) else value))
-    return isinstance(value, (*_PLAIN, os.PathLike, np.ndarray))
+        return all(map(_counts, value.items() if isinstance(value, dict) else value))
+    kinds = (*_PLAIN, os.PathLike, np.ndarray, FunctionType, type, functools.partial)
+    return isinstance(value, kinds) or _is_users(type(value))
 
 
 def _is_users(value: Any) -> bool:
@@ -189,17 +159,11 @@ def _is_users(value: Any) -> bool:
     return "site-packages" not in Path(path).parts and not os.path.realpath(path).startswith(_LIBRARIES)
 
 
-def _source(value: Any) -> str:
+def _source(value: Any) -> Any:
     try:
         return inspect.getsource(value)
     except (OSError, TypeError):
-        code = getattr(value, "__code__", None)
-        return "" if code is None else "".join(map(repr, (code.co_code, code.co_names, *_constants(code))))
-
-
-def _constants(code: CodeType) -> Iterator[Any]:
-    for each in code.co_consts:
-        yield from _constants(each) if isinstance(each, CodeType) else (each,)
+        return getattr(value, "__code__", None)
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
+from lightning_stream.convert.receipt import Receipt, receipt_name
 from lightning_stream.formats.shard_encoder import EncodedBatch
 from lightning_stream.stores import Store
 from lightning_stream.writer import MDSWriter
@@ -43,6 +46,20 @@ class OutputSpec:
     def store(self) -> Store:
         """The store where the dataset stays."""
         return self.place.store
+
+    def receipt(self, number: int) -> Receipt:
+        """Read the receipt of a partition; NotFoundError if it is not written."""
+        return Receipt.from_bytes(self.store.read(receipt_name(self.fingerprint, number)))
+
+    def has(self, number: int) -> bool:
+        """Whether a partition is written."""
+        return self.store.exists(receipt_name(self.fingerprint, number))
+
+    def put(self, receipt: Receipt) -> Receipt:
+        """Put a receipt, if what it lists may enter an index; return it."""
+        if receipt.is_good:
+            self.store.put(receipt_name(self.fingerprint, receipt.partition), receipt.to_bytes())
+        return receipt
 
 
 class RefusedError(Exception):
@@ -80,3 +97,14 @@ class _PartitionPlace(DatasetPlace):
 
     def commit(self, entries: Sequence[bytes]) -> None:
         pass
+
+
+def row_bytes(batch: EncodedBatch) -> list[memoryview]:
+    """Return the bytes of each row of a batch."""
+    data, ends = memoryview(batch.joined()), np.cumsum(batch.sizes).tolist()
+    return [data[end - size : end] for end, size in zip(ends, batch.sizes.tolist(), strict=True)]
+
+
+def encoded_rows(rows: Sequence[Any]) -> EncodedBatch:
+    """Return rows that are bytes as a batch."""
+    return EncodedBatch(np.fromiter(map(len, rows), np.int64, len(rows)), parts=rows)

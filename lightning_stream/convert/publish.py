@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_stream.convert.partition import OutputSpec
-from lightning_stream.convert.receipt import BEGUN, CONTROL, Receipt, index_bytes, index_of, is_receipt
+from lightning_stream.convert.receipt import CONTROL, Receipt, index_bytes, is_receipt
 from lightning_stream.errors import StoreError
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.stores import LocalStore
@@ -58,7 +58,7 @@ class Publication:
                 f"{store.url} is not empty: it holds {holds}. Write to a new place, or {remedy} to replace it."
             )
         # The note says whose shards there are without a receipt, if this run is cut short before any.
-        store.put(f"{CONTROL}/{spec.fingerprint}/{BEGUN}", b"")
+        store.put(f"{CONTROL}/{spec.fingerprint}/begun", b"")
         found = [Receipt.from_bytes(store.read(name)) for name in sorted(names) if is_receipt(name, spec.fingerprint)]
         whole = (one for one in found if all(names.get(file) == size for file, size in one.files().items()))
         return cls(spec, place, frozenset(one.partition for one in whole))
@@ -92,42 +92,34 @@ class Publication:
                     f"{len(missing)} of them are not seen, the first {missing[0]}. Write to a place that all machines "
                     "share: a URL, or a mounted folder such as a volume."
                 )
-        place.swap(MANIFEST, _manifest(self.spec, receipts, about, index))  # of several conversions, one succeeds
+        about = {
+            "version": 1,
+            "fingerprint": self.spec.fingerprint,
+            "columns": dict(self.spec.columns),
+            "num_samples": sum(receipt.num_samples for receipt in receipts),
+            "num_bytes": sum(wanted.values()),
+            "num_shards": len(wanted),
+            "index": digest_of(index),
+            "partitions": {_folder(receipt): receipt.num_samples for receipt in receipts},
+            **about,
+        }
+        manifest = json.dumps(about, indent=1, sort_keys=True).encode()
+        place.swap(MANIFEST, manifest)  # of several conversions, one succeeds
         if merge_index:
             place.swap(INDEX_NAME, index)
         else:
-            indexes = {f"part-{one.partition:05}": one.shards for one in receipts if one.shards}
+            parts = [receipt for receipt in receipts if receipt.shards]
+            indexes = {f"{_folder(one)}/{INDEX_NAME}": index_bytes([one], _folder(one)) for one in parts}
             for store in place.stores:
-                for folder, shards in indexes.items():
-                    store.put(f"{folder}/{INDEX_NAME}", index_of(_inside(entry, folder) for entry in shards))
+                for name, data in indexes.items():
+                    store.put(name, data)
                 store.delete(INDEX_NAME)
-            wanted |= {f"{folder}/{INDEX_NAME}": 0 for folder in indexes}
+            wanted |= dict.fromkeys(indexes, 0)
         for store in place.stores:
             if isinstance(store, LocalStore):  # a killed worker may have left the draft of a receipt
                 sweep_drafts(store.folder / CONTROL / self.spec.fingerprint)
         place.sweep(before, _ALL, wanted)
 
 
-def _inside(entry: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """An entry as the index in its partition's own folder says it."""
-    renamed = dict(entry)
-    for key in ("raw_data", "zip_data"):
-        if renamed[key] is not None:
-            renamed[key] = {**renamed[key], "basename": renamed[key]["basename"].removeprefix(f"{folder}/")}
-    return renamed
-
-
-def _manifest(spec: OutputSpec, receipts: Sequence[Receipt], about: Mapping[str, Any], index: bytes) -> bytes:
-    """What the dataset came from: beside the index, where other readers pass it by."""
-    held = {
-        "version": 1,
-        "fingerprint": spec.fingerprint,
-        "columns": dict(spec.columns),
-        "num_samples": sum(receipt.num_samples for receipt in receipts),
-        "num_bytes": sum(sum(receipt.files().values()) for receipt in receipts),
-        "num_shards": sum(len(receipt.shards) for receipt in receipts),
-        "index": digest_of(index),
-        "partitions": {f"part-{receipt.partition:05}": receipt.num_samples for receipt in receipts},
-        **about,
-    }
-    return json.dumps(held, indent=1, sort_keys=True).encode()
+def _folder(receipt: Receipt) -> str:
+    return f"part-{receipt.partition:05}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import zstandard
 
 CONTROL = "_conversion"
-BEGUN = "begun"
 _SUFFIX = ".json.zst"
 
 
@@ -73,10 +73,7 @@ def check(receipts: Sequence[Receipt], source: str, remedy: str) -> None:
         source: What the rows come from, e.g. ``"the DataFrame"``.
         remedy: What to do about nulls, as a sentence.
     """
-    nulls: dict[str, int] = {}
-    for receipt in receipts:
-        for name, count in receipt.nulls.items():
-            nulls[name] = nulls.get(name, 0) + count
+    nulls = sum((Counter(receipt.nulls) for receipt in receipts), Counter[str]())
     if nulls:
         counts = ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items()))
         raise ValueError(
@@ -89,16 +86,12 @@ def check(receipts: Sequence[Receipt], source: str, remedy: str) -> None:
             f"{len(refused)} of {len(receipts)} partitions hold a value that cannot be written; in partition "
             f"{refused[0].partition}, {refused[0].refused} Nothing was published."
         )
-    if not sum(receipt.num_samples for receipt in receipts):
+    if not any(receipt.num_samples for receipt in receipts):
         raise ValueError(f"{source} is empty: there is nothing to write.")
 
 
-def index_bytes(receipts: Iterable[Receipt]) -> bytes:
-    """The index over all shards of these partitions, in their order."""
-    return index_of(entry for receipt in receipts for entry in receipt.shards)
-
-
-def index_of(entries: Iterable[Mapping[str, Any]]) -> bytes:
-    """The text of an index of these entries."""
-    texts = [json.dumps(entry, sort_keys=True).encode() for entry in entries]
-    return b'{"version": 2, "shards": [' + b", ".join(texts) + b"]}"
+def index_bytes(receipts: Iterable[Receipt], folder: str = "") -> bytes:
+    """The index over all shards of these partitions, in their order; with file names relative to ``folder``."""
+    entries = [json.dumps(entry, sort_keys=True) for receipt in receipts for entry in receipt.shards]
+    text = f'{{"version": 2, "shards": [{", ".join(entries)}]}}'
+    return text.replace(f'"basename": "{folder}/', '"basename": "').encode() if folder else text.encode()

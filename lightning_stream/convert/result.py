@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_stream.convert.files import SourceFile, stamps_digest
-from lightning_stream.convert.publish import MANIFEST
-from lightning_stream.convert.sources.base import Source
-from lightning_stream.errors import FormatError, NotFoundError
-from lightning_stream.formats.index import INDEX_NAME
+from lightning_stream.errors import NotFoundError
 from lightning_stream.stores import Store, open_store
-from lightning_stream.writer.place import digest_of
+from lightning_stream.writer.place import MANIFEST
 
-_LISTED_FILES = 10_000
 _SPLITS = ("train", "val", "test")
 
 
@@ -41,8 +36,21 @@ class ConversionResult:
     num_bytes: int
     columns: dict[str, str]
     classes: dict[str, list[str]]
-    seconds: float
-    is_new: bool
+    seconds: float = 0.0
+    is_new: bool = False
+
+    @classmethod
+    def of(cls, uri: str, manifests: Mapping[str, Mapping[str, Any]]) -> ConversionResult:
+        """Return the result that these manifests describe, by split."""
+        first = next(iter(manifests.values()))
+        return cls(
+            uri,
+            {split: manifest["num_samples"] for split, manifest in manifests.items()},
+            {split: manifest["num_shards"] for split, manifest in manifests.items()},
+            sum(manifest["num_bytes"] for manifest in manifests.values()),
+            dict(first["columns"]),
+            dict(first.get("classes", {})),
+        )
 
     @property
     def total(self) -> int:
@@ -59,25 +67,8 @@ class ConversionResult:
         return f"{size}, at {self.uri}, in {self.seconds:,.1f} s ({speed:,.0f} samples/s)"
 
 
-def result_of(
-    uri: str, manifests: Mapping[str, Mapping[str, Any]], seconds: float = 0.0, is_new: bool = False
-) -> ConversionResult:
-    """Return the result that these manifests describe, by split."""
-    first = next(iter(manifests.values()))
-    return ConversionResult(
-        uri,
-        {split: manifest["num_samples"] for split, manifest in manifests.items()},
-        {split: manifest["num_shards"] for split, manifest in manifests.items()},
-        sum(manifest["num_bytes"] for manifest in manifests.values()),
-        dict(first["columns"]),
-        dict(first.get("classes", {})),
-        seconds,
-        is_new,
-    )
-
-
 def read_manifest(uri: str | os.PathLike[str], **store_options: Any) -> ConversionResult:
-    """Return columns, class names and counts of a dataset that `convert` wrote.
+    """Return what `convert` wrote at a place: columns, class names and counts.
 
     Example::
 
@@ -97,7 +88,7 @@ def read_manifest(uri: str | os.PathLike[str], **store_options: Any) -> Conversi
     found = {split: manifest for split, manifest in splits.items() if manifest is not None}
     if not found:
         raise NotFoundError(f"convert writes {MANIFEST} beside a dataset; {store.url} has none. Check the path.")
-    return result_of(root, found)
+    return ConversionResult.of(root, found)
 
 
 def manifest_of(store: Store, name: str = MANIFEST) -> dict[str, Any] | None:
@@ -109,58 +100,20 @@ def manifest_of(store: Store, name: str = MANIFEST) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def is_whole(store: Store, manifest: Mapping[str, Any]) -> bool:
-    """Return whether the store has the index that this manifest was written with."""
-    try:
-        return digest_of(store.read(INDEX_NAME)) == manifest.get("index")
-    except NotFoundError:
-        return False
-
-
-def as_json(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same as it is read back from a file."""
-    held: dict[str, Any] = json.loads(json.dumps(about, default=repr))
-    return held
-
-
-def source_identity(source: Source) -> dict[str, Any]:
-    """Return what distinguishes this source from others: part of a conversion's fingerprint."""
-    return {
-        "kind": source.reader.kind,
-        "reader": dict(source.reader.settings),
-        "num_files": len(source.files),
-        "num_bytes": source.num_bytes,
-        "stamps": stamps_digest(source.files),
-    }
-
-
-def source_record(source: Source) -> dict[str, Any]:
-    """Return what a manifest holds about the source; its files are listed if there are at most 10,000."""
-    record = {**source_identity(source), "name": source.name}
-    if len(source.files) <= _LISTED_FILES:
-        record["files"] = [{"name": file.name, "bytes": file.num_bytes, "stamp": file.stamp} for file in source.files]
-    return record
-
-
-def differences(
-    settings: Mapping[str, Any], before: Mapping[str, Any], source: Source, recorded: Mapping[str, Any]
-) -> str:
+def differences(held: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe how settings and source differ from those that a manifest holds."""
-    found = [
-        f"{name} was {_shown(before.get(name))}, now {_shown(value)}"
-        for name, value in settings.items()
-        if before.get(name) != value
-    ]
-    now = as_json(source_record(source))
-    if recorded["stamps"] != now["stamps"]:
-        files = [{file["name"]: file for file in each.get("files", ())} for each in (recorded, now)]
+    before, source, others = held["settings"], held["source"], now["source"]
+    changed = [name for name, value in now["settings"].items() if before.get(name) != value]
+    found = [f"{name} was {_shown(before.get(name))}, now {_shown(now['settings'][name])}" for name in changed]
+    if source["stamps"] != others["stamps"]:
+        files = [{file["name"]: file for file in each.get("files", ())} for each in (source, others)]
         changed = [name for name in {**files[0], **files[1]} if files[0].get(name) != files[1].get(name)]
         names = f"; changed: {', '.join(changed[:3])}{' ...' if len(changed) > 3 else ''}" if changed else ""
         found.append(
-            f"the source had {recorded['num_files']:,} files of {recorded['num_bytes']:,} bytes, now "
-            f"{now['num_files']:,} of {now['num_bytes']:,}{names}"
+            f"the source had {source['num_files']:,} files of {source['num_bytes']:,} bytes, now "
+            f"{others['num_files']:,} of {others['num_bytes']:,}{names}"
         )
-    if recorded["reader"] != now["reader"]:
+    if source["reader"] != others["reader"]:
         found.append("the source is read with other options or another function")
     return "; ".join(found) or "it was written by another version of convert"
 
@@ -168,19 +121,3 @@ def differences(
 def _shown(value: Any) -> str:
     text = json.dumps(value) if isinstance(value, (str, list, dict)) else str(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-def check_unchanged(files: Sequence[SourceFile]) -> None:
-    """Raise FormatError if a file of this machine changed since it was listed."""
-    for file in files:
-        if file.path is None:
-            continue
-        try:
-            known = file.path.stat()
-        except FileNotFoundError as error:
-            raise FormatError(f"{file.uri} was removed during the conversion. Nothing was published.") from error
-        if (known.st_size, str(known.st_mtime_ns)) != (file.num_bytes, file.stamp):
-            raise FormatError(
-                f"{file.uri} was modified during the conversion. Nothing was published. Convert again once the file "
-                "stays as it is."
-            )

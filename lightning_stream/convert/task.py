@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-from lightning_stream.convert.partition import OutputSpec, PartitionWriter, RefusedError
-from lightning_stream.convert.receipt import Receipt, receipt_name
-from lightning_stream.convert.sources.base import Batch, Partition, Reader
-from lightning_stream.convert.sources.rows import columns_of, fit_values
+from lightning_stream.convert.partition import OutputSpec, PartitionWriter, RefusedError, encoded_rows, row_bytes
+from lightning_stream.convert.receipt import Receipt
+from lightning_stream.convert.rows import NullRule, refuse_others
+from lightning_stream.convert.sources.base import Batch, Partition, Reader, Row, batched
 from lightning_stream.convert.split import ValidationSplit
-from lightning_stream.formats.encodings.base import BinaryColumn
-from lightning_stream.writer.batch import batch_columns
-
-Row: TypeAlias = "dict[str, Any]"
+from lightning_stream.formats.mds.encode import MdsEncoder
 
 
 @dataclass(frozen=True)
 class Transform:
     """A function of the user's, or none."""
 
-    of_row: Callable[[Row], Any] | None = None
-    of_partition: Callable[[Iterator[Row]], Iterable[Mapping[str, Any]]] | None = None
+    of_row: Callable[[dict[str, Any]], Any] | None = None
+    of_partition: Callable[[Iterator[dict[str, Any]]], Iterable[Row]] | None = None
 
     def __post_init__(self) -> None:
         if self.of_row is not None and self.of_partition is not None:
@@ -34,23 +32,26 @@ class Transform:
         """The function; None to write the rows as they are."""
         return self.of_row or self.of_partition
 
-    def samples(self, batches: Iterable[Batch]) -> Iterator[tuple[Mapping[str, Any], str]]:
-        """Yield the samples made from a partition's rows, each with where its row was, if that is known."""
-        if self.of_partition is not None:
-            made = self.of_partition(row for batch in batches for row in rows_of(batch))
-            yield from ((sample, "") for sample in _samples(made, "transform_partition"))
+    def samples(self, batches: Iterable[Batch], partition: str) -> Iterator[tuple[Row, str]]:
+        """Yield the samples made from a partition's rows, each with where its row was, as far as that is known."""
+        rows = ((row, batch.where) for batch in batches for row in _dicts(batch))
+        if self.of_row is None:
+            assert self.of_partition is not None
+            made = self.of_partition(row for row, _ in rows)
+            yield from ((sample, partition) for sample in _checked(made, "transform_partition"))
             return
-        assert self.of_row is not None
-        for batch in batches:
-            for row in rows_of(batch):
-                made = self.of_row(row)
-                if isinstance(made, Mapping):
-                    yield made, batch.where
-                elif made is not None:
-                    yield from ((sample, batch.where) for sample in _samples(made, "transform"))
+        for row, where in rows:
+            made = self.of_row(row)
+            if made is not None:
+                found = [made] if isinstance(made, Mapping) else _checked(made, "transform")
+                yield from ((sample, where) for sample in found)
 
 
-def _samples(made: Any, name: str) -> Iterator[Mapping[str, Any]]:
+def _dicts(batch: Batch) -> Iterable[Any]:
+    return batch.rows if isinstance(batch.rows, list) else batch.rows.to_pylist()
+
+
+def _checked(made: Any, name: str) -> Iterator[Row]:
     if not isinstance(made, Iterable) or isinstance(made, (str, bytes, Mapping)):
         raise TypeError(f"{name} must return samples (dicts); got {type(made).__name__}.")
     for sample in made:
@@ -59,84 +60,24 @@ def _samples(made: Any, name: str) -> Iterator[Mapping[str, Any]]:
         yield sample
 
 
-def rows_of(batch: Batch) -> Iterator[Row]:
-    """Yield the rows of a batch as dicts of Python values."""
-    values = batch.columns
-    if isinstance(values, list):
-        yield from values
-    elif hasattr(values, "to_pylist"):
-        yield from values.to_pylist()
-    else:
-        columns = [column.tolist() if getattr(column, "ndim", 0) == 1 else column for column in values.values()]
-        for row in zip(*columns, strict=True):
-            yield dict(zip(values, row, strict=True))
-
-
-@dataclass(frozen=True)
-class NullRule:
-    """How nulls are treated in columns whose encoding has none: all but json."""
-
-    fill: Mapping[str, Any] = field(default_factory=dict)
-    drop: bool = False
-
-    def settle(self, batch: Any, columns: Mapping[str, str], nulls: dict[str, int]) -> tuple[dict[str, Any], int]:
-        """Return a batch as a writer takes it, and its number of rows; no rows if nulls are left, which are counted."""
-        settle = self._arrow if hasattr(batch, "schema") else self._plain
-        values = settle(batch, columns, nulls)
-        return batch_columns({} if nulls else values)
-
-    def _arrow(self, batch: Any, columns: Mapping[str, str], nulls: dict[str, int]) -> Any:
-        from lightning_stream.convert.arrow import count_nulls, drop_nulls, fill_nulls, writer_columns
-
-        if not batch.num_rows:
-            return {}
-        batch = fill_nulls(batch, self.fill) if self.fill else batch
-        batch = drop_nulls(batch, columns) if self.drop else batch
-        for name, count in count_nulls(batch, columns).items():
-            nulls[name] = nulls.get(name, 0) + count
-        return {} if nulls else writer_columns(batch, columns)
-
-    def _plain(self, batch: Mapping[str, Any], columns: Mapping[str, str], nulls: dict[str, int]) -> Any:
-        held = {name: batch[name] for name in columns}
-        lists = [name for name, values in held.items() if type(values) is list and columns[name] != "json"]
-        for name in set(lists) & self.fill.keys():
-            held[name] = [self.fill[name] if value is None else value for value in held[name]]
-        if self.drop and lists:
-            rows = zip(*(held[name] for name in lists), strict=True)
-            kept = [k for k, row in enumerate(rows) if all(value is not None for value in row)]
-            held = {name: taken(values, kept) for name, values in held.items()}
-        for name in lists:
-            count = sum(value is None for value in held[name])  # not list.count: arrays compare by element
-            if count:
-                nulls[name] = nulls.get(name, 0) + count
-        return {} if nulls else {name: _fitted(name, values, columns[name]) for name, values in held.items()}
-
-
-def _fitted(name: str, values: Any, encoding: str) -> Any:
-    try:
-        return fit_values(values, encoding)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ValueError(f"column {name!r}: {error}") from error
-
-
-def taken(values: Any, kept: Any) -> Any:
-    """Return the rows of these numbers, of a column of any kind."""
-    if not isinstance(values, list) and hasattr(values, "dtype"):
-        return values[kept]
-    chosen = [values[k] for k in kept]
-    if isinstance(values, BinaryColumn):
-        pieces = BinaryColumn(chosen)
-        pieces.encoding = values.encoding
-        return pieces
-    return chosen
-
-
 @dataclass(frozen=True)
 class PartitionTask:
-    """What all partitions have in common. Picklable."""
+    """What all partitions have in common. Picklable.
+
+    Attributes:
+        reader: Reads the source.
+        read: The columns that are read, with their encodings.
+        columns: The columns that are written.
+        specs: The datasets that are written, by split.
+        transform: Makes samples of rows, if it is given.
+        nulls: What becomes of nulls.
+        split: Chooses the split of each row; None if there is one dataset.
+        strict: Whether the columns were inferred, so that a value beyond them is refused.
+    """
 
     reader: Reader
     read: Mapping[str, str]
+    columns: Mapping[str, str]
     specs: Mapping[str, OutputSpec]
     transform: Transform
     nulls: NullRule
@@ -145,57 +86,50 @@ class PartitionTask:
 
     def run(self, partition: Partition) -> dict[str, Receipt]:
         """Write a partition, and then its receipts; return them by split."""
-        nulls: dict[str, int] = {}
-        writers = {split: self.writer(split, partition.number) for split in self.specs}
+        number, nulls = partition.number, dict[str, int]()
+        writers = {split: self.writer(spec, number) for split, spec in self.specs.items()}
         try:
             with ExitStack() as open_writers:
                 for writer in writers.values():
                     open_writers.enter_context(writer)
-                self._write(partition, writers, nulls)
+                for batch in self._batches(partition):
+                    with _refused_at(batch.where):
+                        self._write(batch.rows, writers, nulls)
         except RefusedError as error:
-            return {split: Receipt(partition.number, "", refused=str(error)) for split in writers}
-        receipts = {
-            split: Receipt(partition.number, "", writer.num_samples, tuple(writer.shards), nulls)
+            return {split: Receipt(number, "", refused=str(error)) for split in writers}
+        return {
+            split: self.specs[split].put(Receipt(number, "", writer.num_samples, tuple(writer.shards), nulls))
             for split, writer in writers.items()
         }
-        for split, receipt in receipts.items():
-            if receipt.is_good:
-                spec = self.specs[split]
-                spec.store.put(receipt_name(spec.fingerprint, partition.number), receipt.to_bytes())
-        return receipts
 
-    def writer(self, split: str, number: int) -> PartitionWriter:
+    def writer(self, spec: OutputSpec, number: int) -> PartitionWriter:
         """Take the rows of a partition that belong to a split."""
-        return PartitionWriter(self.specs[split], number)
+        return PartitionWriter(spec, number)
 
-    def _write(self, partition: Partition, writers: Mapping[str, PartitionWriter], nulls: dict[str, int]) -> None:
-        batches = _refusing(self.reader.read_all(partition.splits, self.read))
+    def _batches(self, partition: Partition) -> Iterator[Batch]:
+        batches = _refusing(self.reader.read(partition.splits, self.read))
         if self.transform.function is None:
-            for batch in batches:
-                self._write_batch(batch, writers, nulls)
-            return
-        for sample, where in self.transform.samples(batches):
-            with _refused_at(where or str(partition)):
-                writer = writers.get("" if self.split is None else self.split.of_sample(sample))
-                if writer is not None:
-                    writer.write(sample)
+            return batches
+        return batched(self.transform.samples(batches, str(partition)))
 
-    def _write_batch(self, batch: Batch, writers: Mapping[str, PartitionWriter], nulls: dict[str, int]) -> None:
-        with _refused_at(batch.where):
-            found = batch.columns
-            found = columns_of(found, self.read, strict=self.strict) if isinstance(found, list) else found
-            values, num_rows = self.nulls.settle(found, self.read, nulls)
-            if self.split is None or not num_rows:
-                parts = {"": values} if num_rows else {}
-            else:
-                rows = self.split.of_rows(values, num_rows)
-                parts = {
-                    split: {name: taken(column, kept) for name, column in values.items()}
-                    for split, kept in rows.items()
-                    if len(kept) and split in writers
-                }
-            for split, chosen in parts.items():
-                writers[split].write_batch(chosen)
+    @cached_property
+    def _encoder(self) -> MdsEncoder:
+        return MdsEncoder(self.columns, None, (), None)
+
+    def _write(self, rows: Any, writers: Mapping[str, PartitionWriter], nulls: dict[str, int]) -> None:
+        if self.strict and isinstance(rows, list):
+            refuse_others(rows, self.columns)
+        values, num_rows = self.nulls.settle(rows, self.columns, nulls)
+        if not num_rows:
+            return
+        encoded = self._encoder.encode_batch(values, num_rows)
+        if self.split is None:
+            writers[""].write_encoded(encoded)
+            return
+        found = row_bytes(encoded)
+        for split, kept in self.split.of_rows(values, num_rows).items():
+            if split in writers:
+                writers[split].write_encoded(encoded_rows([found[k] for k in kept.tolist()]))
 
 
 @contextmanager
@@ -208,12 +142,8 @@ def _refused_at(where: str) -> Iterator[None]:
 
 
 def _refusing(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same; a ValueError on the way is about a value, so another attempt would not help."""
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        except ValueError as error:
-            raise RefusedError(str(error)) from error
-        yield batch
+    """The same; a ValueError of a reader is about a value, so another attempt would not help."""
+    try:
+        yield from batches
+    except ValueError as error:
+        raise RefusedError(str(error)) from error

@@ -16,8 +16,8 @@ from typing import Any
 import pyarrow as pa
 
 from lightning_stream.convert.partition import OutputSpec, PartitionWriter, RefusedError
-from lightning_stream.convert.receipt import Receipt, receipt_name
-from lightning_stream.convert.task import NullRule
+from lightning_stream.convert.receipt import Receipt
+from lightning_stream.convert.rows import NullRule
 from lightning_stream.errors import NotFoundError
 from lightning_stream.writer.place import digest_of
 
@@ -41,20 +41,18 @@ class SparkJob(OutputSpec):
 
 def write_partition(job: SparkJob, number: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Write a partition; yield its receipt, as Spark wants it."""
-    name, receipt = receipt_name(job.fingerprint, number), Receipt(number, "")
+    receipt = Receipt(number, "")
     first = next((batch for batch in batches if batch.num_rows), None)
     if first is not None:
         begins, earlier = digest_of(first.serialize()), None
         if number in job.done:
             with suppress(NotFoundError):
-                earlier = Receipt.from_bytes(job.store.read(name))
+                earlier = job.receipt(number)
         if earlier is not None and earlier.begins == begins:
             receipt = earlier
         else:
             receipt = _written(job, number, begins, itertools.chain([first], batches))
-    data = receipt.to_bytes()
-    if receipt.is_good:
-        job.store.put(name, data)
+    data = job.put(receipt).to_bytes()
     yield pa.RecordBatch.from_arrays([pa.array([data], pa.binary())], names=["receipt"])
 
 

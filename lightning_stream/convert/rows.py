@@ -1,0 +1,115 @@
+"""Rows as the columns of values that a writer takes: which encodings fit them, and what becomes of nulls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lightning_stream.convert.sources.base import Row, chosen_columns
+from lightning_stream.writer.batch import batch_columns
+from lightning_stream.writer.infer import infer_encoding
+
+
+@dataclass(frozen=True)
+class NullRule:
+    """How nulls are treated in columns whose encoding has none: all but json."""
+
+    fill: Mapping[str, Any] = field(default_factory=dict)
+    drop: bool = False
+
+    def settle(self, rows: Any, columns: Mapping[str, str], nulls: dict[str, int]) -> tuple[dict[str, Any], int]:
+        """Return an Arrow batch, or rows, as columns of values for a writer, and the number of rows.
+
+        There are no rows if nulls are left; ``nulls`` counts them by column.
+        """
+        if not hasattr(rows, "schema"):
+            return batch_columns(self._plain(rows, columns, nulls))
+        from lightning_stream.convert.arrow import settle_nulls, writer_columns
+
+        batch = settle_nulls(rows, columns, self.fill, self.drop, nulls)
+        return batch_columns({} if nulls or not batch.num_rows else writer_columns(batch, columns))
+
+    def _plain(self, rows: Sequence[Row], columns: Mapping[str, str], nulls: dict[str, int]) -> dict[str, Any]:
+        needed = {name for name, encoding in columns.items() if encoding != "json"}
+        if self.drop:
+            rows = [row for row in rows if all(row.get(name) is not None for name in needed - self.fill.keys())]
+        held = {name: [row.get(name) for row in rows] for name in columns}
+        for name in needed:
+            if name in self.fill:
+                held[name] = [self.fill[name] if value is None else value for value in held[name]]
+            count = sum(value is None for value in held[name])  # not list.count: arrays compare by element
+            if count:
+                nulls[name] = nulls.get(name, 0) + count
+        return {} if nulls else {name: _fitted(name, values, columns[name]) for name, values in held.items()}
+
+
+def refuse_others(rows: Sequence[Row], columns: Mapping[str, str]) -> None:
+    """Raise ValueError if a row has a value beyond the columns that were inferred."""
+    for row in rows:
+        if not row.keys() <= columns.keys():
+            others = ", ".join(sorted(map(str, row.keys() - columns.keys())))
+            key = f"sample {row['__key__']!r}: " if "__key__" in row else ""
+            raise ValueError(
+                f"{key}a row has {others}, unlike the rows that the columns were inferred from. Pass columns= to "
+                "choose what is written."
+            )
+
+
+def infer_rows(rows: Sequence[Row], asked: Mapping[str, str] | None, where: str) -> dict[str, str]:
+    """Return encodings that fit all of these rows.
+
+    Whole numbers become ``int64``, numbers ``float64``, truth values ``uint8``, text ``str``, lists of numbers
+    ``ndarray``, everything else, and values of several types, ``json``. Nulls do not matter.
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    if asked is not None:
+        return chosen_columns(names, asked, where)
+    if not names:
+        raise ValueError(f"{where} is empty: there is nothing to write.")
+    return {name: _fitting({_encoding(name, row[name]) for row in rows if row.get(name) is not None}) for name in names}
+
+
+def _fitting(found: set[str]) -> str:
+    for numbers in ({"int64", "float64"}, {"ndarray:int64", "ndarray:float64"}):
+        if found == numbers:
+            return min(numbers)
+    return found.pop() if len(found) == 1 else "json"
+
+
+def _encoding(name: str, value: Any) -> str:
+    if type(value) is int:
+        return "int64" if -(1 << 63) <= value < 1 << 63 else "json"
+    if type(value) is list:
+        kinds = {type(element) for element in value}
+        if kinds and kinds <= {int, float}:
+            return "ndarray:float64" if float in kinds else "ndarray:int64"
+        return "json"
+    return infer_encoding(name, value)
+
+
+def _fitted(name: str, values: list[Any], encoding: str) -> Any:
+    """Values as a writer takes them for this encoding: lists as arrays, numbers in one array."""
+    try:
+        if encoding.startswith("ndarray"):
+            return [_array(value, encoding) if isinstance(value, list) else value for value in values]
+        kinds = set(map(type, values))
+        if kinds and (kinds <= {int, bool} or kinds <= {int, float}):
+            return np.array(values) if kinds <= {int, bool} else np.array(values, np.float64)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"column {name!r}: {error}") from error
+    return values
+
+
+def _array(value: list[Any], encoding: str) -> Any:
+    dtype = encoding.split(":")[1] if ":" in encoding else None
+    array = np.array(value) if value else np.array(value, dtype)
+    if dtype is None or array.dtype == dtype:
+        return array
+    cast = array.astype(dtype)
+    whole = cast.dtype.kind in "iu" and not np.array_equal(cast, array)
+    if whole or array.dtype.kind not in "iufb":
+        raise ValueError(f"{value!s:.60} does not fit {encoding}.")
+    return cast
