@@ -168,7 +168,8 @@ def _converted(conversion: Conversion, num_workers: int, progress_bar: bool) -> 
         )
     conversion.refuse_beside()
     asked = None if conversion.transform.function is not None else conversion.columns
-    found = source.reader.find_columns([file for files in source.splits.values() for file in files], asked)
+    files = tuple(file for each in source.splits.values() for file in each)
+    found = replace(source, files=files).find_columns(asked)
     done = []
     for split, files in source.splits.items():
         part, out = replace(source, files=files, splits={}), conversion.out_of(split)

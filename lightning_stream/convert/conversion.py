@@ -175,12 +175,12 @@ class Conversion:
 
     def _columns(self) -> tuple[Found, dict[str, str]]:
         """What is read, and what is written."""
-        reader, files = self.source.reader, self.source.files
         is_plain = self.transform.function is None
-        found = self.found or reader.find_columns(files, self.columns if is_plain else None)
+        found = self.found or self.source.find_columns(self.columns if is_plain else None)
         if is_plain or self.columns is not None:
             return found, dict(self.columns or found.columns)
-        rows = reader.read(reader.input_splits(files[0], self._partition_bytes), found.columns)
+        reader = self.source.reader
+        rows = reader.read(reader.input_splits(self.source.files[0], self._partition_bytes), found.columns)
         for sample, _ in islice(self.transform.samples(rows, ""), 1):
             return found, infer_columns(sample)
         raise ValueError("transform returned no sample for the first file, to infer columns from. Pass columns=.")
@@ -233,7 +233,7 @@ class Conversion:
 
         def run(task: Any, pieces: Sequence[Partition], phase: str) -> dict[int, dict[str, Receipt]]:
             report = Progress(len(pieces), phase) if progress_bar else lambda _: None
-            return run_partitions(task, pieces, num_workers, report)
+            return run_partitions(task.run, pieces, num_workers, report)
 
         if shuffle is None:
             receipts = run(task, [each for each in partitions if each.number not in done], "converting")

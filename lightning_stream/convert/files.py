@@ -33,14 +33,15 @@ _DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file, local or in a store. Picklable.
+    """One file, local or in a store, or one input of the user's. Picklable.
 
     Attributes:
-        root: The folder or URL that it was found in.
+        root: The folder or URL that it was found in; empty for an input.
         name: Its path below the root.
         num_bytes: Its size.
         stamp: Differs between contents of the same size: the time of change, or the store's version.
         options: For the store.
+        value: The input.
     """
 
     root: str
@@ -48,16 +49,17 @@ class SourceFile:
     num_bytes: int
     stamp: str
     options: Mapping[str, Any] | None = field(default=None, repr=False)
+    value: Any = None
 
     @property
     def path(self) -> Path | None:
         """Its path, if it is on this machine."""
-        return None if is_remote(self.root) else Path(self.root) / self.name
+        return Path(self.root) / self.name if self.root and not is_remote(self.root) else None
 
     @property
     def uri(self) -> str:
-        """Its full path or URL, for messages."""
-        return redact(f"{self.root}/{self.name}")
+        """Its full path or URL, or the input, for messages."""
+        return redact(f"input {self.name} ({self.value!r:.80})" if not self.root else f"{self.root}/{self.name}")
 
     @property
     def ending(self) -> str:

@@ -18,26 +18,19 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_stream.convert.receipt import Receipt
 from lightning_stream.errors import LightningStreamError
 
-Receipts = Mapping[str, Receipt]
+Task = Callable[[Any], dict[str, Receipt]]  # writes a partition, and returns its receipts by split; picklable
 _PARENT = "LIGHTNING_STREAM_CONVERT_PARENT"
 _MAX_TRIES = 3
 _task: Any = None  # in a worker process: what it does with each partition
 
 
-class Task(Protocol):
-    """What is done with each partition. Picklable."""
-
-    def run(self, partition: Any, /) -> dict[str, Receipt]:
-        """Write a partition; return its receipts by split."""
-
-
 def run_partitions(
-    task: Task, partitions: Sequence[Any], num_workers: int, report: Callable[[Receipts], None]
+    task: Task, partitions: Sequence[Any], num_workers: int, report: Callable[[dict[str, Receipt]], None]
 ) -> dict[int, dict[str, Receipt]]:
     """Write all partitions, in this process if one is enough; return their receipts by number."""
     done: dict[int, dict[str, Receipt]] = {}
@@ -48,7 +41,7 @@ def run_partitions(
 
     if min(num_workers, len(partitions)) <= 1:
         for partition in partitions:
-            take(partition, task.run(partition))
+            take(partition, task(partition))
         return done
     data, tries = _pickled(task), Counter[int]()
     while missing := [each for each in partitions if each.number not in done]:
@@ -133,7 +126,7 @@ def _end_with(alive: Connection) -> None:
 def _run_one(partition: bytes) -> dict[str, Receipt] | str:
     """Write a partition. An error that cannot be sent to the parent is returned as text."""
     try:
-        return _task.run(pickle.loads(partition))  # type: ignore[no-any-return]  # noqa: S301 - our own
+        return _task(pickle.loads(partition))  # type: ignore[no-any-return]  # noqa: S301 - our own
     except Exception as error:
         try:
             pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
@@ -170,7 +163,7 @@ class Progress:
         self._num_partitions, self._phase, self._begin = num_partitions, phase, time.monotonic()
         self._done = self._rows = 0
 
-    def __call__(self, receipts: Receipts) -> None:
+    def __call__(self, receipts: Mapping[str, Receipt]) -> None:
         """Count a partition."""
         self._done += 1
         self._rows += sum(receipt.num_samples for receipt in receipts.values())

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.convert.sources.base import Row, chosen_columns
+from lightning_stream.convert.sources.base import Row
 from lightning_stream.writer.batch import batch_columns
 from lightning_stream.writer.infer import infer_encoding
 
@@ -58,15 +58,13 @@ def refuse_others(rows: Sequence[Row], columns: Mapping[str, str]) -> None:
             )
 
 
-def infer_rows(rows: Sequence[Row], asked: Mapping[str, str] | None, where: str) -> dict[str, str]:
+def infer_rows(rows: Sequence[Row], where: str) -> dict[str, str]:
     """Return encodings that fit all of these rows.
 
     Whole numbers become ``int64``, numbers ``float64``, truth values ``uint8``, text ``str``, lists of numbers
     ``ndarray``, everything else, and values of several types, ``json``. Nulls do not matter.
     """
     names = dict.fromkeys(name for row in rows for name in row)
-    if asked is not None:
-        return chosen_columns(names, asked, where)
     if not names:
         raise ValueError(f"{where} is empty: there is nothing to write.")
     return {name: _fitting({_encoding(name, row[name]) for row in rows if row.get(name) is not None}) for name in names}

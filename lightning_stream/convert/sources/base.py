@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from lightning_stream.convert.files import SourceFile, stamps_digest
@@ -91,7 +91,7 @@ class Reader(ABC):
 
     @abstractmethod
     def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
-        """Return the columns, from a schema or from some rows."""
+        """Return the columns, from a schema or from some rows; of those that are not asked for, less may be known."""
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:  # noqa: ARG002
         """Cut a file into pieces of about ``partition_bytes``; always in the same way."""
@@ -140,6 +140,16 @@ class Source:
         files = [{"name": file.name, "bytes": file.num_bytes, "stamp": file.stamp} for file in listed]
         return {**self.identity, "name": self.name, "files": files}
 
+    def find_columns(self, asked: Mapping[str, str] | None) -> Found:
+        """Return the columns that are read: those asked for, or all."""
+        found = self.reader.find_columns(self.files, asked)
+        missing = [name for name in asked or () if name not in found.columns]
+        if missing:
+            raise ValueError(f"{self.name} has no column {', '.join(missing)}; it has {', '.join(found.columns)}.")
+        for encoding in (asked or {}).values():
+            get_encoding(encoding)
+        return replace(found, columns=dict(asked or found.columns))
+
     def partitions(self, partition_bytes: int) -> list[Partition]:
         """Cut the source, in the order of its files. The number of processes does not matter."""
         splits = [split for file in self.files for split in self.reader.input_splits(file, partition_bytes)]
@@ -180,16 +190,6 @@ def spread(files: Sequence[SourceFile], count: int = 8) -> list[SourceFile]:
     """Return some of the files: the first, and others from all over."""
     filled = [file for file in files if file.num_bytes] or list(files)
     return filled[:: max(1, len(filled) // count)][:count]
-
-
-def chosen_columns(known: Mapping[str, Any], asked: Mapping[str, str] | None, what: str) -> dict[str, str]:
-    """Return the columns that are written: those asked for, or all."""
-    missing = [name for name in asked or () if name not in known]
-    if missing:
-        raise ValueError(f"{what} has no column {', '.join(missing)}; it has {', '.join(known)}.")
-    for encoding in (asked or {}).values():
-        get_encoding(encoding)
-    return dict(asked or known)
 
 
 def present(names: Sequence[str], columns: Mapping[str, str], file: SourceFile) -> list[str]:

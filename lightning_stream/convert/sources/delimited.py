@@ -19,7 +19,6 @@ from lightning_stream.convert.sources.base import (
     Found,
     InputSplit,
     Reader,
-    chosen_columns,
     present,
     spread,
 )
@@ -48,7 +47,7 @@ class CsvReader(Reader):
     delimiter: str = ","
     names: Sequence[str] | None = None
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
+    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:  # noqa: ARG002
         """Look at the first rows of some files: whole numbers, else numbers, else true and false, else text."""
         columns: dict[str, list[Any]] = {}
         num_found = 0
@@ -63,8 +62,7 @@ class CsvReader(Reader):
             num_found += num_rows
         if not num_found:
             raise ValueError(f"{files[0].root} is empty: there is nothing to write.")
-        known = {name: _inferred(pa.chunked_array(chunks)) for name, chunks in columns.items()}
-        return Found(chosen_columns(known, asked, files[0].root))
+        return Found({name: _inferred(pa.chunked_array(chunks)) for name, chunks in columns.items()})
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:
         """Cut between lines, unless values are quoted: these may hold line ends."""

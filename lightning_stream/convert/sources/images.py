@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from lightning_stream.convert.files import SourceFile
-from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, Row, batched, chosen_columns, spread
+from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, Row, batched, spread
 
 _LOG = logging.getLogger(__name__)
 _BATCH_BYTES = 1 << 20  # so that the next images use the same memory
@@ -56,7 +56,7 @@ class ImageFolderReader(Reader):
         """Find all classes: of all splits, so that a class has the same number in each."""
         self.classes = tuple(sorted({_class_of(file) for file in files}))
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
+    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:  # noqa: ARG002
         """Return ``image``, ``label`` (omitted where there is one folder only) and ``name``.
 
         The column of images is ``jpeg`` or ``png`` if all files are JPEG or PNG files, whatever their names are:
@@ -70,8 +70,7 @@ class ImageFolderReader(Reader):
         if len(self.classes) < 2:
             del known["label"]
         about = {"classes": {"label": list(self.classes)}} if "label" in known else {}
-        columns = chosen_columns(known, asked, "an image folder")
-        return Found(columns, about, identity=("image",), media=("image",))
+        return Found(known, about, identity=("image",), media=("image",))
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield about a MiB of images at a time."""

@@ -17,7 +17,6 @@ from lightning_stream.convert.sources.base import (
     Reader,
     Row,
     batched,
-    chosen_columns,
     spread,
 )
 from lightning_stream.errors import FormatError
@@ -68,7 +67,7 @@ class JsonlReader(Reader):
 
     kind = "jsonl"
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
+    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:  # noqa: ARG002
         """Look at some rows of some files: where they can be cut, from all over."""
         rows: list[Row] = []
         for file in spread(files):
@@ -76,7 +75,7 @@ class JsonlReader(Reader):
             for split in splits:
                 for found, _ in islice(_json_rows(split, SAMPLED_ROWS // len(splits)), 1):
                     rows += found
-        return Found(infer_rows(rows, asked, files[0].root))
+        return Found(infer_rows(rows, files[0].root))
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:
         """Cut anywhere, unless the file is compressed, or one array of objects."""
@@ -141,8 +140,7 @@ class TextReader(Reader):
 
     def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:  # noqa: ARG002
         """Return ``text``, and ``name`` for whole files."""
-        known = {"text": "str"} if self.lines else {"text": "str", "name": "str"}
-        return Found(chosen_columns(known, asked, "a source of texts"))
+        return Found({"text": "str"} if self.lines else {"text": "str", "name": "str"})
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:
         """Cut between lines, if those are the samples."""

@@ -20,7 +20,6 @@ from lightning_stream.convert.arrow import arrow_columns
 from lightning_stream.convert.files import SourceFile
 from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, present
 from lightning_stream.convert.sources.images import image_encoding
-from lightning_stream.convert.sources.inputs import InputItem
 from lightning_stream.errors import FormatError, LightningStreamError
 
 _BATCH_BYTES, _MAX_ROWS, _BLOCK_ROWS = 1 << 23, 8192, 1024
@@ -204,7 +203,7 @@ class DatasetReader(_TableReader):
     def files(self) -> tuple[SourceFile, ...]:
         """The dataset as one file, whose stamp is the fingerprint that the object has."""
         size = max(1, int(self.dataset.dataset_size or self.dataset.data.nbytes))
-        return (InputItem("dataset", str(len(self.dataset)), size, str(vars(self.dataset)["_fingerprint"])),)
+        return (SourceFile("", str(len(self.dataset)), size, str(vars(self.dataset)["_fingerprint"])),)
 
     @contextmanager
     def _opened(self, file: SourceFile) -> Iterator[_Table]:

@@ -9,17 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import PurePosixPath
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from lightning_stream.convert.files import SourceFile
-from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, Row, batched, chosen_columns
+from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, Row, batched
 from lightning_stream.errors import FormatError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 KEY = "__key__"
 _SAMPLED = 100
-_TAIL_BYTES = 1 << 16
 _ENCODINGS = {
     **dict.fromkeys(("jpg", "jpeg"), "jpeg"), "png": "png",
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), "int"),
@@ -35,7 +37,7 @@ class TarReader(Reader):
 
     kind = "webdataset"
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
+    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:  # noqa: ARG002
         """Return ``__key__`` and the endings of the first samples."""
         known: dict[str, str] = {}
         for sample in islice(_samples(files[0]), _SAMPLED):
@@ -43,7 +45,7 @@ class TarReader(Reader):
         if not known:
             raise ValueError(f"{files[0].uri} holds no sample: there is nothing to write.")
         media = tuple(name for name in known if name.rpartition(".")[2] in _MEDIA)
-        return Found(chosen_columns(known, asked, f"each sample of {files[0].uri}"), media=media)
+        return Found(known, media=media)
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield some MiB of samples at a time."""
@@ -84,23 +86,20 @@ def _array(data: bytes) -> Any:
 def _samples(file: SourceFile) -> Iterator[dict[str, Any]]:
     """Yield samples as their files' bytes by ending."""
     sample: dict[str, Any] = {}
-    with file.unpacked("a whole tar") as plain:
-        watched = _Watched(plain)
-        with tarfile.open(fileobj=cast(IO[bytes], watched), mode="r|") as archive:
-            for member in archive:
-                path = PurePosixPath(member.name)
-                stem, dot, ending = path.name.partition(".")
-                if not member.isreg() or not dot or not stem or stem.startswith("__"):
-                    continue
-                key = str(path.with_name(stem))
-                if sample and sample[KEY] != key:
-                    yield sample
-                    sample = {}
-                sample.setdefault(KEY, key)
-                if ending.lower() in sample:
-                    raise FormatError(f"{file.uri}: sample {key!r} has two files {ending!r}.")
-                sample[ending.lower()] = _bytes(archive, member)
-            watched.check_end(archive.offset)
+    with file.unpacked("a whole tar") as plain, tarfile.open(fileobj=plain, mode="r|", tarinfo=_Header) as archive:
+        for member in archive:
+            path = PurePosixPath(member.name)
+            stem, dot, ending = path.name.partition(".")
+            if not member.isreg() or not dot or not stem or stem.startswith("__"):
+                continue
+            key = str(path.with_name(stem))
+            if sample and sample[KEY] != key:
+                yield sample
+                sample = {}
+            sample.setdefault(KEY, key)
+            if ending.lower() in sample:
+                raise FormatError(f"{file.uri}: sample {key!r} has two files {ending!r}.")
+            sample[ending.lower()] = _bytes(archive, member)
     if sample:
         yield sample
 
@@ -112,20 +111,14 @@ def _bytes(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     return data
 
 
-class _Watched:
-    """A stream that keeps its last bytes: tarfile takes a header that it cannot read for the end, without an error."""
+class _Header(tarfile.TarInfo):
+    """A damaged header is an error; tarfile would take it for the end."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._at, self._tail = file, 0, b""
-
-    def read(self, size: int = -1) -> bytes:
-        data = self._file.read(size)
-        self._at += len(data)
-        self._tail = (self._tail + data)[-_TAIL_BYTES:]
-        return data
-
-    def check_end(self, offset: int) -> None:
-        """Raise ReadError unless the tar ends at ``offset``."""
-        held = self._at - len(self._tail)
-        if self._tail[offset - held : offset - held + tarfile.BLOCKSIZE].strip(b"\0"):
-            raise tarfile.ReadError(f"no header at byte {offset:,}, nor the end")
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if not bytes(buf).strip(b"\0"):
+                raise  # this is the end
+            raise tarfile.ReadError(f"a damaged header: {error}") from error
