@@ -15,16 +15,14 @@ from typing import Any
 
 from lightning_stream.convert.files import check_unchanged
 from lightning_stream.convert.fingerprint import function_text
-from lightning_stream.convert.partition import OutputSpec
+from lightning_stream.convert.partition import OutputSpec, Receipt, check
 from lightning_stream.convert.pool import Progress, run_partitions
 from lightning_stream.convert.publish import Publication
-from lightning_stream.convert.receipt import Receipt, check
 from lightning_stream.convert.result import ConversionResult, differences, manifest_of
 from lightning_stream.convert.rows import NullRule
 from lightning_stream.convert.shuffle import Shuffle, shuffled_listing
 from lightning_stream.convert.sources.base import Found, Partition, Source
-from lightning_stream.convert.split import TRAIN, VAL, ValidationSplit
-from lightning_stream.convert.task import PartitionTask, Transform
+from lightning_stream.convert.task import TRAIN, VAL, PartitionTask, Transform, ValidationSplit
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.shared_files import FileLock

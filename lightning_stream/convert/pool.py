@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lightning_stream.convert.receipt import Receipt
+from lightning_stream.convert.partition import Receipt
 from lightning_stream.errors import LightningStreamError
 
 Task = Callable[[Any], dict[str, Receipt]]  # writes a partition, and returns its receipts by split; picklable

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_stream.convert.partition import OutputSpec
-from lightning_stream.convert.receipt import CONTROL, Receipt, index_bytes, is_receipt
+from lightning_stream.convert.partition import CONTROL, OutputSpec, Receipt, index_bytes, is_receipt
 from lightning_stream.errors import StoreError
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.stores import LocalStore

@@ -20,8 +20,14 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from lightning_stream.convert.partition import OutputSpec, PartitionWriter, encoded_rows, row_bytes
-from lightning_stream.convert.receipt import Receipt, index_bytes
+from lightning_stream.convert.partition import (
+    OutputSpec,
+    PartitionWriter,
+    Receipt,
+    encoded_rows,
+    index_bytes,
+    row_bytes,
+)
 from lightning_stream.convert.sources.base import Partition, Source
 from lightning_stream.convert.task import PartitionTask
 from lightning_stream.formats.encodings.base import BinaryColumn

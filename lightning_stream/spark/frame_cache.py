@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_stream.cache import CacheConfig, default_folder
+from lightning_stream.convert.partition import Receipt, index_bytes, receipt_name
 from lightning_stream.convert.publish import Publication
-from lightning_stream.convert.receipt import Receipt, index_bytes, receipt_name
 from lightning_stream.errors import CacheError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.reading.reader import ReaderConfig, SampleReader

@@ -15,8 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from lightning_stream.convert.partition import OutputSpec, PartitionWriter, RefusedError
-from lightning_stream.convert.receipt import Receipt
+from lightning_stream.convert.partition import OutputSpec, PartitionWriter, Receipt, RefusedError
 from lightning_stream.convert.rows import NullRule
 from lightning_stream.errors import NotFoundError
 from lightning_stream.writer.place import digest_of

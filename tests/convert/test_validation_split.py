@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lightning_stream.convert import convert, read_manifest
-from lightning_stream.convert.split import ValidationSplit
+from lightning_stream.convert.task import ValidationSplit
 
 PLAIN: dict[str, Any] = {"compression": None, "num_workers": 1}
 
