@@ -369,6 +369,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def resumed_at(self, position: Position) -> str:
         """The sentence that announces a resume at a position."""
+        position = self.normalised(position)
         return resumed_at(position, self.batches_before(position) // self.accumulate, self.num_samples)
 
     def continue_from(self, position: Position) -> None:

@@ -7,10 +7,10 @@ import os
 import signal
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ def _begin(config: DictConfig) -> None:
     """Keep the config of a new run, and the checkpoints of an earlier one under another name: none is ever deleted."""
     used = last_checkpoint(config).parent
     if used.is_dir() and any(used.iterdir()):
-        kept = used.with_name(f"{used.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        kept = next(one for n in count(1) if not (one := used.with_name(f"{used.name}-{n}")).exists())
         used.rename(kept)
         print(f"Starting over; the earlier checkpoints are now in {kept}.")
     Path(config.folder).mkdir(parents=True, exist_ok=True)

@@ -40,6 +40,7 @@ class Pairs(argparse.Action):
     """Collects ``KEY=VALUE``, given any number of times, in a dict; refuses secrets among the options of a store."""
 
     def __call__(self, _parser: Any, options: argparse.Namespace, given: Any, _flag: Any = None) -> None:
+        """Add a pair."""
         name, equals, value = given.partition("=")
         if not equals or not name:
             raise argparse.ArgumentError(self, f"expected KEY=VALUE, got {given!r}")
@@ -104,9 +105,9 @@ def _weighted(text: str) -> tuple[str, StreamWeights]:
     match = _WEIGHTED.fullmatch(text)
     if match is None:
         return text, StreamWeights()
-    if match[2] == "choose":
-        return match[1], StreamWeights(choose=int(float(match[3])))
-    return match[1], StreamWeights(**{match[2] or "proportion": float(match[3])})
+    kind, value = match[2] or "proportion", float(match[3])
+    weight: dict[str, Any] = {kind: int(value) if kind == "choose" else value}
+    return match[1], StreamWeights(**weight)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_stream.cli.arguments import Pairs, add_store_options
-from lightning_stream.cli.output import ExitCode, Output, in_flags
+from lightning_stream.cli.output import ExitCode, Output
 
 HELP = "convert Parquet, CSV, image folders and others to MDS shards"
 EXAMPLES = """examples:
@@ -72,6 +72,6 @@ def run(options: argparse.Namespace, out: Output) -> int:
     if options.columns is not None:
         settings["columns"] = {name: str(encoding) for name, encoding in options.columns.items()}
     done = convert(**settings)
-    out.line(in_flags(str(done), options.parser))
+    out.line(str(done))
     out.data = asdict(done)
     return ExitCode.OK

@@ -77,7 +77,8 @@ def _next(position: Position, mixture: Mixture) -> dict[str, Any]:
     if differences := position.check(order, on_mismatch="warn"):
         raise StateError(f"{' '.join(differences)} Give every --stream its weight of the training run: URL=WEIGHT.")
     about = explain(order, position)
-    found = {"epoch": about.epoch, "epoch_samples": about.num_samples, "global_batches_left": about.steps_left}
+    found: dict[str, Any] = {"epoch": about.epoch, "epoch_samples": about.num_samples}
+    found["global_batches_left"] = about.steps_left
     if batch := about.upcoming:
         streams, shards = sorted(set(batch.streams.tolist())), sorted(set(batch.shards.tolist()))
         found |= {"global_batch": batch.step, "streams": streams, "shards": shards, "ids": batch.ids.tolist()}

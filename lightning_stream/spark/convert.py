@@ -75,8 +75,8 @@ def dataframe_to_mds(
     """
     if not hasattr(dataframe, "mapInArrow"):
         raise TypeError(
-            f"dataframe must be a Spark DataFrame; found {type(dataframe).__name__}. Use spark.createDataFrame(...), or "
-            "lightning_stream.convert, which needs no Spark."
+            f"dataframe must be a Spark DataFrame; found {type(dataframe).__name__}. Use spark.createDataFrame(...), "
+            "or lightning_stream.convert, which needs no Spark."
         )
     settings = Settings.read(mds_kwargs, with_udf=udf_iterable is not None)
     if order_by is not None and shuffle_seed is not None:

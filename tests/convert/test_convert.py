@@ -1,4 +1,4 @@
-"""Every row of a source is in the dataset exactly once, and the same files come of it whoever writes them."""
+"""Every row of a source is in the dataset exactly once, and any number of processes writes the same files."""
 
 from __future__ import annotations
 
@@ -209,8 +209,8 @@ def test_a_finished_conversion_is_found_and_a_changed_one_refused_by_name(
         convert(rows_file, out, **PLAIN)
     assert files_of(out) == before
     assert convert(rows_file, out, **PLAIN, exist_ok=True).total == 3001
-    convert(rows_file, tmp_path / "anew", **PLAIN)
-    assert files_of(out) == files_of(tmp_path / "anew")
+    convert(rows_file, tmp_path / "again", **PLAIN)
+    assert files_of(out) == files_of(tmp_path / "again")
 
 
 def test_a_source_that_changes_while_it_is_read_gives_no_dataset(rows_file: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whoever is killed, whenever: no dataset, or the whole one, and the same bytes in the end."""
+"""After a kill of any process at any time there is no dataset or a whole one, and a rerun writes the same bytes."""
 
 from __future__ import annotations
 

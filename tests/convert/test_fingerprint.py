@@ -1,4 +1,4 @@
-"""Two functions are told apart by their source and by the values that they carry, in every process alike."""
+"""Functions differ by their source and by the values that they carry, equally in every process."""
 
 from __future__ import annotations
 

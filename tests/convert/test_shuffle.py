@@ -1,4 +1,4 @@
-"""A shuffle is one permutation of the whole source, the same whoever writes it, in bounded memory."""
+"""A shuffle is one permutation of the whole source, the same for any number of processes, in bounded memory."""
 
 from __future__ import annotations
 

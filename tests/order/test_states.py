@@ -143,7 +143,7 @@ def test_random_batches_continue_in_another_world_without_a_word(algorithm, tail
 def test_a_world_that_changes_the_batches_of_mosaicml_streaming_is_warned_of():
     arguments = {"algorithm": "py1e", "batching_method": "device_per_stream", "canonical_nodes": 2}
     first, second = (Run(arguments, World(0, ranks, ranks), 8) for ranks in (1, 4))
-    with pytest.warns(UserWarning, match="other global batches to this number of nodes and ranks"):
+    with pytest.warns(UserWarning, match="other global batches on this number of nodes and ranks"):
         second.load(first.state())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

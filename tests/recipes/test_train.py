@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -69,8 +70,9 @@ def test_a_run_ends_with_a_summary_and_a_picture(flowers: Flowers, capsys: pytes
 
 
 def test_a_run_stopped_by_ctrl_c_resumes_exactly(
-    flowers: Flowers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flowers: Flowers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: Any
 ) -> None:
+    caplog.set_level(logging.INFO, "lightning_stream")
     whole = flowers("exact", *LOGGED)
     real = frame.instantiate
 
@@ -90,7 +92,7 @@ def test_a_run_stopped_by_ctrl_c_resumes_exactly(
     assert len(curve) >= len(expected) - 1  # Lightning does not log the step that a signal ends
     for name, value in weights(whole).items():
         torch.testing.assert_close(weights(resumed)[name], value)
-    assert "Resumed at epoch " in capsys.readouterr().out
+    assert "Resumed at epoch " in caplog.text
 
 
 def test_a_run_never_replaces_the_checkpoints_of_an_earlier_one(

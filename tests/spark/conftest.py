@@ -48,10 +48,16 @@ def ends_spark(can_run_spark: None) -> Iterator[None]:
 
 @pytest.fixture
 def spark(ends_spark: None) -> Any:
-    """A session whose failed tasks are tried again: the one there is, or another where a page's code stopped it."""
+    """A session whose failed tasks are tried again: the one there is, or a new one in place of a session of a page."""
+    from pyspark.sql import SparkSession
+
     from lightning_stream.spark.session import local_session
 
+    master = "local[2,3]"
+    there = SparkSession.getActiveSession()
+    if there is not None and there.sparkContext.master != master:
+        there.stop()
     conf = {"spark.sql.shuffle.partitions": 4, "spark.log.level": "OFF", "spark.ui.showConsoleProgress": "false"}
-    session = local_session("local[2,3]", conf=conf)
+    session = local_session(master, conf=conf)
     session.sparkContext.setLogLevel("OFF")
     return session

@@ -239,8 +239,8 @@ def test_a_dataset_is_replaced_only_if_that_was_asked_for(spark: Any, tmp_path: 
     assert files_of(tmp_path / "out") == before
     (tmp_path / "out" / "notes.txt").write_text("mine")
     room.dataframe_to_mds(spark.range(20), mds_kwargs=plain(tmp_path / "out", exist_ok=True))
-    room.dataframe_to_mds(spark.range(20), mds_kwargs=plain(tmp_path / "anew"))
-    assert shards_of(tmp_path / "out") == {**shards_of(tmp_path / "anew"), "notes.txt": b"mine"}
+    room.dataframe_to_mds(spark.range(20), mds_kwargs=plain(tmp_path / "again"))
+    assert shards_of(tmp_path / "out") == {**shards_of(tmp_path / "again"), "notes.txt": b"mine"}
 
 
 def test_files_keep_their_bytes(spark: Any, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_public_bucket_is_read_though_the_credentials_are_wrong(gateway: str, 
     store = s3("s3://public/data", gateway, access_key_id="WRONG", secret_access_key="WRONGSECRET")
     with caplog.at_level(logging.WARNING):
         assert store.read("x") == b"content"
-    assert "credentials were refused, but it is public" in caplog.text
+    assert "the credentials were refused; it is public" in caplog.text
 
 
 @pytest.mark.parametrize(

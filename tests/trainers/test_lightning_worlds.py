@@ -57,7 +57,7 @@ def steps_of(out: Path, below: int = STEPS) -> dict[int, list[int]]:
 
 
 def run_chain(tmp_path: Path, shards: Path, worlds: list[int], torchrun: bool, **options: Any) -> None:
-    """Stop after every few steps, go on in the next world; every step must be fed as in an uninterrupted run."""
+    """Stop after every few steps and continue in the next world; each step gets the samples of an uninterrupted run."""
     whole = Run(shards, tmp_path / "whole", every_n_train_steps=STEPS).steps
     ckpt, seen = None, {}
     stops = [7, 11, 25, STEPS][-len(worlds) :]

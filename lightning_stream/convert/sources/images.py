@@ -60,12 +60,11 @@ class ImageFolderReader(Reader):
         """Return ``image``, ``label`` (omitted where there is one folder only) and ``name``.
 
         The column of images is ``jpeg`` or ``png`` if all files are JPEG or PNG files, whatever their names are:
-        readers decode both kinds there. Else it is ``bytes``. Of a source in a store, where each look at a file costs a
-        request, only some are looked at.
+        readers decode both kinds there. Else it is ``bytes``. Of a source in a store, where looking at a file costs
+        a request, only some are looked at.
         """
         local = [file for file in files if file.path is not None]
-        remote = [file for file in files if file.path is None]
-        kinds = {_encoding_of(file) for file in [*local, *(spread(remote, _SAMPLED_REMOTE) if remote else ())]}
+        kinds = {_encoding_of(file) for file in local or spread(files, _SAMPLED_REMOTE)}
         known = {"image": "bytes" if "bytes" in kinds else min(kinds), "label": "int", "name": "str"}
         if len(self.classes) < 2:
             del known["label"]
