@@ -11,11 +11,10 @@ from typing import Any, NoReturn
 from lightning_stream.convert.conversion import Conversion
 from lightning_stream.convert.files import Uris
 from lightning_stream.convert.pool import is_worker
-from lightning_stream.convert.result import ConversionResult, read_manifest
-from lightning_stream.convert.rows import NullRule
+from lightning_stream.convert.publish import ConversionResult, read_manifest
 from lightning_stream.convert.sources.choose import open_source
 from lightning_stream.convert.sources.inputs import Inputs
-from lightning_stream.convert.task import Transform
+from lightning_stream.convert.task import NullRule, Transform
 from lightning_stream.formats.codecs import check_compression
 from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.formats.sizes import parse_bytes
@@ -79,37 +78,33 @@ def convert(
         source: A file, a folder, a pattern with ``*``, or a list of these, as paths or URLs of any store; a
             `datasets.Dataset` object; or `Inputs`, with a function that returns the samples of each.
         out: A local folder, a URL, or (local folder, URL).
-        columns: Encodings by column name: only these columns are written. None for all, inferred from the source's
-            schema, or from some of its rows where it has none.
+        columns: Encodings by column name: only these columns are written. None for all, inferred.
         compression: E.g. ``"zstd"`` or ``"zstd:7"``; None for none. ``"auto"`` is zstd, but none where a column holds
             images, sound or video, which are compressed already.
         hashes: Digests of every file that the index holds; None for ``["xxh3_64"]``, ``[]`` for none.
         size_limit: Bytes of a shard, as a number or ``"64mb"``.
         num_workers: Processes; None for one per processor. 1 writes in this process.
         kind: The kind of the files, where their names do not show it: ``parquet``, ``jsonl``, ``csv``, ``images``...
-        transform: Called with each row (a dict of Python values); returns a sample, None to drop the row, or an
-            iterable of samples. It must be deterministic. Without ``columns``, the first sample decides them.
+        transform: Called with each row (a dict); returns a sample, None to drop the row, or an iterable of samples. It
+            must be deterministic. Without ``columns``, the first sample decides them.
         transform_partition: Called instead with an iterator over the rows of a partition; returns its samples: for what
             needs several rows at once, e.g. to pack texts into blocks of tokens.
         fill_nulls: Values that are written instead of nulls, by column.
         drop_nulls: Drop rows with nulls in columns that have no null (all but json).
         val_fraction: Share of the rows that is written to ``out/val``; the others go to ``out/train``. A hash of the
-            row's content decides (of an image folder: of the image), so added files move no row between the splits,
-            and equal rows are never in both.
+            row's content decides (of an image folder: of the image), so added files move no row between the splits.
         group_by: A column: rows with the same value there are in the same split.
         shuffle: Write the rows in a random order over the whole source: good if it is sorted, e.g. by class. Rows pass
             through temporary files, about as large as the dataset without compression.
         seed: Chooses the random order and the rows of the validation split.
         tmp_dir: A folder for those files; None for one beside a local ``out``, else the system's.
-        overwrite: Replace another dataset at ``out``, as a whole, at the end. (MDS writers call it ``exist_ok``.)
-        exist_ok: The same as `overwrite`.
+        overwrite, exist_ok: Replace another dataset at ``out``, as a whole, at the end.
         force: Write the dataset again even if it exists already, from the same source and settings.
         keep_local: With a pair, keep the local copies too.
         progress_bar: Show a line that counts partitions and rows on stderr.
         partition_bytes: Bytes of the source that one process writes at a time, e.g. ``"256mb"``. None: by its size.
         source_options: For the reader, e.g. ``{"delimiter": ";"}``.
-        source_store_options: For the store of the source.
-        store_options: For the store of ``out``.
+        source_store_options, store_options: For the stores of the source and of ``out``.
         **former: Former names of these arguments, which are refused.
 
     Raises:

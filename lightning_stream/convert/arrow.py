@@ -1,28 +1,6 @@
 """Arrow's types and values as MDS stores them: which encoding each type gets, and a batch as a writer takes it.
 
-==========================================  =====================  =================================================
-Arrow                                       MDS                    read back as
-==========================================  =====================  =================================================
-int8 ... int64, uint8 ... uint64            the same               the number
-halffloat float double                      float16 float32        the number
-                                            float64
-bool                                        uint8                  0 or 1
-decimal                                     str_decimal            Decimal
-string, dictionary of strings               str                    str
-binary                                      bytes                  bytes, untouched; ask for ``jpeg`` or ``png`` to
-                                                                   read pictures
-date                                        int32                  days since 1970-01-01
-timestamp                                   int64                  microseconds since 1970-01-01 (UTC, if it has a
-                                                                   zone)
-duration, time                              int64                  microseconds
-list of numbers or booleans, also nested    ndarray:<dtype>        array; rows may differ in shape
-fixed-size list of them, also nested        ndarray:<dtype>:<n>    array of that shape
-struct, map, other lists                    json                   dict, list; dates as ISO text, decimals as text,
-                                                                   binary as base64; null stays None
-==========================================  =====================  =================================================
-
-Of a date or timestamp, ``str`` (ISO) may be asked for instead. Null is an error in every column but json, unless nulls
-are filled or dropped.
+docs/convert.md has the table of types.
 """
 
 from __future__ import annotations

@@ -6,33 +6,27 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from lightning_stream.convert.files import check_unchanged
 from lightning_stream.convert.fingerprint import function_text
 from lightning_stream.convert.partition import OutputSpec, Receipt, check
 from lightning_stream.convert.pool import Progress, run_partitions
-from lightning_stream.convert.publish import Publication
-from lightning_stream.convert.result import ConversionResult, differences, manifest_of
-from lightning_stream.convert.rows import NullRule
+from lightning_stream.convert.publish import ConversionResult, Publication, alone, differences, manifest_of
 from lightning_stream.convert.shuffle import Shuffle, shuffled_listing
 from lightning_stream.convert.sources.base import Found, Partition, Source
-from lightning_stream.convert.task import TRAIN, VAL, PartitionTask, Transform, ValidationSplit
+from lightning_stream.convert.task import TRAIN, VAL, NullRule, PartitionTask, Transform, ValidationSplit
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.index import INDEX_NAME
-from lightning_stream.shared_files import FileLock
 from lightning_stream.stores import Store
 from lightning_stream.writer.infer import infer_columns
-from lightning_stream.writer.place import DatasetPlace, digest_of, is_remote
+from lightning_stream.writer.place import DatasetPlace, digest_of
 
 _LOG = logging.getLogger(__name__)
 _VERSION = 3
-_WAIT_S = 24 * 3600.0
 _MEDIA = ("jpeg", "png", "jpeg_array", "jpegarray", "list[jpeg]", "list[png]", "audio", "video")
 _REPLACE = "pass overwrite=True"
 _FILL = "Fill them (fill_nulls={column: value}), drop the rows (drop_nulls=True), or ask for 'json' in columns=."
@@ -83,12 +77,12 @@ class Conversion:
         text = json.dumps([_as_json(self.source.identity), self.about["settings"]], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    @cached_property
+    @property
     def uri(self) -> str:
         """Where the dataset stays."""
         return str(self.out[-1] if isinstance(self.out, tuple) else self.out)
 
-    @cached_property
+    @property
     def outs(self) -> dict[str, Any]:
         """Where each split goes."""
         return {"": self.out} if self.val_fraction is None else {split: self.out_of(split) for split in (TRAIN, VAL)}
@@ -99,51 +93,47 @@ class Conversion:
 
     def run(self, num_workers: int, progress_bar: bool) -> ConversionResult:
         """Write what is missing, and publish it."""
-        with self._alone():
+        with alone(self.uri):
             held = {} if self.force else self._held()
             if len(held) == len(self.outs):
                 return ConversionResult.of(self.uri, held)
             self._refuse_other()
             found, columns = self._columns()
-            shuffle = self._shuffle()
-            if shuffle is not None and self.force:
+            num_bytes = self.partition_bytes or self.source.partition_bytes
+            shuffle = Shuffle.plan(self.source, self.uri, self.fingerprint, num_bytes, self.seed, self.tmp_dir)
+            if self.force:
                 shuffle.clean()
             specs = {split: self._spec(out, columns, found) for split, out in self.outs.items() if split not in held}
             begun = {split: Publication.begin(spec, self.overwrite, _REPLACE) for split, spec in specs.items()}
-            receipts = self._write(found, begun, shuffle, num_workers, progress_bar)
+            done = frozenset.intersection(*(frozenset() if self.force else each.done for each in begun.values()))
+            if done:
+                _LOG.info("continuing an earlier run: %d partitions are written already", len(done))
+            task = self._task(found, columns, specs)
+            receipts = self._write(task, shuffle, done, num_workers, progress_bar)
+            in_order = {split: [receipts[number][split] for number in sorted(receipts)] for split in specs}
             try:
                 for split in begun:
-                    check(receipts[split], f"{self.source.name}{split and f' (split {split})'}", _FILL)
+                    check(in_order[split], f"{self.source.name}{split and f' (split {split})'}", _FILL)
             except ValueError:
                 for publication in begun.values():  # other settings or another source will write other partitions
                     publication.cancel()
-                if shuffle is not None:
-                    shuffle.clean()
+                shuffle.clean()
                 raise
             check_unchanged(self.source.files)
-            about = {**_as_json({**found.about, "read": found.columns}), **self.about}
             for split, publication in begun.items():
-                publication.publish(receipts[split], True, about)
-            if shuffle is not None:
-                shuffle.clean()
+                about = {**_as_json({**found.about, "read": found.columns}), **self.about}
+                publication.publish(in_order[split], True, about)
+            shuffle.clean()
             return replace(ConversionResult.of(self.uri, self._held()), is_new=True)
 
-    def _alone(self) -> Any:
-        """Lock a local output folder: another process of this machine waits, and then finds the dataset."""
-        if is_remote(self.uri):
-            return nullcontext()
-        folder = Path(self.uri)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        return FileLock(folder.with_name(f".{folder.name}.lock"), _WAIT_S)
-
-    def _place(self, out: Any) -> DatasetPlace:
-        return DatasetPlace(out, self.keep_local, self.store_options)
+    def _stores(self, out: Any) -> list[Store]:
+        return DatasetPlace(out, self.keep_local, self.store_options).stores
 
     def _held(self) -> dict[str, dict[str, Any]]:
         """The manifests of the splits that exist, whole, from this source and these settings."""
         found = {}
         for split, out in self.outs.items():
-            stores = self._place(out).stores
+            stores = self._stores(out)
             manifest = manifest_of(stores[0]) or {}
             if manifest.get("fingerprint") == self.fingerprint and all(_is_whole(store, manifest) for store in stores):
                 found[split] = manifest
@@ -151,10 +141,10 @@ class Conversion:
 
     def _refuse_other(self) -> None:
         """Raise FileExistsError if another dataset is there, with how it differs."""
-        if "" not in self.outs:
+        if self.val_fraction is not None:
             self.refuse_beside()
         for out in () if self.overwrite else self.outs.values():
-            store = self._place(out).store
+            store = self._stores(out)[0]
             manifest = manifest_of(store) or {}
             if "settings" in manifest and manifest.get("fingerprint") != self.fingerprint:
                 raise FileExistsError(
@@ -164,7 +154,7 @@ class Conversion:
 
     def refuse_beside(self) -> None:
         """Raise FileExistsError if there is a dataset without splits where splits are to be written."""
-        store = self._place(self.out).store
+        store = self._stores(self.out)[0]
         if store.exists(INDEX_NAME):
             raise FileExistsError(
                 f"{store.url} holds a dataset without splits; train and val beside it would be confusing. Write to "
@@ -178,20 +168,10 @@ class Conversion:
         if is_plain or self.columns is not None:
             return found, dict(self.columns or found.columns)
         reader = self.source.reader
-        rows = reader.read(reader.input_splits(self.source.files[0], self._partition_bytes), found.columns)
-        for sample, _ in islice(self.transform.samples(rows, ""), 1):
+        splits = reader.input_splits(self.source.files[0], self.partition_bytes or self.source.partition_bytes)
+        for sample, _ in islice(self.transform.samples(reader.read(splits, found.columns), ""), 1):
             return found, infer_columns(sample)
         raise ValueError("transform returned no sample for the first file, to infer columns from. Pass columns=.")
-
-    @property
-    def _partition_bytes(self) -> int:
-        return self.partition_bytes or self.source.partition_bytes
-
-    def _shuffle(self) -> Shuffle | None:
-        """The shuffle of rows; None if there is none, or if the list of files is shuffled."""
-        if not self.shuffle or self.source.reader.is_listing:
-            return None
-        return Shuffle.plan(self.source, self.uri, self.fingerprint, self._partition_bytes, self.seed, self.tmp_dir)
 
     def _spec(self, out: Any, columns: Mapping[str, str], found: Found) -> OutputSpec:
         writer = {**self.writer, "max_workers": 1}
@@ -201,45 +181,35 @@ class Conversion:
             writer["compression"] = None if is_media else "zstd"
         return OutputSpec(out, self.keep_local, self.store_options, columns, writer, self.fingerprint)
 
-    def _write(
-        self,
-        found: Found,
-        begun: Mapping[str, Publication],
-        shuffle: Shuffle | None,
-        num_workers: int,
-        progress_bar: bool,
-    ) -> dict[str, list[Receipt]]:
-        """The receipts of all partitions, by split, in order."""
-        specs = {split: publication.spec for split, publication in begun.items()}
-        columns = next(iter(specs.values())).columns
-        done = frozenset[int]()
-        if not self.force:
-            done = frozenset.intersection(*(publication.done for publication in begun.values()))
-        if done:
-            _LOG.info("continuing an earlier run: %d partitions are written already", len(done))
+    def _task(self, found: Found, columns: Mapping[str, str], specs: Mapping[str, OutputSpec]) -> PartitionTask:
         split = None
         if self.val_fraction is not None:
             hashed = {name: columns[name] for name in found.identity if name in columns} or columns
             split = ValidationSplit(self.val_fraction, self.seed, self.group_by, hashed)
-        source = self.source
-        if self.shuffle and shuffle is None:
-            source = shuffled_listing(source, self.seed)
-        partitions = source.partitions(self._partition_bytes)
-        task = PartitionTask(
-            source.reader, found.columns, columns, specs, self.transform, self.nulls, split, self.columns is None
+        strict = self.columns is None
+        return PartitionTask(
+            self.source.reader, found.columns, columns, specs, self.transform, self.nulls, split, strict
         )
+
+    def _write(
+        self, task: PartitionTask, shuffle: Shuffle, done: frozenset[int], num_workers: int, progress_bar: bool
+    ) -> dict[int, dict[str, Receipt]]:
+        """The receipts of all partitions, by number and split."""
 
         def run(task: Any, pieces: Sequence[Partition], phase: str) -> dict[int, dict[str, Receipt]]:
             report = Progress(len(pieces), phase) if progress_bar else lambda _: None
             return run_partitions(task.run, pieces, num_workers, report)
 
-        if shuffle is None:
-            receipts = run(task, [each for each in partitions if each.number not in done], "converting")
-        else:
+        is_listing = self.source.reader.is_listing
+        source = shuffled_listing(self.source, self.seed) if self.shuffle and is_listing else self.source
+        partitions = source.partitions(self.partition_bytes or source.partition_bytes)
+        if self.shuffle and not is_listing:
             receipts = shuffle.write(task, partitions, done, run)
+        else:
+            receipts = run(task, [each for each in partitions if each.number not in done], "converting")
         for number in done:
-            receipts.setdefault(number, {name: spec.receipt(number) for name, spec in specs.items()})
-        return {name: [receipts[number][name] for number in sorted(receipts)] for name in specs}
+            receipts.setdefault(number, {split: spec.receipt(number) for split, spec in task.specs.items()})
+        return receipts
 
 
 def _is_whole(store: Store, manifest: Mapping[str, Any]) -> bool:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
-import xxhash
 import zstandard
 
 from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError, redact
@@ -139,13 +138,7 @@ class _Ranges(io.RawIOBase):
 def find_files(source: Uris, options: Mapping[str, Any] | None = None) -> list[SourceFile]:
     """Return the files of a source but hidden ones: those of a folder sorted by name, those of a list in its order.
 
-    Args:
-        source: A file, a folder (searched at any depth), a pattern, or a list of these; paths or URLs. In a pattern,
-            ``*`` and ``?`` stand for any characters of one name, and ``**/`` for folders at any depth.
-        options: For stores.
-
-    Raises:
-        NotFoundError: One of them names no file.
+    In a pattern, ``*`` and ``?`` stand for any characters of one name, and ``**/`` for folders at any depth.
     """
     found: list[SourceFile] = []
     for given in [source] if isinstance(source, (str, os.PathLike)) else source:
@@ -180,25 +173,13 @@ def _pattern(text: str) -> re.Pattern[str]:
     return re.compile("".join(wild.get(part) or re.escape(part) for part in re.split(r"(\*\*/|\*|\?)", text)) or ".*")
 
 
-def stamps_digest(files: Sequence[SourceFile]) -> str:
-    """Return a hex digest that changes when a file is added, removed, renamed or changed."""
-    total = xxhash.xxh3_128()
-    for file in files:
-        total.update(f"{file.name}\0{file.num_bytes}\0{file.stamp}\n".encode())
-    return str(total.hexdigest())
-
-
 def check_unchanged(files: Sequence[SourceFile]) -> None:
     """Raise FormatError if a file of this machine changed since it was listed."""
     for file in files:
-        if file.path is None:
-            continue
-        try:
-            known = file.path.stat()
-        except FileNotFoundError as error:
-            raise FormatError(f"{file.uri} was removed during the conversion. Nothing was published.") from error
-        if (known.st_size, str(known.st_mtime_ns)) != (file.num_bytes, file.stamp):
+        known = file.path.stat() if file.path is not None and file.path.exists() else None
+        changed = known is None or (known.st_size, str(known.st_mtime_ns)) != (file.num_bytes, file.stamp)
+        if file.path is not None and changed:
             raise FormatError(
-                f"{file.uri} was modified during the conversion. Nothing was published. Convert again once the file "
-                "stays as it is."
+                f"{file.uri} was modified or removed during the conversion. Nothing was published. Convert again once "
+                "the file stays as it is."
             )

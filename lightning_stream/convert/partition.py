@@ -168,13 +168,7 @@ def encoded_rows(rows: Sequence[Any]) -> EncodedBatch:
 
 
 def check(receipts: Sequence[Receipt], source: str, remedy: str) -> None:
-    """Raise ValueError if any partition could not be written, with the counts over all partitions.
-
-    Args:
-        receipts: Of all partitions.
-        source: What the rows come from, e.g. ``"the DataFrame"``.
-        remedy: What to do about nulls, as a sentence.
-    """
+    """Raise ValueError if a partition of `source` could not be written; `remedy` says what to do about nulls."""
     nulls = sum((Counter(receipt.nulls) for receipt in receipts), Counter[str]())
     if nulls:
         counts = ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items()))

@@ -1,23 +1,28 @@
-"""How a conversion begins and is published: by the protocol of all writers, with receipts and a manifest."""
+"""How a conversion begins and is published, by the protocol of all writers; and what its manifest holds."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_stream.convert.partition import CONTROL, OutputSpec, Receipt, index_bytes, is_receipt
-from lightning_stream.errors import StoreError
+from lightning_stream.errors import NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME
-from lightning_stream.stores import LocalStore
+from lightning_stream.shared_files import FileLock
+from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.stores.drafts import sweep_drafts
 from lightning_stream.writer.place import MANIFEST as MANIFEST
-from lightning_stream.writer.place import OURS, DatasetPlace, digest_of
+from lightning_stream.writer.place import OURS, DatasetPlace, digest_of, is_remote
 
 _PARTS = re.compile(rf"part-[0-9]{{5,}}/(shard\.[0-9]+\.[0-9a-f]{{16}}\.mds(\.[a-z0-9]+)?|index\.json)|{CONTROL}/.*")
 _ALL = re.compile(f"{OURS.pattern}|{_PARTS.pattern}")
+_SPLITS = ("train", "val", "test")
+_WAIT_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -38,13 +43,8 @@ class Publication:
     def begin(cls, spec: OutputSpec, overwrite: bool, remedy: str) -> Publication:
         """Look at what exists before anything is written, and note that this conversion has begun.
 
-        Args:
-            spec: The conversion.
-            overwrite: Whether an existing dataset may be replaced.
-            remedy: How a user asks for that, e.g. ``"pass overwrite=True"``.
-
-        Raises:
-            FileExistsError: There are files that are not the remains of this very conversion, and not `overwrite`.
+        Without `overwrite`, raise FileExistsError if there are files that are not the remains of this very conversion;
+        `remedy` says how a user asks for `overwrite`.
         """
         place = DatasetPlace(spec.out, spec.keep_local, spec.store_options)
         place.begin("overwrite", (MANIFEST,))
@@ -71,10 +71,8 @@ class Publication:
     def publish(self, receipts: Sequence[Receipt], merge_index: bool, about: Mapping[str, Any]) -> None:
         """Check that all files are there, put the index, and remove what belongs to no committed attempt.
 
-        Args:
-            receipts: Of all committed partitions, in their order.
-            merge_index: One index over all partitions; else one in each partition's folder.
-            about: What else the manifest says.
+        The receipts are those of all partitions, in their order. `merge_index`: one index over all; else one in each
+        partition's folder. The manifest holds `about` too.
 
         Raises:
             StoreError: A file that a receipt lists is not at the place as this process sees it.
@@ -120,5 +118,119 @@ class Publication:
         place.sweep(before, _ALL, wanted)
 
 
+def alone(uri: str) -> AbstractContextManager[Any]:
+    """Lock a local folder of a dataset: another process of this machine waits, and then finds the dataset."""
+    if is_remote(uri):
+        return nullcontext()
+    folder = LocalStore.from_url(uri, {}).folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder.with_name(f".{folder.name}.lock"), _WAIT_S)
+
+
 def _folder(receipt: Receipt) -> str:
     return f"part-{receipt.partition:05}"
+
+
+@dataclass(frozen=True)
+class ConversionResult:
+    """What was written.
+
+    Attributes:
+        uri: Folder or URL of the dataset, or of its splits.
+        num_samples: By split; ``""`` is a dataset without splits.
+        num_shards: By split.
+        num_bytes: Bytes stored.
+        columns: Encoding by column name.
+        classes: Class names by column: label k is the k-th name.
+        seconds: How long it took.
+        is_new: False if the dataset existed already, from the same source and settings.
+    """
+
+    uri: str
+    num_samples: dict[str, int]
+    num_shards: dict[str, int]
+    num_bytes: int
+    columns: dict[str, str]
+    classes: dict[str, list[str]]
+    seconds: float = 0.0
+    is_new: bool = False
+
+    @classmethod
+    def of(cls, uri: str, manifests: Mapping[str, Mapping[str, Any]]) -> ConversionResult:
+        """Return the result that these manifests describe, by split."""
+        first = next(iter(manifests.values()))
+        return cls(
+            uri,
+            {split: manifest["num_samples"] for split, manifest in manifests.items()},
+            {split: manifest["num_shards"] for split, manifest in manifests.items()},
+            sum(manifest["num_bytes"] for manifest in manifests.values()),
+            dict(first["columns"]),
+            dict(first.get("classes", {})),
+        )
+
+    @property
+    def total(self) -> int:
+        """Samples of all splits."""
+        return sum(self.num_samples.values())
+
+    def __str__(self) -> str:
+        splits = ", ".join(f"{count:,} {split or 'samples'}" for split, count in self.num_samples.items())
+        size = f"{splits} in {sum(self.num_shards.values()):,} shards, {self.num_bytes / 1e6:,.1f} MB"
+        if not self.is_new:
+            why = "same source and settings; force=True writes it again"
+            return f"Reusing the existing dataset at {self.uri} ({why}): {size}"
+        speed = self.total / max(self.seconds, 1e-9)
+        return f"{size}, at {self.uri}, in {self.seconds:,.1f} s ({speed:,.0f} samples/s)"
+
+
+def read_manifest(uri: str | os.PathLike[str], **store_options: Any) -> ConversionResult:
+    """Return what `convert` wrote at a place: columns, class names and counts.
+
+    Example::
+
+        classes = read_manifest("s3://bucket/photos").classes["label"]  # ["daisy", "rose"]
+
+    Args:
+        uri: Folder or URL of the dataset, or of the folder that holds its ``train`` and ``val``.
+        **store_options: For its store.
+
+    Raises:
+        NotFoundError: There is no such dataset.
+    """
+    root = os.fspath(uri).rstrip("/")
+    store = open_store(root, store_options or None)
+    whole = manifest_of(store)
+    splits = {"": whole} if whole else {split: manifest_of(store, f"{split}/{MANIFEST}") for split in _SPLITS}
+    found = {split: manifest for split, manifest in splits.items() if manifest is not None}
+    if not found:
+        raise NotFoundError(f"convert writes {MANIFEST} beside a dataset; {store.url} has none. Check the path.")
+    return ConversionResult.of(root, found)
+
+
+def manifest_of(store: Store, name: str = MANIFEST) -> dict[str, Any] | None:
+    """Return the manifest in a store; None if there is none."""
+    try:
+        found = json.loads(store.read(name))
+    except (NotFoundError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def differences(held: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe how settings and source differ from those that a manifest holds."""
+    before, source, others = held["settings"], held["source"], now["source"]
+    changed = [name for name, value in now["settings"].items() if before.get(name) != value]
+    found = [f"{name} was {_shown(before.get(name))}, now {_shown(now['settings'][name])}" for name in changed]
+    if source["stamps"] != others["stamps"]:
+        files = [{file["name"]: file for file in each.get("files", ())} for each in (source, others)]
+        names = [name for name in {**files[0], **files[1]} if files[0].get(name) != files[1].get(name)]
+        shown = f"; changed: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}" if names else ""
+        found.append(f"the source had {source['num_files']:,} files, now {others['num_files']:,}{shown}")
+    if source["reader"] != others["reader"]:
+        found.append("the source is read with other options or another function")
+    return "; ".join(found) or "it was written by another version of convert"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value) if isinstance(value, (str, list, dict)) else str(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

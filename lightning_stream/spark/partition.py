@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from lightning_stream.convert.partition import OutputSpec, PartitionWriter, Receipt, RefusedError
-from lightning_stream.convert.rows import NullRule
+from lightning_stream.convert.task import NullRule
 from lightning_stream.errors import NotFoundError
 from lightning_stream.writer.place import digest_of
 
@@ -65,9 +65,8 @@ def _written(job: SparkJob, number: int, begins: str, batches: Iterable[pa.Recor
                     _write_samples(writer, job.udf(_as_pandas(batch), **job.udf_kwargs))
                     continue
                 with _refused():
-                    values, num_rows = NullRule().settle(batch, job.columns, nulls)
-                    if num_rows:
-                        writer.write_batch(values)
+                    values, _ = NullRule().settle(batch, job.columns, nulls)
+                    writer.write_batch(values)
     except RefusedError as error:
         return Receipt(number, begins, refused=str(error))
     return Receipt(number, begins, writer.num_samples, tuple(writer.shards), nulls)

@@ -219,7 +219,7 @@ def test_a_source_that_changes_while_it_is_read_gives_no_dataset(rows_file: Path
             rows_file.touch()
         return row
 
-    with pytest.raises(FormatError, match="was modified during the conversion"):
+    with pytest.raises(FormatError, match="was modified or removed during the conversion"):
         convert(rows_file, tmp_path / "out", **PLAIN, transform=meddling)
     assert not (tmp_path / "out" / "index.json").exists()
 

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-from lightning_stream.convert.files import SourceFile, stamps_digest
+import xxhash
+
+from lightning_stream.convert.files import SourceFile
 from lightning_stream.formats.encodings import get_encoding
 
 Row: TypeAlias = "Mapping[str, Any]"
@@ -130,7 +132,10 @@ class Source:
     @property
     def identity(self) -> dict[str, Any]:
         """What distinguishes this source from others: part of a conversion's fingerprint."""
-        sizes = {"num_files": len(self.files), "num_bytes": self.num_bytes, "stamps": stamps_digest(self.files)}
+        stamps = xxhash.xxh3_128()  # of all names, sizes and times of change
+        for file in self.files:
+            stamps.update(f"{file.name}\0{file.num_bytes}\0{file.stamp}\n".encode())
+        sizes = {"num_files": len(self.files), "num_bytes": self.num_bytes, "stamps": stamps.hexdigest()}
         return {"reader": self.reader.settings, **sizes}
 
     @property

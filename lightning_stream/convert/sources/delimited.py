@@ -50,19 +50,18 @@ class CsvReader(Reader):
     def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:  # noqa: ARG002
         """Look at the first rows of some files: whole numbers, else numbers, else true and false, else text."""
         columns: dict[str, list[Any]] = {}
-        num_found = 0
         for file in spread(files):
-            num_rows = 0
+            left = SAMPLED_ROWS
             for batch in self._texts(InputSplit(file, 0, None, file.num_bytes)):
                 for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                    columns.setdefault(name, []).append(column.slice(0, SAMPLED_ROWS))
-                num_rows += batch.num_rows
-                if num_rows >= SAMPLED_ROWS:
+                    columns.setdefault(name, []).append(column.slice(0, left))
+                left -= batch.num_rows
+                if left <= 0:
                     break
-            num_found += num_rows
-        if not num_found:
+        found = {name: pa.chunked_array(chunks) for name, chunks in columns.items()}
+        if not any(map(len, found.values())):
             raise ValueError(f"{files[0].root} is empty: there is nothing to write.")
-        return Found({name: _inferred(pa.chunked_array(chunks)) for name, chunks in columns.items()})
+        return Found({name: _inferred(texts) for name, texts in found.items()})
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:
         """Cut between lines, unless values are quoted: these may hold line ends."""
@@ -86,28 +85,18 @@ class CsvReader(Reader):
 
     def _texts(self, split: InputSplit) -> Iterator[pa.RecordBatch]:
         """All rows as texts."""
-        file, blocks = split.file, line_blocks(split)
-        names = self.names
-        first = next((block for _, block in blocks if block.strip(b"\r\n")), b"")
+        file, head = split.file, b"" if self.names is not None else _head(split.file)
+        blocks = chain([head] if split.begin else [], (block for _, block in line_blocks(split)))
+        data = io.BufferedReader(_Blocks(blocks), _BLOCK_BYTES)
         parsing = pa.csv.ParseOptions(delimiter=self.delimiter, newlines_in_values=True)
         try:
-            if names is None:
-                head, _, rest = (
-                    first.lstrip(b"\r\n").partition(b"\n") if split.begin == 0 else (_head(file), b"", first)
-                )
-                names = (
-                    pa.csv.read_csv(pa.BufferReader(head + b"\n"), parse_options=parsing).column_names if head else []
-                )
-                first = rest
+            names = self.names or (pa.csv.read_csv(pa.BufferReader(head), None, parsing).column_names if head else [])
             if len(set(names)) < len(names):
-                raise FormatError(
-                    f"{file.uri}: columns must differ in name; its first line is {', '.join(names):.200}."
-                )
-            data = io.BufferedReader(_Blocks(chain([first], (block for _, block in blocks))), _BLOCK_BYTES)
+                raise FormatError(f"{file.uri}: columns must differ in name; found {', '.join(names):.200}.")
             if not names or not data.peek(1):
                 return
             texts = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
-            reading = pa.csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES, column_names=list(names))
+            reading = pa.csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES, column_names=self.names)
             yield from pa.csv.open_csv(pa.PythonFile(data, "r"), reading, parsing, texts)
         except (pa.ArrowInvalid, UnicodeDecodeError) as error:
             raise FormatError(f"{file.uri} cannot be read as {self.kind}: {error}.") from error

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
+from typing import Any
 
 from lightning_stream.convert.files import SourceFile
-from lightning_stream.convert.rows import infer_rows
 from lightning_stream.convert.sources.base import (
     SAMPLED_ROWS,
     Batch,
@@ -20,6 +20,7 @@ from lightning_stream.convert.sources.base import (
     spread,
 )
 from lightning_stream.errors import FormatError
+from lightning_stream.writer.infer import infer_encoding
 
 _BLOCK_BYTES = 1 << 22
 _SAMPLED_PIECES = 8
@@ -75,7 +76,7 @@ class JsonlReader(Reader):
             for split in splits:
                 for found, _ in islice(_json_rows(split, SAMPLED_ROWS // len(splits)), 1):
                     rows += found
-        return Found(infer_rows(rows, files[0].root))
+        return Found(_inferred(rows, files[0].root))
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:
         """Cut anywhere, unless the file is compressed, or one array of objects."""
@@ -124,6 +125,36 @@ def _parsed(lines: Sequence[bytes], where: str) -> list[Row]:
             raise FormatError(f"{where}: each line must be one JSON object; line {number} of them is {line[:60]!r}.")
         rows.append(row)
     return rows
+
+
+def _inferred(rows: Sequence[Row], where: str) -> dict[str, str]:
+    """Return encodings that fit all of these rows.
+
+    Whole numbers become ``int64``, numbers ``float64``, truth values ``uint8``, text ``str``, lists of numbers
+    ``ndarray``, everything else, and values of several types, ``json``. Nulls do not matter.
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    if not names:
+        raise ValueError(f"{where} is empty: there is nothing to write.")
+    return {name: _fitting({_encoding(name, row[name]) for row in rows if row.get(name) is not None}) for name in names}
+
+
+def _fitting(found: set[str]) -> str:
+    for numbers in ({"int64", "float64"}, {"ndarray:int64", "ndarray:float64"}):
+        if found == numbers:
+            return min(numbers)
+    return found.pop() if len(found) == 1 else "json"
+
+
+def _encoding(name: str, value: Any) -> str:
+    if type(value) is int:
+        return "int64" if -(1 << 63) <= value < 1 << 63 else "json"
+    if type(value) is list:
+        kinds = {type(element) for element in value}
+        if kinds and kinds <= {int, float}:
+            return "ndarray:float64" if float in kinds else "ndarray:int64"
+        return "json"
+    return infer_encoding(name, value)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -64,8 +64,11 @@ class _TableReader(Reader):
             done, after = 0, f" after number {split.begin:,} of its pieces" if split.begin else ""
             with self._opened(split.file) as table:
                 wanted = present(table.schema.names, columns, split.file)
+                files = [name for name in _files(_noted(table.schema)) if name in columns]
                 for batch in table.batches(split.begin, split.end, wanted):
-                    for piece in pieces_of(_with_files(batch).select(wanted)):
+                    for name in files:
+                        batch = batch.set_column(batch.schema.names.index(name), name, _file_bytes(batch.column(name)))
+                    for piece in pieces_of(batch.select(wanted)):
                         yield Batch(piece, f"{split.file.uri}, rows {done:,} to {done + piece.num_rows:,}{after}")
                         done += piece.num_rows
 
@@ -205,21 +208,22 @@ class DatasetReader(_TableReader):
         size = max(1, int(self.dataset.dataset_size or self.dataset.data.nbytes))
         return (SourceFile("", str(len(self.dataset)), size, str(vars(self.dataset)["_fingerprint"])),)
 
-    @contextmanager
-    def _opened(self, file: SourceFile) -> Iterator[_Table]:
+    def _plain(self, file: SourceFile) -> Any:  # noqa: ARG002
+        return nullcontext()
+
+    def _table(self, plain: Any, file: SourceFile) -> _Table:  # noqa: ARG002
         rows, schema = self.dataset.with_format("arrow"), self.dataset.features.arrow_schema
 
         def read(begin: int, end: int, _: Any) -> list[pa.RecordBatch]:
-            table = rows[begin:end].replace_schema_metadata(schema.metadata)
-            return table.combine_chunks().to_batches()  # type: ignore[no-any-return]
+            return rows[begin:end].combine_chunks().to_batches()  # type: ignore[no-any-return]
 
-        yield _blocks(schema, len(self.dataset), file.num_bytes, read)
+        return _blocks(schema, len(self.dataset), file.num_bytes, read)
 
 
 def _found(schema: pa.Schema, first: Any, asked: Mapping[str, str] | None) -> Found:
     """The columns of a schema: with what Hugging Face's ``datasets`` notes in it about images, classes and shapes."""
     features = _noted(schema)
-    files = [name for name, kind in features.items() if kind.get("_type") in _FILES and name in schema.names]
+    files = [name for name in _files(features) if name in schema.names]
     for name in files:
         schema = schema.set(schema.get_field_index(name), pa.field(name, pa.binary()))
     columns = arrow_columns(schema, asked)
@@ -254,13 +258,8 @@ def _file_bytes(column: pa.Array) -> pa.Array:
     )
 
 
-def _with_files(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch with its images, sounds and videos as their files' bytes."""
-    noted = _noted(batch.schema)
-    for k, each in enumerate(batch.schema):
-        if noted.get(each.name, {}).get("_type") in _FILES and pa.types.is_struct(each.type):
-            batch = batch.set_column(k, each.name, _file_bytes(batch.column(k)))
-    return batch
+def _files(features: Mapping[str, Any]) -> list[str]:
+    return [name for name, kind in features.items() if kind.get("_type") in _FILES]
 
 
 def _noted(schema: pa.Schema) -> dict[str, Any]:
