@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timezone
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -53,7 +53,6 @@ _UNITS: dict[str, Callable[[pa.DataType], pa.DataType]] = {
     "duration": lambda _: pa.duration("us"),
     "time": lambda _: pa.time64("us"),
 }
-_CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 def _sort(kind: pa.DataType) -> str:
@@ -187,7 +186,7 @@ def _values(column: pa.Array, encoding: str) -> Values:
         wanted = np.dtype(encoding.split(":")[1]) if ":" in encoding else None
         arrays = _nested(column)
         return _cast(arrays, wanted) if isinstance(arrays, np.ndarray) else [_cast(each, wanted) for each in arrays]
-    return list(_images(column, encoding)) if sort == "struct" else column  # the writer takes views of texts and bytes
+    return column  # the writer takes views of texts and bytes
 
 
 def _plain(column: pa.Array) -> pa.Array:
@@ -246,31 +245,6 @@ def _stacked(rows: list[NDArray[Any]]) -> NDArray[Any]:
             f"nested lists of one row must have one shape to be an array; found {sorted(shapes)}. Ask for 'json'."
         )
     return np.stack(rows) if rows else np.empty((0,))
-
-
-def _images(column: pa.Array, encoding: str) -> Iterator[Any]:
-    """Rows of Spark's image source, whose pixels are blue, green, red, as the bytes of a ``pil`` value or as images."""
-    for row in column.to_pylist():
-        height, width, channels = row["height"], row["width"], row["nChannels"]
-        if channels not in _CHANNELS or height < 1 or width < 1:
-            raise ValueError(f"{row['origin']} is no image that could be read. Read with option dropInvalid=true.")
-        pixels = np.frombuffer(row["data"], np.uint8).reshape(height, width, channels)
-        if channels > 1:
-            pixels = pixels[..., [2, 1, 0, 3][:channels]]
-        yield _pil_bytes(pixels) if encoding == "pil" else _pil_image(pixels, encoding)
-
-
-def _pil_bytes(pixels: NDArray[np.uint8]) -> bytes:
-    mode = _CHANNELS[pixels.shape[2]].encode()
-    head = np.array([pixels.shape[1], pixels.shape[0], len(mode)], "<u4").tobytes()
-    return head + mode + pixels.tobytes()
-
-
-def _pil_image(pixels: NDArray[np.uint8], encoding: str) -> Any:
-    from PIL import Image
-
-    image = Image.fromarray(np.ascontiguousarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels))
-    return image.convert("RGB") if encoding == "jpeg" and image.mode == "RGBA" else image
 
 
 _JSON_VALUES: dict[str, Callable[[Any], Any]] = {

@@ -10,6 +10,7 @@ import os
 import re
 import tarfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -147,6 +148,9 @@ def find_files(source: Uris, options: Mapping[str, Any] | None = None) -> list[S
         if not files:
             raise NotFoundError(f"a source must name files; {redact(uri)} names none. Check the path.")
         found += files
+    twice = [redact(uri) for uri, count in Counter(f"{file.root}/{file.name}" for file in found).items() if count > 1]
+    if twice:
+        raise ValueError(f"a source must name each file once; it names {twice[0]} twice. Remove one of them.")
     return found
 
 
@@ -156,21 +160,19 @@ def _found(uri: str, options: Mapping[str, Any] | None) -> list[SourceFile]:
     root = "/".join(parts[:literal]) or "/"
     options = options if is_remote(root) else None
     entries = list(open_store(root, options).list(""))
+    is_match = _pattern("/".join(parts[literal:])).fullmatch
+    entries = [entry for entry in entries if is_match(entry.name) and not _HIDDEN.search(entry.name)]
     if literal == len(parts) and not entries:  # one file
         root, _, name = uri.rpartition("/")
         entries = [entry for entry in open_store(root or "/", options).list(name) if entry.name == name]
-    is_match = _pattern("/".join(parts[literal:])).fullmatch
-    return [
-        SourceFile(root, entry.name, entry.num_bytes, entry.version, options)
-        for entry in entries
-        if is_match(entry.name) and not _HIDDEN.search(entry.name)
-    ]
+    return [SourceFile(root, entry.name, entry.num_bytes, entry.version, options) for entry in entries]
 
 
 def _pattern(text: str) -> re.Pattern[str]:
     """A pattern as a regular expression; all names if it is empty."""
     wild = {"**/": "(.*/)?", "*": "[^/]*", "?": "[^/]"}
-    return re.compile("".join(wild.get(part) or re.escape(part) for part in re.split(r"(\*\*/|\*|\?)", text)) or ".*")
+    found = "".join(wild.get(part) or re.escape(part) for part in re.split(r"(\*\*/|\*|\?)", text))
+    return re.compile(found or ".*", re.DOTALL)  # a name may hold a line end
 
 
 def check_unchanged(files: Sequence[SourceFile]) -> None:

@@ -118,6 +118,8 @@ def _refuse_others(rows: Sequence[Row], columns: Mapping[str, str]) -> None:
 
 def _fitted(name: str, values: list[Any], encoding: str) -> Any:
     """Values as a writer takes them for this encoding: lists as arrays, numbers in one array."""
+    if encoding == "json":
+        return values
     try:
         if encoding.startswith("ndarray"):
             return [_array(value, encoding) if isinstance(value, list) else value for value in values]

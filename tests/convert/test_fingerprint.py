@@ -57,7 +57,13 @@ def test_what_an_object_cached_makes_no_difference_nor_does_where_it_lies() -> N
     assert function_text(partial(scaled, held)) == function_text(partial(scaled, object()))
 
 
-def test_a_function_that_names_itself_is_told() -> None:
+def test_a_set_may_hold_the_object_that_holds_it() -> None:
+    node = Called(3)
+    node.factor = {node}  # type: ignore[assignment]
+    assert function_text(node) == function_text(node) != function_text(Called(3))
+
+
+def test_a_function_that_names_itself_has_a_digest() -> None:
     def countdown(k: int) -> int:
         return countdown(k - 1) if k else 0
 
@@ -81,8 +87,13 @@ class Scaler(Base):
 def cached(value):
     return value
 
+def step(value):
+    return value * 5
+
+STEPS = [step]
+
 def helper(value):
-    return Scaler().scale(value) + cached(1) + len(TABLE)
+    return Scaler().scale(value) + cached(1) + len(TABLE) + STEPS[0](value)
 """
 MAIN = """
 import sys
@@ -119,6 +130,7 @@ def test_what_a_function_calls_counts_and_processes_do_not(tmp_path: Path) -> No
         ("value + 1", "value + 2"),
         ("2, 3}", "2, 4}"),
         ("return value\n", "return -value\n"),
+        ("value * 5", "value * 6"),
     ]
     for k, (old, new) in enumerate(changes):
         after = digests(tmp_path / f"changed{k}", HELPERS.replace(old, new))

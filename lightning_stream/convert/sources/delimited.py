@@ -86,14 +86,16 @@ class CsvReader(Reader):
     def _texts(self, split: InputSplit) -> Iterator[pa.RecordBatch]:
         """All rows as texts."""
         file, head = split.file, b"" if self.names is not None else _head(split.file)
+        if self.names is None and not head.endswith(b"\n"):
+            return  # nothing, or a line of names alone
         blocks = chain([head] if split.begin else [], (block for _, block in line_blocks(split)))
         data = io.BufferedReader(_Blocks(blocks), _BLOCK_BYTES)
         parsing = pa.csv.ParseOptions(delimiter=self.delimiter, newlines_in_values=True)
         try:
-            names = self.names or (pa.csv.read_csv(pa.BufferReader(head), None, parsing).column_names if head else [])
+            names = self.names or pa.csv.read_csv(pa.BufferReader(head), None, parsing).column_names
             if len(set(names)) < len(names):
                 raise FormatError(f"{file.uri}: columns must differ in name; found {', '.join(names):.200}.")
-            if not names or not data.peek(1):
+            if not data.peek(1):
                 return
             texts = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
             reading = pa.csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES, column_names=self.names)
