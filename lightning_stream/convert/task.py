@@ -25,6 +25,7 @@ from lightning_stream.formats.mds.encode import MdsEncoder
 from lightning_stream.writer.batch import batch_columns
 
 TRAIN, VAL = "train", "val"
+_NUMBERS = ("int", "uint", "float")
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,12 @@ def _refuse_others(rows: Sequence[Row], columns: Mapping[str, str]) -> None:
 
 
 def _fitted(name: str, values: list[Any], encoding: str) -> Any:
-    """Values as a writer takes them for this encoding: lists as arrays, numbers in one array."""
-    if encoding == "json":
-        return values
+    """Values as a writer takes them: lists as arrays, and numbers in one array, if that is what the encoding stores."""
+    kinds = set(map(type, values))
     try:
         if encoding.startswith("ndarray"):
             return [_array(value, encoding) if isinstance(value, list) else value for value in values]
-        kinds = set(map(type, values))
-        if kinds and (kinds <= {int, bool} or kinds <= {int, float}):
+        if values and encoding.startswith(_NUMBERS) and (kinds <= {int, bool} or kinds <= {int, float}):
             return np.array(values) if kinds <= {int, bool} else np.array(values, np.float64)
     except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"column {name!r}: {error}") from error
