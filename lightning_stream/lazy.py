@@ -13,7 +13,7 @@ from lightning_stream.errors import missing_extra
 def lazy_names(
     package: str, names_of: Mapping[str, str], extra_of: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make a package's ``__getattr__`` and ``__dir__``.
+    """Make the ``__getattr__`` and ``__dir__`` of a package.
 
     Args:
         package: The package's ``__name__``.

@@ -29,26 +29,15 @@ Transform = Callable[..., Any]
 
 @dataclass
 class SampleSource:
-    """What a dataset reads, in which order, and what becomes of a sample.
+    """What a dataset reads, in which order, and what becomes of a sample; see also `StreamingDataset`."""
 
-    Attributes:
-        reader: From sample ids to samples and columns.
-        bad_data: What to do with what cannot be read.
-        order_arguments: The user's settings of the order, see `OrderConfig.resolve`.
-        seed: Key of the order and of what is drawn at random.
-        predownload: Samples each worker fetches ahead; None to choose.
-        transform: Called with each sample; None for none.
-        read_one: A subclass's own way to read a sample by its id; None for the reader's.
-        world, replication, data_dimension: See `StreamingDataset`.
-    """
-
-    reader: SampleReader
-    bad_data: BadData
-    order_arguments: Mapping[str, Any]
-    seed: int
-    predownload: int | None = None
-    transform: Transform | None = None
-    read_one: Callable[[int], Any] | None = None
+    reader: SampleReader  # from sample ids to samples and columns
+    bad_data: BadData  # what to do with what cannot be read
+    order_arguments: Mapping[str, Any]  # the user's settings of the order, see `OrderConfig.resolve`
+    seed: int  # key of the order and of what is drawn at random
+    predownload: int | None = None  # samples each worker fetches ahead; None to choose
+    transform: Transform | None = None  # called with each sample
+    read_one: Callable[[int], Any] | None = None  # a subclass's own way to read a sample by its id
     world: WorldLike = None
     replication: int | None = None
     data_dimension: Dimensions = "dp"
@@ -70,14 +59,9 @@ class SampleSource:
     def settings(
         self, world: World, device_batch_size: int, accumulate: int, tail: Tail, resumed: OrderConfig | None = None
     ) -> BatchSettings:
-        """How a training run's data is divided into batches.
+        """How a training run's data is divided into batches, with `accumulate` micro-batches of an optimizer step.
 
-        Args:
-            world: This process among all that train.
-            device_batch_size: Samples of a micro-batch on one device.
-            accumulate: Micro-batches of one optimizer step on each device.
-            tail: What happens to the last partial batch of an epoch.
-            resumed: The settings of a state that the run continues from; they fill in before any default does.
+        `resumed` has the settings of a state that the run continues from; they fill in before any default does.
         """
         size = device_batch_size * accumulate * world.num_replicas
         order = OrderConfig.resolve(

@@ -104,7 +104,7 @@ def test_result_compression_and_manifest_are_what_users_of_the_call_know(spark: 
 
     assert kwargs == {"out": str(out), "hashes": ["xxh3_64"]}
     index = Index.from_bytes((out / "index.json").read_bytes(), "")
-    assert {index.entry(k).compression for k in range(len(index))} == {"zstd"}
+    assert {index.entry(k).schema.compression for k in range(len(index))} == {"zstd"}
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["num_samples"] == 100
     assert manifest["columns"] == {"id": "int64"}
