@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_stream import errors
+from lightning_stream.convert.partition import Receipt, check
 from lightning_stream.convert.publish import Publication
-from lightning_stream.convert.receipt import Receipt, check
 from lightning_stream.errors import LightningStreamError, MissingExtraError
 from lightning_stream.spark.delta import delta_versions
 from lightning_stream.spark.parquet_scan import ParquetScan

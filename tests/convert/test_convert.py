@@ -158,6 +158,25 @@ def test_values_beyond_inferred_columns_are_refused_and_seen_by_a_transform(tmp_
     assert samples_of(tmp_path / "late")[-1] == {"n": 10_000}
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_what_a_transform_returns_beyond_its_first_sample_is_never_lost(
+    rows_file: Path, tmp_path: Path, samples_of: Any, shuffle: bool
+) -> None:
+    def late(row: dict[str, Any]) -> dict[str, Any]:
+        return {"k": row["k"], "late": 1} if row["k"] == 2000 else {"k": row["k"]}
+
+    def gaps(row: dict[str, Any]) -> dict[str, Any]:
+        return {"k": row["k"] if row["k"] != 2000 else None}
+
+    settings: dict[str, Any] = {**PLAIN, "shuffle": shuffle}
+    with pytest.raises(ValueError, match="a row has late"):
+        convert(rows_file, tmp_path / "out", **settings, transform=late)
+    with pytest.raises(ValueError, match="k: 1"):
+        convert(rows_file, tmp_path / "out", **settings, transform=gaps)
+    convert(rows_file, tmp_path / "out", **settings, transform=gaps, fill_nulls={"k": 2000})
+    assert sorted(sample["k"] for sample in samples_of(tmp_path / "out")) == list(range(3000))
+
+
 def test_a_transform_that_carries_other_values_makes_another_dataset(rows_file: Path, tmp_path: Path) -> None:
     def times(factor: int) -> Any:
         return lambda row: {"n": row["k"] * factor}
@@ -219,7 +238,7 @@ def test_a_source_that_changes_while_it_is_read_gives_no_dataset(rows_file: Path
             rows_file.touch()
         return row
 
-    with pytest.raises(FormatError, match="was modified during the conversion"):
+    with pytest.raises(FormatError, match="was modified or removed during the conversion"):
         convert(rows_file, tmp_path / "out", **PLAIN, transform=meddling)
     assert not (tmp_path / "out" / "index.json").exists()
 
