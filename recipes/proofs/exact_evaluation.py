@@ -8,8 +8,6 @@ usual mistakes: the mean of the processes' own accuracies, and torch's `Distribu
 every process has as many.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile
@@ -19,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_stream import LocalDataset, MDSWriter, StreamingDataLoader, StreamingDataset
@@ -38,17 +37,12 @@ def write_samples(folder: str, count: int) -> None:
             writer.write({"point": point.astype(np.float32), "label": label})
 
 
-def nearest_center(points: torch.Tensor) -> torch.Tensor:
-    """The fixed model: classify int64[n] of float[n, features] by the nearest center."""
-    centers = np.random.default_rng(3).normal(size=(_CLASSES, _FEATURES)).astype(np.float32)
-    return torch.cdist(points, torch.from_numpy(centers)).argmin(1)
-
-
 def count(batches: Any) -> torch.Tensor:
-    """Correct and all predictions, int64[2]."""
+    """Correct and all predictions, int64[2], of a fixed model: the nearest center."""
+    centers = torch.from_numpy(np.random.default_rng(3).normal(size=(_CLASSES, _FEATURES)).astype(np.float32))
     counts = torch.zeros(2, dtype=torch.int64)
     for batch in batches:
-        correct = nearest_center(batch["point"]) == batch["label"]
+        correct = torch.cdist(batch["point"], centers).argmin(1) == batch["label"]
         counts += torch.tensor([int(correct.sum()), len(correct)])
     return counts
 
@@ -83,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
         write_samples(folder, options.samples)
         for num_ranks in options.ranks:
             rendezvous, out = f"{scratch}/rendezvous-{num_ranks}", f"{scratch}/result-{num_ranks}.pt"
-            torch.multiprocessing.spawn(evaluate, (num_ranks, folder, rendezvous, out), nprocs=num_ranks)
+            spawn(evaluate, (num_ranks, folder, rendezvous, out), nprocs=num_ranks)
             found = torch.load(out, weights_only=True)
             (correct, total), (again, of) = found["exact"].tolist(), found["repeated"].tolist()
             shown = f"{correct / total!r:<20}  {found['mean'].item()!r:<20}  {again / of!r}"

@@ -18,7 +18,7 @@ pytest.importorskip("torchvision", reason="the recipes need torchvision: uv sync
 
 from lightning_stream.convert import convert
 from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError
-from recipes.data.images import Cifar10Data, ImageData, ImageNetData
+from recipes.data.images import Cifar10Data, ImageData, ImageNetData, as_tensor
 from recipes.data.synthetic import FLOWERS, draw_flower, write_flowers
 from recipes.models.image_classifier import ImageClassifier
 
@@ -65,6 +65,21 @@ def test_a_folder_an_archive_and_its_renamed_key_give_the_same_samples(photos: P
         assert batch["image"].shape[1:] == (3, 32, 32)
         assert batch["image"].dtype == torch.uint8
         data.close()
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "P", "RGBA", "L", "1", "I;16", "LA"])
+def test_an_image_of_any_mode_is_rgb(mode: str) -> None:
+    if mode == "I;16":
+        image = Image.fromarray(np.full((4, 4), 51 * 256 + 7, np.uint16))
+        assert image.mode == mode
+        wanted = torch.full((3, 4, 4), 51, dtype=torch.uint8)
+    else:
+        image = Image.new("RGB", (4, 4), (255, 0, 0)).convert(mode)
+        wanted = as_tensor(image.convert("RGB"))
+    out = io.BytesIO()
+    image.save(out, "TIFF" if mode == "CMYK" else "PNG")
+    for given in (image, Image.open(out), out.getvalue()):
+        assert torch.equal(as_tensor(given), wanted)
 
 
 @pytest.mark.parametrize(("kinds", "encoding"), [(("PNG", "JPEG"), "jpeg"), (("PNG", "WEBP", "JPEG"), "bytes")])
@@ -209,5 +224,3 @@ def test_any_network_starts_from_weights_for_other_classes(arch: str, photos: Pa
 def test_a_network_that_torchvision_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match="resnet"):
         ImageClassifier(arch="resnet81")
-    with pytest.raises(ValueError, match="cifar_stem"):
-        ImageClassifier(arch="vgg11", cifar_stem=True)
