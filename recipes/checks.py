@@ -14,23 +14,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 RENAMED = {
     "scale": "hardware", "canonical_nodes": "num_canonical_nodes", "environment": "env", "trained_ids": "sample_log",
-    "held_out": "val_fraction", "held_out_by": "group_by", "boundary": "bos_token", "block": "seq_len",
-    "moments": "num_frames", "width": "d_model", "depth": "n_layers", "heads": "n_heads",
-    "reset_at_documents": "mask_documents", "captionless": "cond_dropout", "guidance": "guidance_scale",
-    "drawing_steps": "num_inference_steps", "network": "arch", "network_options": "model_kwargs",
-    "small_images": "cifar_stem", "photos_sha256": "source_sha256", "drawn_count": "synthetic_count",
-    "generated_count": "synthetic_count", "smallest_crop": "crop_scale_min", "colour": "color_jitter",
-    "margin": "padding", "save_every": "save_every_n_steps",
+    "held_out": "val_fraction", "boundary": "bos_token", "block": "seq_len", "width": "d_model", "depth": "n_layers",
+    "heads": "n_heads", "reset_at_documents": "mask_documents", "captionless": "cond_dropout",
+    "guidance": "guidance_scale", "drawing_steps": "num_inference_steps", "network": "arch",
+    "network_options": "model_kwargs", "small_images": "cifar_stem", "photos_sha256": "source_sha256",
+    "drawn_count": "synthetic_count", "generated_count": "synthetic_count", "smallest_crop": "crop_scale_min",
+    "colour": "color_jitter", "margin": "padding", "save_every": "save_every_n_steps",
 }  # fmt: skip
 """Settings and groups whose names have changed."""
 
-_CHOICES = {
-    "hardware=one_gpu": "hardware=gpu", "hardware=one_node": "hardware=ddp", "model=resnet18": "model=resnet",
-    "hardware=two_nodes": "hardware=ddp hardware.num_nodes=2", "model=resnet50": "model=resnet model.arch=resnet50",
-    "store=volume": "store=databricks", "data.photos=drawn": "data.photos=synthetic",
-    "data.source=generated": "data.source=synthetic", "experiment=flowers_real": "experiment=flowers_photos",
-    "experiment=flowers_wider": "experiment=flowers_two_devices",
-}  # fmt: skip
 _CHECKPOINTS = {"lightning": "checkpoints/last.ckpt", "torch": "torch/last.pt", "composer": "composer/latest-rank0.pt"}
 _SECRET = re.compile(r"secret|password|passwd|token|access_?key|account_?key|credential|(^|_)key$|sas_", re.IGNORECASE)
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
@@ -41,7 +33,6 @@ def renamed_arguments(arguments: Sequence[str]) -> list[str]:
     problems = []
     for key, equals, value in (argument.lstrip("+~").partition("=") for argument in arguments if argument[0] != "-"):
         new = ".".join(RENAMED.get(part, part) for part in key.split(".")) + equals + value
-        new = _CHOICES.get(new, new)
         if equals and new != key + equals + value:
             problems.append(f"{key}={value} is now {new}.")
     return problems
@@ -86,11 +77,10 @@ def _hardware(config: DictConfig) -> Iterator[str]:
     wanted = (gpus if hardware.devices == -1 else hardware.devices) * hardware.num_nodes
     started = int(os.environ.get("WORLD_SIZE") or 1)
     if wanted != started:
-        launcher = "composer -n" if kind == "composer" else "torchrun --nproc-per-node"
-        yield (
-            f"hardware.devices: {wanted} processes are wanted, and {started} started. Start with {launcher} "
-            f"{hardware.devices} train.py ..., or set hardware.devices and hardware.num_nodes to what was started."
+        start = (
+            f"{'composer -n' if kind == 'composer' else 'torchrun --nproc-per-node'} {hardware.devices} train.py ..."
         )
+        yield f"hardware.devices: {wanted} processes are wanted, and {started} started. Start them with {start}"
 
 
 def _checkpoint(config: DictConfig) -> Iterator[str]:
@@ -99,11 +89,8 @@ def _checkpoint(config: DictConfig) -> Iterator[str]:
         found = sorted(each.name for each in last.parent.glob("*") if each.is_file())
         is_first = not int(os.environ.get("LOCAL_RANK") or 0)
         if found and is_first and not config.overwrite and not config.prepare_only:
-            yield (
-                f"{last.parent} holds checkpoints of an earlier run ({', '.join(found[:3])}). Resume it with "
-                "ckpt_path=last, choose another name=..., or start over with overwrite=true, which keeps them under "
-                "another name."
-            )
+            ways = "ckpt_path=last, choose another name=..., or start over with overwrite=true, which keeps them"
+            yield f"{last.parent} holds checkpoints of an earlier run ({', '.join(found[:3])}). Resume it with {ways}."
     elif "://" not in wanted:
         path = last if wanted == "last" else Path(wanted).expanduser()
         if not path.exists():

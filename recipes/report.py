@@ -17,26 +17,17 @@ class RunFigures:
     training_s: float = 0.0
     validation_s: float = 0.0
     waited_s: float | None = None  # for data, on the first device; None where unknown
-    longest_wait_s: float | None = None
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The result of a run, written to ``summary.json`` and printed.
+    """The result of a run, written to ``summary.json`` and printed."""
 
-    Attributes:
-        notes: Sentences to read first.
-        figures: Of this launch.
-        history: By epoch, the metrics of the whole run, under names such as ``val/accuracy``.
-        shown: Those in the table.
-        paths: What was written, by a word for it.
-    """
-
-    notes: Sequence[str]
-    figures: RunFigures
-    history: Mapping[int, Mapping[str, float]]
-    shown: Sequence[str]
-    paths: Mapping[str, str]
+    notes: Sequence[str]  # sentences to read first
+    figures: RunFigures  # of this launch
+    history: Mapping[int, Mapping[str, float]]  # by epoch, the metrics of the whole run, e.g. val/accuracy
+    shown: Sequence[str]  # those in the table
+    paths: Mapping[str, str]  # what was written, by a word for it
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1))
@@ -51,9 +42,8 @@ class RunSummary:
         speed = f"{now.training_s:.1f} s ({now.num_samples / max(now.training_s, 1e-9):,.0f} samples/s)"
         lines += ["", f"trained      {now.num_samples:,} samples in {now.num_steps:,} steps, {speed}"]
         if now.waited_s is not None:
-            longest = "" if now.longest_wait_s is None else f", longest {now.longest_wait_s:.2f} s"
             share = now.waited_s / max(now.training_s, 1e-9)
-            lines.append(f"waiting      {now.waited_s:.2f} s for data ({share:.1%}){longest}")
+            lines.append(f"waiting      {now.waited_s:.2f} s for data ({share:.1%})")
         lines.append(f"validation   {now.validation_s:.1f} s")
         return "\n".join([*lines, *(f"{name:<12} {path}" for name, path in self.paths.items()), ""])
 

@@ -51,8 +51,6 @@ def main(config: DictConfig) -> RunSummary | None:
         except SystemExit as end:  # Lightning ends with 1 after a second Ctrl-C
             raise _stopped(signal.SIGINT) if isinstance(end.__context__, KeyboardInterrupt) else end from None
         except _UNUSABLE as error:
-            if os.environ.get("HYDRA_FULL_ERROR") == "1":
-                raise
             began = [f"The run began with the settings in {config.folder}/config.yaml."]
             advice = began if isinstance(error, StateError) else []
             raise _refused(_sentence(error), *advice, "(HYDRA_FULL_ERROR=1 shows where.)") from error
@@ -117,7 +115,7 @@ def _fit_lightning(config: DictConfig, trainer: Any, model: Any, data: Any, ckpt
     trainer.save_checkpoint(last_checkpoint(config))
     now = next((each for each in trainer.callbacks if isinstance(each, RunMonitor)), RunMonitor())
     samples = now.num_samples * trainer.world_size
-    return RunFigures(samples, now.num_steps, now.training_s, now.validation_s, now.waited_s, now.longest_wait_s)
+    return RunFigures(samples, now.num_steps, now.training_s, now.validation_s, now.waited_s)
 
 
 def _summarise(config: DictConfig, model: RecipeModule, data: RecipeData, figures: RunFigures) -> RunSummary:
@@ -189,6 +187,8 @@ def _end_process_group() -> None:
 
 def _sentence(error: BaseException) -> str:
     """An error as one sentence; where a constructor refused a setting, with the group that it was built from."""
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        raise error
     cause = error.__cause__ if isinstance(error, HydraException) else None
     where = next((line.partition(": ")[2] for line in str(error).splitlines() if line.startswith("full_key: ")), "")
     return f"{where}: {cause}" if cause is not None else f"{type(error).__name__}: {error}"
@@ -206,7 +206,8 @@ def _refused(*sentences: str) -> SystemExit:
 
 
 def _quieten() -> None:
-    """Leave the terminal to what a user can act on."""
+    """Leave the terminal to what a user can act on, and to where a run resumed."""
+    logging.getLogger("lightning_stream").setLevel(logging.INFO)
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_stream.loading.checks"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for message in ("Checkpoint directory .* is not empty", ".*than the logging interval.*", ".*sync_dist=True.*"):

@@ -9,37 +9,22 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lightning_stream.convert import ConversionResult, Inputs, convert, read_manifest
+from lightning_stream.convert import ConversionResult, convert, read_manifest
 from lightning_stream.dataset import StreamingDataset
-from lightning_stream.errors import NotFoundError
 from lightning_stream.trainers.lightning.data_module import StreamingDataModule
 
 SYNTHETIC = "synthetic"
+PARTITION = 500  # inputs that `convert` writes together, where each is one sample
 Transform = Callable[[dict[str, Any]], Any]
 
 
 class RecipeData(StreamingDataModule):
     """Streams the datasets ``train`` and ``val``; `prepare_data` converts them from a source on one process per run.
 
-    A subclass defines `convert_source`, and passes its own conversion settings and the transforms of its samples::
-
-        class RowData(RecipeData):
-            def __init__(self, *, drop_nulls: bool = False, **shared: Any) -> None:
-                super().__init__(settings={"drop_nulls": drop_nulls}, **shared)
-                self.drop_nulls = drop_nulls
-
-            def convert_source(self) -> None:
-                self.convert(self.source, drop_nulls=self.drop_nulls)
-
-    Args:
-        remote: Folder or URL of the shards. With `source`, each source and setting has its own folder below it; else it
-            is a converted dataset with train/ and val/, as ``lightning-stream convert --val-fraction`` writes it.
-        source: What to convert: a path, a URL, or a word that the subclass knows, e.g. ``synthetic``.
-        settings: A subclass's own settings that the shards depend on.
-        transforms: Of the training samples and of the validation samples: from a sample to what is collated.
-        **loading: More arguments of `StreamingDataModule`.
-
-    The others are those of `convert` and `StreamingDataset`; see configs/shared/data.yaml.
+    A subclass defines `convert_source`, and passes its own `settings` that the shards depend on, and the `transforms`
+    of the training and the validation samples; see `recipes.data.table` for a short one. configs/shared/data.yaml
+    describes the arguments. `remote` has a folder for each `source` and its settings; without a source it is itself a
+    converted dataset with train/ and val/. `source` is a path, a URL, or a word that the subclass knows.
     """
 
     token_column = "input_ids"  # its elements are tokens, for trainers that count tokens
@@ -98,7 +83,7 @@ class RecipeData(StreamingDataModule):
         raise NotImplementedError
 
     def convert(self, source: Any, split: str | None = None, **settings: Any) -> None:
-        """Convert a source, as this split or divided by `val_fraction`; `settings` are more arguments of `convert`."""
+        """Convert a source, as this split or divided by `val_fraction`."""
         given: dict[str, Any] = {**self.writer, "num_workers": self.conversion_workers, "overwrite": self.overwrite}
         given |= {"val_fraction": None if split else self.val_fraction, "progress_bar": sys.stderr.isatty()}
         self.is_new |= convert(source, f"{self.uri}/{split}" if split else self.uri, **{**given, **settings}).is_new
@@ -106,13 +91,7 @@ class RecipeData(StreamingDataModule):
     @cached_property
     def manifest(self) -> ConversionResult:
         """What the conversion wrote beside the shards: their columns, counts and classes."""
-        try:
-            return read_manifest(self.uri)
-        except NotFoundError as error:
-            raise NotFoundError(
-                f"no converted dataset with train/ and val/ at {self.uri}. Set data.source to convert one, or "
-                "data.remote to the folder that `lightning-stream convert SOURCE FOLDER --val-fraction 0.1` wrote."
-            ) from error
+        return read_manifest(self.uri)
 
     def describe(self) -> str:
         """The first line of a run's summary."""
@@ -127,9 +106,3 @@ class RecipeData(StreamingDataModule):
 def absolute(uri: str) -> str:
     """A path made absolute, with ``~`` expanded; a URL stays unchanged."""
     return uri if "://" in uri or uri.startswith("dbfs:") else str(Path(uri).expanduser().absolute())
-
-
-def ranges(function: Callable[[tuple[int, int, int]], Any], synthetic: tuple[int, int], size: int = 500) -> Inputs:
-    """A synthetic source: `function` gives the samples of (seed, first, end); `synthetic` is their count and seed."""
-    count, seed = synthetic
-    return Inputs([(seed, begin, min(begin + size, count)) for begin in range(0, count, size)], function)

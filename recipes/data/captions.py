@@ -1,7 +1,8 @@
 """Images with captions, as img2dataset downloads LAION: tars, or folders, of ``.jpg`` with ``.txt`` or ``.json``."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,12 @@ from torchvision.transforms import v2
 
 from lightning_stream.convert import Inputs
 from lightning_stream.errors import FormatError, NotFoundError
-from recipes.data.base import SYNTHETIC, RecipeData, ranges
+from recipes.data.base import PARTITION, SYNTHETIC, RecipeData
 from recipes.data.images import as_tensor
 from recipes.data.synthetic_text import captioned_shape
 
 CAPTION_PAD = 0
 _COLUMNS = {"image": "jpeg", "caption": "str", "key": "str"}
-_IMAGES_OF_PARTITION = 1000
 
 
 def captioned(row: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -27,13 +27,11 @@ def captioned(row: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"image": image, "caption": str(caption), "key": str(row["__key__"])} if image and caption else None
 
 
-def read_files(paths: list[str]) -> Iterator[dict[str, Any]]:
-    """The samples of images that have captions beside them."""
-    for image in map(Path, paths):
-        text, about = (file.read_text("utf-8") if file.is_file() else "" for file in beside(image))
-        row = {"jpg": image.read_bytes(), "txt": text, "json": json.loads(about or "{}"), "__key__": image.stem}
-        if (sample := captioned(row)) is not None:
-            yield sample
+def read_file(path: str) -> list[dict[str, Any]]:
+    """The sample of an image that has a caption beside it."""
+    text, about = (file.read_text("utf-8") if file.is_file() else "" for file in beside(Path(path)))
+    row = {"jpg": Path(path).read_bytes(), "txt": text, "json": json.loads(about or "{}"), "__key__": Path(path).stem}
+    return [sample for sample in [captioned(row)] if sample]
 
 
 def beside(image: Path) -> tuple[Path, Path]:
@@ -41,12 +39,9 @@ def beside(image: Path) -> tuple[Path, Path]:
     return image.with_suffix(".txt"), image.with_suffix(".json")
 
 
-def read_shapes(numbers: tuple[int, int, int]) -> Iterator[dict[str, Any]]:
-    """Synthetic captioned shapes: of a seed, from a first to a last number."""
-    seed, begin, end = numbers
-    for number in range(begin, end):
-        image, caption = captioned_shape(number, seed)
-        yield {"image": image, "caption": caption, "key": f"{number:09}"}
+def read_shape(number: int, seed: int) -> list[dict[str, Any]]:
+    image, caption = captioned_shape(number, seed)
+    return [{"image": image, "caption": caption, "key": f"{number:09}"}]
 
 
 def caption_tokens(caption: str, length: int) -> torch.Tensor:
@@ -88,7 +83,9 @@ class CaptionData(RecipeData):
         """Write the images' own bytes with their captions."""
         source = self._files()
         tars: dict[str, Any] = {"kind": "webdataset", "transform": captioned}
-        self.convert(source, columns=_COLUMNS, **({} if isinstance(source, Inputs) else tars))
+        self.convert(
+            source, columns=_COLUMNS, **({"partition_bytes": PARTITION} if isinstance(source, Inputs) else tars)
+        )
 
     def captions(self, count: int) -> list[str]:
         """The first captions of the validation split, each once."""
@@ -98,7 +95,8 @@ class CaptionData(RecipeData):
     def _files(self) -> Any:
         """What `convert` reads."""
         if self.source == SYNTHETIC:
-            return ranges(read_shapes, self.synthetic)
+            count, seed = self.synthetic
+            return Inputs(range(count), partial(read_shape, seed=seed))
         if "://" in str(self.source):
             return f"{self.source}/*.tar"
         folder = Path(str(self.source))
@@ -115,5 +113,4 @@ class CaptionData(RecipeData):
             )
         stamped = [(str(file), file.stat().st_mtime_ns) for file in (*images, *captions)]
         stamp = xxhash.xxh3_64_hexdigest(repr(stamped).encode())
-        paths, size = [*map(str, images)], _IMAGES_OF_PARTITION
-        return Inputs([paths[begin : begin + size] for begin in range(0, len(paths), size)], read_files, stamp)
+        return Inputs([*map(str, images)], read_file, stamp)

@@ -38,13 +38,8 @@ _IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 class ImageData(RecipeData):
     """Class folders of images, streamed as ``{"image": uint8[n, 3, h, w], "label": int64[n]}``.
 
-    Args:
-        source: ``<folder>/<class>/*.jpg``, ``<folder>/train|val/<class>/*.jpg``, a .tar or .tgz of such a folder, the
-            URL of one, ``synthetic`` for drawn flowers, or ``download`` for TensorFlow's 3,670 flower photos.
-        photos: Another name of `source`.
-        downloads: Folder for downloaded, extracted and drawn images.
-
-    The others are in configs/data/flowers.yaml and in `RecipeData`.
+    `source` is ``<folder>/<class>/*.jpg``, ``<folder>/train|val/<class>/*.jpg``, a .tar or .tgz of such a folder, the
+    URL of one, ``synthetic``, or ``download`` for TensorFlow's flowers. The settings are in configs/data/flowers.yaml.
     """
 
     def __init__(
@@ -118,10 +113,7 @@ class Cifar10Data(ImageData):
 
 
 class ImageNetData(ImageData):
-    """ImageNet (ILSVRC2012): a folder of its two tars and the labels of the val images, or of train/ and val/ folders.
-
-    The images are read from the tars in place, byte for byte.
-    """
+    """ImageNet (ILSVRC2012): train/ and val/, or its two tars, which are read in place, and the val images' labels."""
 
     def convert_source(self) -> None:
         """Convert both splits; the shards mix the classes."""
@@ -143,10 +135,7 @@ class ImageNetData(ImageData):
 
 
 class ImageTransform:
-    """A sample's image as a transformed tensor, uint8[3, h, w], with its label.
-
-    The transforms of torchvision draw from torch's generator, which the loader seeds for each sample.
-    """
+    """A sample's image as a transformed tensor, uint8[3, h, w], with its label."""
 
     def __init__(self, transform: Callable[[Tensor], Tensor]) -> None:
         self.transform = transform

@@ -1,19 +1,21 @@
 """A table as streamed rows: a column to predict, and the columns of numbers to predict it from."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recipes.data.base import SYNTHETIC, RecipeData, ranges
+from lightning_stream.convert import Inputs
+from recipes.data.base import PARTITION, SYNTHETIC, RecipeData
 
 
-def synthetic_rows(numbers: tuple[int, int, int]) -> Iterator[dict[str, float]]:
-    """Rows of a seed: `y` depends on `a` to `d` and some noise, not on `e`."""
-    seed, begin, end = numbers
-    for a, b, c, d, e, noise in np.random.default_rng((seed, begin)).normal(size=(end - begin, 6)).tolist():
-        yield {"a": a, "b": b, "c": c, "d": d, "e": e, "y": 2 * np.sin(a) + b * c - 0.5 * d**2 + 0.1 * noise}
+def synthetic_row(number: int, seed: int) -> list[dict[str, float]]:
+    """A row in which `y` depends on `a` to `d` and some noise, not on `e`."""
+    a, b, c, d, e, noise = np.random.default_rng((seed, number)).normal(size=6).tolist()
+    return [{"a": a, "b": b, "c": c, "d": d, "e": e, "y": 2 * math.sin(a) + b * c - 0.5 * d**2 + 0.1 * noise}]
 
 
 class TableData(RecipeData):
@@ -29,8 +31,11 @@ class TableData(RecipeData):
 
     def convert_source(self) -> None:
         """Write the rows in a random order, since tables often lie sorted."""
-        source = ranges(synthetic_rows, self.synthetic) if self.source == SYNTHETIC else self.source
-        self.convert(source, shuffle=True, **self.nulls)
+        if self.source != SYNTHETIC:
+            self.convert(self.source, shuffle=True, **self.nulls)
+            return
+        count, seed = self.synthetic
+        self.convert(Inputs(range(count), partial(synthetic_row, seed=seed)), shuffle=True, partition_bytes=PARTITION)
 
     @property
     def features(self) -> tuple[str, ...]:

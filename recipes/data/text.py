@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,9 +17,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from lightning_stream import Stream, StreamingDataset
+from lightning_stream.convert import Inputs
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.stores import open_store
-from recipes.data.base import SYNTHETIC, RecipeData, ranges
+from recipes.data.base import PARTITION, SYNTHETIC, RecipeData
 from recipes.data.synthetic_text import story
 
 BYTES = "bytes"
@@ -73,13 +74,9 @@ AnyTokenizer: TypeAlias = "ByteTokenizer | FileTokenizer"
 class PackBlocks:
     """Packs the documents of a partition into blocks of one length; `convert` calls it in its workers.
 
-    Attributes:
-        tokenizer: ``bytes``, or the path of a ``tokenizer.json``.
-        separator: What divides a text into documents; None where each text is one.
-        val_fraction: Share of the documents in the validation split, chosen by a hash of their text.
-        split: ``train`` or ``val``, of which only that split's documents are packed; None for all.
-        is_single: Whether the source is one document, which is cut in two at a line's end.
-        fingerprint: The tokenizer's: with another one, `convert` makes another dataset.
+    With a `split`, only its documents are packed: a hash of the text puts `val_fraction` of them into ``val``. Where
+    the source `is_single`, one document, it is cut in two at a line's end. Another tokenizer has another `fingerprint`,
+    so that `convert` makes another dataset.
     """
 
     tokenizer: str = BYTES
@@ -140,17 +137,12 @@ def split_of(text: str, val_fraction: float) -> str:
     return "val" if xxhash.xxh3_64_intdigest(text.encode()) / 2**64 < val_fraction else "train"
 
 
-def read_stories(numbers: tuple[int, int, int]) -> Iterator[dict[str, str]]:
-    """Synthetic stories as rows: of a seed, from a first to a last number."""
-    seed, begin, end = numbers
-    return ({"text": story(number, seed)} for number in range(begin, end))
+def read_story(number: int, seed: int) -> list[dict[str, str]]:
+    return [{"text": story(number, seed)}]
 
 
 class TextData(RecipeData):
-    """Streams blocks of tokens: ``{"tokens": uint16[n, seq_len], "documents": int32[n, seq_len]}`` a batch.
-
-    configs/data/text.yaml describes the settings.
-    """
+    """Streams blocks of tokens; configs/data/text.yaml describes the settings."""
 
     token_column = "tokens"
 
@@ -182,10 +174,8 @@ class TextData(RecipeData):
         expected = {"tokenizer": self.tokenizer.fingerprint, "seq_len": self.pack.seq_len}
         found = json.loads(open_store(self.uri).read("text.json"))
         if found != expected:
-            raise FormatError(
-                f"the blocks at {self.uri} were made with {found}; found {expected}. Set data.tokenizer, "
-                "data.bos_token and data.seq_len to theirs."
-            )
+            advice = "Set data.tokenizer, data.bos_token and data.seq_len to theirs."
+            raise FormatError(f"the blocks at {self.uri} were made with {found}; found {expected}. {advice}")
 
     def convert_source(self) -> None:
         """Write the blocks of both splits."""
@@ -197,7 +187,9 @@ class TextData(RecipeData):
         for split, pattern in self.files.items():
             of_split = replace(pack, split=None if pattern else split)
             try:
-                self.convert(self._files(pattern), split, columns=columns, transform_partition=of_split)
+                source = self._files(pattern)
+                size: dict[str, Any] = {"partition_bytes": PARTITION} if isinstance(source, Inputs) else {}
+                self.convert(source, split, columns=columns, transform_partition=of_split, **size)
             except ValueError as error:
                 advice = "Both splits need documents: set data.separator, data.val_fraction or the patterns."
                 raise FormatError(f"the {split} split cannot be written: {error} {advice}") from error
@@ -207,7 +199,8 @@ class TextData(RecipeData):
     def _files(self, pattern: str | None) -> Any:
         """What `convert` reads."""
         if self.source == SYNTHETIC:
-            return ranges(read_stories, self.synthetic)
+            count, seed = self.synthetic
+            return Inputs(range(count), partial(read_story, seed=seed))
         if pattern is None or "://" in str(self.source):
             return f"{self.source}/{pattern}" if pattern else self.source
         found = sorted(map(str, Path(str(self.source)).glob(pattern)))  # `[` in the folder's own name is literal
@@ -219,13 +212,8 @@ class TextData(RecipeData):
 class TextMixture(TextData):
     """Several texts as one stream: trained on in proportions; validation has each block of all once.
 
-    Args:
-        parts: By name, the settings of a text (``source``, ``separator``, ``synthetic_seed`` ...) and ``proportion``:
-            its share of the training blocks, relative to the others'.
-        batching_method: ``stratified`` (each batch has each part's share), ``random``, ``per_stream`` (each batch is
-            from one part) or ``device_per_stream``.
-        epoch_size: Blocks of an epoch; None for as many as there are.
-        **shared: See `TextData` and `RecipeData`; the same for all parts.
+    `parts` are, by name, the settings in which a text differs from the others, and its ``proportion`` of the training
+    blocks, relative to the others'. configs/data/mix.yaml describes the other settings.
     """
 
     def __init__(

@@ -22,15 +22,10 @@ _UNIT = 2**24  # losses are added as whole numbers of this part of 1: finer than
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What a model makes of a batch of n samples.
+    """What a model makes of a batch of n samples."""
 
-    Attributes:
-        losses: float[n], with gradient: training lowers their mean over the samples of an optimizer step.
-        updates: By metric, the arguments of its ``update``, of n rows each. `losses` update a ``loss`` that is absent.
-    """
-
-    losses: Tensor
-    updates: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    losses: Tensor  # float[n], with gradient: training lowers their mean over the samples of an optimizer step
+    updates: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)  # by metric, the arguments of its `update`
 
     def metric_arguments(self, name: str) -> tuple[Tensor, ...]:
         """What updates the metric of this name, without a gradient."""
@@ -38,10 +33,7 @@ class LossOutput:
 
 
 class ExactMean(Metric):
-    """A weighted mean that is the same to the last bit on any number of devices, since it adds whole numbers.
-
-    Sums of floats depend on what was added first. Here each value is rounded to a multiple of 2**-24.
-    """
+    """A weighted mean that is the same to the last bit on any number of devices: it adds whole numbers of 2**-24."""
 
     full_state_update = False
     sums: Tensor  # int64[3]: values in parts of 1, weights, weights of values that are not finite
@@ -68,8 +60,7 @@ class ExactMean(Metric):
 class RecipeModule(LightningModule):
     """A model of a recipe. A subclass defines `make_network`, `compute_loss`, `make_metrics` and `show`.
 
-    The learning rate rises in a share `warmup` of the run, then falls along a cosine. `history` holds the metrics by
-    epoch, under ``train/...`` and ``val/...``.
+    `history` holds the metrics by epoch, under ``train/...`` and ``val/...``.
     """
 
     data_type: type[RecipeData] = RecipeData  # what it learns from: a config that pairs it with other data is refused
@@ -141,10 +132,7 @@ class RecipeModule(LightningModule):
         return dict(found.items())
 
     def end_pass(self, stage: str, epoch: int) -> dict[str, float]:
-        """Compute the metrics of a pass over all ranks, note them in the history, and reset them. All ranks call this.
-
-        Returns the metrics as ``train/...`` or ``val/...``; nothing where no sample was counted.
-        """
+        """The metrics of a pass over all ranks, which all call this; into the history. Nothing without samples."""
         with warnings.catch_warnings():  # a rank without samples must take part in the sum all the same
             warnings.filterwarnings("ignore", ".*``compute`` method of metric.*before the ``update`` method.*")
             found = {f"{stage}/{name}": float(metric.compute()) for name, metric in self.metrics_of(stage).items()}

@@ -127,13 +127,12 @@ class LanguageModel(RecipeModule):
 
     @torch.inference_mode()
     def generate(self, count: int, temperature: float = 0.8) -> list[int]:
-        """Draw tokens one by one from the beginning of a document; the same for the same weights."""
+        """Draw a document token by token, at most `count`; the same for the same weights."""
         self.eval()
         rng = torch.Generator().manual_seed(self.seed)
         tokens = [self.bos_token]
-        for _ in range(count):
-            begin = max(i for i, one in enumerate(tokens) if one == self.bos_token) if self.mask_documents else 0
-            context = tokens[max(begin, len(tokens) - self.network.seq_len) :]
-            logits = self.network(torch.tensor([context], device=self.device))[0, -1].float().cpu()
+        while len(tokens) <= count and (len(tokens) == 1 or tokens[-1] != self.bos_token):
+            context = torch.tensor([tokens[-self.network.seq_len :]], device=self.device)
+            logits = self.network(context)[0, -1].float().cpu()
             tokens.append(int(torch.multinomial((logits / temperature).softmax(0), 1, generator=rng)))
         return tokens

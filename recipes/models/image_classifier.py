@@ -21,9 +21,8 @@ _NO_AUXILIARY = {"aux_logits": False, "init_weights": False}  # this recipe does
 class ImageClassifier(RecipeModule):
     """Classifies uint8 images; learns from batches of ``{"image": uint8[n, 3, h, w], "label": int64[n]}``.
 
-    `arch` is a classification network of ``torchvision.models``. From a file of `weights` (read with
-    ``weights_only=True``), the tensors for another number of classes are not used. `cifar_stem` begins a ResNet with a
-    3x3 convolution of stride 1 and no max-pool, as 32-pixel images need. The reported loss has no label smoothing.
+    `cifar_stem` begins a ResNet with a 3x3 convolution of stride 1 and no max-pool, as 32-pixel images need. The
+    reported loss has no label smoothing. configs/model/resnet.yaml describes the settings.
     """
 
     data_type = ImageData

@@ -2,7 +2,6 @@
 
 import math
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +10,6 @@ from torchmetrics import Metric, R2Score
 
 from recipes.data.table import TableData
 from recipes.models.base import Batch, ExactMean, LossOutput, RecipeModule
-
-_SHOWN_ROWS = 2000
 
 
 class R2(R2Score):
@@ -60,20 +57,3 @@ class Regressor(RecipeModule):
         predicted = self(batch)
         target = (batch[self.label].float() - self.mean[-1]) / self.std[-1]
         return LossOutput((predicted - target).square(), {"r2": (predicted, target)})
-
-    @torch.inference_mode()
-    def show(self, data: TableData, folder: Path) -> dict[str, Path]:
-        """Plot predicted over true labels of the validation split."""
-        from matplotlib.figure import Figure
-
-        self.eval()
-        columns = data.val_dataset.read_batch(range(min(_SHOWN_ROWS, data.val_dataset.size)))
-        batch = {name: torch.as_tensor(columns[name]).to(self.device) for name in (*self.columns, self.label)}
-        true, predicted = batch[self.label].float().cpu(), (self(batch) * self.std[-1] + self.mean[-1]).cpu()
-        figure = Figure(figsize=(5, 5), dpi=120, layout="constrained")
-        axes = figure.subplots()
-        axes.axline((float(true.mean()), float(true.mean())), slope=1, color="0.6", linewidth=1)
-        axes.scatter(true, predicted, s=9, alpha=0.5, linewidth=0)
-        axes.set(xlabel=self.label, ylabel=f"predicted {self.label}", title=f"{len(true)} validation rows")
-        figure.savefig(folder / "predictions.png")
-        return {"picture": folder / "predictions.png"}

@@ -43,7 +43,7 @@ def test_every_config_fits_what_it_builds(
 ) -> None:
     group = choice.partition("=")[0]
     data = () if group in ("data", "experiment") else ("data=flowers",)
-    expected = ("composer", "GPU", "mandatory", "wanted", "learns from", "ckpt_path", "try `pip")
+    expected = ("composer", "GPU", "mandatory", "wanted", "learns from", "ckpt_path", "pip install", "not met")
     found = problems_of(composed(f"folder={tmp_path}", f"root={tmp_path}", *data, choice), capsys)
     assert not [each for each in found if not any(word.lower() in each.lower() for word in expected)]
 
@@ -100,11 +100,8 @@ def test_a_file_that_is_no_checkpoint_is_a_problem(composed: Composed, tmp_path:
     [
         ("scale=cpu", "hardware=cpu"),
         ("+scale.devices=2", "hardware.devices=2"),
-        ("scale=one_gpu", "hardware=gpu"),
         ("data.held_out=0.1", "data.val_fraction=0.1"),
-        ("data.photos=drawn", "data.photos=synthetic"),
         ("model.network=resnet50", "model.arch=resnet50"),
-        ("model=resnet18", "model=resnet"),
     ],
 )
 def test_an_old_name_is_refused_with_the_new_one(old: str, new: str) -> None:

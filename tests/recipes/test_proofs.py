@@ -14,7 +14,7 @@ pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync")
 pytest.importorskip("torchvision", reason="the recipes need torchvision: uv sync")
 from support.recipe_runs import ROOT
 
-from recipes.proofs import exact_evaluation, local_files
+from recipes.proofs import exact_evaluation
 from recipes.proofs.device_counts import Step, compare, read_steps
 
 ONE, TWO, THREE = Step(1, 0, (1, 2), 2.0), Step(2, 0, (3, 4), 1.0), Step(3, 0, (5, 6), 0.5)
@@ -61,27 +61,6 @@ def test_a_chain_over_1_2_and_1_devices_is_exact(tmp_path: Path) -> None:
     assert re.search(r"All \d+ steps have the same samples, each once.", done.stdout)
     assert re.search(r"part-2: 2 device\(s\), 1 worker\(s\), steps \d+-\d+", done.stdout)
     assert (tmp_path / "device_counts.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_training_from_shards_equals_training_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = ["--count", "60", "--size", "32", "--epochs", "2", "--batch", "16", "--workers", "0"]
-    assert local_files.main([*tiny, "--out", str(tmp_path)]) == 0
-    assert "8 losses: equal bit for bit" in capsys.readouterr().out
-
-
-def test_other_pixels_make_other_losses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = local_files.ImageFolder.__getitem__
-
-    def darker(files: local_files.ImageFolder, index: int) -> tuple[object, int]:
-        image, label = read(files, index)
-        return image * 0.99, label
-
-    monkeypatch.setattr(local_files.ImageFolder, "__getitem__", darker)
-    tiny = ["--count", "40", "--size", "32", "--epochs", "1", "--batch", "16", "--workers", "0"]
-    assert local_files.main([*tiny, "--out", str(tmp_path)]) == 1
-    assert "DIFFERENT" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -69,8 +69,9 @@ def test_a_run_ends_with_a_summary_and_a_picture(flowers: Flowers, capsys: pytes
 
 
 def test_a_run_stopped_by_ctrl_c_resumes_exactly(
-    flowers: Flowers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    flowers: Flowers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     whole = flowers("exact", *LOGGED)
     real = frame.instantiate
 
@@ -90,7 +91,7 @@ def test_a_run_stopped_by_ctrl_c_resumes_exactly(
     assert len(curve) >= len(expected) - 1  # Lightning does not log the step that a signal ends
     for name, value in weights(whole).items():
         torch.testing.assert_close(weights(resumed)[name], value)
-    assert "Resumed at epoch " in capsys.readouterr().out
+    assert "Resumed at epoch " in caplog.text
 
 
 def test_a_run_never_replaces_the_checkpoints_of_an_earlier_one(
@@ -139,7 +140,7 @@ def test_a_plain_loop_trains_as_lightning_does_and_resumes(
     torch_options = ("trainer=torch", "trainer.log_every_n_steps=1", "trainer.save_every_n_steps=4")
     plain = flowers("by-torch", *torch_options)
     assert loss_curve(plain) == pytest.approx(loss_curve(lightning), abs=1e-6)
-    backward = torch_loop._Run._backward
+    backward = torch_loop.TorchTrainer._backward
 
     def interrupted(self: Any, *arguments: Any) -> Any:
         if self.step == 7:
@@ -147,7 +148,7 @@ def test_a_plain_loop_trains_as_lightning_does_and_resumes(
         return backward(self, *arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(torch_loop._Run, "_backward", interrupted)
+        patched.setattr(torch_loop.TorchTrainer, "_backward", interrupted)
         with pytest.raises(SystemExit) as end:
             flowers("torch-stopped", *torch_options)
     assert end.value.code == 128 + signal.SIGTERM
