@@ -7,6 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+_TILE = 150  # pixels
+
 
 @dataclass
 class RunFigures:
@@ -51,19 +55,17 @@ class RunSummary:
 def image_grid(
     images: Sequence[Any], texts: Sequence[str], path: Path, title: str, colors: Sequence[str] = (), columns: int = 8
 ) -> None:
-    """Draw images, uint8[h, w, 3] each, in a PNG file, with a text above each."""
-    from matplotlib.figure import Figure  # not in every environment that trains
-
+    """Draw images, uint8[h, w, 3] each, in a PNG file, with a text of at most two lines below each."""
     rows = -(-len(images) // columns)
-    figure = Figure(figsize=(1.5 * columns, 0.5 + 1.9 * rows), dpi=100, layout="constrained")
-    figure.suptitle(title)
-    places = figure.subplots(rows, columns, squeeze=False).flat
-    for number, axes in enumerate(places):
-        axes.set_axis_off()
-        if number < len(images):
-            axes.imshow(images[number])
-            axes.set_title(texts[number], fontsize=9, color=colors[number] if colors else "black")
-    figure.savefig(path)
+    sheet = Image.new("RGB", (columns * _TILE, 50 + rows * (_TILE + 40)), "white")
+    draw = ImageDraw.Draw(sheet)
+    draw.text((10, 12), title, "black", ImageFont.load_default(20))
+    for number, (image, text) in enumerate(zip(images, texts, strict=True)):
+        left, top = number % columns * _TILE, 50 + number // columns * (_TILE + 40)
+        sheet.paste(ImageOps.fit(Image.fromarray(image), (_TILE - 10, _TILE - 10)), (left + 5, top))
+        color = colors[number] if colors else "black"
+        draw.multiline_text((left + 5, top + _TILE - 8), text, color, ImageFont.load_default(13))
+    sheet.save(path)
 
 
 def loss_curve(folder: Path, name: str = "train/loss") -> dict[int, float]:

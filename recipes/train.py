@@ -35,10 +35,7 @@ _UNUSABLE = (LightningStreamError, HydraException, ImportError, Misconfiguration
 
 
 def main(config: DictConfig) -> RunSummary | None:
-    """Run a config of ``train.py``; SystemExit(2) for a config or data that cannot be used, after all reasons.
-
-    Returns the summary on the first rank; None on others and with ``prepare_only``.
-    """
+    """Run a config of ``train.py``. Returns the summary on the first rank; None on others and with ``prepare_only``."""
     with ExitStack() as stack:
         stack.callback(_remove_if_empty, Path(config.folder))
         if problems := find_problems(config):

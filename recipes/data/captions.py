@@ -87,11 +87,6 @@ class CaptionData(RecipeData):
             source, columns=_COLUMNS, **({"partition_bytes": PARTITION} if isinstance(source, Inputs) else tars)
         )
 
-    def captions(self, count: int) -> list[str]:
-        """The first captions of the validation split, each once."""
-        found = dict.fromkeys(self.val_dataset[index]["caption"] for index in range(min(64, self.val_dataset.size)))
-        return [*found][:count]
-
     def _files(self) -> Any:
         """What `convert` reads."""
         if self.source == SYNTHETIC:

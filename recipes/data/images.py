@@ -78,10 +78,6 @@ class ImageData(RecipeData):
             raise NotFoundError(f"data.source must be a folder, an archive, a URL, synthetic or download; found {url}.")
         return path
 
-    def write_classes(self, classes: tuple[str, ...]) -> None:
-        """Keep the classes of a source whose conversion does not know them."""
-        open_store(self.uri).put(_CLASSES, json.dumps(classes).encode())
-
     @cached_property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes; a label is an index into them."""
@@ -96,6 +92,8 @@ class ImageData(RecipeData):
 class Cifar10Data(ImageData):
     """CIFAR-10 from ``cifar-10-binary.tar.gz``, or the folder in it; training shifts it by up to `padding` pixels."""
 
+    classes = _CIFAR10
+
     def __init__(self, *, padding: int = 4, **shared: Any) -> None:
         augment = v2.Compose([v2.RandomCrop(32, padding=padding), v2.RandomHorizontalFlip()])
         super().__init__(transforms=(augment, v2.Identity()), **shared)
@@ -109,7 +107,6 @@ class Cifar10Data(ImageData):
                 hint = "Pass cifar-10-binary.tar.gz, or the folder in it; the archive for Python holds pickles."
                 raise NotFoundError(f"no {names[0]} in {self.source}. {hint}")
             self.convert(Inputs(paths, read_cifar10), split)
-        self.write_classes(_CIFAR10)
 
 
 class ImageNetData(ImageData):
@@ -131,7 +128,7 @@ class ImageNetData(ImageData):
         self.convert(Inputs(inputs, read_synset), "train", columns=_IMAGENET_COLUMNS, shuffle=True)
         label_val = partial(labeled, synsets=val_synsets(folder), labels=labels)
         self.convert(str(folder / _VAL_TAR), "val", columns=_IMAGENET_COLUMNS, kind="webdataset", transform=label_val)
-        self.write_classes(tuple(labels))
+        open_store(self.uri).put(_CLASSES, json.dumps([*labels]).encode())
 
 
 class ImageTransform:

@@ -1,7 +1,4 @@
-"""Synthetic flowers: five classes to learn where there are no photos and no network.
-
-Shape, color, number, size, pose, background, light and noise vary; several classes share colors.
-"""
+"""Synthetic flowers: five classes to learn where there are no photos and no network; several classes share colors."""
 
 import cmath
 import colorsys

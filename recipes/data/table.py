@@ -44,10 +44,8 @@ class TableData(RecipeData):
         numbers = [name for name, value in row.items() if isinstance(value, int | float | np.number)]
         chosen = self.chosen or tuple(name for name in numbers if name != self.label)
         if missing := [name for name in (self.label, *chosen) if name not in numbers]:
-            raise ValueError(
-                f"label and features must be columns of numbers; {', '.join(missing)} is not one. Set data.label and "
-                f"data.features to some of {', '.join(numbers)}."
-            )
+            advice = f"Set data.label and data.features to some of {', '.join(numbers)}."
+            raise ValueError(f"label and features must hold numbers; {', '.join(missing)} is not one. {advice}")
         return chosen
 
     def feature_stats(self, max_rows: int = 1 << 16) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -58,10 +58,7 @@ class ExactMean(Metric):
 
 
 class RecipeModule(LightningModule):
-    """A model of a recipe. A subclass defines `make_network`, `compute_loss`, `make_metrics` and `show`.
-
-    `history` holds the metrics by epoch, under ``train/...`` and ``val/...``.
-    """
+    """A model of a recipe. A subclass defines `make_network`, `compute_loss`, `make_metrics` and `show`."""
 
     data_type: type[RecipeData] = RecipeData  # what it learns from: a config that pairs it with other data is refused
     shown: tuple[str, ...] = ("train/accuracy", "val/accuracy")  # the metrics in the summary's table
@@ -72,7 +69,7 @@ class RecipeModule(LightningModule):
     ) -> None:
         super().__init__()
         self.learning_rate, self.weight_decay, self.warmup, self.seed = learning_rate, weight_decay, warmup, seed
-        self.history: dict[int, dict[str, float]] = {}
+        self.history: dict[int, dict[str, float]] = {}  # by epoch, the metrics, under train/... and val/...
         self.metrics = nn.ModuleDict({f"{stage}_": nn.ModuleDict(self.make_metrics()) for stage in ("train", "val")})
         self.network: Any = None
 

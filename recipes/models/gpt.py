@@ -31,8 +31,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Predict the token after each one: logits, float[n, t, vocab_size], of int64[n, t].
 
-        Positions and attention restart with each of `documents`, int[n, t], the document of each token. None treats a
-        block as one document.
+        Positions and attention restart with each of `documents`, int[n, t], the document of each token.
         """
         length = tokens.shape[1]
         positions, mask = torch.arange(length, device=tokens.device), None
@@ -127,12 +126,13 @@ class LanguageModel(RecipeModule):
 
     @torch.inference_mode()
     def generate(self, count: int, temperature: float = 0.8) -> list[int]:
-        """Draw a document token by token, at most `count`; the same for the same weights."""
+        """Draw `count` tokens of one document; the same for the same weights."""
         self.eval()
         rng = torch.Generator().manual_seed(self.seed)
         tokens = [self.bos_token]
-        while len(tokens) <= count and (len(tokens) == 1 or tokens[-1] != self.bos_token):
+        for _ in range(count):
             context = torch.tensor([tokens[-self.network.seq_len :]], device=self.device)
             logits = self.network(context)[0, -1].float().cpu()
+            logits[self.bos_token] = -torch.inf
             tokens.append(int(torch.multinomial((logits / temperature).softmax(0), 1, generator=rng)))
         return tokens

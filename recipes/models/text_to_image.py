@@ -112,7 +112,8 @@ class TextToImage(RecipeModule):
 
     def show(self, data: CaptionData, folder: Path) -> dict[str, Path]:
         """Draw four images for each of five captions of the validation split."""
-        captions = [caption for caption in data.captions(5) for _ in range(4)]
+        found = dict.fromkeys(data.val_dataset[index]["caption"] for index in range(min(64, data.val_dataset.size)))
+        captions = [caption for caption in [*found][:5] for _ in range(4)]
         images = [image.permute(1, 2, 0).numpy() for image in self.generate(captions)]
         image_grid(images, captions, folder / "generated.png", "Drawn for captions of the validation split", columns=4)
         return {"picture": folder / "generated.png"}

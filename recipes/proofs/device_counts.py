@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,15 +97,6 @@ def run(folder: Path, name: str, overrides: Sequence[str], devices: int, workers
     return found
 
 
-def plot(curves: Mapping[str, Sequence[Step]], path: Path, title: str) -> None:
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel="optimizer step", ylabel="training loss")
-    for label, steps in curves.items():
-        axes.plot([step.number for step in steps], [step.loss for step in steps], label=label, alpha=0.8)
-    axes.legend()
-    figure.savefig(path, dpi=110)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 1], help="devices of each run of the chain")
@@ -125,7 +116,12 @@ def main() -> int:
     wrong, largest = compare(whole, [step for name, steps in curves.items() if name != "unbroken" for step in steps])
     print(wrong or f"All {len(whole)} steps have the same samples, each once.")
     print(f"Largest loss difference: {largest:.1e}. Allowed: {options.tolerance:.0e}.")
-    plot(curves, folder / "device_counts.png", f"Devices {' → '.join(map(str, options.devices))}")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="optimizer step", ylabel="training loss")
+    for label, steps in curves.items():
+        axes.plot([step.number for step in steps], [step.loss for step in steps], label=label, alpha=0.8)
+    axes.legend()
+    figure.savefig(folder / "device_counts.png", dpi=110)
     print(f"Picture: {folder / 'device_counts.png'}")
     return 1 if wrong or largest > options.tolerance else 0
 
