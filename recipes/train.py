@@ -37,7 +37,7 @@ _UNUSABLE = (LightningStreamError, HydraException, ImportError, Misconfiguration
 def main(config: DictConfig) -> RunSummary | None:
     """Run a config of ``train.py``. Returns the summary on the first rank; None on others and with ``prepare_only``."""
     with ExitStack() as stack:
-        stack.callback(_remove_if_empty, Path(config.folder))
+        stack.callback(_clean, Path(config.folder))
         if problems := find_problems(config):
             raise _refused("Invalid config:", *problems)
         _enter(config, stack)
@@ -150,8 +150,8 @@ def _local_checkpoint(config: DictConfig, stack: ExitStack) -> str | None:
     return str(path)
 
 
-def _remove_if_empty(folder: Path) -> None:
-    """Hydra makes a run's folder before it calls `main`."""
+def _clean(folder: Path) -> None:
+    """Remove the folder of a run that was refused: Hydra has made it."""
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
 

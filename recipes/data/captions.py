@@ -66,8 +66,7 @@ class CaptionedPixels:
 class CaptionData(RecipeData):
     """Streams ``{"image": uint8[n, 3, h, w], "tokens": uint8[n, caption_length], "number": int64[n]}`` a batch.
 
-    `source` is a folder of tars, or of folders of images with captions; or ``synthetic`` (shapes). `caption_length` is
-    the number of bytes of a caption that the model sees. The other settings are in configs/data/laion.yaml.
+    configs/data/laion.yaml describes the settings.
     """
 
     def __init__(

@@ -74,9 +74,8 @@ AnyTokenizer: TypeAlias = "ByteTokenizer | FileTokenizer"
 class PackBlocks:
     """Packs the documents of a partition into blocks of one length; `convert` calls it in its workers.
 
-    With a `split`, only its documents are packed: a hash of the text puts `val_fraction` of them into ``val``. Where
-    the source `is_single`, one document, it is cut in two at a line's end. Another tokenizer has another `fingerprint`,
-    so that `convert` makes another dataset.
+    With a `split`, only its documents are packed: a hash of the text puts `val_fraction` of them into ``val``. A source
+    that `is_single`, one document, is cut in two at a line's end. The `fingerprint` is the tokenizer's.
     """
 
     tokenizer: str = BYTES
@@ -106,9 +105,8 @@ class PackBlocks:
         yield from self._blocks(np.concatenate([left, padding], 1), tokenizer.vocab_size)
 
     def _blocks(self, both: NDArray[np.int64], vocab_size: int) -> Iterator[dict[str, NDArray[Any]]]:
-        tokens, documents = both.reshape(2, -1, self.seq_len)
-        tokens, documents = tokens.astype(token_dtype(vocab_size)), documents.astype(np.int32)
-        return ({"tokens": one, "documents": numbers} for one, numbers in zip(tokens, documents, strict=True))
+        for tokens, documents in both.reshape(2, -1, self.seq_len).swapaxes(0, 1):
+            yield {"tokens": tokens.astype(token_dtype(vocab_size)), "documents": documents.astype(np.int32)}
 
     def texts(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         """The documents of the split."""
@@ -212,8 +210,7 @@ class TextData(RecipeData):
 class TextMixture(TextData):
     """Several texts as one stream: trained on in proportions; validation has each block of all once.
 
-    `parts` are, by name, the settings in which a text differs from the others, and its ``proportion`` of the training
-    blocks, relative to the others'. configs/data/mix.yaml describes the other settings.
+    configs/data/mix.yaml describes the settings.
     """
 
     def __init__(

@@ -78,8 +78,8 @@ class Perplexity(ExactMean):
 class LanguageModel(RecipeModule):
     """Learns to predict the next token inside blocks of packed documents.
 
-    A document begins with the bos token, which is predicted too: so the model learns where a document ends. Padding is
-    neither attended to nor predicted. With `mask_documents` positions and attention restart with each document.
+    The bos token is predicted too: so the model learns where a document ends. Padding is neither attended to nor
+    predicted. With `mask_documents` positions and attention restart with each document.
     """
 
     data_type = TextData

@@ -19,10 +19,9 @@ _NO_AUXILIARY = {"aux_logits": False, "init_weights": False}  # this recipe does
 
 
 class ImageClassifier(RecipeModule):
-    """Classifies uint8 images; learns from batches of ``{"image": uint8[n, 3, h, w], "label": int64[n]}``.
+    """Classifies uint8 images; the reported loss has no label smoothing.
 
-    `cifar_stem` begins a ResNet with a 3x3 convolution of stride 1 and no max-pool, as 32-pixel images need. The
-    reported loss has no label smoothing. configs/model/resnet.yaml describes the settings.
+    `cifar_stem` begins a ResNet with a 3x3 convolution of stride 1 and no max-pool, as 32-pixel images need.
     """
 
     data_type = ImageData

@@ -20,11 +20,7 @@ class R2(R2Score):
 
 
 class Regressor(RecipeModule):
-    """Predicts a number from batches ``{column: number[n]}``, with hidden layers of such widths.
-
-    Columns are standardized by the mean and standard deviation of the training rows; the loss is the squared error of
-    the standardized label.
-    """
+    """Predicts a number from batches ``{column: number[n]}``; the loss is the standardized squared error."""
 
     data_type = TableData
     shown = ("train/loss", "val/loss", "val/r2")

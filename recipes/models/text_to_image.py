@@ -1,8 +1,7 @@
 """A small text-conditional diffusion model of images, shaped like latent diffusion.
 
-It predicts v (Salimans and Ho, "Progressive Distillation", 2022) under the cosine schedule of Nichol and Dhariwal
-(2021), and draws with the deterministic DDIM sampler (Song et al., 2021) and classifier-free guidance (Ho and Salimans,
-2022). In place of a trained autoencoder, a latent is a patch of 4 x 4 pixels.
+It predicts v (Salimans and Ho, 2022) under a cosine schedule (Nichol and Dhariwal, 2021), and draws by DDIM (Song et
+al., 2021) with classifier-free guidance (Ho and Salimans, 2022). A latent is a patch of 4 x 4 pixels.
 """
 
 import math

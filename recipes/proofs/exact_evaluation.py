@@ -1,11 +1,10 @@
 """Proof: an accuracy is the same to the last digit on any number of processes, however unevenly they share samples.
 
     python -m recipes.proofs.exact_evaluation                            # 103 samples over 1, 2 and 3 processes
-    python -m recipes.proofs.exact_evaluation --samples 1009 --ranks 1 2 3 5
+    python -m recipes.proofs.exact_evaluation --ranks 1 2 3 5
 
-A fixed model is evaluated over shards: each sample is counted once, and whole numbers are added. Beside it are the two
-usual mistakes: the mean of the processes' own accuracies, and torch's `DistributedSampler`, which repeats samples until
-every process has as many.
+Each sample is counted once, and whole numbers are added. Beside it are the two usual mistakes: the mean of the
+processes' own accuracies, and torch's `DistributedSampler`, which repeats samples until every process has as many.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_stream import LocalDataset, MDSWriter, StreamingDataLoader, StreamingDataset
 from lightning_stream.order import World
 
-_FEATURES, _CLASSES = 16, 7
+_SAMPLES, _FEATURES, _CLASSES = 103, 16, 7
 
 
 def write_samples(folder: str, count: int) -> None:
@@ -67,14 +66,13 @@ def evaluate(rank: int, num_ranks: int, folder: str, rendezvous: str, out: str) 
 def main(arguments: list[str] | None = None) -> int:
     """Evaluate on several numbers of processes; 0 if all results are equal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=103)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3])
     options = parser.parse_args(arguments)
     results = set()
     print("processes   correct      accuracy              mean of processes     DistributedSampler")
     with tempfile.TemporaryDirectory() as scratch:
         folder = str(Path(scratch) / "val")
-        write_samples(folder, options.samples)
+        write_samples(folder, _SAMPLES)
         for num_ranks in options.ranks:
             rendezvous, out = f"{scratch}/rendezvous-{num_ranks}", f"{scratch}/result-{num_ranks}.pt"
             spawn(evaluate, (num_ranks, folder, rendezvous, out), nprocs=num_ranks)
@@ -83,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
             shown = f"{correct / total!r:<20}  {found['mean'].item()!r:<20}  {again / of!r}"
             print(f"{num_ranks:9}   {correct:4} of {total:<4} {shown}")
             results.add((correct, total))
-    is_exact = len(results) == 1 and results.pop()[1] == options.samples
+    is_exact = len(results) == 1 and results.pop()[1] == _SAMPLES
     print("The accuracies are equal to the last digit." if is_exact else "The accuracies DIFFER.")
     return 0 if is_exact else 1
 

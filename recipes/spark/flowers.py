@@ -4,14 +4,14 @@
     python -m recipes.spark.flowers --photos /data/flower_photos --train all --out dbfs:/Volumes/main/ml/flowers
     python -m recipes.spark.flowers --data runs/shards --trainer composer    # these shards exist already
 
-1. Spark reads the images by its binary file source.  2. `dataframe_to_mds` writes shards to a folder, volume or URL.
-3. `TorchDistributor` trains in several processes, by Lightning or Composer, which resumes from its latest checkpoint in
+`TorchDistributor` trains in several processes, by Lightning, or by Composer, which resumes from its checkpoints in
 --folder. The notebook `flowers.ipynb` shows the same step by step, with a model and a plain loop of its own.
 """
 
 import argparse
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -60,16 +60,15 @@ def train(trainer: str, data: str, epochs: int, arch: str, folder: str) -> dict[
     from recipes.models.image_classifier import ImageClassifier
 
     model = ImageClassifier(arch=arch, num_classes=len(CLASSES))
-    images = ImageData(remote=data, local=f"{tempfile.gettempdir()}/flowers-cache", global_batch_size=GLOBAL_BATCH)
+    cache = Path(tempfile.gettempdir()) / "flowers-cache" / re.sub(r"\W+", "-", data)
+    images = ImageData(remote=data, local=str(cache), global_batch_size=GLOBAL_BATCH)
     accelerator = "gpu" if torch.cuda.is_available() else "cpu"
     if trainer == "lightning":
-        quiet: Any = dict.fromkeys(
-            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-        )
-        devices: dict[str, Any] = {"accelerator": accelerator, "strategy": "ddp", **trainer_devices()}
-        run = Trainer(max_epochs=epochs, num_sanity_val_steps=0, **quiet, **devices)
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "num_sanity_val_steps"), 0)
+        given: dict[str, Any] = {"accelerator": accelerator, "strategy": "ddp", **quiet, **trainer_devices()}
+        run = Trainer(max_epochs=epochs, **given)
         run.fit(model, datamodule=images)
-        figures: dict[str, Any] = {"steps": run.global_step}
+        figures = {"steps": run.global_step}
     else:
         from recipes.trainers.composer import ComposerTrainer
 
