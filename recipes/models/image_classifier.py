@@ -62,7 +62,7 @@ class ImageClassifier(RecipeModule):
 
     def compute_loss(self, batch: Batch) -> LossOutput:
         """Cross-entropy."""
-        logits, labels = self(batch["image"]), batch["label"]
+        logits, labels = self(batch["image"]), batch["label"].long()
         plain, smooth = (
             functional.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
             for smoothing in (0.0, self.label_smoothing)

@@ -215,7 +215,8 @@ def test_any_network_starts_from_weights_for_other_classes(arch: str, photos: Pa
     torch.save(first.network.state_dict(), tmp_path / "weights.pt")
     model = ImageClassifier(arch=arch, weights=str(tmp_path / "weights.pt"))
     model.build(data)
-    batch = {"image": torch.zeros(2, 3, 64, 64, dtype=torch.uint8), "label": torch.tensor([0, 4])}
+    labels = torch.tensor([0, 4], dtype=torch.int32)  # as Spark's shards may have them
+    batch = {"image": torch.zeros(2, 3, 64, 64, dtype=torch.uint8), "label": labels}
     assert model.compute_loss(batch).losses.shape == (2,)
     with pytest.raises(ValueError, match=r"model\.weights"):
         ImageClassifier(arch="mobilenet_v2", weights=str(tmp_path / "weights.pt")).build(data)
