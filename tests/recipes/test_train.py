@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -70,9 +69,9 @@ def test_a_run_ends_with_a_summary_and_a_picture(flowers: Flowers, capsys: pytes
 
 
 def test_a_run_stopped_by_ctrl_c_resumes_exactly(
-    flowers: Flowers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: Any
-) -> None:
-    caplog.set_level(logging.INFO, "lightning_stream")
+    flowers: Flowers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     whole = flowers("exact", *LOGGED)
     real = frame.instantiate
 
@@ -146,7 +145,7 @@ def test_a_plain_loop_trains_as_lightning_does_and_resumes(
     torch_options = ("trainer=torch", "trainer.log_every_n_steps=1", "trainer.save_every_n_steps=4")
     plain = flowers("by-torch", *torch_options)
     assert loss_curve(plain) == pytest.approx(loss_curve(lightning), abs=1e-6)
-    backward = torch_loop._Run._backward
+    backward = torch_loop.TorchTrainer._backward
 
     def interrupted(self: Any, *arguments: Any) -> Any:
         if self.step == 7:
@@ -154,7 +153,7 @@ def test_a_plain_loop_trains_as_lightning_does_and_resumes(
         return backward(self, *arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(torch_loop._Run, "_backward", interrupted)
+        patched.setattr(torch_loop.TorchTrainer, "_backward", interrupted)
         with pytest.raises(SystemExit) as end:
             flowers("torch-stopped", *torch_options)
     assert end.value.code == 128 + signal.SIGTERM
