@@ -67,6 +67,14 @@ def last_checkpoint(config: DictConfig) -> Path:
     return Path(config.folder) / _CHECKPOINTS[trainer_kind(config)]
 
 
+def resumes_itself(config: DictConfig) -> bool:
+    """Whether a run resumes from its own folder. Any other run must not replace the checkpoints there."""
+    wanted = config.ckpt_path
+    if wanted in (None, "last") or "://" in wanted:
+        return bool(wanted == "last")
+    return Path(wanted).expanduser().resolve().is_relative_to(last_checkpoint(config).parent.resolve())
+
+
 def find_problems(config: DictConfig) -> list[str]:
     """Everything that is wrong with a config of ``train.py``, one sentence each; empty where nothing is."""
     if not config.get("data"):
@@ -166,7 +174,7 @@ def _hardware(config: DictConfig) -> Iterator[str]:
 
 def _checkpoint(config: DictConfig) -> Iterator[str]:
     wanted, last = config.ckpt_path, last_checkpoint(config)
-    if wanted is None:
+    if not resumes_itself(config):
         found = sorted(each.name for each in last.parent.glob("*") if each.is_file())
         is_first = not int(os.environ.get("LOCAL_RANK") or 0)
         if found and is_first and not config.overwrite and not config.prepare_only:
@@ -175,7 +183,7 @@ def _checkpoint(config: DictConfig) -> Iterator[str]:
                 "ckpt_path=last, choose another name=..., or start over with overwrite=true, which keeps them under "
                 "another name."
             )
-    elif "://" not in wanted:
+    if wanted is not None and "://" not in wanted:
         path = last if wanted == "last" else Path(wanted).expanduser()
         if not path.exists():
             yield f"ckpt_path: {path.absolute()} does not exist. Omit ckpt_path to start, or set name=."

@@ -28,7 +28,7 @@ from lightning_stream.errors import LightningStreamError, StateError
 from lightning_stream.stores import open_store
 from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted
 from lightning_stream.trainers.lightning.monitor import RunMonitor
-from recipes.checks import find_problems, last_checkpoint, trainer_kind
+from recipes.checks import find_problems, last_checkpoint, resumes_itself, trainer_kind
 from recipes.data.base import RecipeData
 from recipes.models.base import RecipeModule
 from recipes.report import RunFigures, RunSummary
@@ -80,7 +80,7 @@ def _run(config: DictConfig, stack: ExitStack) -> RunSummary | None:
             data.prepare_data()
         return None
     ckpt_path = _local_checkpoint(config, stack)
-    if ckpt_path is None and is_first():
+    if not resumes_itself(config) and is_first():
         _begin(config)
     # One logger, on the first rank; the others have none.
     logger = instantiate(config.logger) if config.get("logger") and is_first() else None

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
+import dis
 import functools
+import importlib.util
 import inspect
 import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
 import xxhash
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
+_CONTAINERS = (list, tuple, dict, set, frozenset, ModuleType, CodeType)
 _LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib")})
 
 
 def function_text(function: Callable[..., Any] | None) -> str:
     """Name a function and everything that decides what it does: ``"tokenize 2f0c..."``; empty for None.
 
-    The digest covers the function's source, its defaults, the values that it closes over, the plain global values that
-    it reads, and the functions and classes of the user's modules that it calls, and those that they call in turn. Of an
-    object that is called it covers the class and the attributes. Libraries count by the names used.
+    The digest covers the function's source, its defaults, the values that it closes over, the global values that it
+    reads, and the functions and classes of the user's modules that it calls, and those that they call in turn, also if
+    it imports them when it is called. An object counts by its class and by what pickle would store of it, and one of a
+    library that cannot be stored, e.g. an open file, by its class alone. Libraries count by the names used.
     """
     if function is None:
         return ""
@@ -50,6 +55,8 @@ class _Walk:
         self._strict = strict
         self._open: set[int] = set()  # values that contain the current one
         self._seen: dict[Any, Any] = {}  # functions and classes by their id: each is visited once
+        self._objects: dict[int, tuple[Any, bytes]] = {}  # objects of libraries by their id, with their digests
+        self._in_object = False
 
     def digest(self, value: Any) -> str:
         """A digest of a value alone, which no value visited before or after changes."""
@@ -65,12 +72,34 @@ class _Walk:
             self._total.update(b"%s %d:" % (type(value).__name__.encode(), len(data)) + data)
         elif id(value) in self._open:
             self._add("a value that contains this one")
+        elif isinstance(value, (FunctionType, type)):
+            self._visit(value, self._definition(value))
+        elif self._strict or self._in_object or isinstance(value, _CONTAINERS) or _is_users(type(value)):
+            self._visit(value, self._parts(value))
         else:
-            self._open.add(id(value))
-            is_definition = isinstance(value, (FunctionType, type))
-            for part in self._definition(value) if is_definition else (type(value).__qualname__, *self._parts(value)):
+            self._total.update(self._object(value))
+
+    def _visit(self, value: Any, parts: Iterable[Any]) -> None:
+        self._open.add(id(value))
+        try:
+            self._add(type(value).__qualname__)
+            for part in parts:
                 self._add(part)
+        finally:
             self._open.discard(id(value))
+
+    def _object(self, value: Any) -> bytes:
+        """The digest of a library's object: by its class alone where a part of it cannot be stored."""
+        if id(value) not in self._objects:
+            before, self._in_object = self._total, True
+            self._total = xxhash.xxh3_128()
+            try:
+                self._visit(value, self._parts(value))
+            except (ValueError, RecursionError):
+                self._total = xxhash.xxh3_128(type(value).__qualname__.encode())
+            self._objects[id(value)] = value, self._total.digest()
+            self._total, self._in_object = before, False
+        return self._objects[id(value)][1]
 
     def _parts(self, value: Any) -> Iterable[Any]:
         if isinstance(value, ModuleType):
@@ -86,9 +115,12 @@ class _Walk:
         if callable(value) and hasattr(value, "__wrapped__"):  # functools.cache and the like
             return [value.__wrapped__]
         try:
-            reduced = value.__reduce_ex__(4)  # what pickle would store
+            if hasattr(value, "detach") and hasattr(value, "numpy"):  # a tensor: without its address
+                return [value.detach().cpu().numpy()]
+            reducer = copyreg.dispatch_table.get(type(value))  # what pickle would store
+            reduced = value.__reduce_ex__(4) if reducer is None else reducer(value)
         except Exception as error:
-            if not self._strict:
+            if not self._strict and not self._in_object:
                 return []
             raise ValueError(
                 f"each input must have a stable description; a {type(value).__qualname__} has none ({error}). Pass "
@@ -117,6 +149,7 @@ class _Walk:
             for held in vars(value).values():
                 inner = getattr(held, "__func__", getattr(held, "fget", getattr(held, "func", held)))
                 if isinstance(inner, FunctionType):
+                    yield _source(inner)  # a notebook has the source of functions, but not of classes
                     yield from self._used(inner)
 
     def _used(self, function: FunctionType) -> Iterator[Any]:
@@ -125,7 +158,10 @@ class _Walk:
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # the cell is empty so far
                 yield cell.cell_contents
-        yield from self._named(function.__globals__, set(_names(function.__code__)))
+        names = set(_names(function.__code__))
+        yield from self._named(function.__globals__, names)
+        for module in _imported(function.__code__, function.__globals__):
+            yield from self._named({module.__name__: module}, {module.__name__, *names})
 
     def _named(self, held: dict[str, Any], names: set[str]) -> Iterator[Any]:
         for name in sorted(names & held.keys()):
@@ -136,16 +172,8 @@ class _Walk:
                 if _is_users(value) and key not in self._seen:
                     self._seen[key] = value
                     yield from self._named(vars(value), names)
-            else:
-                yield value if _counts(value) else getattr(value, "__wrapped__", None)
-
-
-def _counts(value: Any) -> bool:
-    """Whether a global value is plain, or the user's own."""
-    if isinstance(value, (list, tuple, set, frozenset, dict)):
-        return all(map(_counts, value.items() if isinstance(value, dict) else value))
-    kinds = (*_PLAIN, os.PathLike, np.ndarray, FunctionType, type, functools.partial)
-    return isinstance(value, kinds) or _is_users(type(value))
+            elif value is not os.environ:  # it differs from one terminal to the next
+                yield value
 
 
 def _is_users(value: Any) -> bool:
@@ -153,10 +181,37 @@ def _is_users(value: Any) -> bool:
     name = value.__name__ if isinstance(value, ModuleType) else value.__module__
     if name == "__main__" or name is None:
         return True
-    path = getattr(sys.modules.get(name), "__file__", None)
-    if path is None or name.partition(".")[0] == "lightning_stream":
+    module = sys.modules.get(name)
+    path = getattr(module, "__file__", None) or _path_of(getattr(module, "__spec__", None))
+    return name.partition(".")[0] != "lightning_stream" and _is_users_path(path)
+
+
+def _is_users_path(path: str | None) -> bool:
+    if path is None:
         return False
     return "site-packages" not in Path(path).parts and not os.path.realpath(path).startswith(_LIBRARIES)
+
+
+def _path_of(spec: ModuleSpec | None) -> str | None:
+    """Where a module is; of a package without a file, its folder."""
+    if spec is None or spec.has_location:
+        return spec and spec.origin
+    return next(iter(spec.submodule_search_locations or ()), None)
+
+
+def _imported(code: CodeType, variables: dict[str, Any]) -> Iterator[ModuleType]:
+    """The user's modules that a function imports when it is called, in functions inside it too."""
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    for level, wanted, step in zip(steps, steps[1:], steps[2:], strict=False):
+        if step.opname != "IMPORT_NAME":
+            continue
+        with contextlib.suppress(ImportError, ValueError):  # it may be imported under a condition only
+            spec = None if level.argval else importlib.util.find_spec(step.argval.partition(".")[0])
+            if level.argval or _is_users_path(_path_of(spec)):
+                yield __import__(step.argval, variables, None, wanted.argval, level.argval)
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _imported(each, variables)
 
 
 def _source(value: Any) -> Any:

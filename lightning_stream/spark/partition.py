@@ -66,13 +66,19 @@ def _written(job: SparkJob, number: int, begins: str, batches: Iterable[pa.Recor
             for batch in batches:
                 if job.udf is not None:
                     _write_samples(writer, job.udf(_as_pandas(batch), **job.udf_kwargs))
-                    continue
-                with _refused():
-                    values, _ = NullRule().settle(_with_images(batch, job.columns), job.columns, nulls)
-                    writer.write_batch(values)
+                else:
+                    _write_rows(writer, batch, job.columns, nulls)
     except RefusedError as error:
         return Receipt(number, begins, refused=str(error))
     return Receipt(number, begins, writer.num_samples, tuple(writer.shards), nulls)
+
+
+def _write_rows(
+    writer: PartitionWriter, batch: pa.RecordBatch, columns: Mapping[str, str], nulls: dict[str, int]
+) -> None:
+    with _refused():
+        values, _ = NullRule().settle(_with_images(batch, columns), columns, nulls)
+        writer.write_batch(values)
 
 
 def _write_samples(writer: PartitionWriter, samples: Iterable[Mapping[str, Any]]) -> None:

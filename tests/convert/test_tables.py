@@ -34,6 +34,10 @@ def csv_samples(tmp_path: Path, samples_of: Any, text: str, **settings: Any) -> 
         (["0", "-7"], "int64"),
         (["12345678901234567890", "1"], "str"),
         (["1234567890123456789012.5", "1"], "str"),
+        (["1e-250", "1e99"], "float64"),
+        (["1e999", "12e3456"], "str"),
+        (["1e-999", "1"], "str"),
+        (["+4930123", "1"], "str"),
         (["true", "False"], "uint8"),
         (["", ""], "str"),
     ],
@@ -58,6 +62,19 @@ def test_a_later_identifier_in_a_column_of_numbers_is_refused_unless_numbers_are
 def test_blank_lines_lose_no_row(tmp_path: Path, samples_of: Any) -> None:
     text = "\n\r\na,b\n\n1,x\n" + "\n" * 20_000 + "2,y\n" + "\r\n" * 9000 + "3,z"
     assert [sample["a"] for sample in csv_samples(tmp_path, samples_of, text)[1]] == [1, 2, 3]
+    text = "a,b\n1,x\n" + "\n" * (9 << 20) + "2,y\n"
+    assert [sample["a"] for sample in csv_samples(tmp_path, samples_of, text)[1]] == [1, 2]
+
+
+@pytest.mark.parametrize("partition_bytes", [None, 100])
+@pytest.mark.parametrize("blank", ["\n", "\r\n" * 300, "\ufeff\n"], ids=["one", "many", "after a byte order mark"])
+def test_blank_lines_above_the_names_do_not_make_them_a_row(
+    tmp_path: Path, samples_of: Any, blank: str, partition_bytes: int | None
+) -> None:
+    text = f"{blank}a,b\n" + "".join(f"{k},x\n" for k in range(50))
+    columns, samples = csv_samples(tmp_path, samples_of, text, partition_bytes=partition_bytes)
+    assert columns["a"] == "int64"
+    assert [sample["a"] for sample in samples] == list(range(50))
 
 
 def test_a_csv_file_of_names_alone_adds_no_row(tmp_path: Path, samples_of: Any) -> None:

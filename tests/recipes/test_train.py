@@ -95,6 +95,7 @@ def test_a_run_stopped_by_ctrl_c_resumes_exactly(
     assert "Resumed at epoch " in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # Lightning's, of a checkpoint of another run
 def test_a_run_never_replaces_the_checkpoints_of_an_earlier_one(
     flowers: Flowers, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,8 +107,12 @@ def test_a_run_never_replaces_the_checkpoints_of_an_earlier_one(
     assert end.value.code == 2
     message = capsys.readouterr().err
     assert all(way in message for way in ("ckpt_path=last", "name=", "overwrite=true"))
-    for _ in range(2):
-        flowers("kept", *short, "overwrite=true")
+    other = flowers("other", *short) / "checkpoints" / "last.ckpt"
+    with pytest.raises(SystemExit):
+        flowers("kept", *short, f"ckpt_path={other}")
+    assert (folder / "checkpoints" / "last.ckpt").read_bytes() == before
+    flowers("kept", *short, "overwrite=true")
+    flowers("kept", "trainer.max_steps=2", "~callbacks.best", "overwrite=true", f"ckpt_path={other}")
     kept = sorted(folder.glob("checkpoints-*"))
     assert len(kept) == 2
     assert before in [(each / "last.ckpt").read_bytes() for each in kept]

@@ -27,7 +27,8 @@ from lightning_stream.convert.sources.tables import pieces_of
 from lightning_stream.errors import FormatError
 
 _BLOCK_BYTES = 1 << 22
-_WHOLE, _NUMBER = r"[+-]?(0|[1-9]\d{0,17})", r"[+-]?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE][+-]?\d+)?"
+# A leading "+" is one of a telephone number; a larger exponent would become inf or 0.
+_WHOLE, _NUMBER = r"-?(0|[1-9]\d{0,17})", r"-?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE]([+-]?\d{1,2}|-[12]\d\d))?"
 _PATTERNS = {"int64": f"^({_WHOLE})$", "float64": rf"^({_NUMBER})$", "uint8": "^((?i)true|false)$"}
 
 
@@ -85,21 +86,22 @@ class CsvReader(Reader):
 
     def _texts(self, split: InputSplit) -> Iterator[pa.RecordBatch]:
         """All rows as texts."""
-        file, head = split.file, b"" if self.names is not None else _head(split.file)
-        if self.names is None and not head.endswith(b"\n"):
+        file = split.file
+        head, above = _head(file) if self.names is None else (b"", 0)
+        blocks = (block[max(0, above - at) :] for at, block in line_blocks(split))
+        first = next((block for block in blocks if block.strip(b"\r\n")), None)
+        if first is None:
             return  # nothing, or a line of names alone
-        blocks = chain([head] if split.begin else [], (block for _, block in line_blocks(split)))
-        data = io.BufferedReader(_Blocks(blocks), _BLOCK_BYTES)
+        data = io.BufferedReader(_Blocks(chain([first.lstrip(b"\r\n")], blocks)), _BLOCK_BYTES)
         parsing = pa.csv.ParseOptions(delimiter=self.delimiter, newlines_in_values=True)
         try:
             names = self.names or pa.csv.read_csv(pa.BufferReader(head), None, parsing).column_names
             if len(set(names)) < len(names):
                 raise FormatError(f"{file.uri}: columns must differ in name; found {', '.join(names):.200}.")
-            if not data.peek(1):
-                return
             texts = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
-            reading = pa.csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES, column_names=self.names)
-            yield from pa.csv.open_csv(pa.PythonFile(data, "r"), reading, parsing, texts)
+            reading = pa.csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES, column_names=names)
+            batches = pa.csv.open_csv(pa.PythonFile(data, "r"), reading, parsing, texts)
+            yield from (batch for batch in batches if batch.num_rows)  # a block may have blank lines only
         except (pa.ArrowInvalid, UnicodeDecodeError) as error:
             raise FormatError(f"{file.uri} cannot be read as {self.kind}: {error}.") from error
 
@@ -142,10 +144,15 @@ class _Blocks(io.RawIOBase):
         return size
 
 
-def _head(file: SourceFile) -> bytes:
-    """The line of names: the first that is not blank."""
+def _head(file: SourceFile) -> tuple[bytes, int]:
+    """The line of names, the first that is not blank, and the number of bytes up to its end."""
+    num_bytes = 0
     with file.unpacked("a file of lines") as plain:
-        return next((line for line in chain([plain.readline()], plain) if line.strip(b"\r\n\xef\xbb\xbf")), b"")
+        for line in chain([plain.readline()], plain):
+            num_bytes += len(line)
+            if line.strip(b"\r\n\xef\xbb\xbf"):
+                return line, num_bytes
+    return b"", num_bytes
 
 
 def _inferred(texts: pa.ChunkedArray) -> str:

@@ -50,7 +50,8 @@ def line_blocks(split: InputSplit) -> Iterator[tuple[int, bytes]]:
                 return
             if not block.endswith(b"\n"):
                 block += file.readline()
-            yield at, block.removeprefix(_BOM) if at == 0 else block
+            start = len(_BOM) if at == 0 and block.startswith(_BOM) else 0
+            yield at + start, block[start:]
             at += len(block)
 
 
