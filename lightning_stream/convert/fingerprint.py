@@ -194,9 +194,9 @@ def _is_users_path(path: str | None) -> bool:
 
 def _path_of(spec: ModuleSpec | None) -> str | None:
     """Where a module is; of a package without a file, its folder."""
-    if spec is None or spec.has_location:
-        return spec and spec.origin
-    return next(iter(spec.submodule_search_locations or ()), None)
+    if spec is None:
+        return None
+    return spec.origin if spec.has_location else next(iter(spec.submodule_search_locations or ()), None)
 
 
 def _imported(code: CodeType, variables: dict[str, Any]) -> Iterator[ModuleType]:
