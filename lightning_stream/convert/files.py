@@ -33,23 +33,14 @@ _DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file, local or in a store, or one input of the user's. Picklable.
+    """One file, local or in a store, or one input of the user's. Picklable."""
 
-    Attributes:
-        root: The folder or URL that it was found in; empty for an input.
-        name: Its path below the root.
-        num_bytes: Its size.
-        stamp: Differs between contents of the same size: the time of change, or the store's version.
-        options: For the store.
-        value: The input.
-    """
-
-    root: str
-    name: str
+    root: str  # the folder or URL that it was found in; empty for an input
+    name: str  # its path below the root
     num_bytes: int
-    stamp: str
-    options: Mapping[str, Any] | None = field(default=None, repr=False)
-    value: Any = None
+    stamp: str  # differs between contents of the same size: the time of change, or the store's version
+    options: Mapping[str, Any] | None = field(default=None, repr=False)  # for the store
+    value: Any = None  # the input
 
     @property
     def path(self) -> Path | None:

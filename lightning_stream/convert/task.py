@@ -187,27 +187,16 @@ def _group_bytes(value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class PartitionTask:
-    """What all partitions have in common. Picklable.
-
-    Attributes:
-        reader: Reads the source.
-        read: The columns that are read, with their encodings.
-        columns: The columns that are written.
-        specs: The datasets that are written, by split.
-        transform: Makes samples of rows, if it is given.
-        nulls: What becomes of nulls.
-        split: Chooses the split of each row; None if there is one dataset.
-        strict: Whether the columns were inferred, so that a value beyond them is refused.
-    """
+    """What all partitions have in common. Picklable."""
 
     reader: Reader
-    read: Mapping[str, str]
-    columns: Mapping[str, str]
-    specs: Mapping[str, OutputSpec]
+    read: Mapping[str, str]  # the columns that are read, with their encodings
+    columns: Mapping[str, str]  # those that are written
+    specs: Mapping[str, OutputSpec]  # the datasets that are written, by split
     transform: Transform
     nulls: NullRule
-    split: ValidationSplit | None
-    strict: bool
+    split: ValidationSplit | None  # None if there is one dataset
+    strict: bool  # whether the columns were inferred, so that a value beyond them is refused
 
     def run(self, partition: Partition) -> dict[str, Receipt]:
         """Write a partition, and then its receipts; return them by split."""

@@ -22,19 +22,12 @@ _LISTED_FILES = 10_000
 
 @dataclass(frozen=True)
 class InputSplit:
-    """A piece of a file that can be read by itself.
-
-    Attributes:
-        file: The file.
-        begin: Where it begins, in units of the kind of source: bytes, row groups, batches.
-        end: Where it ends; None for the file's end.
-        num_bytes: Its size, about.
-    """
+    """A piece of a file that can be read by itself."""
 
     file: SourceFile
-    begin: int
-    end: int | None
-    num_bytes: int
+    begin: int  # in units of the kind of source: bytes, row groups, batches
+    end: int | None  # None for the file's end
+    num_bytes: int  # about
 
 
 @dataclass(frozen=True)
@@ -58,19 +51,12 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """What the beginning of a source shows about all of it.
+    """What the beginning of a source shows about all of it."""
 
-    Attributes:
-        columns: The encoding of each column.
-        about: For the manifest, e.g. class names.
-        identity: The columns that tell rows apart for the validation split; empty for all.
-        media: Columns of bytes that are compressed already, e.g. sound.
-    """
-
-    columns: dict[str, str]
-    about: Mapping[str, Any] = field(default_factory=dict)
-    identity: tuple[str, ...] = ()
-    media: tuple[str, ...] = ()
+    columns: dict[str, str]  # with their encodings
+    about: Mapping[str, Any] = field(default_factory=dict)  # for the manifest, e.g. class names
+    identity: tuple[str, ...] = ()  # the columns that tell rows apart for the validation split; empty for all
+    media: tuple[str, ...] = ()  # columns of bytes that are compressed already, e.g. sound
 
 
 class Reader(ABC):
