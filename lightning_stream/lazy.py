@@ -15,10 +15,7 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Make the ``__getattr__`` and ``__dir__`` of a package.
 
-    Args:
-        package: The package's ``__name__``.
-        names_of: The public names of each of its modules, separated by spaces.
-        extra_of: The extra of ours that installs an optional package.
+    `names_of` has the names of each module, separated by spaces; `extra_of` the extra that installs a foreign package.
     """
     home = {name: module for module, names in names_of.items() for name in names.split()}
 

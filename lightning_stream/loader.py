@@ -20,8 +20,8 @@ from lightning_stream.loading.iteration import Driver, LoaderIterator, Progress,
 from lightning_stream.loading.loader_arguments import check_arguments, check_classes
 from lightning_stream.loading.randomness import SeededCall
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
-from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.loading.shared_position import Start
+from lightning_stream.loading.source import BatchSettings
 from lightning_stream.loading.workers import MadeBatches, Pipeline, Workers
 from lightning_stream.order import OrderConfig, Position, RunOrder, Tail, World, explain, trace
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches

@@ -29,23 +29,14 @@ _SUFFIX = ".json.zst"
 
 @dataclass(frozen=True)
 class Receipt:
-    """What was written of one part.
+    """What was written of one part; nothing counts if there are nulls or a refused value."""
 
-    Attributes:
-        partition: Its number.
-        begins: Digest of the rows it began with: tells whether a later run has the same part.
-        num_samples: Rows written.
-        shards: Index entries, their files named relative to the dataset's root.
-        nulls: Null values by column, where there are any: then nothing it wrote counts.
-        refused: Why a value could not be written: then nothing it wrote counts.
-    """
-
-    partition: int
-    begins: str
+    partition: int  # its number
+    begins: str  # the digest of its first rows, by which a later run recognises the part
     num_samples: int = 0
-    shards: tuple[dict[str, Any], ...] = ()
-    nulls: Mapping[str, int] = field(default_factory=dict)
-    refused: str = ""
+    shards: tuple[dict[str, Any], ...] = ()  # index entries, their files named relative to the dataset's root
+    nulls: Mapping[str, int] = field(default_factory=dict)  # null values by column
+    refused: str = ""  # why a value could not be written
 
     @property
     def is_good(self) -> bool:

@@ -16,7 +16,7 @@ from lightning_stream.order.snapshot import max_active
 from lightning_stream.reading.reader import SampleReader
 
 if TYPE_CHECKING:
-    from lightning_stream.loading.settings import BatchSettings
+    from lightning_stream.loading.source import BatchSettings
 
 _log = logging.getLogger(__name__)
 

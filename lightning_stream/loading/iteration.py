@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from weakref import WeakSet, ref
 
 from lightning_stream.errors import StateError
-from lightning_stream.loading.settings import BatchSettings
+from lightning_stream.loading.source import BatchSettings
 from lightning_stream.loading.workers import MadeBatches
 from lightning_stream.order import Position, RunOrder, ledger
 from lightning_stream.order.micro_batches import MicroBatch

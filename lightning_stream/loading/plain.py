@@ -19,9 +19,8 @@ from lightning_stream.errors import StateError
 from lightning_stream.loading.accelerate import refuse_second_dealing
 from lightning_stream.loading.iteration import Loader
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
-from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.loading.shared_position import SharedPosition, Start
-from lightning_stream.loading.source import SampleSource
+from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.order import Position, RunOrder, Tail, is_mosaic_state
 from lightning_stream.order.rank_split import TAILS
 from lightning_stream.reading.bad_samples import readable

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from lightning_stream.errors import StateError
-from lightning_stream.loading.settings import BatchSettings
-from lightning_stream.loading.source import SampleSource
+from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.order import BatchPlan, OrderConfig, Position, is_mosaic_state, mosaic_config, mosaic_position
 
 _CHECKED_POSITIONS = 2**22  # beyond what takes about a second, a state's checksum must do

@@ -16,15 +16,36 @@ from numpy.typing import NDArray
 from lightning_stream.loading.collate import collate_columns, collate_samples
 from lightning_stream.loading.distributed import Dimensions, WorldLike, detect_world
 from lightning_stream.loading.randomness import SeededCall, preserved_generators, seed_sample
-from lightning_stream.loading.settings import BatchSettings
-from lightning_stream.order import OrderConfig, RunOrder, Snapshot, Tail, World
-from lightning_stream.order.micro_batches import MicroBatch
+from lightning_stream.loading.shared_position import Start
+from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, Tail, World
+from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.reading.bad_samples import BadData
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import weights_of
 from lightning_stream.reading.subset import SubsetReader
 
 Transform = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """How a training run's data is divided into batches."""
+
+    world: World  # this process among all that train
+    device_batch_size: int  # samples of a micro-batch on one device
+    global_batch_size: int  # B, samples of one optimizer step over all replicas
+    tail: Tail  # what happens to the last partial batch of an epoch
+    order: OrderConfig
+    padding: bool = True  # whether a rank gets padding beside samples of its own, so that all ranks have equal shapes
+
+    def plan(self, source: SampleSource, start: Start) -> BatchPlan:
+        """The global batches from a start to the end of its epoch."""
+        order, size = source.order(self.order).epoch(start.epoch), self.global_batch_size
+        return BatchPlan(order, batch_size=size, world=self.world, tail=self.tail, start=start.position)
+
+    def micro_batches(self, source: SampleSource, start: Start) -> MicroBatches:
+        """This rank's micro-batches from a start to the end of its epoch."""
+        return MicroBatches(self.plan(source, start), self.device_batch_size, self.padding)
 
 
 @dataclass

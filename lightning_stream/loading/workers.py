@@ -15,9 +15,8 @@ from lightning_stream.errors import StateError
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.loading import torch_private
 from lightning_stream.loading.randomness import SeededCall, sample_seed
-from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.loading.shared_position import SharedPosition, Start
-from lightning_stream.loading.source import SampleSource
+from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.loading.transport import SharedSlots, shared_slots
 from lightning_stream.loading.worker_signals import leave_signals_to_the_trainer, let_terminate_end_at_once
 from lightning_stream.order.micro_batches import MicroBatch

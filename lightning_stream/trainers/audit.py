@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.dataset import StreamingDataset, source_of
 from lightning_stream.errors import LedgerError
-from lightning_stream.loading.settings import BatchSettings
+from lightning_stream.loading.source import BatchSettings
 from lightning_stream.order import BatchPlan, Position, RunOrder, Tail, World, ledger
 from lightning_stream.order.micro_batches import MicroBatch
 

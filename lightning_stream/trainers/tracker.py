@@ -21,7 +21,7 @@ from lightning_stream.errors import LedgerError, StateError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.loading.randomness import sample_seed
-from lightning_stream.loading.settings import BatchSettings
+from lightning_stream.loading.source import BatchSettings
 from lightning_stream.order import Position, is_mosaic_state
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches, Place
 from lightning_stream.trainers.agreement import check_ranks_agree

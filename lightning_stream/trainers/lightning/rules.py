@@ -10,7 +10,7 @@ from typing import Any
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
-from lightning_stream.loading.settings import BatchSettings
+from lightning_stream.loading.source import BatchSettings
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.trainers.lightning.loops import LoopPosition, lacks_last
 
