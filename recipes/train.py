@@ -207,5 +207,6 @@ def _quieten() -> None:
     logging.getLogger("lightning_stream").setLevel(logging.INFO)
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_stream.loading.checks"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for message in ("Checkpoint directory .* is not empty", ".*than the logging interval.*", ".*sync_dist=True.*"):
+    unmeasured = ".*could not find the monitored key.*"  # a run that ends before its first validation
+    for message in ("Checkpoint directory .* is not empty", ".*logging interval.*", ".*sync_dist=True.*", unmeasured):
         warnings.filterwarnings("ignore", message=message)

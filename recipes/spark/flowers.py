@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lightning_stream.spark import carrying_env, dataframe_to_mds, local_session, trainer_devices
+from lightning_stream.spark import dataframe_to_mds, lightning_trainer_kwargs, local_session, with_env
 
 CLASSES = ("daisy", "dandelion", "roses", "sunflowers", "tulips")
 COLUMNS = {"image": "jpeg", "label": "int32", "path": "str"}
@@ -65,7 +65,7 @@ def train(trainer: str, data: str, epochs: int, arch: str, folder: str) -> dict[
     accelerator = "gpu" if torch.cuda.is_available() else "cpu"
     if trainer == "lightning":
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "num_sanity_val_steps"), 0)
-        given: dict[str, Any] = {"accelerator": accelerator, "strategy": "ddp", **quiet, **trainer_devices()}
+        given: dict[str, Any] = {"accelerator": accelerator, "strategy": "ddp", **quiet, **lightning_trainer_kwargs()}
         run = Trainer(max_epochs=epochs, **given)
         run.fit(model, datamodule=images)
         figures = {"steps": run.global_step}
@@ -107,7 +107,7 @@ def main() -> None:
         save(load(session, photos, num_train, options.val), data)
         print(f"Shards: {data}")
     distributor = TorchDistributor(options.processes, local_mode=options.on_driver, use_gpu=torch.cuda.is_available())
-    carried: Any = carrying_env(train)
+    carried: Any = with_env(train)
     arguments = (options.trainer, data, options.epochs, options.arch, str(Path(options.folder).absolute()))
     print(json.dumps(distributor.run(carried, *arguments)))
     session.stop()

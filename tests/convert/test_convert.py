@@ -101,7 +101,7 @@ def test_an_image_folder_keeps_bytes_and_numbers_its_classes(tmp_path: Path, fil
     assert manifest["classes"] == {"label": ["cat", "dog", "emu"]}
 
 
-def test_nulls_are_refused_with_counts_or_filled_or_left_out(tmp_path: Path, samples_of: Any) -> None:
+def test_nulls_are_refused_with_counts_or_filled_or_dropped(tmp_path: Path, samples_of: Any) -> None:
     rows = [{"a": k, "b": None if k % 4 == 0 else "x"} if k % 5 else {"b": "y", "a": None} for k in range(20)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = tmp_path / "in.jsonl"
@@ -187,7 +187,9 @@ def test_a_transform_that_carries_other_values_makes_another_dataset(rows_file: 
         convert(rows_file, tmp_path / "out", **PLAIN, transform=times(3))
 
 
-def test_held_out_rows_are_a_share_and_the_rest_is_the_rest(rows_file: Path, tmp_path: Path, samples_of: Any) -> None:
+def test_validation_rows_are_a_share_and_the_others_are_for_training(
+    rows_file: Path, tmp_path: Path, samples_of: Any
+) -> None:
     done = convert(rows_file, tmp_path / "out", **PLAIN, val_fraction=0.1, partition_bytes="40kb")
     train, val = ([s["k"] for s in samples_of(tmp_path / "out" / name)] for name in ("train", "val"))
     assert sorted(train + val) == list(range(3000))
@@ -198,7 +200,7 @@ def test_held_out_rows_are_a_share_and_the_rest_is_the_rest(rows_file: Path, tmp
         convert(rows_file, tmp_path / "whole", **PLAIN, val_fraction=0.1, exist_ok=True)
 
 
-def test_rows_of_one_key_are_held_out_together_also_when_the_source_grows(tmp_path: Path, samples_of: Any) -> None:
+def test_rows_of_one_key_are_in_one_split_also_when_the_source_grows(tmp_path: Path, samples_of: Any) -> None:
     lines = [json.dumps({"author": f"a{k % 40}", "k": k}) + "\n" for k in range(400)]
     held = []
     for count in (200, 400):
