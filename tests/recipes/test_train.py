@@ -206,6 +206,7 @@ def test_only_the_first_process_sees_the_source_and_others_wait_for_days(monkeyp
     assert limits[0].days >= 7
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_sweep_trains_each_job_in_its_own_folder_and_on_two_devices(tmp_path: Path) -> None:
     tiny = ("data.synthetic_count=40", "data.image_size=32", "trainer.max_steps=1", "hardware.devices=2")

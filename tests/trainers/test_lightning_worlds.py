@@ -98,6 +98,7 @@ def test_longer_chains_are_exact(shards: Path, tmp_path: Path, worlds: list[int]
     run_chain(tmp_path, shards, worlds, torchrun, data={"num_workers": workers}, accumulate=accumulate)
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_from_its_last_checkpoint_in_another_world(shards: Path, tmp_path: Path) -> None:
     whole = Run(shards, tmp_path / "whole", every_n_train_steps=STEPS).steps
     launch(tmp_path / "killed", shards, 1, torchrun=False, every=3, kill_at=14)
