@@ -4,11 +4,14 @@ import os
 import re
 import zipfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -69,6 +72,23 @@ def find_problems(config: DictConfig) -> list[str]:
     except OmegaConfBaseException as error:
         return [str(error).splitlines()[0].rpartition("interpolation: ")[2]]
     return [*_secrets(values, ""), *_hardware(config), *_checkpoint(config)]
+
+
+def wrong_types(node: DictConfig, where: str) -> list[str]:
+    """Settings whose types are not those that the constructor's annotations name; only plain types are compared."""
+    hints: dict[str, Any] = {}
+    for one in reversed(get_class(node._target_).__mro__):
+        with suppress(NameError, TypeError):  # an annotation that cannot be evaluated
+            hints |= get_type_hints(vars(one).get("__init__", object.__init__))
+    problems = []
+    for key, value in ((key, value) for key, value in node.items() if key in hints):
+        is_union = get_origin(hints[key]) in (Union, UnionType)
+        accepted = get_args(hints[key]) if is_union else (hints[key],)
+        is_plain = set(accepted) <= {bool, int, float, str, NoneType}
+        if is_plain and type(value) not in accepted and not (type(value) is int and float in accepted):
+            names = " or ".join("null" if one is NoneType else one.__name__ for one in accepted)
+            problems.append(f"{where}.{key} must be {names}; found {value!r}.")
+    return problems
 
 
 def _hardware(config: DictConfig) -> Iterator[str]:

@@ -26,7 +26,7 @@ from lightning_stream.errors import LightningStreamError, StateError
 from lightning_stream.stores import open_store
 from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted
 from lightning_stream.trainers.lightning.monitor import RunMonitor
-from recipes.checks import find_problems, last_checkpoint, resumes_itself, trainer_kind
+from recipes.checks import find_problems, last_checkpoint, resumes_itself, trainer_kind, wrong_types
 from recipes.data.base import RecipeData
 from recipes.models.base import RecipeModule
 from recipes.report import RunFigures, RunSummary
@@ -85,7 +85,9 @@ def build(config: DictConfig) -> tuple[RecipeData, RecipeModule, Any]:
     def make(where: str, **more: Any) -> Any:
         node = OmegaConf.select(config, where)
         try:
-            return instantiate(node, **more, _convert_="all") if node else None
+            wrong = wrong_types(node, where) if node else []
+            problems.extend(wrong)
+            return instantiate(node, **more, _convert_="all") if node and not wrong else None
         except HydraException as error:
             problems.append(_sentence(error))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_stream.convert import ConversionResult, convert, read_manifest
 from lightning_stream.dataset import StreamingDataset
+from lightning_stream.errors import NotFoundError
 from lightning_stream.trainers.lightning.data_module import StreamingDataModule
 
 SYNTHETIC = "synthetic"
@@ -76,7 +77,11 @@ class RecipeData(StreamingDataModule):
         self.is_new = False
         if self.source is not None:
             self.convert_source()
-        print(f"{self.describe().rstrip('.')}, {'written to' if self.is_new else 'reusing'} {self.uri}", flush=True)
+        try:
+            found = self.describe().rstrip(".")
+        except NotFoundError as error:
+            raise NotFoundError(f"{error} Or set data.source to the files that are to be converted.") from error
+        print(f"{found}, {'written to' if self.is_new else 'reusing'} {self.uri}", flush=True)
 
     def convert_source(self) -> None:
         """Write ``train`` and ``val`` below `uri`, by calls of `convert`."""
