@@ -164,7 +164,7 @@ def _enter(config: DictConfig, stack: ExitStack) -> None:
     Processes that Lightning starts get this process's command line: they must repeat this job of a sweep, not the
     sweep. And Lightning's variables would make the next job believe that its processes were started already.
     """
-    is_launched = "LOCAL_RANK" in os.environ
+    stack.callback(_end_process_group)  # also where the process ends: Gloo's threads may abort one that exits with them
     variables = {name: str(value) for name, value in config.store.env.items() if value is not None}
     stack.enter_context(patch.dict(os.environ, variables))
     if not HydraConfig.initialized() or HydraConfig.get().mode is not RunMode.MULTIRUN:
@@ -175,8 +175,6 @@ def _enter(config: DictConfig, stack: ExitStack) -> None:
     added = [f"--config-dir={each.path}" for each in hydra.runtime.config_sources if each.provider == "command-line"]
     argv = [sys.argv[0], *added, *hydra.overrides.task, "hydra.mode=RUN"]
     stack.enter_context(patch.object(sys, "argv", argv))
-    if not is_launched:
-        stack.callback(_end_process_group)
 
 
 def _end_process_group() -> None:
