@@ -1,4 +1,4 @@
-"""Runs under Composer that are stopped and go on, with this package's dataset and with mosaicml-streaming's.
+"""Runs under Composer that are stopped and resumed, with this package's dataset and with mosaicml-streaming's.
 
 python benchmarks/composer_resume_peers.py [--out folder] [--only mosaicml-streaming]
 

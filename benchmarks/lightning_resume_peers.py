@@ -32,7 +32,7 @@ Feed = dict[int, tuple[int, list[int]]]  # optimizer step -> (epoch, sample ids)
 
 @dataclass(frozen=True)
 class Stop:
-    """Where a run is left: at which step, and by which checkpoint it goes on."""
+    """Where a run is left: at which step, and by which checkpoint it resumes."""
 
     step: int
     way: str  # "steps", "epoch" or "exception"
@@ -168,7 +168,7 @@ def chain(
         own.mkdir(parents=True)
         try:
             seen, ckpt = fit(loader(), own, ckpt, stop, options)
-        except Exception as error:  # noqa: BLE001 - a library that cannot go on is a finding, not a failure
+        except Exception as error:  # noqa: BLE001 - a library that cannot resume is a finding, not a failure
             return fed, f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
         fed |= seen
     return fed, ""

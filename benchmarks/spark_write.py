@@ -124,7 +124,7 @@ def split(expressions):
 
 
 def report(name, rows, times):
-    told = [f"{name:15}"]
+    line = [f"{name:15}"]
     if not times["theirs"]:
         print(
             name,
@@ -138,10 +138,10 @@ def report(name, rows, times):
     for k, room in ((0, 9), (1, 11)):
         taken = {maker: [both[k] for both in times[maker]] for maker in times}
         speed = {maker: f"{rows / statistics.median(taken[maker]):,.0f}" for maker in taken}
-        told.append(f"{speed['ours']:>{room}}{speed['theirs']:>9}{speed['spark']:>13}")
-        told.append(f"{statistics.median(map(ratio, taken['ours'], taken['theirs'])):7.1f}")
-    told.append(f"{statistics.median(map(ratio, taken['spark'], taken['theirs'])):9.1f}")
-    print("".join(told), flush=True)
+        line.append(f"{speed['ours']:>{room}}{speed['theirs']:>9}{speed['spark']:>13}")
+        line.append(f"{statistics.median(map(ratio, taken['ours'], taken['theirs'])):7.1f}")
+    line.append(f"{statistics.median(map(ratio, taken['spark'], taken['theirs'])):9.1f}")
+    print("".join(line), flush=True)
 
 
 def ratio(ours, theirs):

@@ -12,11 +12,10 @@ from lightning_stream.errors import LightningStreamError
 from lightning_stream.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_stream.dataset import StreamingDataset
+    from lightning_stream.dataset import LocalDataset, StreamingDataset
     from lightning_stream.formats.encodings import register_encoding
     from lightning_stream.formats.encodings.jpeg import decode_jpeg
     from lightning_stream.loader import StreamingDataLoader
-    from lightning_stream.local_dataset import LocalDataset
     from lightning_stream.order import Position, World
     from lightning_stream.reading.stream import Stream
     from lightning_stream.spark import StreamToTorchDataset as StreamToTorchDataset
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_stream.trainers.lightning.graceful_stop import GracefulStop as GracefulStop
     from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted as TrainingInterrupted
     from lightning_stream.trainers.lightning.monitor import RunMonitor as RunMonitor
-    from lightning_stream.trainers.lightning.sample_log import SampleLog as SampleLog
+    from lightning_stream.trainers.lightning.monitor import SampleLog as SampleLog
     from lightning_stream.trainers.tracker import PositionTracker
     from lightning_stream.trainers.transformers import StreamingTrainerCallback as StreamingTrainerCallback
     from lightning_stream.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter, merge_index
@@ -38,11 +37,10 @@ __version__ = "0.1.0"
 
 # The names of each module, and the extra that installs what it needs.
 _NAMES = {
-    "dataset": "StreamingDataset",
+    "dataset": "LocalDataset StreamingDataset",
     "formats.encodings": "register_encoding",
     "formats.encodings.jpeg": "decode_jpeg",
     "loader": "StreamingDataLoader",
-    "local_dataset": "LocalDataset",
     "order": "Position World",
     "reading.stream": "Stream",
     "spark": "StreamToTorchDataset dataframe_to_mds",
@@ -52,8 +50,7 @@ _NAMES = {
     "trainers.lightning.callback": "StreamingCallback",
     "trainers.lightning.data_module": "StreamingDataModule",
     "trainers.lightning.graceful_stop": "GracefulStop TrainingInterrupted",
-    "trainers.lightning.monitor": "RunMonitor",
-    "trainers.lightning.sample_log": "SampleLog",
+    "trainers.lightning.monitor": "RunMonitor SampleLog",
     "trainers.tracker": "PositionTracker",
     "trainers.transformers": "StreamingTrainerCallback",
     "writer": "CSVWriter JSONWriter MDSWriter TSVWriter XSVWriter merge_index",

@@ -1,4 +1,4 @@
-"""`StreamingDataset`: streams, an order over their samples, random access; the name and arguments MDS users know."""
+"""`StreamingDataset` and `LocalDataset`, with the names and arguments that MDS users know."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stream.cache import CacheConfig
 from lightning_stream.errors import suggesting
@@ -24,7 +24,7 @@ from lightning_stream.loading.source import SampleSource, Transform
 from lightning_stream.order import MosaicConfig, OrderConfig
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.order.mosaic.partitions import PARTITIONS
-from lightning_stream.order.rules import is_count
+from lightning_stream.order.rules import broken, count
 from lightning_stream.reading.bad_samples import Policy, bad_data
 from lightning_stream.reading.reader import ReaderConfig, SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
@@ -152,9 +152,9 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         self.batching_method, self.partition_algo = batching_method, partition_algo
         self.cache_limit = None if cache_limit is None else parse_bytes(cache_limit, "cache_limit") or None
         self.allow_unsafe_types = allow_unsafe_types
-        mosaic = MosaicConfig(partition_algo, self.shuffle_block_size)
         if partition_algo not in PARTITIONS:
             raise ValueError(f"partition_algo is one of {', '.join(PARTITIONS)}; found {partition_algo!r}. Correct it")
+        mosaic = MosaicConfig(partition_algo, self.shuffle_block_size)
         order_arguments: dict[str, Any] = {
             "shuffle": shuffle,
             "seed": self.shuffle_seed,
@@ -169,10 +169,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         }
         OrderConfig.resolve(batch_size=1, device_batch_size=1, **order_arguments)  # refuses wrong values now
         config = CacheConfig(
-            limit_bytes=self.cache_limit,
-            validate_hash=validate_hash,
-            keep_zip=bool(keep_zip),
-            shared=shared_cache,
+            limit_bytes=self.cache_limit, validate_hash=validate_hash, keep_zip=bool(keep_zip), shared=shared_cache
         )
         defaults = CacheDefaults(config, retries=download_retry, timeout_s=download_timeout)
         reading = ReaderConfig(
@@ -284,6 +281,33 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         self._streaming_plain.load_state_dict(self._streaming_source, state)
 
 
+class LocalDataset(IndexedSamples, Dataset[Any]):
+    """Random access to a dataset in a local folder: no order, no cache, nothing to resume.
+
+    A subclass may override ``get_item`` or ``__getitem__``. Example: ``LocalDataset("data/train")[7]``.
+
+    Args:
+        local: The folder that holds index.json.
+        split: Sub-folder of it.
+        allow_unsafe_types: Whether to decode the ``pkl`` encoding, which runs code that the data names.
+    """
+
+    @suggesting
+    def __init__(
+        self, local: str | os.PathLike[str], split: str | None = None, allow_unsafe_types: bool = False
+    ) -> None:
+        refuse_overrides(type(self))
+        self.local, self.split = os.fspath(local), split or ""
+        dataset = StreamingDataset(local=local, split=split, allow_unsafe_types=allow_unsafe_types)
+        self._streaming_source = dataset._streaming_source  # noqa: SLF001 - the same reader
+
+    def __len__(self) -> int:
+        return self._streaming_source.snapshot.num_samples
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.local!r}, split={self.split!r})"
+
+
 def source_of(dataset: StreamingDataset) -> SampleSource:
     """The source of a dataset, with the subclass's own way to read a sample, if it has one."""
     kind = type(dataset)
@@ -299,14 +323,9 @@ def plain_iterations_of(dataset: StreamingDataset) -> PlainIterations:
 
 def _whole_numbers(**given: float | None) -> list[int | None]:
     numbers = {name: whole(value) for name, value in given.items()}
-    least = {name: int(name != "predownload") for name in numbers}
-    wrong = [
-        f"{name} is None or a whole number of at least {least[name]}; found {value!r}."
-        for name, value in numbers.items()
-        if value is not None and not is_count(value, least[name])
-    ]
-    if wrong:
-        raise ValueError(" ".join([*wrong, "Correct it."]))
+    rules = {name: count(int(name != "predownload"), optional=True) for name in numbers}
+    if problems := broken(numbers, rules):
+        raise ValueError(" ".join(problems))
     return list(numbers.values())
 
 

@@ -89,13 +89,7 @@ class MissingExtraError(ImportError):
 
 
 def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
-    """Make the error for an optional dependency that is absent.
-
-    Args:
-        package: The distribution that could not be imported, e.g. ``"boto3"``.
-        extra: Our extra that installs it, e.g. ``"s3"``.
-        purpose: What the user was doing, e.g. ``"reading s3:// URLs"``.
-    """
+    """Make the error for an absent distribution, e.g. ``missing_extra("boto3", "s3", "reading s3:// URLs")``."""
     return MissingExtraError(
         f"{purpose} needs the package {package!r}, which is not installed. "
         f"Install it with:  pip install 'lightning-stream[{extra}]'"

@@ -13,12 +13,9 @@ from lightning_stream.errors import missing_extra
 def lazy_names(
     package: str, names_of: Mapping[str, str], extra_of: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make a package's ``__getattr__`` and ``__dir__``.
+    """Make the ``__getattr__`` and ``__dir__`` of a package.
 
-    Args:
-        package: The package's ``__name__``.
-        names_of: The public names of each of its modules, separated by spaces.
-        extra_of: The extra of ours that installs an optional package.
+    `names_of` has the names of each module, separated by spaces; `extra_of` the extra that installs a foreign package.
     """
     home = {name: module for module, names in names_of.items() for name in names.split()}
 

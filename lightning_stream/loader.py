@@ -16,15 +16,13 @@ from lightning_stream.loading.accelerate import as_prepared, is_prepared
 from lightning_stream.loading.checks import ReadAhead, check_run
 from lightning_stream.loading.collate import collate_samples
 from lightning_stream.loading.distributed import WorldLike, detect_world
-from lightning_stream.loading.iteration import Driver, LoaderIterator, driver_of
+from lightning_stream.loading.iteration import Driver, LoaderIterator, Progress, driver_of
 from lightning_stream.loading.loader_arguments import check_arguments, check_classes
-from lightning_stream.loading.pipeline import Pipeline
-from lightning_stream.loading.progress import Progress
 from lightning_stream.loading.randomness import SeededCall
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
-from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.loading.shared_position import Start
-from lightning_stream.loading.workers import MadeBatches, WorkerOptions, Workers
+from lightning_stream.loading.source import BatchSettings
+from lightning_stream.loading.workers import MadeBatches, Pipeline, Workers
 from lightning_stream.order import OrderConfig, Position, RunOrder, Tail, World, explain, trace
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.order.tracing import Explanation, TracedBatch
@@ -233,9 +231,9 @@ class StreamingDataLoader(DataLoader[Any]):
             start = replace(self.first_position(), epoch=0 if self.evaluation else self.position.epoch)
         self.check()
         if iterator.limit == 0:
-            return start, MadeBatches.none()
+            return start, MadeBatches(iter(()), lambda _: None)
         pipeline = Pipeline(self._source, settings, Start.of(start), self._collate)
-        return start, self._workers.batches(pipeline, WorkerOptions.of(self))
+        return start, self._workers.batches(pipeline, self)
 
     def note_batch(self, iterator: LoaderIterator, waited_s: float) -> None:
         """Note a batch that is about to be handed out, and the wait for it."""

@@ -136,7 +136,7 @@ def open_with_mode(path: Path, flags: int, mode: int) -> int:
     return fd
 
 
-class LockDescriptors:
+class _LockDescriptors:
     """Descriptors that carry a kernel lock of this process.
 
     A forked child inherits copies, which would keep a lock alive after its owner is killed: the child closes them.
@@ -169,7 +169,7 @@ class LockDescriptors:
         self._guard.release()
 
 
-LOCK_FDS = LockDescriptors()
+LOCK_FDS = _LockDescriptors()
 
 
 def try_flock(fd: int, path: Path, *, shared: bool = False) -> bool:
@@ -217,18 +217,12 @@ def file_system(path: Path) -> str:
 class FileLock:
     """An exclusive lock between processes, and between threads, that the kernel ends with its owner.
 
-    The lock's file exists only while it is held. Use as a context manager, or by `try_acquire` and `release`.
-
-    Args:
-        path: The lock's file.
-        wait_s: How long to wait in ``with`` before :class:`LockTimeoutError`.
-        modes: Permissions of the file, and of its folder if that is made.
+    The lock's file exists only while it is held. Use as a context manager, which waits up to `wait_s` and then raises
+    :class:`LockTimeoutError`, or by `try_acquire` and `release`. `modes` are for the file, and its folder if absent.
     """
 
     def __init__(self, path: Path, wait_s: float = 60.0, modes: Modes = PRIVATE) -> None:
-        self.path = path
-        self._wait_s = wait_s
-        self.modes = modes
+        self.path, self._wait_s, self.modes = path, wait_s, modes
         self._fd: int | None = None
         self._pid = 0
 
@@ -238,7 +232,8 @@ class FileLock:
             fd = self._open()
             try:
                 taken = try_flock(fd, self.path)
-                current = taken and self._is_current(fd)
+                # The former owner removed the file when it released it: a lock on that inode excludes no one.
+                current = taken and same_file(fd, self.path)
             except BaseException:
                 LOCK_FDS.close(fd)
                 raise
@@ -277,10 +272,6 @@ class FileLock:
                 # In a shared folder another user may have made it an instant ago, and not opened it to us yet.
                 continue
         return LOCK_FDS.open(self.path, os.O_RDWR | os.O_CREAT, self.modes.file)
-
-    def _is_current(self, fd: int) -> bool:
-        # The former owner removed the file when it released it: a lock on that inode excludes no one.
-        return same_file(fd, self.path)
 
     def __enter__(self) -> Self:
         for _ in backoff(self._wait_s):
@@ -361,17 +352,11 @@ def _run_as_owner(
 
 def _write_failure(reason: Path, error: Exception, modes: Modes) -> None:
     known = isinstance(error, LightningStreamError)
-    failure = {
-        "token": secrets.token_hex(8),
-        "kind": type(error).__name__ if known else "CacheError",
-        "message": str(error) if known else summarize(error),
-        "pid": os.getpid(),
-    }
-    try:
+    kind, message = (type(error).__name__, str(error)) if known else ("CacheError", summarize(error))
+    failure = {"token": secrets.token_hex(8), "kind": kind, "message": message, "pid": os.getpid()}
+    # On a full disk that fails: a process that waits gets the lock instead, and sees the same error itself.
+    with contextlib.suppress(OSError):
         publish_bytes(json.dumps(failure).encode(), reason, modes)
-    except OSError:
-        # The disk is full: a process that waits gets the lock instead, and sees the same error itself.
-        return
 
 
 def _read_failure(reason: Path) -> dict[str, object]:

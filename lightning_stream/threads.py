@@ -1,8 +1,7 @@
 """Threads that move bytes, and that a process does not wait for when it ends.
 
-The standard library's pool joins its threads as the interpreter exits: one stuck in a dead connection would keep
-a job that was stopped, or a loader's worker, alive until its timeout. A fetch that is killed
-leaves only a draft, so there is nothing to wait for.
+The standard library's pool joins its threads as the interpreter exits: one stuck in a dead connection would keep a job
+that was stopped, or a loader's worker, alive until its timeout. A fetch that is killed leaves only a draft.
 """
 
 from __future__ import annotations
@@ -24,16 +23,10 @@ _Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class DaemonPool:
-    """Runs calls in daemon threads, at most so many at once, in the order they were given. A context manager.
-
-    Args:
-        num_threads: How many; each is started when it is first needed.
-        name: Of the threads.
-    """
+    """Runs calls in at most `num_threads` daemon threads, in the order they were given. A context manager."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self._num_threads = num_threads
-        self._name = name
+        self._num_threads, self._name = num_threads, name
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._guard = threading.Lock()
@@ -82,10 +75,7 @@ class DaemonPool:
 def follow(promise: Future[T], source: Future[Any], *, only_failures: bool = False) -> None:
     """Give a promise the outcome of another future, so that no one waits for it for ever.
 
-    Args:
-        promise: A future without a result yet.
-        source: The future that decides.
-        only_failures: Whether the call behind `source` sets the promise's result itself.
+    `only_failures`: the call behind `source` sets the promise's result itself.
     """
 
     def done(ended: Future[Any]) -> None:
@@ -114,6 +104,4 @@ def _run(future: Future[Any], call: Callable[..., Any], args: tuple[Any, ...]) -
         future.set_result(call(*args))
     except BaseException as error:  # noqa: BLE001 - the caller of result() gets it
         future.set_exception(error)
-        del (
-            future
-        )  # its error's traceback refers to this frame: without this, the cycle would keep its memory for a while
+        del future  # its error's traceback refers to this frame: the cycle would keep its memory for a while

@@ -2,12 +2,8 @@
 
     python -m recipes.custom_encoding
 
-`encode` checks and stores the file's bytes, `decode` returns an object that reads them on demand, and
-`register_encoding` gives the encoding its name. A package registers its encodings for every process through an entry
-point of the group ``lightning_stream.encodings``; here, importing this module does it.
+Importing this module registers it. A package does so in every process by an entry point ``lightning_stream.encodings``.
 """
-
-from __future__ import annotations
 
 import io
 import tempfile
@@ -18,53 +14,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream import MDSWriter, StreamingDataset
-from lightning_stream.formats.encodings import encoding_names, register_encoding
+from lightning_stream.formats.encodings import register_encoding
 from lightning_stream.formats.encodings.base import Encoding
 
 
 class Clip:
-    """A WAV file of 16-bit samples in memory; nothing is decoded until `frames` is called.
-
-    Raises:
-        ValueError: The bytes are not such a file.
-    """
+    """A WAV file of 16-bit samples in memory; nothing is decoded until `frames` is called."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
         try:
             with wave.open(io.BytesIO(data)) as file:
                 self.num_frames, self.rate = file.getnframes(), file.getframerate()
-                width = file.getsampwidth()
+                if file.getsampwidth() != 2:
+                    raise wave.Error(f"{8 * file.getsampwidth()} bits")
         except (wave.Error, EOFError) as error:
-            raise ValueError(f"the column holds WAV files (PCM); the bytes are not one: {error}.") from error
-        if width != 2:
-            raise ValueError(f"the column holds WAV files of 16-bit samples; found {8 * width} bits.")
+            raise ValueError(f"the column holds WAV files of 16-bit samples; found {error}.") from error
 
     def frames(self, begin: int = 0, count: int | None = None) -> NDArray[np.float32]:
         """Decode float32[channels, count] in [-1, 1) from frame `begin`; fewer where the file ends, None for all."""
         with wave.open(io.BytesIO(self.data)) as file:
-            file.setpos(min(begin, file.getnframes()))
-            data = file.readframes(file.getnframes() if count is None else count)
-            samples = np.frombuffer(data, "<i2").astype(np.float32) / np.float32(2**15)
-            return samples.reshape(-1, file.getnchannels()).T
+            file.setpos(min(begin, self.num_frames))
+            samples = np.frombuffer(file.readframes(self.num_frames if count is None else count), "<i2")
+            return (samples.astype(np.float32) / np.float32(2**15)).reshape(-1, file.getnchannels()).T
 
 
 class WavEncoding(Encoding):
-    """WAV files, stored byte for byte."""
+    """WAV files, stored byte for byte. A file that could not be decoded later is refused when it is written."""
 
     checks_bytes = True
 
     def encode(self, value: Any) -> bytes:
-        """Return the file's bytes; a file that could not be decoded later is refused now."""
         return value.data if isinstance(value, Clip) else Clip(bytes(value)).data
 
     def decode(self, data: bytes | memoryview) -> Clip:
-        """Return the clip, undecoded."""
         return Clip(bytes(data))
 
 
-if "wav" not in encoding_names():
-    register_encoding("wav", WavEncoding())
+register_encoding("wav", WavEncoding())
 
 
 def tone(pitch_hz: float, num_frames: int = 8000, rate: int = 8000) -> bytes:
@@ -82,6 +69,5 @@ if __name__ == "__main__":
             for pitch_hz in (220, 440, 880):
                 writer.write({"sound": tone(pitch_hz), "pitch_hz": pitch_hz})
         for sample in StreamingDataset(remote=f"{folder}/set", local=f"{folder}/cache"):
-            clip = sample["sound"]
-            part = clip.frames(begin=100, count=4)
-            print(f"{sample['pitch_hz']} Hz: {clip.num_frames} frames at {clip.rate} Hz; frames 100 to 103: {part[0]}")
+            clip, part = sample["sound"], sample["sound"].frames(begin=100, count=4)[0]
+            print(f"{sample['pitch_hz']} Hz: {clip.num_frames} frames at {clip.rate} Hz; frames 100 to 103: {part}")

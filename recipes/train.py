@@ -1,18 +1,16 @@
 """From a config to a trained model: check, convert once, build, fit, summarise."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -28,27 +26,21 @@ from lightning_stream.errors import LightningStreamError, StateError
 from lightning_stream.stores import open_store
 from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted
 from lightning_stream.trainers.lightning.monitor import RunMonitor
-from recipes.checks import find_problems, last_checkpoint, trainer_kind
+from recipes.checks import find_problems, last_checkpoint, resumes_itself, trainer_kind, wrong_types
 from recipes.data.base import RecipeData
 from recipes.models.base import RecipeModule
 from recipes.report import RunFigures, RunSummary
 
-_LAUNCHED = dict.fromkeys(("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"))
 _UNUSABLE = (LightningStreamError, HydraException, ImportError, MisconfigurationException, FileNotFoundError)
 
 
 def main(config: DictConfig) -> RunSummary | None:
-    """Run a config of ``train.py``. Gives the summary on the first rank, None on others and with ``prepare_only``.
-
-    Raises:
-        SystemExit: 2 for a config or data that cannot be used, after all reasons were printed; 128 + n where signal n
-            stopped the run.
-    """
-    if problems := find_problems(config):
-        raise _refused("Invalid config:", *problems)
+    """Run a config of ``train.py``. Returns the summary on the first rank; None on others and with ``prepare_only``."""
     with ExitStack() as stack:
-        stack.enter_context(one_job())
-        stack.enter_context(environment(config.store.env))
+        stack.callback(_clean, Path(config.folder))
+        if problems := find_problems(config):
+            raise _refused("Invalid config:", *problems)
+        _enter(config, stack)
         try:
             return _run(config, stack)
         except TrainingInterrupted as stop:
@@ -56,8 +48,6 @@ def main(config: DictConfig) -> RunSummary | None:
         except SystemExit as end:  # Lightning ends with 1 after a second Ctrl-C
             raise _stopped(signal.SIGINT) if isinstance(end.__context__, KeyboardInterrupt) else end from None
         except _UNUSABLE as error:
-            if os.environ.get("HYDRA_FULL_ERROR") == "1":
-                raise
             began = [f"The run began with the settings in {config.folder}/config.yaml."]
             advice = began if isinstance(error, StateError) else []
             raise _refused(_sentence(error), *advice, "(HYDRA_FULL_ERROR=1 shows where.)") from error
@@ -72,51 +62,68 @@ def _run(config: DictConfig, stack: ExitStack) -> RunSummary | None:
     _quieten()
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    data: RecipeData = instantiate(config.data, _convert_="all")
-    model: RecipeModule = instantiate(config.model, _convert_="all")
+    data, model, trainer = build(config)
     stack.callback(data.close)
     if config.prepare_only:
         if is_first():
             data.prepare_data()
         return None
     ckpt_path = _local_checkpoint(config, stack)
-    if ckpt_path is None and is_first():
+    if not resumes_itself(config) and is_first():
         _begin(config)
-    # One logger, on the first rank; the others have none.
-    logger = instantiate(config.logger) if config.get("logger") and is_first() else None
     if trainer_kind(config) == "lightning":
-        figures = _fit_lightning(config, model, data, ckpt_path, logger)
+        figures = _fit_lightning(config, trainer, model, data, ckpt_path)
     else:
-        figures = instantiate(config.trainer, _convert_="all").fit(model, data, ckpt_path, logger)
+        figures = trainer.fit(model, data, ckpt_path)
     return _summarise(config, model, data, figures) if is_first() else None
 
 
-def _fit_lightning(config: DictConfig, model: Any, data: Any, ckpt_path: str | None, logger: Any) -> RunFigures:
-    callbacks = [instantiate(each, _convert_="all") for each in config.callbacks.values() if each]
-    if not config.trainer.enable_progress_bar:
-        callbacks = [each for each in callbacks if not isinstance(each, ProgressBar)]
-    trainer: Any = instantiate(config.trainer, callbacks=callbacks, logger=logger or False, _convert_="all")
+def build(config: DictConfig) -> tuple[RecipeData, RecipeModule, Any]:
+    """The data, the model and the trainer of a config. Nothing is written; all refused parts are reported at once."""
+    problems: list[str] = []
+
+    def make(where: str, **more: Any) -> Any:
+        node = OmegaConf.select(config, where)
+        try:
+            wrong = wrong_types(node, where) if node else []
+            problems.extend(wrong)
+            return instantiate(node, **more, _convert_="all") if node and not wrong else None
+        except HydraException as error:
+            problems.append(_sentence(error))
+
+    data, model = make("data"), make("model")
+    if data and model and not isinstance(data, model.data_type):
+        found = f"{type(model).__name__} learns from {model.data_type.__name__}, and data is {type(data).__name__}"
+        problems.append(f"model: {found}. Omit model=: a data choice brings its own.")
+    # One logger, on the first rank; the others have none.
+    more: dict[str, Any] = {"logger": (make("logger") if is_first() else None) or False}
+    if trainer_kind(config) == "lightning":
+        skipped = () if config.trainer.enable_progress_bar else (ProgressBar,)
+        callbacks = [make(f"callbacks.{name}") for name in config.callbacks]
+        if isinstance(config.trainer.val_check_interval, int):
+            more["check_val_every_n_epoch"] = None  # the interval may be longer than an epoch
+        more["callbacks"] = [each for each in callbacks if each and not isinstance(each, skipped)]
+    trainer = make("trainer", **more)
+    if problems:
+        raise _refused("Invalid config:", *problems, "(HYDRA_FULL_ERROR=1 shows where.)")
+    return data, model, trainer
+
+
+def _fit_lightning(config: DictConfig, trainer: Any, model: Any, data: Any, ckpt_path: str | None) -> RunFigures:
     trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
     trainer.save_checkpoint(last_checkpoint(config))
-    now = next((each for each in callbacks if isinstance(each, RunMonitor)), RunMonitor())
+    now = next((each for each in trainer.callbacks if isinstance(each, RunMonitor)), RunMonitor())
     samples = now.num_samples * trainer.world_size
-    return RunFigures(samples, now.num_steps, now.training_s, now.validation_s, now.waited_s, now.longest_wait_s)
+    return RunFigures(samples, now.num_steps, now.training_s, now.validation_s, now.waited_s)
 
 
 def _summarise(config: DictConfig, model: RecipeModule, data: RecipeData, figures: RunFigures) -> RunSummary:
     folder, last = Path(config.folder), last_checkpoint(config)
-    artifacts = model.show(data, folder)
+    paths = {"checkpoint": last, "best": last.with_name("best.ckpt"), **model.show(data, folder)}
     logs = sorted(folder.glob("log/version_*"), key=lambda path: path.stat().st_mtime)
-    paths: dict[str, Any] = {
-        "shards": data.uri,
-        "checkpoint": last,
-        "best": last.with_name("best.ckpt"),
-        **artifacts.files,
-    }
     paths |= {"log": logs[-1]} if logs else {}
-    found = {name: str(path) for name, path in paths.items() if name == "shards" or Path(path).exists()}
-    notes = (data.describe(), model.describe(data), *artifacts.notes)
-    summary = RunSummary(notes, figures, model.history, model.shown, found)
+    found = {"shards": data.uri, **{name: str(path) for name, path in paths.items() if path.exists()}}
+    summary = RunSummary((data.describe(), model.describe(data)), figures, model.history, model.shown, found)
     summary.save(folder / "summary.json")
     print(summary)
     return summary
@@ -145,47 +152,40 @@ def _local_checkpoint(config: DictConfig, stack: ExitStack) -> str | None:
     return str(path)
 
 
-@contextmanager
-def environment(wanted: Mapping[str, Any]) -> Iterator[None]:
-    """Set variables, unless null, for this process and those that it starts; restore all of them afterwards."""
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update({name: str(value) for name, value in wanted.items() if value is not None})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            os.environ.update({name: value} if value is not None else {})
+def _clean(folder: Path) -> None:
+    """Remove the folder of a run that was refused: Hydra has made it."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
-@contextmanager
-def one_job() -> Iterator[None]:
-    """Let processes that Lightning starts repeat this job, not the sweep that it is part of, and leave nothing behind.
+def _enter(config: DictConfig, stack: ExitStack) -> None:
+    """Set the store's variables for this run and the processes that it starts; restore all variables afterwards.
 
-    Lightning starts them with this process's command line, and its variables would make a sweep's next job believe
-    that its processes were started already.
+    Processes that Lightning starts get this process's command line: they must repeat this job of a sweep, not the
+    sweep. And Lightning's variables would make the next job believe that its processes were started already.
     """
+    stack.callback(_end_process_group)  # also where the process ends: Gloo's threads may abort one that exits with them
+    variables = {name: str(value) for name, value in config.store.env.items() if value is not None}
+    stack.enter_context(patch.dict(os.environ, variables))
     if not HydraConfig.initialized() or HydraConfig.get().mode is not RunMode.MULTIRUN:
-        yield
         return
-    argv = sys.argv
     hydra: Any = HydraConfig.get()
     with read_write(hydra):
         hydra.run.dir = hydra.runtime.output_dir  # Lightning passes it on
     added = [f"--config-dir={each.path}" for each in hydra.runtime.config_sources if each.provider == "command-line"]
-    is_launched = "LOCAL_RANK" in os.environ
-    sys.argv = [argv[0], *added, *hydra.overrides.task, "hydra.mode=RUN"]
-    try:
-        with environment(_LAUNCHED):
-            yield
-    finally:
-        sys.argv = argv
-        if torch.distributed.is_initialized() and not is_launched:
-            torch.distributed.destroy_process_group()
+    argv = [sys.argv[0], *added, *hydra.overrides.task, "hydra.mode=RUN"]
+    stack.enter_context(patch.object(sys, "argv", argv))
+
+
+def _end_process_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _sentence(error: BaseException) -> str:
     """An error as one sentence; where a constructor refused a setting, with the group that it was built from."""
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        raise error
     cause = error.__cause__ if isinstance(error, HydraException) else None
     where = next((line.partition(": ")[2] for line in str(error).splitlines() if line.startswith("full_key: ")), "")
     return f"{where}: {cause}" if cause is not None else f"{type(error).__name__}: {error}"
@@ -203,9 +203,10 @@ def _refused(*sentences: str) -> SystemExit:
 
 
 def _quieten() -> None:
-    """Leave the terminal to what a user can act on."""
+    """Leave the terminal to what a user can act on, and to where a run resumed."""
+    logging.getLogger("lightning_stream").setLevel(logging.INFO)
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_stream.loading.checks"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    messages = (".*treespec, LeafSpec.*", "Checkpoint directory .* is not empty", ".*than the logging interval.*")
-    for message in (*messages, ".*`self.log.*sync_dist=True.*"):  # the metrics are those of all ranks already
+    unmeasured = ".*could not find the monitored key.*"  # a run that ends before its first validation
+    for message in ("Checkpoint directory .* is not empty", ".*logging interval.*", ".*sync_dist=True.*", unmeasured):
         warnings.filterwarnings("ignore", message=message)

@@ -19,7 +19,7 @@ FLOORS = {
     "reading": 3,
     "loading": 4, "convert": 4,
     "dataset": 5,
-    "loader": 6, "local_dataset": 6,
+    "loader": 6,
     "trainers": 7, "spark": 7,
     "cli": 8,
 }  # fmt: skip

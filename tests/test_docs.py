@@ -77,8 +77,8 @@ OF_OTHERS = {  # each constructor's keywords, in mosaicml-streaming 0.13 and Lit
 def test_the_page_on_migrating_tells_of_every_argument(name: str) -> None:
     page = (DOCS / "migrating.md").read_text()
     ours, theirs = page.split("## From LitData")
-    told = set(re.findall(r"`(\w+)[=(`]", ours if name.startswith("streaming") else theirs))
-    assert set(OF_OTHERS[name].split()) - told == set()
+    named = set(re.findall(r"`(\w+)[=(`]", ours if name.startswith("streaming") else theirs))
+    assert set(OF_OTHERS[name].split()) - named == set()
 
 
 def test_what_the_page_on_migrating_calls_the_same_is_an_argument_here() -> None:

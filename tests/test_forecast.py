@@ -1,4 +1,4 @@
-"""What a run will need is told before it starts; and what is told suffices, counted at the server."""
+"""A forecast of what a run will need, compared with the requests that a server counts."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_a_failure_is_raised_in_every_waiter_at_once_and_a_later_call_tries_agai
     for waiter in waiters:
         waiter.join()
     assert all(text.startswith(f"the shard is not there (raised in process {os.getpid()}") for text in said)
-    assert run_once_across_processes(lambda: None, lambda: "anew", FileLock(tmp_path / "a.lock"), 10) == "anew"
+    assert run_once_across_processes(lambda: None, lambda: "again", FileLock(tmp_path / "a.lock"), 10) == "again"
     assert list(tmp_path.iterdir()) == []
 
 

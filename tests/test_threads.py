@@ -99,11 +99,11 @@ socket.create_connection(("127.0.0.1", int(sys.argv[3]))).recv(1)  # until the f
 
 def test_a_process_ends_at_once_though_a_store_does_not_answer(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("exit")
-    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as told:
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as peer:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}/x"
-        port = str(told.getsockname()[1])
+        port = str(peer.getsockname()[1])
         process = subprocess.Popen([sys.executable, "-c", FETCH, address, str(folder), port], cwd=TESTS)
-        connection, _ = told.accept()
+        connection, _ = peer.accept()
         request, _ = silent.accept()
         begun = time.monotonic()
         connection.close()

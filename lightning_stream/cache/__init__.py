@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_stream.cache.folder import default_folder
-
-from .config import CacheConfig
-from .lease import Lease
-from .shards import ShardCache
+from .folder import CacheConfig, default_folder
+from .shards import Lease, ShardCache
 
 __all__ = ["CacheConfig", "Lease", "ShardCache", "default_folder"]

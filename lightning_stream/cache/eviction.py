@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
@@ -30,12 +31,11 @@ class Evictor:
             name, need = entry.names[0], entry.num_bytes
             raise CacheFullError(f"cache_limit is {limit_bytes:,} bytes; {name} alone needs {need:,}. Raise it.")
 
-        in_use: int | None = None
         for _ in backoff(wait_s):
             in_use = self.log.reserve(entry, limit_bytes, lambda held: self._in_order(held, next_use), self.remove)
             if in_use is None:
                 break
-        if in_use is not None:
+        else:
             raise CacheFullError(
                 f"cache_limit is {limit_bytes:,} bytes, {in_use:,} of them are in use and stayed so for "
                 f"{wait_s:g} s, and {entry.names[0]} needs {entry.num_bytes:,} more. Raise it, or lower predownload, "
@@ -46,33 +46,24 @@ class Evictor:
 
     def remove(self, entry: CacheEntry) -> bool:
         """Delete a shard's files; False if it is in use or being fetched. It never waits."""
-        lock = self.folder.lock(entry.names[0])
+        lock, first = self.folder.lock(entry.names[0]), self.folder.path / entry.names[0]
         if not lock.try_acquire():
             return False
-        try:
-            return self._remove(entry)
-        finally:
-            lock.release()
-
-    def _remove(self, entry: CacheEntry) -> bool:
-        first = self.folder.path / entry.names[0]
-        try:
-            # NFS gives an exclusive lock only on a file that is open for writing.
-            fd = LOCK_FDS.open(first, os.O_RDWR if os.access(first, os.W_OK) else os.O_RDONLY)
-        except FileNotFoundError:
-            return self._unlink(entry)
-        except OSError as error:
-            if error.errno != errno.ELOOP:  # a link is not ours: it is deleted, and its target stays
-                raise
-            return self._unlink(entry)
-        try:
-            return try_flock(fd, first) and same_file(fd, first) and self._unlink(entry)
-        finally:
-            LOCK_FDS.close(fd)
-
-    def _unlink(self, entry: CacheEntry) -> bool:
-        for name in entry.names:
-            self.folder.unlink(name)
+        with contextlib.ExitStack() as stack:
+            stack.callback(lock.release)
+            try:
+                # NFS gives an exclusive lock only on a file that is open for writing.
+                fd = LOCK_FDS.open(first, os.O_RDWR if os.access(first, os.W_OK) else os.O_RDONLY)
+            except OSError as error:
+                # A link is not ours: it is deleted, and its target stays.
+                if error.errno not in (errno.ENOENT, errno.ELOOP):
+                    raise
+            else:
+                stack.callback(LOCK_FDS.close, fd)
+                if not (try_flock(fd, first) and same_file(fd, first)):
+                    return False
+            for name in entry.names:
+                self.folder.unlink(name)
         return True
 
     def _in_order(self, held: list[CacheEntry], next_use: NextUse | None) -> list[CacheEntry]:
@@ -83,17 +74,13 @@ class Evictor:
             when = None if next_use is None else next_use(entry.names[0])
             if when is not None:
                 return (1, -when)
-            used = self._last_use(entry.names[0])
+            used = 0.0
+            with contextlib.suppress(FileNotFoundError):
+                used = (self.folder.path / entry.names[0]).stat().st_mtime
             # The needs of other jobs are not known, so a shard that was just used comes last.
             return (2 if next_use is not None and used > recent else 0, used)
 
         return sorted(held, key=key)
-
-    def _last_use(self, name: str) -> float:
-        try:
-            return (self.folder.path / name).stat().st_mtime
-        except FileNotFoundError:
-            return 0.0
 
     def _free_bytes(self) -> int:
         """Return the bytes that this user may still write to the folder's disk."""

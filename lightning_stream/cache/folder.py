@@ -1,4 +1,4 @@
-"""A cache's folder: its default path, its permissions, and the control folder in it."""
+"""The settings of a cache, and its folder: the default path, the permissions, and the control folder in it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from lightning_stream.errors import CacheError
+from lightning_stream.formats.hashing import check_hashes
 from lightning_stream.shared_files import (
     LOCK_FDS,
     PRIVATE,
@@ -21,13 +23,50 @@ from lightning_stream.shared_files import (
     Modes,
     make_folder,
     no_locks,
-    publish_bytes,
     sync,
     try_flock,
 )
 
 CONTROL = ".lightning_stream"
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The settings of a cache.
+
+    Attributes:
+        limit_bytes: Limit of a folder, over all processes and jobs that use it; None: no limit.
+        validate_hash: None: a fetched file is checked by the fastest hash that the index has of it, and a file that
+            somebody else put here is checked once. A hash, which the index must have: it checks these, and every file
+            that is here once per process.
+        keep_zip: Keep compressed files after decompression.
+        shared: Files get the folder's own permissions; else they are private to the user.
+        wait_s: Longest wait for another process's fetch of a shard.
+        room_wait_s: Longest wait for others to release shards, if the limit leaves no room.
+        refetches: How often a file with wrong bytes is fetched again before it is an error.
+    """
+
+    limit_bytes: int | None = None
+    validate_hash: str | None = None
+    keep_zip: bool = False
+    shared: bool = False
+    wait_s: float = 660.0
+    room_wait_s: float = 60.0
+    refetches: int = 1
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.limit_bytes is not None and self.limit_bytes <= 0:
+            problems.append(f"limit_bytes is a positive number of bytes, or None for no limit; got {self.limit_bytes}")
+        if min(self.wait_s, self.room_wait_s) <= 0:
+            problems.append(f"waits are positive seconds; got {self.wait_s} and {self.room_wait_s}")
+        if self.refetches < 0:
+            problems.append(f"refetches is 0 or more; got {self.refetches}")
+        if problems:
+            raise ValueError("; ".join(problems))
+        if self.validate_hash is not None:
+            check_hashes([self.validate_hash])
 
 
 def default_folder(identity: str) -> Path:
@@ -80,14 +119,9 @@ class CacheFolder:
 
     def source(self) -> str | None:
         """Return the label of the store whose data this is; None if there is none."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return (self.control / "source").read_text()
-        except FileNotFoundError:
-            return None
-
-    def set_source(self, label: str) -> None:
-        """Write the label of the store whose data this is."""
-        publish_bytes(label.encode(), self.control / "source", self.modes)
+        return None
 
     def prepare(self) -> None:
         """Make the folders, check that locks work, and remove the drafts of killed processes.
@@ -100,7 +134,12 @@ class CacheFolder:
         try:
             if self.path.is_relative_to(base := _temporary_base()):
                 make_folder(base)
-                _check_ours(base)
+                found = base.lstat()  # all users may write into the folder for temporary files
+                if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+                    raise CacheError(
+                        f"the default cache {base} must be a folder that only user {_user(os.getuid())} may write to; "
+                        f"it {_owner(base)}. Set LIGHTNING_STREAM_CACHE to another folder, or pass `local`."
+                    )
             make_folder(self.path, self.modes)
             for folder in (self.control, self.control / "locks", self.control / "drafts"):
                 if folder.is_symlink():
@@ -194,31 +233,15 @@ class CacheFolder:
             for name in sorted(os.listdir(drafts)):  # noqa: PTH208 (by descriptor)
                 lock = FileLock(self.control / "locks" / f"{name.split('.')[0]}.lock", modes=self.modes)
                 if lock.try_acquire():
-                    _unlink_and_release(name, drafts, lock)
+                    with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
+                        stack.callback(lock.release)
+                        os.unlink(name, dir_fd=drafts)
         finally:
             os.close(drafts)
 
 
-def _unlink_and_release(name: str, folder: int, lock: FileLock) -> None:
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=folder)
-    finally:
-        lock.release()
-
-
 def _key(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:24]
-
-
-def _check_ours(base: Path) -> None:
-    """Refuse a folder of another user: all users may write into the folder for temporary files."""
-    found = base.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise CacheError(
-            f"the default cache {base} must be a folder that only user {_user(os.getuid())} may write to; it "
-            f"{_owner(base)}. Set LIGHTNING_STREAM_CACHE to another folder, or pass `local`."
-        )
 
 
 def _link_error(path: Path) -> CacheError:

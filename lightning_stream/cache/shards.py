@@ -6,12 +6,14 @@ import contextlib
 import errno
 import logging
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
-from lightning_stream.cache.folder import CacheFolder, default_folder
+from lightning_stream.cache.folder import CacheConfig, CacheFolder, default_folder
 from lightning_stream.cache.usage_log import CacheEntry
 from lightning_stream.errors import CacheError, DigestError, NotFoundError, UnavailableError
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
@@ -19,15 +21,52 @@ from lightning_stream.shared_files import FULL, LOCK_FDS, before_boot, run_once_
 from lightning_stream.stores import Store
 from lightning_stream.stores.local import LocalStore
 
-from .config import CacheConfig
 from .eviction import Evictor
-from .fetch import ShardFetcher, check_size, is_full, size_of, verify
-from .index_file import IndexFile
-from .lease import Lease
+from .fetch import IndexFile, ShardFetcher, check_size, is_full, size_of, verify
 
 T = TypeVar("T")
 _DELETIONS = 3  # so many times the folder may be deleted while one shard is fetched
 _log = logging.getLogger(__name__)
+
+
+@final
+class Lease:
+    """A shard in `folder` that cannot be evicted before `close`, or before this process ends.
+
+    A lease without references is closed, so a dataset that was dropped keeps no shard from being evicted. `fd` is the
+    shard's first file, `name`, under a shared lock; None if nothing is ever evicted.
+    """
+
+    # No weakref.finalize: fetching threads would change its registry while the interpreter's exit walks it.
+
+    def __init__(self, folder: Path, fd: int | None, name: str = "") -> None:
+        self.folder = folder
+        self._path, self._fd, self._pid = folder / name, fd, os.getpid()
+        self._closing = threading.Lock()  # a thread may close the lease while another one uses its descriptor
+
+    def is_current(self) -> bool:
+        """Return whether the shard's first file was neither deleted nor fetched again since."""
+        with self._closing:
+            return self._fd is None or same_file(self._fd, self._path)
+
+    def close(self) -> None:
+        """Release the shard; a second call does nothing."""
+        if self._pid != os.getpid():
+            return  # the descriptors of leases are closed in a forked child
+        with self._closing:
+            fd, self._fd = self._fd, None
+            if fd is not None:
+                LOCK_FDS.close(fd)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self, _ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not _ends():  # modules are gone then, and the kernel closes it
+            self.close()
 
 
 class ShardCache:
@@ -211,15 +250,16 @@ class ShardCache:
             fd = LOCK_FDS.open(path, os.O_RDONLY)
         except FileNotFoundError:
             return None
-        try:
-            if try_flock(fd, path, shared=True) and same_file(fd, path) and self._trusted(home, entry):
-                self._touch(home, entry)
-                return Lease(home, fd, entry.raw.basename)
-        except BaseException:
-            LOCK_FDS.close(fd)
-            raise
-        LOCK_FDS.close(fd)
-        return None
+        with contextlib.ExitStack() as unless_leased:
+            unless_leased.callback(LOCK_FDS.close, fd)
+            if not (try_flock(fd, path, shared=True) and same_file(fd, path) and self._trusted(home, entry)):
+                return None
+            for raw, _ in entry.files:
+                # It was deleted, or is another user's; its time matters only for evictions.
+                with contextlib.suppress(OSError):
+                    os.utime(home / raw.basename)
+            unless_leased.pop_all()
+        return Lease(home, fd, entry.raw.basename)
 
     def _trusted(self, home: Path, entry: ShardEntry) -> bool:
         """Return whether the files may be read.
@@ -230,7 +270,7 @@ class ShardCache:
         log, name = self._evictor.log, entry.raw.basename
         named = self.config.validate_hash is not None
         foreign = not named and home == self.folder and all(raw.hashes for raw, _ in entry.files)
-        foreign = foreign and not log.is_trusted(name)
+        foreign = foreign and not log.knows(name, or_verified=True)
         try:
             for raw, _ in entry.files:
                 if named or foreign or before_boot(home / raw.basename):
@@ -245,12 +285,6 @@ class ShardCache:
         if str(path) not in self._checked:
             verify(path, file, self.config.validate_hash, str(path))
             self._checked.add(str(path))
-
-    def _touch(self, home: Path, entry: ShardEntry) -> None:
-        for raw, _ in entry.files:
-            # It was deleted, or is another user's; its time matters only for evictions.
-            with contextlib.suppress(OSError):
-                os.utime(home / raw.basename)
 
     # -- fetching
 
@@ -281,8 +315,7 @@ class ShardCache:
         name = entry.raw.basename
         drafts = [self._place.draft(name, f"{i}.{kind}") for i in range(len(entry.files)) for kind in ("raw", "zip")]
         kept = () if fresh else tuple(folder for folder in (self.folder, self._source) if folder is not None)
-        how = self.config
-        fetcher = ShardFetcher(self.store, entry.compression, how.validate_hash, how.refetches, kept, connections)
+        fetcher = ShardFetcher(self.store, entry.schema.compression, self.config, kept, connections)
         reserved = _cache_entry(entry, with_zip=True)
         with self._cleanup_on_error(drafts, name, reserved.num_bytes):
             self._evictor.make_space(reserved, self.config.limit_bytes, self.config.room_wait_s, self._next_use)
@@ -302,15 +335,14 @@ class ShardCache:
         """
         durable = not all(raw.hashes for raw, _ in entry.files)
         fd = LOCK_FDS.open(drafts[0], os.O_RDONLY)
-        try:
+        with contextlib.ExitStack() as unless_leased:
+            unless_leased.callback(LOCK_FDS.close, fd)
             try_flock(fd, drafts[0], shared=True)
             for i, (raw, compressed) in reversed(list(enumerate(entry.files))):
                 if compressed is not None and drafts[2 * i + 1].exists():
                     self._place.publish(drafts[2 * i + 1], compressed.basename, durable=durable)
                 self._place.publish(drafts[2 * i], raw.basename, durable=durable)
-        except BaseException:
-            LOCK_FDS.close(fd)
-            raise
+            unless_leased.pop_all()
         return Lease(self.folder, fd, entry.raw.basename)
 
     @contextlib.contextmanager

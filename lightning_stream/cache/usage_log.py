@@ -48,16 +48,10 @@ class UsageLog:
         self._restart(b"")
 
     def reserve(self, entry: CacheEntry, limit_bytes: int | None, in_order: _Order, remove: _Remove) -> int | None:
-        """Enter a shard that will be fetched, after making space for it under the limit, if there is one.
+        """Enter a shard that will be fetched, in place of its older entry, after making space under the folder's limit.
 
-        Args:
-            entry: The shard; it replaces an entry of the same name.
-            limit_bytes: The limit of the folder.
-            in_order: Sorts the shards that may be removed, the first one first.
-            remove: Deletes a shard's files; False if it is in use.
-
-        Returns:
-            None, or the bytes in use that leave no space: then nothing was entered.
+        `in_order` sorts the shards that may be removed, the first one first; `remove` deletes the files of one, False
+        if it is in use. Return None, or the bytes in use that leave no space: then nothing was entered.
         """
         with self._locked():
             known = self._held.get(entry.names[0])
@@ -80,29 +74,17 @@ class UsageLog:
             if name in self._verified or (name in self._held and not only_verified):
                 self._append(["-", name])
 
-    def knows(self, name: str) -> bool:
-        """Return whether the cache has fetched this file."""
-        return self._look(lambda: name in self._held)
-
-    def is_trusted(self, name: str) -> bool:
-        """Return whether the cache has fetched this file, or compared it with its hash."""
-        return self._look(lambda: name in self._held or name in self._verified)
+    def knows(self, name: str, *, or_verified: bool = False) -> bool:
+        """Return whether the cache has fetched this file; with `or_verified`, or compared it with its hash."""
+        if name in self._held or (or_verified and name in self._verified):
+            return True
+        with self._locked():
+            return name in self._held or (or_verified and name in self._verified)
 
     def set_verified(self, name: str) -> None:
         """Note that this file was compared with its hash."""
         with self._locked():
             self._append(["=", name])
-
-    def total(self) -> int:
-        """Return the bytes of all shards."""
-        with self._locked():
-            return self._total
-
-    def _look(self, found: Callable[[], bool]) -> bool:
-        if not found():
-            with self._locked():
-                pass
-        return found()
 
     def _make_space(self, wanted: CacheEntry, target: int, in_order: _Order, remove: _Remove) -> int:
         """Remove shards until the total is at most the target; return the bytes that could not be removed."""

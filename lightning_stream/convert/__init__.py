@@ -16,26 +16,16 @@ See `convert` for all settings. Names are loaded on first use; Parquet, Arrow an
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightning_stream.lazy import lazy_names
 
 if TYPE_CHECKING:
     from lightning_stream.convert.api import convert
-    from lightning_stream.convert.result import ConversionResult, read_manifest
+    from lightning_stream.convert.publish import ConversionResult, read_manifest
     from lightning_stream.convert.sources.inputs import Inputs
 
-_HOME = {"convert": "api", "ConversionResult": "result", "Inputs": "sources.inputs", "read_manifest": "result"}
+_NAMES = {"api": "convert", "publish": "ConversionResult read_manifest", "sources.inputs": "Inputs"}
+__getattr__, __dir__ = lazy_names(__name__, _NAMES, {"pyarrow": "convert"})
 
 __all__ = ["ConversionResult", "Inputs", "convert", "read_manifest"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'lightning_stream.convert' has no attribute {name!r}")
-    value = getattr(import_module(f"lightning_stream.convert.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})

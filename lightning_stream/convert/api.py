@@ -5,26 +5,22 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning_stream.convert.conversion import Conversion, Settings, folder_of, refuse_beside, writer_settings
+from lightning_stream.convert.conversion import Conversion
 from lightning_stream.convert.files import Uris
-from lightning_stream.convert.partition import OutputSpec
 from lightning_stream.convert.pool import is_worker
-from lightning_stream.convert.result import ConversionResult, read_manifest
-from lightning_stream.convert.sources.base import Source
+from lightning_stream.convert.publish import ConversionResult, read_manifest
 from lightning_stream.convert.sources.choose import open_source
 from lightning_stream.convert.sources.inputs import Inputs
 from lightning_stream.convert.task import NullRule, Transform
+from lightning_stream.formats.codecs import check_compression
+from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.formats.sizes import parse_bytes
-from lightning_stream.shared_files import FileLock
 from lightning_stream.stores import LocalStore
 from lightning_stream.writer.place import Out, is_remote
 
-_WAIT_S = 24 * 3600.0
 _FORMER = {
     "held_out": "val_fraction",
     "held_out_by": "group_by",
@@ -82,37 +78,33 @@ def convert(
         source: A file, a folder, a pattern with ``*``, or a list of these, as paths or URLs of any store; a
             `datasets.Dataset` object; or `Inputs`, with a function that returns the samples of each.
         out: A local folder, a URL, or (local folder, URL).
-        columns: Encodings by column name: only these columns are written. None for all, inferred from the source's
-            schema, or from some of its rows where it has none.
+        columns: Encodings by column name: only these columns are written. None for all, inferred.
         compression: E.g. ``"zstd"`` or ``"zstd:7"``; None for none. ``"auto"`` is zstd, but none where a column holds
             images, sound or video, which are compressed already.
         hashes: Digests of every file that the index holds; None for ``["xxh3_64"]``, ``[]`` for none.
         size_limit: Bytes of a shard, as a number or ``"64mb"``.
         num_workers: Processes; None for one per processor. 1 writes in this process.
         kind: The kind of the files, where their names do not show it: ``parquet``, ``jsonl``, ``csv``, ``images``...
-        transform: Called with each row (a dict of Python values); returns a sample, None to drop the row, or an
-            iterable of samples. It must be deterministic. Without ``columns``, the first sample decides them.
+        transform: Called with each row (a dict); returns a sample, None to drop the row, or an iterable of samples. It
+            must be deterministic. Without ``columns``, the first sample decides them.
         transform_partition: Called instead with an iterator over the rows of a partition; returns its samples: for what
             needs several rows at once, e.g. to pack texts into blocks of tokens.
         fill_nulls: Values that are written instead of nulls, by column.
         drop_nulls: Drop rows with nulls in columns that have no null (all but json).
         val_fraction: Share of the rows that is written to ``out/val``; the others go to ``out/train``. A hash of the
-            row's content decides (of an image folder: of the image), so added files move no row between the splits,
-            and equal rows are never in both.
+            row's content decides (of an image folder: of the image), so added files move no row between the splits.
         group_by: A column: rows with the same value there are in the same split.
         shuffle: Write the rows in a random order over the whole source: good if it is sorted, e.g. by class. Rows pass
             through temporary files, about as large as the dataset without compression.
         seed: Chooses the random order and the rows of the validation split.
         tmp_dir: A folder for those files; None for one beside a local ``out``, else the system's.
-        overwrite: Replace another dataset at ``out``, as a whole, at the end. (MDS writers call it ``exist_ok``.)
-        exist_ok: The same as `overwrite`.
+        overwrite, exist_ok: Replace another dataset at ``out``, as a whole, at the end.
         force: Write the dataset again even if it exists already, from the same source and settings.
         keep_local: With a pair, keep the local copies too.
         progress_bar: Show a line that counts partitions and rows on stderr.
         partition_bytes: Bytes of the source that one process writes at a time, e.g. ``"256mb"``. None: by its size.
         source_options: For the reader, e.g. ``{"delimiter": ";"}``.
-        source_store_options: For the store of the source.
-        store_options: For the store of ``out``.
+        source_store_options, store_options: For the stores of the source and of ``out``.
         **former: Former names of these arguments, which are refused.
 
     Raises:
@@ -133,12 +125,17 @@ def convert(
         raise TypeError(f"convert() has no argument {name!r}{now}.")
     if group_by is not None and val_fraction is None:
         raise ValueError("group_by keeps rows together in the validation split; it needs val_fraction.")
-    settings = Settings(
+    conversion = Conversion(
+        source=open_source(source, kind, source_options, source_store_options),
         out=_checked_out(out),
         keep_local=keep_local,
         store_options=store_options,
         columns=None if columns is None else dict(columns),
-        writer=writer_settings(compression, hashes, size_limit),
+        writer={
+            "compression": "auto" if compression == "auto" else check_compression(compression),
+            "hashes": list(hashes_to_write(hashes)),
+            "size_limit": None if size_limit is None else parse_bytes(size_limit, "size_limit"),
+        },
         transform=Transform(transform, transform_partition),
         nulls=NullRule(dict(fill_nulls or {}), drop_nulls),
         val_fraction=val_fraction,
@@ -150,33 +147,30 @@ def convert(
         overwrite=overwrite or exist_ok or force,
         force=force,
     )
-    opened = open_source(source, kind, source_options, source_store_options)
-    result = _converted(opened, settings, _processes(num_workers), progress_bar)
+    conversion.source.reader.is_strict = columns is None or conversion.transform.function is not None
+    result = _converted(conversion, _processes(num_workers), progress_bar)
     return replace(result, seconds=time.perf_counter() - begin)
 
 
-def _converted(source: Source, settings: Settings, num_workers: int, progress_bar: bool) -> ConversionResult:
-    splits = source.splits
-    if not splits:
-        conversion = Conversion(source, settings)
-        with _alone(settings.out):
-            return conversion.run(num_workers, progress_bar)
-    if settings.val_fraction is not None:
+def _converted(conversion: Conversion, num_workers: int, progress_bar: bool) -> ConversionResult:
+    source = conversion.source
+    if not source.splits:
+        return conversion.run(num_workers, progress_bar)
+    if conversion.val_fraction is not None:
         raise ValueError(
-            f"{source.name} holds the splits {', '.join(splits)} already, so val_fraction does not apply. Omit it, or "
-            "pass a list of files or folders to split them in another way."
+            f"{source.name} holds the splits {', '.join(source.splits)} already, so val_fraction does not apply. Omit "
+            "it, or pass a list of files or folders to split them in another way."
         )
-    refuse_beside(OutputSpec(settings.out, False, settings.store_options, {}, {}, ""))
-    asked = None if settings.transform.function is not None else settings.columns
-    found = source.reader.find_columns([file for files in splits.values() for file in files], asked)
+    conversion.refuse_beside()
+    asked = None if conversion.transform.function is not None else conversion.columns
+    files = tuple(file for each in source.splits.values() for file in each)
+    found = replace(source, files=files).find_columns(asked)
     done = []
-    for split, files in splits.items():
-        one = replace(source, files=files, splits={})
-        conversion = Conversion(one, replace(settings, out=folder_of(settings.out, split)), found)
-        with _alone(folder_of(settings.out, split)):
-            done.append(conversion.run(num_workers, progress_bar))
-    uri = settings.out[-1] if isinstance(settings.out, tuple) else settings.out
-    result = read_manifest(uri, **(settings.store_options or {}) if is_remote(uri) else {})
+    for split, files in source.splits.items():
+        part, out = replace(source, files=files, splits={}), conversion.out_of(split)
+        done.append(replace(conversion, source=part, out=out, found=found).run(num_workers, progress_bar))
+    options = conversion.store_options or {}
+    result = read_manifest(conversion.uri, **(options if is_remote(conversion.uri) else {}))
     return replace(result, is_new=any(each.is_new for each in done))
 
 
@@ -196,13 +190,3 @@ def _processes(num_workers: int | None) -> int:
     if num_workers < 1:
         raise ValueError(f"num_workers must be 1 or more (1 writes in this process); got {num_workers}.")
     return num_workers
-
-
-def _alone(out: Any) -> Any:
-    """Lock a local output folder: another process of this machine waits, and then finds the dataset."""
-    uri = str(out[-1] if isinstance(out, tuple) else out)
-    if is_remote(uri):
-        return nullcontext()
-    folder = Path(uri)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    return FileLock(folder.with_name(f".{folder.name}.lock"), _WAIT_S)

@@ -1,84 +1,192 @@
-"""An Arrow batch as the columns that a writer takes, without a loop over rows where memory allows."""
+"""Arrow's types and values as MDS stores them: which encoding each type gets, and a batch as a writer takes it.
+
+docs/convert.md has the table of types.
+"""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timezone
 from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute
 from numpy.typing import NDArray
 
-from lightning_stream.convert.arrow_schema import is_list, plain_type
+from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.writer.batch import arrow_numbers
 
 Values: TypeAlias = "NDArray[Any] | Sequence[Any] | pa.Array"
 
-_EPOCH_UNIT = {"time": pa.timestamp("us"), "span": pa.duration("us")}
-_CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
+_NUMBERS = {f"{sign}int{bits}": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+_NUMBERS |= {"halffloat": "float16", "float": "float32", "double": "float64", "bool": "uint8"}
+# The sort of a type, by the first word of its name.
+_SORTS = {
+    **dict.fromkeys(_NUMBERS, "number"),
+    **dict.fromkeys(("string", "large_string", "string_view"), "text"),
+    **dict.fromkeys(("binary", "large_binary", "binary_view", "fixed_size_binary"), "binary"),
+    **dict.fromkeys(("decimal32", "decimal64", "decimal128", "decimal256"), "decimal"),
+    **dict.fromkeys(("list", "large_list", "fixed_size_list"), "list"),
+    **dict.fromkeys(("date32", "date64"), "date"),
+    **dict.fromkeys(("time32", "time64"), "time"),
+    **{name: name for name in ("timestamp", "duration", "struct", "map", "null")},
+}
+_ENCODING = {
+    "text": "str", "binary": "bytes", "decimal": "str_decimal",
+    "date": "int32", "timestamp": "int64", "duration": "int64", "time": "int64",
+}  # fmt: skip
+_NUMERIC = ("int", "uint", "float", "str_")
+# What may be asked for instead of the inferred encoding: beginnings of names.
+_ALLOWED = {
+    **dict.fromkeys(("number", "duration", "time"), _NUMERIC),
+    **dict.fromkeys(("date", "timestamp"), (*_NUMERIC, "str")),
+    "text": ("str", "bytes", "json"), "decimal": ("str_decimal", "str", "float", "int"),
+    "list": ("ndarray", "json"), "struct": ("json",), "map": ("json",),
+}  # fmt: skip
+# The type whose whole numbers are written.
+_UNITS: dict[str, Callable[[pa.DataType], pa.DataType]] = {
+    "date": lambda _: pa.date32(),
+    "timestamp": lambda kind: pa.timestamp("us", kind.tz),
+    "duration": lambda _: pa.duration("us"),
+    "time": lambda _: pa.time64("us"),
+}
 
 
-def count_nulls(batch: pa.RecordBatch, columns: Mapping[str, str]) -> dict[str, int]:
-    """Return the numbers of nulls by column, with those of elements of arrays, for the columns that have any.
+def _sort(kind: pa.DataType) -> str:
+    """``number``, ``text``, ``list``...; of a dictionary or an extension, that of its values."""
+    name = re.match(r"\w+", str(_plain_type(kind)))
+    return _SORTS.get(name[0] if name else "", "other")
 
-    Null is a value of json, so those columns are never here.
-    """
-    counts: dict[str, int] = {}
-    for name, encoding in columns.items():
-        column = batch.column(name)
-        if encoding == "json":
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    if isinstance(kind, pa.BaseExtensionType):
+        return _plain_type(kind.storage_type)
+    return _plain_type(kind.value_type) if pa.types.is_dictionary(kind) else kind
+
+
+def arrow_columns(schema: pa.Schema, asked: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the encoding of every column that is written; ValueError names all that cannot be."""
+    names = list(schema.names)
+    problems = [f"two columns are named {name!r}." for name in sorted({n for n in names if names.count(n) > 1})]
+    columns: dict[str, str] = {}
+    for name in names if asked is None else asked:
+        if name not in names:
+            problems.append(f"{name!r} is not a column; the columns are {', '.join(names)}.")
             continue
-        if column.null_count:
-            counts[name] = column.null_count
-        while is_list(column.type):
-            column = column.flatten()
+        try:
+            kind = _plain_type(schema.field(name).type)
+            columns[name] = _inferred(kind) if asked is None else _allowed(kind, asked[name])
+        except (ValueError, TypeError, KeyError) as error:
+            problems.append(f"column {name!r}: {error}.")
+    if problems or not columns:
+        raise ValueError("the columns cannot be written: " + " ".join(problems or ["there are none."]))
+    return columns
+
+
+def _allowed(kind: pa.DataType, asked: str) -> str:
+    get_encoding(asked)
+    allowed = _ALLOWED.get(_sort(kind), ("",))
+    if not asked.startswith(allowed):
+        raise ValueError(
+            f"Arrow's {kind!s:.60} is not written as {asked!r}. Cast the column, or ask for one of "
+            f"{', '.join(f'{name}...' for name in allowed)}"
+        )
+    return asked
+
+
+def _inferred(kind: pa.DataType) -> str:
+    element, shape = kind, []
+    while _sort(element) == "list":
+        shape.append(element.list_size if pa.types.is_fixed_size_list(element) else 0)
+        element = element.value_type
+    if _sort(element) == "number":
+        number = _NUMBERS[str(element)]
+        fixed = ":" + ",".join(map(str, shape)) if all(shape) else ""
+        return f"ndarray:{number}{fixed}" if shape else number
+    if _sort(kind) in _ENCODING:
+        return _ENCODING[_sort(kind)]
+    _check_json(kind)
+    return "json"
+
+
+def _check_json(kind: pa.DataType) -> None:
+    """Raise ValueError unless values of this type can be written as json."""
+    kind, sort = _plain_type(kind), _sort(kind)
+    if sort == "null":
+        raise ValueError("all its values are null. Omit it by columns=")
+    if sort == "other":
+        raise ValueError(f"there is no encoding for Arrow's type {kind!s:.60}. Cast it, or omit it by columns=")
+    for inner in _inner(kind, sort).values():
+        _check_json(inner)
+
+
+def _inner(kind: pa.DataType, sort: str) -> dict[str, pa.DataType]:
+    """The types inside a type, by name."""
+    if sort == "struct":
+        return {kind.field(k).name: kind.field(k).type for k in range(kind.num_fields)}
+    if sort == "map":
+        return {"key": kind.key_type, "item": kind.item_type}
+    return {"element": kind.value_type} if sort == "list" else {}
+
+
+def settle_nulls(
+    batch: pa.RecordBatch, columns: Mapping[str, str], fill: Mapping[str, Any], drop: bool, nulls: dict[str, int]
+) -> pa.RecordBatch:
+    """Return the batch with nulls filled, or their rows dropped; add the numbers of those that are left to ``nulls``.
+
+    Nulls inside arrays count too. Null is a value of json, so those columns are never counted.
+    """
+    for name, value in fill.items():
+        k = batch.schema.get_field_index(name)
+        if k >= 0 and batch.column(k).null_count:
+            column = _plain(batch.column(k))
+            batch = batch.set_column(k, name, column.fill_null(pa.scalar(value, column.type)))
+    counted = [name for name, encoding in columns.items() if encoding != "json"]
+    for name in counted if drop else ():
+        if batch.column(name).null_count:
+            batch = batch.filter(batch.column(name).is_valid())
+    for name in counted:
+        column, label = batch.column(name), name
+        while column is not None:
             if column.null_count:
-                label = f"{name} (elements of arrays)"
-                counts[label] = counts.get(label, 0) + column.null_count
-    return counts
+                nulls[label] = nulls.get(label, 0) + column.null_count
+            column, label = column.flatten() if _sort(column.type) == "list" else None, f"{name} (elements of arrays)"
+    return batch
 
 
-def writer_columns(batch: pa.RecordBatch, columns: Mapping[str, str]) -> dict[str, Any]:
-    """The values of every column, as `MDSWriter.write_batch` takes them."""
-    return {name: _named_values(batch, name, encoding) for name, encoding in columns.items()}
-
-
-def _named_values(batch: pa.RecordBatch, name: str, encoding: str) -> Values:
-    try:
-        return _values(batch.column(name), encoding)
-    except (ValueError, TypeError, pa.ArrowInvalid) as error:
-        raise ValueError(f"column {name!r}: {error}") from error
+def writer_columns(batch: pa.RecordBatch, columns: Mapping[str, str]) -> dict[str, Values]:
+    """Return the values of every column, as `MDSWriter.write_batch` takes them; loops over rows only where it must."""
+    found = {}
+    for name, encoding in columns.items():
+        try:
+            found[name] = _values(_plain(batch.column(name)), encoding)
+        except (ValueError, TypeError, pa.ArrowInvalid) as error:  # noqa: PERF203 - a batch has few columns
+            raise ValueError(f"column {name!r}: {error}") from error
+    return found
 
 
 def _values(column: pa.Array, encoding: str) -> Values:
-    column = _plain(column)
-    kind = column.type
+    kind, sort = column.type, _sort(column.type)
     if encoding == "json":
         return list(map(_json_value(kind), column.to_pylist()))
-    if pa.types.is_boolean(kind):
-        return arrow_numbers(column.cast(pa.uint8()))
-    if pa.types.is_date(kind):
-        return (
-            column.cast(pa.string()) if encoding == "str" else arrow_numbers(column.cast(pa.date32()).cast(pa.int32()))
-        )
-    if pa.types.is_timestamp(kind):
-        return _times(column, encoding)
-    if pa.types.is_duration(kind):
-        return arrow_numbers(column.cast(_EPOCH_UNIT["span"]).cast(pa.int64()))
-    if pa.types.is_time(kind):
-        return arrow_numbers(column.cast(pa.time64("us")).cast(pa.int64()))
-    if pa.types.is_decimal(kind):
-        return _decimals(column, encoding)
-    if is_list(kind):
-        return _arrays(column, encoding)
-    if pa.types.is_struct(kind):
-        return list(_images(column, encoding))
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        return arrow_numbers(column)
-    return column  # text and binary: the writer takes views of Arrow's own memory
+    if sort == "number":
+        return arrow_numbers(column.cast(pa.uint8()) if pa.types.is_boolean(kind) else column)
+    if sort in ("date", "timestamp") and encoding == "str":
+        return list(map(_iso, column.to_pylist()))
+    if sort in _UNITS:
+        return arrow_numbers(column.cast(_UNITS[sort](kind)).cast(pa.int32() if sort == "date" else pa.int64()))
+    if sort == "decimal" and encoding.startswith(("float", "int")):
+        return arrow_numbers(column.cast(pa.float64() if encoding.startswith("float") else pa.int64()))
+    if sort == "decimal":
+        return [value if encoding == "str_decimal" else str(value) for value in column.to_pylist()]
+    if sort == "list":
+        wanted = np.dtype(encoding.split(":")[1]) if ":" in encoding else None
+        arrays = _nested(column)
+        return _cast(arrays, wanted) if isinstance(arrays, np.ndarray) else [_cast(each, wanted) for each in arrays]
+    return column  # the writer takes views of texts and bytes
 
 
 def _plain(column: pa.Array) -> pa.Array:
@@ -93,16 +201,10 @@ def _plain(column: pa.Array) -> pa.Array:
     return column if known is None else column.cast(known)
 
 
-def _arrays(column: pa.Array, encoding: str) -> NDArray[Any] | list[NDArray[Any]]:
-    """Lists of numbers, in the dtype that was asked for if all values fit it."""
-    arrays = nested_arrays(column)
-    wanted = np.dtype(encoding.split(":")[1]) if ":" in encoding else None
-    if isinstance(arrays, np.ndarray):
-        return arrays if wanted in (None, arrays.dtype) else _cast(arrays, wanted)
-    return [array if wanted in (None, array.dtype) else _cast(array, wanted) for array in arrays]
-
-
 def _cast(array: NDArray[Any], wanted: Any) -> NDArray[Any]:
+    """Numbers in the dtype that was asked for, if all of them fit it."""
+    if wanted in (None, array.dtype):
+        return array
     with np.errstate(invalid="ignore", over="ignore"):
         cast: NDArray[Any] = array.astype(wanted)
     if cast.dtype.kind != "f" and not np.array_equal(cast, array):
@@ -110,40 +212,24 @@ def _cast(array: NDArray[Any], wanted: Any) -> NDArray[Any]:
     return cast
 
 
-def _times(column: pa.Array, encoding: str) -> Values:
-    if encoding != "str":
-        return arrow_numbers(column.cast(pa.timestamp("us", column.type.tz)).cast(pa.int64()))
-    return [value.isoformat() for value in map(_in_utc, column.to_pylist())]
+def _iso(moment: Any) -> str:
+    is_zoned = getattr(moment, "tzinfo", None) is not None
+    return str((moment.astimezone(timezone.utc) if is_zoned else moment).isoformat())
 
 
-def _in_utc(moment: Any) -> Any:
-    from datetime import timezone
-
-    return moment if moment.tzinfo is None else moment.astimezone(timezone.utc)
-
-
-def _decimals(column: pa.Array, encoding: str) -> Values:
-    if encoding.startswith("float"):
-        return arrow_numbers(column.cast(pa.float64()))
-    if encoding.startswith("int"):
-        return arrow_numbers(column.cast(pa.int64()))
-    values: list[Any] = column.to_pylist()
-    return values if encoding == "str_decimal" else list(map(str, values))
-
-
-def nested_arrays(column: pa.Array) -> NDArray[Any] | list[NDArray[Any]]:
+def _nested(column: pa.Array) -> NDArray[Any] | list[NDArray[Any]]:
     """Lists of numbers, nested or not, as one array if all rows have one shape, else as one array per row."""
     if pa.types.is_fixed_size_list(column.type):
-        flat = nested_arrays(column.flatten())
+        flat = _nested(column.flatten())
         size = column.type.list_size
         if isinstance(flat, np.ndarray):
             return flat.reshape(len(column), size, *flat.shape[1:])
         return [_stacked(flat[k : k + size]) for k in range(0, len(flat), size)]
-    if not is_list(column.type):
+    if _sort(column.type) != "list":
         return arrow_numbers(column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else column)
     ends = arrow_numbers(column.offsets)
     ends = ends - ends[0]
-    inner = nested_arrays(column.flatten())
+    inner = _nested(column.flatten())
     lengths = np.diff(ends)
     if isinstance(inner, np.ndarray):
         if len(lengths) and (lengths == lengths[0]).all():
@@ -161,80 +247,26 @@ def _stacked(rows: list[NDArray[Any]]) -> NDArray[Any]:
     return np.stack(rows) if rows else np.empty((0,))
 
 
-def _images(column: pa.Array, encoding: str) -> Iterator[Any]:
-    """Rows of Spark's image source, whose pixels are blue, green, red, as the bytes of a ``pil`` value or as images."""
-    for row in column.to_pylist():
-        height, width, channels = row["height"], row["width"], row["nChannels"]
-        if channels not in _CHANNELS or height < 1 or width < 1:
-            raise ValueError(f"{row['origin']} is no image that could be read. Read with option dropInvalid=true.")
-        pixels = np.frombuffer(row["data"], np.uint8).reshape(height, width, channels)
-        if channels > 1:
-            pixels = pixels[..., [2, 1, 0, 3][:channels]]
-        yield _pil_bytes(pixels) if encoding == "pil" else _pil_image(pixels, encoding)
-
-
-def _pil_bytes(pixels: NDArray[np.uint8]) -> bytes:
-    mode = _CHANNELS[pixels.shape[2]].encode()
-    head = np.array([pixels.shape[1], pixels.shape[0], len(mode)], "<u4").tobytes()
-    return head + mode + pixels.tobytes()
-
-
-def _pil_image(pixels: NDArray[np.uint8], encoding: str) -> Any:
-    from PIL import Image
-
-    image = Image.fromarray(np.ascontiguousarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels))
-    return image.convert("RGB") if encoding == "jpeg" and image.mode == "RGBA" else image
+_JSON_VALUES: dict[str, Callable[[Any], Any]] = {
+    "date": _iso,
+    "timestamp": _iso,
+    "duration": lambda value: round(value.total_seconds() * 1e6),
+    "decimal": str,
+    "time": str,
+    "binary": lambda value: base64.b64encode(value).decode(),
+}
 
 
 def _json_value(kind: pa.DataType) -> Callable[[Any], Any]:
     """What turns a value of this type into what json knows."""
-    kind = plain_type(kind)
-    if pa.types.is_struct(kind):
-        inner = {kind.field(k).name: _json_value(kind.field(k).type) for k in range(kind.num_fields)}
-        return _unless_none(lambda value: {name: inner[name](value[name]) for name in value})
-    if pa.types.is_map(kind):
-        key, item = _json_key(kind.key_type), _json_value(kind.item_type)
-        return _unless_none(lambda value: {key(k): item(v) for k, v in value})
-    if is_list(kind):
-        element = _json_value(kind.value_type)
-        return _unless_none(lambda value: [element(each) for each in value])
-    if pa.types.is_date(kind):
-        return _unless_none(lambda value: value.isoformat())
-    if pa.types.is_timestamp(kind):
-        return _unless_none(lambda value: _in_utc(value).isoformat())
-    if pa.types.is_duration(kind):
-        return _unless_none(lambda value: round(value.total_seconds() * 1e6))
-    if pa.types.is_decimal(kind) or pa.types.is_time(kind):
-        return _unless_none(str)
-    if "binary" in str(kind):
-        return _unless_none(lambda value: base64.b64encode(value).decode())
-    return lambda value: value
-
-
-def _json_key(kind: pa.DataType) -> Callable[[Any], str]:
-    value = _json_value(kind)
-    return lambda key: found if isinstance(found := value(key), str) else str(found)
-
-
-def _unless_none(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else convert(value)
-
-
-def fill_nulls(batch: pa.RecordBatch, values: Mapping[str, Any]) -> pa.RecordBatch:
-    """Return the batch with these values instead of nulls, by column."""
-    for name, value in values.items():
-        k = batch.schema.get_field_index(name)
-        if k >= 0 and batch.column(k).null_count:
-            column = _plain(batch.column(k))
-            batch = batch.set_column(k, name, column.fill_null(pa.scalar(value, column.type)))
-    return batch
-
-
-def drop_nulls(batch: pa.RecordBatch, columns: Mapping[str, str]) -> pa.RecordBatch:
-    """Return the rows that have a value in every one of these columns that is not json."""
-    keep = None
-    for name, encoding in columns.items():
-        if encoding != "json" and batch.column(name).null_count:
-            valid = batch.column(name).is_valid()
-            keep = valid if keep is None else pa.compute.and_(keep, valid)
-    return batch if keep is None else batch.filter(keep)
+    kind, sort = _plain_type(kind), _sort(kind)
+    inner = {name: _json_value(each) for name, each in _inner(kind, sort).items()}
+    if sort == "struct":
+        make: Any = lambda value: {name: inner[name](each) for name, each in value.items()}  # noqa: E731
+    elif sort == "map":
+        make = lambda value: {str(inner["key"](key)): inner["item"](item) for key, item in value}  # noqa: E731
+    elif sort == "list":
+        make = lambda value: list(map(inner["element"], value))  # noqa: E731
+    elif (make := _JSON_VALUES.get(sort)) is None:
+        return lambda value: value
+    return lambda value: None if value is None else make(value)

@@ -5,50 +5,38 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
+from lightning_stream.convert.files import check_unchanged
 from lightning_stream.convert.fingerprint import function_text
-from lightning_stream.convert.partition import OutputSpec
+from lightning_stream.convert.partition import OutputSpec, Receipt, check
 from lightning_stream.convert.pool import Progress, run_partitions
-from lightning_stream.convert.publish import Publication
-from lightning_stream.convert.receipt import Receipt, check, receipt_name
-from lightning_stream.convert.result import (
-    ConversionResult,
-    as_json,
-    check_unchanged,
-    differences,
-    is_whole,
-    manifest_of,
-    result_of,
-    source_identity,
-    source_record,
-)
+from lightning_stream.convert.publish import ConversionResult, Publication, alone, differences, manifest_of
 from lightning_stream.convert.shuffle import Shuffle, shuffled_listing
-from lightning_stream.convert.sources.base import Found, Source
-from lightning_stream.convert.split import TRAIN, VAL, ValidationSplit, identifying
-from lightning_stream.convert.task import NullRule, PartitionTask, Transform
-from lightning_stream.formats.codecs import check_compression
-from lightning_stream.formats.hashing import hashes_to_write
+from lightning_stream.convert.sources.base import Found, Partition, Source
+from lightning_stream.convert.task import TRAIN, VAL, NullRule, PartitionTask, Transform, ValidationSplit
+from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.index import INDEX_NAME
-from lightning_stream.formats.sizes import parse_bytes
+from lightning_stream.stores import Store
 from lightning_stream.writer.infer import infer_columns
+from lightning_stream.writer.place import DatasetPlace, digest_of
 
 _LOG = logging.getLogger(__name__)
-_VERSION = 2
-_AUTO, _DEFAULT_COMPRESSION = "auto", "zstd"
+_VERSION = 3
 _MEDIA = ("jpeg", "png", "jpeg_array", "jpegarray", "list[jpeg]", "list[png]", "audio", "video")
 _REPLACE = "pass overwrite=True"
 _FILL = "Fill them (fill_nulls={column: value}), drop the rows (drop_nulls=True), or ask for 'json' in columns=."
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How a source is written. What decides the bytes enters the fingerprint."""
+class Conversion:
+    """One source under some settings: those of `convert`. `writer` has compression, hashes and size_limit."""
 
+    source: Source
     out: Any
     keep_local: bool
     store_options: Mapping[str, Any] | None
@@ -64,13 +52,15 @@ class Settings:
     tmp_dir: str | None
     overwrite: bool
     force: bool
+    found: Found | None = None  # the columns of the source, if they are known already
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return those that decide what is written, as JSON knows them."""
-        return as_json({
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        """What decides the bytes that are written, as a manifest holds it."""
+        settings = {
             "version": _VERSION,
             "columns": self.columns,
-            **{name: self.writer[name] for name in ("compression", "hashes", "size_limit")},
+            **self.writer,
             "transform": function_text(self.transform.function),
             "nulls": asdict(self.nulls),
             "val_fraction": self.val_fraction,
@@ -78,173 +68,158 @@ class Settings:
             "seed": self.seed if self.shuffle or self.val_fraction is not None else None,
             "shuffle": self.shuffle,
             "partition_bytes": self.partition_bytes,
-        })  # fmt: skip
+        }
+        return _as_json({"source": self.source.record, "settings": settings})
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Differs between conversions that write other bytes."""
+        text = json.dumps([_as_json(self.source.identity), self.about["settings"]], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-class Conversion:
-    """One source under some settings. Reads only what is needed to know its columns."""
+    @property
+    def uri(self) -> str:
+        """Where the dataset stays."""
+        return str(self.out[-1] if isinstance(self.out, tuple) else self.out)
 
-    def __init__(self, source: Source, settings: Settings, found: Found | None = None) -> None:
-        self._settings, self._found = settings, found
-        self._described = settings.to_dict()
-        about = json.dumps([as_json(source_identity(source)), self._described], sort_keys=True)
-        self.fingerprint = hashlib.sha256(about.encode()).hexdigest()[:16]
-        self._listed = self._source = source  # as it is listed, and in the order in which it is read
-        self._reader = source.reader.reading(settings.columns)
-        self._partition_bytes = settings.partition_bytes or source.partition_bytes
-        self._shuffle: Shuffle | None = None
-        if settings.shuffle and source.reader.is_listing:
-            self._source = shuffled_listing(source, settings.seed)
-        elif settings.shuffle:
-            spec = self._spec(settings.out, {}, None)
-            self._shuffle = Shuffle.plan(source, spec, self._partition_bytes, settings.seed, settings.tmp_dir)
+    @property
+    def outs(self) -> dict[str, Any]:
+        """Where each split goes."""
+        return {"": self.out} if self.val_fraction is None else {split: self.out_of(split) for split in (TRAIN, VAL)}
+
+    def out_of(self, split: str) -> Any:
+        """Where a split goes: a folder below ``out``."""
+        return tuple(f"{one}/{split}" for one in self.out) if isinstance(self.out, tuple) else f"{self.out}/{split}"
 
     def run(self, num_workers: int, progress_bar: bool) -> ConversionResult:
         """Write what is missing, and publish it."""
-        begin, outs = time.perf_counter(), self._outs()
-        uri = str(self._settings.out[-1] if isinstance(self._settings.out, tuple) else self._settings.out)
-        held = {} if self._settings.force else self._held(outs)
-        if len(held) == len(outs):
-            return result_of(uri, held, time.perf_counter() - begin)
-        self._refuse_other(outs)
-        if self._shuffle is not None and self._settings.force:
-            self._shuffle.clean()
-        found, columns = self._columns()
-        specs = {split: self._spec(out, columns, found) for split, out in outs.items() if split not in held}
-        begun = {split: Publication.begin(spec, self._settings.overwrite, _REPLACE) for split, spec in specs.items()}
-        receipts = self._write(found, columns, begun, num_workers, progress_bar)
-        self._check(begun, receipts)
-        check_unchanged(self._listed.files)
-        about = {**found.about, "source": source_record(self._listed), "settings": self._described}
-        about["read"] = found.columns
-        for split, publication in begun.items():
-            publication.publish(receipts[split], True, as_json(about))
-        if self._shuffle is not None:
-            self._shuffle.clean()
-        return result_of(uri, self._held(outs), time.perf_counter() - begin, is_new=True)
+        with alone(self.uri):
+            held = {} if self.force else self._held()
+            if len(held) == len(self.outs):
+                return ConversionResult.of(self.uri, held)
+            self._refuse_other()
+            found, columns = self._columns()
+            num_bytes = self.partition_bytes or self.source.partition_bytes
+            shuffle = Shuffle.plan(self.source, self.uri, self.fingerprint, num_bytes, self.seed, self.tmp_dir)
+            if self.force:
+                shuffle.clean()
+            specs = {split: self._spec(out, columns, found) for split, out in self.outs.items() if split not in held}
+            begun = {split: Publication.begin(spec, self.overwrite, _REPLACE) for split, spec in specs.items()}
+            done = frozenset.intersection(*(frozenset() if self.force else each.done for each in begun.values()))
+            if done:
+                _LOG.info("continuing an earlier run: %d partitions are written already", len(done))
+            task = self._task(found, columns, specs)
+            receipts = self._write(task, shuffle, done, num_workers, progress_bar)
+            in_order = {split: [receipts[number][split] for number in sorted(receipts)] for split in specs}
+            try:
+                for split in begun:
+                    check(in_order[split], f"{self.source.name}{split and f' (split {split})'}", _FILL)
+            except ValueError:
+                for publication in begun.values():  # other settings or another source will write other partitions
+                    publication.cancel()
+                shuffle.clean()
+                raise
+            check_unchanged(self.source.files)
+            for split, publication in begun.items():
+                about = {**_as_json({**found.about, "read": found.columns}), **self.about}
+                publication.publish(in_order[split], True, about)
+            shuffle.clean()
+            return replace(ConversionResult.of(self.uri, self._held()), is_new=True)
 
-    def _check(self, begun: Mapping[str, Publication], receipts: Mapping[str, Sequence[Receipt]]) -> None:
-        try:
-            for split in begun:
-                check(receipts[split], f"{self._source.name}{split and f' (split {split})'}", _FILL)
-        except ValueError:
-            for publication in begun.values():  # other settings or another source will write other partitions
-                publication.cancel()
-            if self._shuffle is not None:
-                self._shuffle.clean()
-            raise
+    def _stores(self, out: Any) -> list[Store]:
+        return DatasetPlace(out, self.keep_local, self.store_options).stores
 
-    def _outs(self) -> dict[str, Any]:
-        """Where each split goes."""
-        out = self._settings.out
-        if self._settings.val_fraction is None:
-            return {"": out}
-        return {split: folder_of(out, split) for split in (TRAIN, VAL)}
-
-    def _spec(self, out: Any, columns: Mapping[str, str], found: Found | None) -> OutputSpec:
-        settings = self._settings
-        writer = dict(settings.writer)
-        if writer["compression"] == _AUTO:
-            media = () if found is None or settings.transform.function is not None else found.media
-            is_media = any(kind in _MEDIA or name in media for name, kind in columns.items())
-            writer["compression"] = None if is_media else _DEFAULT_COMPRESSION
-        return OutputSpec(out, settings.keep_local, settings.store_options, columns, writer, self.fingerprint)
-
-    def _held(self, outs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def _held(self) -> dict[str, dict[str, Any]]:
         """The manifests of the splits that exist, whole, from this source and these settings."""
         found = {}
-        for split, out in outs.items():
-            stores = self._spec(out, {}, None).place.stores
+        for split, out in self.outs.items():
+            stores = self._stores(out)
             manifest = manifest_of(stores[0]) or {}
-            is_ours = manifest.get("fingerprint") == self.fingerprint
-            if is_ours and all(is_whole(store, manifest) for store in stores):
+            if manifest.get("fingerprint") == self.fingerprint and all(_is_whole(store, manifest) for store in stores):
                 found[split] = manifest
         return found
 
-    def _refuse_other(self, outs: Mapping[str, Any]) -> None:
+    def _refuse_other(self) -> None:
         """Raise FileExistsError if another dataset is there, with how it differs."""
-        if "" not in outs:
-            refuse_beside(self._spec(self._settings.out, {}, None))
-        for out in () if self._settings.overwrite else outs.values():
-            store = self._spec(out, {}, None).store
-            manifest = manifest_of(store)
-            if manifest is None or manifest.get("fingerprint") == self.fingerprint or "settings" not in manifest:
-                continue
-            difference = differences(self._described, manifest["settings"], self._listed, manifest["source"])
+        if self.val_fraction is not None:
+            self.refuse_beside()
+        for out in () if self.overwrite else self.outs.values():
+            store = self._stores(out)[0]
+            manifest = manifest_of(store) or {}
+            if "settings" in manifest and manifest.get("fingerprint") != self.fingerprint:
+                raise FileExistsError(
+                    f"{store.url} holds another conversion's dataset: {differences(manifest, self.about)}. Write to "
+                    f"another folder, or {_REPLACE}."
+                )
+
+    def refuse_beside(self) -> None:
+        """Raise FileExistsError if there is a dataset without splits where splits are to be written."""
+        store = self._stores(self.out)[0]
+        if store.exists(INDEX_NAME):
             raise FileExistsError(
-                f"{store.url} holds another conversion's dataset: {difference}. Write to another folder, or {_REPLACE}."
+                f"{store.url} holds a dataset without splits; train and val beside it would be confusing. Write to "
+                "another folder."
             )
 
     def _columns(self) -> tuple[Found, dict[str, str]]:
         """What is read, and what is written."""
-        settings, source = self._settings, self._source
-        is_plain = settings.transform.function is None
-        asked = settings.columns if is_plain else None
-        found = self._found or source.reader.find_columns(source.files, asked)
-        if is_plain or settings.columns is not None:
-            return found, dict(settings.columns or found.columns)
-        splits = source.reader.input_splits(source.files[0], self._partition_bytes)
-        for sample, _ in islice(settings.transform.samples(self._reader.read_all(splits, found.columns)), 1):
+        is_plain = self.transform.function is None
+        found = self.found or self.source.find_columns(self.columns if is_plain else None)
+        if is_plain or self.columns is not None:
+            return found, dict(self.columns or found.columns)
+        reader = self.source.reader
+        splits = reader.input_splits(self.source.files[0], self.partition_bytes or self.source.partition_bytes)
+        for sample, _ in islice(self.transform.samples(reader.read(splits, found.columns), ""), 1):
             return found, infer_columns(sample)
         raise ValueError("transform returned no sample for the first file, to infer columns from. Pass columns=.")
 
-    def _write(
-        self, found: Found, columns: Mapping[str, str], begun: Mapping[str, Publication], num_workers: int, shown: bool
-    ) -> dict[str, list[Receipt]]:
-        """The receipts of all partitions, by split, in order."""
-        settings = self._settings
-        partitions = self._source.partitions(self._partition_bytes)
-        done: frozenset[int] = frozenset()
-        if not settings.force:
-            done = frozenset.intersection(*(publication.done for publication in begun.values()))
-        specs = {split: publication.spec for split, publication in begun.items()}
-        if done:
-            _LOG.info("continuing an earlier run: %d partitions are written already", len(done))
+    def _spec(self, out: Any, columns: Mapping[str, str], found: Found) -> OutputSpec:
+        writer = {**self.writer, "max_workers": 1}
+        if writer["compression"] == "auto":
+            media = () if self.transform.function is not None else found.media
+            is_media = any(kind in _MEDIA or name in media for name, kind in columns.items())
+            writer["compression"] = None if is_media else "zstd"
+        return OutputSpec(out, self.keep_local, self.store_options, columns, writer, self.fingerprint)
+
+    def _task(self, found: Found, columns: Mapping[str, str], specs: Mapping[str, OutputSpec]) -> PartitionTask:
         split = None
-        if settings.val_fraction is not None:
-            hashed = identifying(columns, found.identity)
-            split = ValidationSplit(settings.val_fraction, settings.seed, settings.group_by, hashed)
-        task = PartitionTask(
-            self._reader, found.columns, specs, settings.transform, settings.nulls, split, settings.columns is None
+        if self.val_fraction is not None:
+            hashed = {name: columns[name] for name in found.identity if name in columns} or columns
+            split = ValidationSplit(self.val_fraction, self.seed, self.group_by, hashed)
+        strict = self.columns is None
+        return PartitionTask(
+            self.source.reader, found.columns, columns, specs, self.transform, self.nulls, split, strict
         )
 
-        def run(task: Any, pieces: Sequence[Any], phase: str) -> dict[int, dict[str, Receipt]]:
-            return run_partitions(task, pieces, num_workers, Progress(len(pieces), phase, shown))
+    def _write(
+        self, task: PartitionTask, shuffle: Shuffle, done: frozenset[int], num_workers: int, progress_bar: bool
+    ) -> dict[int, dict[str, Receipt]]:
+        """The receipts of all partitions, by number and split."""
 
-        if self._shuffle is None:
-            receipts = run(task, [each for each in partitions if each.number not in done], "converting")
+        def run(task: Any, pieces: Sequence[Partition], phase: str) -> dict[int, dict[str, Receipt]]:
+            report = Progress(len(pieces), phase) if progress_bar else lambda _: None
+            return run_partitions(task.run, pieces, num_workers, report)
+
+        is_listing = self.source.reader.is_listing
+        source = shuffled_listing(self.source, self.seed) if self.shuffle and is_listing else self.source
+        partitions = source.partitions(self.partition_bytes or source.partition_bytes)
+        if self.shuffle and not is_listing:
+            receipts = shuffle.write(task, partitions, done, run)
         else:
-            receipts = self._shuffle.write(task, partitions, done, run)
+            receipts = run(task, [each for each in partitions if each.number not in done], "converting")
         for number in done:
-            receipts[number] = {split: _earlier(spec, number) for split, spec in specs.items()}
-        return {split: [receipts[number][split] for number in sorted(receipts)] for split in specs}
+            receipts.setdefault(number, {split: spec.receipt(number) for split, spec in task.specs.items()})
+        return receipts
 
 
-def folder_of(out: Any, split: str) -> Any:
-    """Return where a split goes: a folder below ``out``."""
-    return tuple(f"{one}/{split}" for one in out) if isinstance(out, tuple) else f"{out}/{split}"
+def _is_whole(store: Store, manifest: Mapping[str, Any]) -> bool:
+    """Whether the store has the index that this manifest was written with."""
+    try:
+        return digest_of(store.read(INDEX_NAME)) == manifest.get("index")
+    except NotFoundError:
+        return False
 
 
-def refuse_beside(spec: OutputSpec) -> None:
-    """Raise FileExistsError if there is a dataset without splits where splits are to be written."""
-    if spec.store.exists(INDEX_NAME):
-        raise FileExistsError(
-            f"{spec.store.url} holds a dataset without splits; train and val beside it would be confusing. Write to "
-            "another folder."
-        )
-
-
-def writer_settings(
-    compression: str | None, hashes: Iterable[str] | None, size_limit: int | str | None
-) -> dict[str, Any]:
-    """Return a writer's settings, checked, in one form for each meaning; ValueError for a wrong one."""
-    return {
-        "compression": _AUTO if compression == _AUTO else check_compression(compression),
-        "hashes": list(hashes_to_write(hashes)),
-        "size_limit": None if size_limit is None else parse_bytes(size_limit, "size_limit"),
-        "max_workers": 1,
-    }
-
-
-def _earlier(spec: OutputSpec, number: int) -> Receipt:
-    return Receipt.from_bytes(spec.store.read(receipt_name(spec.fingerprint, number)))
+def _as_json(about: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as it is read back from a file."""
+    return json.loads(json.dumps(about, default=repr))  # type: ignore[no-any-return]

@@ -8,57 +8,55 @@ import io
 import lzma
 import os
 import re
+import tarfile
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
-import xxhash
 import zstandard
 
-from lightning_stream.errors import NotFoundError, redact
+from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError, redact
 from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.writer.place import is_remote
 
 Uris: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 _BUFFER_BYTES = 1 << 22
 _WILD = frozenset("*?")
+_HIDDEN = re.compile(r"(^|/)[._]")
 _ENDINGS = (".gz", ".zst", ".bz2", ".xz")
+_DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError, UnicodeDecodeError)
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file, local or in a store. Picklable.
+    """One file, local or in a store, or one input of the user's. Picklable."""
 
-    Attributes:
-        root: The folder or URL that it was found in.
-        name: Its path below the root.
-        num_bytes: Its size.
-        stamp: Differs between contents of the same size: the time of change, or the store's version.
-        options: For the store.
-    """
-
-    root: str
-    name: str
+    root: str  # the folder or URL that it was found in; empty for an input
+    name: str  # its path below the root
     num_bytes: int
-    stamp: str
-    options: Mapping[str, Any] | None = field(default=None, repr=False)
+    stamp: str  # differs between contents of the same size: the time of change, or the store's version
+    options: Mapping[str, Any] | None = field(default=None, repr=False)  # for the store
+    value: Any = None  # the input
 
     @property
     def path(self) -> Path | None:
         """Its path, if it is on this machine."""
-        return None if is_remote(self.root) else Path(self.root) / self.name
+        return Path(self.root) / self.name if self.root and not is_remote(self.root) else None
 
     @property
     def uri(self) -> str:
-        """Its full path or URL, for messages."""
-        return redact(f"{self.root}/{self.name}")
+        """Its full path or URL, or the input, for messages."""
+        return redact(f"input {self.name} ({self.value!r:.80})" if not self.root else f"{self.root}/{self.name}")
 
     @property
     def ending(self) -> str:
         """The lower-case suffix of its kind, without that of its compression."""
-        return os.path.splitext(_bare(self.name))[1].lower()  # noqa: PTH122 - a path object for each costs more
+        name = self.name[: -len(Path(self.name).suffix)] if self.is_packed else self.name
+        return os.path.splitext(name)[1].lower()  # noqa: PTH122 - a path object for each costs more
 
     @property
     def is_packed(self) -> bool:
@@ -74,11 +72,16 @@ class SourceFile:
         return cast(BinaryIO, io.BufferedReader(raw, _BUFFER_BYTES))
 
     @contextmanager
-    def unpacked(self) -> Iterator[BinaryIO]:
-        """Its bytes, decompressed by what its name ends with."""
+    def unpacked(self, what: str) -> Iterator[BinaryIO]:
+        """Its bytes, decompressed by what its name ends with. FormatError if reading fails: it must be ``what``."""
         make = _UNPACKERS.get(Path(self.name).suffix.lower(), nullcontext)
-        with self.open() as file, make(file) as plain:
-            yield plain
+        try:
+            with self.open() as file, make(file) as plain:
+                yield plain
+        except LightningStreamError:
+            raise
+        except _DAMAGED as error:
+            raise FormatError(f"{self.uri} must be {what}; reading it failed: {error}. Fetch it again.") from error
 
     def read(self) -> bytes:
         """All of it, as stored."""
@@ -113,17 +116,12 @@ class _Ranges(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
-        return self._at
-
-    def tell(self) -> int:
+        self._at = offset + (0, self._at, self._num_bytes)[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
         end = min(self._at + len(buffer), self._num_bytes)
-        if end <= self._at:
-            return 0
-        data = self._store.get_range(self._name, self._at, end)
+        data = self._store.get_range(self._name, self._at, end) if end > self._at else b""
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -132,13 +130,7 @@ class _Ranges(io.RawIOBase):
 def find_files(source: Uris, options: Mapping[str, Any] | None = None) -> list[SourceFile]:
     """Return the files of a source but hidden ones: those of a folder sorted by name, those of a list in its order.
 
-    Args:
-        source: A file, a folder (searched at any depth), a pattern, or a list of these; paths or URLs. In a pattern,
-            ``*`` and ``?`` stand for any characters of one name, and ``**/`` for folders at any depth.
-        options: For stores.
-
-    Raises:
-        NotFoundError: One of them names no file.
+    In a pattern, ``*`` and ``?`` stand for any characters of one name, and ``**/`` for folders at any depth.
     """
     found: list[SourceFile] = []
     for given in [source] if isinstance(source, (str, os.PathLike)) else source:
@@ -147,6 +139,9 @@ def find_files(source: Uris, options: Mapping[str, Any] | None = None) -> list[S
         if not files:
             raise NotFoundError(f"a source must name files; {redact(uri)} names none. Check the path.")
         found += files
+    twice = [redact(uri) for uri, count in Counter(f"{file.root}/{file.name}" for file in found).items() if count > 1]
+    if twice:
+        raise ValueError(f"a source must name each file once; it names {twice[0]} twice. Remove one of them.")
     return found
 
 
@@ -156,34 +151,28 @@ def _found(uri: str, options: Mapping[str, Any] | None) -> list[SourceFile]:
     root = "/".join(parts[:literal]) or "/"
     options = options if is_remote(root) else None
     entries = list(open_store(root, options).list(""))
+    is_match = _pattern("/".join(parts[literal:])).fullmatch
+    entries = [entry for entry in entries if is_match(entry.name) and not _HIDDEN.search(entry.name)]
     if literal == len(parts) and not entries:  # one file
         root, _, name = uri.rpartition("/")
         entries = [entry for entry in open_store(root or "/", options).list(name) if entry.name == name]
-    is_match = _pattern("/".join(parts[literal:])).fullmatch
-    return [
-        SourceFile(root, entry.name, entry.num_bytes, entry.version, options)
-        for entry in entries
-        if is_match(entry.name) and not _hidden(entry.name)
-    ]
+    return [SourceFile(root, entry.name, entry.num_bytes, entry.version, options) for entry in entries]
 
 
 def _pattern(text: str) -> re.Pattern[str]:
     """A pattern as a regular expression; all names if it is empty."""
     wild = {"**/": "(.*/)?", "*": "[^/]*", "?": "[^/]"}
-    return re.compile("".join(wild.get(part) or re.escape(part) for part in re.split(r"(\*\*/|\*|\?)", text)) or ".*")
+    found = "".join(wild.get(part) or re.escape(part) for part in re.split(r"(\*\*/|\*|\?)", text))
+    return re.compile(found or ".*", re.DOTALL)  # a name may hold a line end
 
 
-def _hidden(name: str) -> bool:
-    return any(part.startswith((".", "_")) for part in name.split("/"))
-
-
-def _bare(name: str) -> str:
-    return name[: -len(Path(name).suffix)] if name.lower().endswith(_ENDINGS) else name
-
-
-def stamps_digest(files: Sequence[SourceFile]) -> str:
-    """Return a hex digest that changes when a file is added, removed, renamed or changed."""
-    total = xxhash.xxh3_128()
+def check_unchanged(files: Sequence[SourceFile]) -> None:
+    """Raise FormatError if a file of this machine changed since it was listed."""
     for file in files:
-        total.update(f"{file.name}\0{file.num_bytes}\0{file.stamp}\n".encode())
-    return str(total.hexdigest())
+        known = file.path.stat() if file.path is not None and file.path.exists() else None
+        changed = known is None or (known.st_size, str(known.st_mtime_ns)) != (file.num_bytes, file.stamp)
+        if file.path is not None and changed:
+            raise FormatError(
+                f"{file.uri} was modified or removed during the conversion. Nothing was published. Convert again once "
+                "the file stays as it is."
+            )

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
+import dis
 import functools
+import importlib.util
 import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
 import xxhash
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
+_CONTAINERS = (list, tuple, dict, set, frozenset, ModuleType, CodeType)
 _LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib")})
 
 
 def function_text(function: Callable[..., Any] | None) -> str:
     """Name a function and everything that decides what it does: ``"tokenize 2f0c..."``; empty for None.
 
-    The digest covers the function's source, its defaults, the values that it closes over, the plain global values that
-    it reads, and the functions and classes of the user's modules that it calls, and those that they call in turn. Of an
-    object that is called it covers the class and the attributes. Libraries count by the names used.
+    The digest covers the function's source, its defaults, the values that it closes over, the global values that it
+    reads, and the functions and classes of the user's modules that it calls, and those that they call in turn, also if
+    it imports them when it is called. An object counts by its class and by what pickle would store of it, and one of a
+    library that cannot be stored, e.g. an open file, by its class alone. Libraries count by the names used.
     """
     if function is None:
         return ""
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{name} {_digest(function, strict=False)}"
+    return f"{name} {_Walk(strict=False).digest(function)}"
 
 
 def value_digest(value: Any) -> str:
@@ -40,142 +44,136 @@ def value_digest(value: Any) -> str:
     Raises:
         ValueError: The value has a part without a stable description, e.g. an open file.
     """
-    return _digest(value, strict=True)
-
-
-def _digest(value: Any, *, strict: bool) -> str:
-    walk = _Walk(strict)
-    walk.add(value)
-    return walk.total.hexdigest()
+    return _Walk(strict=True).digest(value)
 
 
 class _Walk:
     """Visits a value and all of its parts, always in the same order."""
 
-    def __init__(self, strict: bool, seen: dict[int, Any] | None = None) -> None:
-        self.total = xxhash.xxh3_128()
+    def __init__(self, strict: bool) -> None:
+        self._total = xxhash.xxh3_128()
         self._strict = strict
         self._open: set[int] = set()  # values that contain the current one
-        self._seen = dict(seen or {})  # functions and classes by their id: each is visited once
+        self._seen: dict[Any, Any] = {}  # functions and classes by their id: each is visited once
+        self._objects: dict[int, tuple[Any, bytes]] = {}  # objects of libraries by their id, with their digests
+        self._in_object = False
 
-    def add(self, value: Any) -> None:
+    def digest(self, value: Any) -> str:
+        """A digest of a value alone, which no value visited before or after changes."""
+        before, seen = self._total, dict(self._seen)
+        self._total = xxhash.xxh3_128()
+        self._add(value)
+        found, self._total, self._seen = self._total, before, seen
+        return str(found.hexdigest())
+
+    def _add(self, value: Any) -> None:
         if type(value) in _PLAIN:
-            self._note(type(value).__name__, repr(value))
-        elif isinstance(value, (FunctionType, type)):
-            self._definition(value)
+            data = value if type(value) is bytes else repr(value).encode("utf-8", "surrogatepass")
+            self._total.update(b"%s %d:" % (type(value).__name__.encode(), len(data)) + data)
         elif id(value) in self._open:
-            self._note("a value that contains this one")
+            self._add("a value that contains this one")
+        elif isinstance(value, (FunctionType, type)):
+            self._visit(value, self._definition(value))
+        elif self._strict or self._in_object or isinstance(value, _CONTAINERS) or _is_users(type(value)):
+            self._visit(value, self._parts(value))
         else:
-            self._open.add(id(value))
-            self._parts(value)
+            self._total.update(self._object(value))
+
+    def _visit(self, value: Any, parts: Iterable[Any]) -> None:
+        self._open.add(id(value))
+        try:
+            self._add(type(value).__qualname__)
+            for part in parts:
+                self._add(part)
+        finally:
             self._open.discard(id(value))
 
-    def _note(self, *texts: str) -> None:
-        for text in texts:
-            data = text.encode("utf-8", "surrogatepass")
-            self.total.update(b"%d:" % len(data) + data)
+    def _object(self, value: Any) -> bytes:
+        """The digest of a library's object: by its class alone where a part of it cannot be stored."""
+        if id(value) not in self._objects:
+            before, self._in_object = self._total, True
+            self._total = xxhash.xxh3_128()
+            try:
+                self._visit(value, self._parts(value))
+            except (ValueError, RecursionError):
+                self._total = xxhash.xxh3_128(type(value).__qualname__.encode())
+            self._objects[id(value)] = value, self._total.digest()
+            self._total, self._in_object = before, False
+        return self._objects[id(value)][1]
 
-    def _parts(self, value: Any) -> None:
-        kind = type(value)
-        self._note(kind.__qualname__)
+    def _parts(self, value: Any) -> Iterable[Any]:
         if isinstance(value, ModuleType):
-            self._note(value.__name__)
-        elif isinstance(value, MethodType):
-            self.add(value.__func__)
-            self.add(value.__self__)
-        elif isinstance(value, functools.partial):
-            self.add([value.func, value.args, value.keywords])
-        elif isinstance(value, os.PathLike):
-            self.add(os.fspath(value))
-        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            self._note(str(value.dtype), str(value.shape))
-            self.total.update(np.ascontiguousarray(value).tobytes())
-        elif isinstance(value, (list, tuple)):
-            self._note(str(len(value)))
-            for each in value:
-                self.add(each)
-        elif isinstance(value, dict):
-            self.add(list(value.items()))
-        elif isinstance(value, (set, frozenset)):
-            self._note(*sorted(map(self._digest_of_member, value)))
-        elif callable(value) and hasattr(value, "__wrapped__"):  # functools.cache and the like
-            self.add(value.__wrapped__)
-        else:
-            self._object(value)
-
-    def _digest_of_member(self, value: Any) -> str:
-        walk = _Walk(self._strict, self._seen)
-        walk.add(value)
-        return walk.total.hexdigest()
-
-    def _object(self, value: Any) -> None:
-        """An object counts as its class and as what pickle would store of it, without what it cached."""
-        if is_dataclass(value):
-            self.add(type(value))
-            self.add({field.name: getattr(value, field.name) for field in fields(value)})
-            return
+            return [value.__name__]
+        if isinstance(value, CodeType):
+            return [value.co_code, value.co_names, value.co_consts]
+        if isinstance(value, (list, tuple)):
+            return [len(value), *value]
+        if isinstance(value, dict):
+            return [list(value.items())]
+        if isinstance(value, (set, frozenset)):
+            return sorted(map(self.digest, value))
+        if callable(value) and hasattr(value, "__wrapped__"):  # functools.cache and the like
+            return [value.__wrapped__]
         try:
-            reduced = value.__reduce_ex__(4)
+            if hasattr(value, "detach") and hasattr(value, "numpy"):  # a tensor: without its address
+                return [value.detach().cpu().numpy()]
+            reducer = copyreg.dispatch_table.get(type(value))  # what pickle would store
+            reduced = value.__reduce_ex__(4) if reducer is None else reducer(value)
         except Exception as error:
-            if self._strict:
-                raise ValueError(
-                    f"each input must have a stable description; a {type(value).__qualname__} has none ({error}). Pass "
-                    "paths, numbers or other plain values, and open what they name in the function."
-                ) from error
-            return
+            if not self._strict and not self._in_object:
+                return []
+            raise ValueError(
+                f"each input must have a stable description; a {type(value).__qualname__} has none ({error}). Pass "
+                "paths, numbers or other plain values, and open what they name in the function."
+            ) from error
         if isinstance(reduced, str):
-            self._note(reduced)
-            return
+            return [reduced]
         make, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
-        cached = {name for name, held in vars(type(value)).items() if isinstance(held, functools.cached_property)}
         if isinstance(state, dict):
+            cached = {name for name, held in vars(type(value)).items() if isinstance(held, functools.cached_property)}
             state = {name: held for name, held in state.items() if name not in cached}
-        self.add([make, arguments, state, list(items or ()), dict(pairs or ())])
+        return [make, arguments, state, list(items or ()), list(pairs or ())]
 
-    def _definition(self, value: Any) -> None:
+    def _definition(self, value: Any) -> Iterator[Any]:
         """A function or class: by name, and of the user's own also by source and by what it uses."""
-        self._note("definition", value.__qualname__)
+        yield f"definition {value.__qualname__}"
         if not _is_users(value):
-            self._note(str(value.__module__))
-        if not _is_users(value) or id(value) in self._seen:
-            return
-        self._seen[id(value)] = value
-        self._note(_source(value))
-        if isinstance(value, FunctionType):
-            self._function(value)
-            return
-        for base in value.__bases__:
-            self.add(base)
-        for held in vars(value).values():
-            inner = getattr(held, "__func__", getattr(held, "fget", getattr(held, "func", held)))
-            if isinstance(inner, FunctionType):
-                self._function(inner)
+            yield str(value.__module__)
+        elif id(value) not in self._seen:
+            self._seen[id(value)] = value
+            yield _source(value)
+            if isinstance(value, FunctionType):
+                yield from self._used(value)
+                return
+            yield from value.__bases__
+            for held in vars(value).values():
+                inner = getattr(held, "__func__", getattr(held, "fget", getattr(held, "func", held)))
+                if isinstance(inner, FunctionType):
+                    yield _source(inner)  # a notebook has the source of functions, but not of classes
+                    yield from self._used(inner)
 
-    def _function(self, function: FunctionType) -> None:
-        self.add([function.__defaults__, function.__kwdefaults__])
+    def _used(self, function: FunctionType) -> Iterator[Any]:
+        """The values that a function carries, and the globals that it names."""
+        yield [function.__defaults__, function.__kwdefaults__]
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # the cell is empty so far
-                self.add(cell.cell_contents)
+                yield cell.cell_contents
         names = set(_names(function.__code__))
-        for name in sorted(names & function.__globals__.keys()):
-            self._global(name, function.__globals__[name], names)
+        yield from self._named(function.__globals__, names)
+        for module in _imported(function.__code__, function.__globals__):
+            yield from self._named({module.__name__: module}, {module.__name__, *names})
 
-    def _global(self, name: str, value: Any, names: set[str]) -> None:
-        self._note(name)
-        if isinstance(value, ModuleType):
-            if _is_users(value):
-                for inner in sorted(names & vars(value).keys()):
-                    self._global(inner, vars(value)[inner], set())
-        elif _is_plain(value) or isinstance(value, (FunctionType, type, functools.partial)) or _is_users(type(value)):
-            self.add(value)
-        else:
-            self.add(getattr(value, "__wrapped__", None))  # of functools.cache and the like
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple, set, frozenset, dict)):
-        return all(map(_is_plain, value.items() if isinstance(value, dict) else value))
-    return isinstance(value, (*_PLAIN, os.PathLike, np.ndarray))
+    def _named(self, held: dict[str, Any], names: set[str]) -> Iterator[Any]:
+        for name in sorted(names & held.keys()):
+            value = held[name]
+            yield name
+            if isinstance(value, ModuleType):
+                key = (id(value), frozenset(names))
+                if _is_users(value) and key not in self._seen:
+                    self._seen[key] = value
+                    yield from self._named(vars(value), names)
+            elif value is not os.environ:  # it differs from one terminal to the next
+                yield value
 
 
 def _is_users(value: Any) -> bool:
@@ -183,23 +181,46 @@ def _is_users(value: Any) -> bool:
     name = value.__name__ if isinstance(value, ModuleType) else value.__module__
     if name == "__main__" or name is None:
         return True
-    path = getattr(sys.modules.get(name), "__file__", None)
-    if path is None or name.partition(".")[0] == "lightning_stream":
+    module = sys.modules.get(name)
+    path = getattr(module, "__file__", None) or _path_of(getattr(module, "__spec__", None))
+    return name.partition(".")[0] != "lightning_stream" and _is_users_path(path)
+
+
+def _is_users_path(path: str | None) -> bool:
+    if path is None:
         return False
     return "site-packages" not in Path(path).parts and not os.path.realpath(path).startswith(_LIBRARIES)
 
 
-def _source(value: Any) -> str:
+def _path_of(spec: ModuleSpec | None) -> str | None:
+    """Where a module is; of a package without a file, its folder."""
+    if spec is None:
+        return None
+    if spec.has_location:
+        return spec.origin
+    return next(iter(spec.submodule_search_locations or ()), None)
+
+
+def _imported(code: CodeType, variables: dict[str, Any]) -> Iterator[ModuleType]:
+    """The user's modules that a function imports when it is called, in functions inside it too."""
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    for level, wanted, step in zip(steps, steps[1:], steps[2:], strict=False):
+        if step.opname != "IMPORT_NAME":
+            continue
+        with contextlib.suppress(ImportError, ValueError):  # it may be imported under a condition only
+            spec = None if level.argval else importlib.util.find_spec(step.argval.partition(".")[0])
+            if level.argval or _is_users_path(_path_of(spec)):
+                yield __import__(step.argval, variables, None, wanted.argval, level.argval)
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _imported(each, variables)
+
+
+def _source(value: Any) -> Any:
     try:
         return inspect.getsource(value)
     except (OSError, TypeError):
-        code = getattr(value, "__code__", None)
-        return "" if code is None else "".join(map(repr, (code.co_code, code.co_names, *_constants(code))))
-
-
-def _constants(code: CodeType) -> Iterator[Any]:
-    for each in code.co_consts:
-        yield from _constants(each) if isinstance(each, CodeType) else (each,)
+        return getattr(value, "__code__", None)
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -2,20 +2,71 @@
 
 A process may be killed, retried, or run twice. So a shard's name holds a digest of its bytes,
 ``part-00003/shard.00000.<digest>.mds``: attempts that write the same bytes write the same files, each put whole or not
-at all, and an attempt that writes other bytes writes other files. The receipt decides which attempt counts.
+at all, and an attempt that writes other bytes writes other files. The receipt decides which attempt counts: only what
+receipts list can enter an index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
+
+import numpy as np
+import zstandard
 
 from lightning_stream.formats.shard_encoder import EncodedBatch
 from lightning_stream.stores import Store
 from lightning_stream.writer import MDSWriter
 from lightning_stream.writer.place import DatasetPlace, digest_of
+
+CONTROL = "_conversion"
+_SUFFIX = ".json.zst"
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What was written of one part; nothing counts if there are nulls or a refused value."""
+
+    partition: int  # its number
+    begins: str  # the digest of its first rows, by which a later run recognises the part
+    num_samples: int = 0
+    shards: tuple[dict[str, Any], ...] = ()  # index entries, their files named relative to the dataset's root
+    nulls: Mapping[str, int] = field(default_factory=dict)  # null values by column
+    refused: str = ""  # why a value could not be written
+
+    @property
+    def is_good(self) -> bool:
+        """Whether what it lists may enter an index."""
+        return not self.nulls and not self.refused
+
+    def to_bytes(self) -> bytes:
+        """As compressed json."""
+        return zstandard.ZstdCompressor().compress(json.dumps(asdict(self), sort_keys=True).encode())
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Receipt:
+        """Read it back."""
+        held = json.loads(zstandard.ZstdDecompressor().decompress(data))
+        return cls(**{**held, "shards": tuple(held["shards"])})
+
+    def files(self) -> dict[str, int]:
+        """Bytes by name of every file that is stored."""
+        stored = [entry["zip_data"] or entry["raw_data"] for entry in self.shards]
+        return {file["basename"]: file["bytes"] for file in stored}
+
+
+def receipt_name(fingerprint: str, partition: int) -> str:
+    """Where a receipt lies while the conversion is under way."""
+    return f"{CONTROL}/{fingerprint}/{partition:05}{_SUFFIX}"
+
+
+def is_receipt(name: str, fingerprint: str) -> bool:
+    """Whether a receipt of this conversion lies there."""
+    return name.startswith(f"{CONTROL}/{fingerprint}/") and name.endswith(_SUFFIX)
 
 
 @dataclass(frozen=True)
@@ -43,6 +94,20 @@ class OutputSpec:
     def store(self) -> Store:
         """The store where the dataset stays."""
         return self.place.store
+
+    def receipt(self, number: int) -> Receipt:
+        """Read the receipt of a partition; NotFoundError if it is not written."""
+        return Receipt.from_bytes(self.store.read(receipt_name(self.fingerprint, number)))
+
+    def has(self, number: int) -> bool:
+        """Whether a partition is written."""
+        return self.store.exists(receipt_name(self.fingerprint, number))
+
+    def put(self, receipt: Receipt) -> Receipt:
+        """Put a receipt, if what it lists may enter an index; return it."""
+        if receipt.is_good:
+            self.store.put(receipt_name(self.fingerprint, receipt.partition), receipt.to_bytes())
+        return receipt
 
 
 class RefusedError(Exception):
@@ -80,3 +145,40 @@ class _PartitionPlace(DatasetPlace):
 
     def commit(self, entries: Sequence[bytes]) -> None:
         pass
+
+
+def row_bytes(batch: EncodedBatch) -> list[memoryview]:
+    """Return the bytes of each row of a batch."""
+    data, ends = memoryview(batch.joined()), np.cumsum(batch.sizes).tolist()
+    return [data[end - size : end] for end, size in zip(ends, batch.sizes.tolist(), strict=True)]
+
+
+def encoded_rows(rows: Sequence[Any]) -> EncodedBatch:
+    """Return rows that are bytes as a batch."""
+    return EncodedBatch(np.fromiter(map(len, rows), np.int64, len(rows)), parts=rows)
+
+
+def check(receipts: Sequence[Receipt], source: str, remedy: str) -> None:
+    """Raise ValueError if a partition of `source` could not be written; `remedy` says what to do about nulls."""
+    nulls = sum((Counter(receipt.nulls) for receipt in receipts), Counter[str]())
+    if nulls:
+        counts = ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items()))
+        raise ValueError(
+            f"MDS has no null but in json columns; null values found, by column: {counts}. Nothing was published. "
+            f"{remedy}"
+        )
+    refused = [receipt for receipt in receipts if receipt.refused]
+    if refused:
+        raise ValueError(
+            f"{len(refused)} of {len(receipts)} partitions hold a value that cannot be written; in partition "
+            f"{refused[0].partition}, {refused[0].refused} Nothing was published."
+        )
+    if not any(receipt.num_samples for receipt in receipts):
+        raise ValueError(f"{source} is empty: there is nothing to write.")
+
+
+def index_bytes(receipts: Iterable[Receipt], folder: str = "") -> bytes:
+    """The index over all shards of these partitions, in their order; with file names relative to ``folder``."""
+    entries = [json.dumps(entry, sort_keys=True) for receipt in receipts for entry in receipt.shards]
+    text = f'{{"version": 2, "shards": [{", ".join(entries)}]}}'
+    return text.replace(f'"basename": "{folder}/', '"basename": "').encode() if folder else text.encode()

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -18,54 +18,50 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
-from lightning_stream.convert.receipt import Receipt
+from lightning_stream.convert.partition import Receipt
 from lightning_stream.errors import LightningStreamError
 
-Receipts = Mapping[str, Receipt]
+Task = Callable[[Any], dict[str, Receipt]]  # writes a partition, and returns its receipts by split; picklable
 _PARENT = "LIGHTNING_STREAM_CONVERT_PARENT"
 _MAX_TRIES = 3
 _task: Any = None  # in a worker process: what it does with each partition
-
-
-class Task(Protocol):
-    """What is done with each partition. Picklable."""
-
-    def run(self, partition: Any, /) -> dict[str, Receipt]:
-        """Write a partition; return its receipts by split."""
 
 
 def run_partitions(
     task: Task, partitions: Sequence[Any], num_workers: int, report: Callable[[dict[str, Receipt]], None]
 ) -> dict[int, dict[str, Receipt]]:
     """Write all partitions, in this process if one is enough; return their receipts by number."""
-    count = min(num_workers, len(partitions))
     done: dict[int, dict[str, Receipt]] = {}
 
     def take(partition: Any, receipts: dict[str, Receipt]) -> None:
         done[partition.number] = receipts
         report(receipts)
 
-    if count <= 1:
+    if min(num_workers, len(partitions)) <= 1:
         for partition in partitions:
-            take(partition, task.run(partition))
+            take(partition, task(partition))
         return done
     data, tries = _pickled(task), Counter[int]()
     while missing := [each for each in partitions if each.number not in done]:
         running: dict[Future[Any], Any] = {}
         try:
-            _run_pool(data, deque(missing), count, running, take)
+            _run_pool(data, missing, min(num_workers, len(missing)), running, take)
         except BrokenProcessPool:
             tries.update(partition.number for partition in running.values())
-            suspects = [partition for partition in running.values() if tries[partition.number] == _MAX_TRIES]
+            suspects = [str(partition) for partition in running.values() if tries[partition.number] == _MAX_TRIES]
             if suspects:
-                raise _deaths(suspects) from None
+                raise LightningStreamError(
+                    f"worker processes died {_MAX_TRIES} times while they wrote {' or '.join(suspects)}. If memory ran "
+                    "out, use fewer num_workers or smaller partition_bytes; num_workers=1 shows what happens in this "
+                    "process. The partitions that are written stay: the same call continues from there."
+                ) from None
     return done
 
 
 def _run_pool(
-    data: bytes, queue: deque[Any], count: int, running: dict[Future[Any], Any], take: Callable[[Any, Any], None]
+    data: bytes, queue: list[Any], count: int, running: dict[Future[Any], Any], take: Callable[[Any, Any], None]
 ) -> None:
     """Write what is queued, with at most ``count`` partitions on their way: those `running` when a process dies."""
     context = get_context("spawn")
@@ -77,30 +73,17 @@ def _run_pool(
                 packed = pickle.dumps(queue[0])
                 with _as_worker(needs_main=b"__main__" in data or b"__main__" in packed):
                     running[pool.submit(_run_one, packed)] = queue[0]
-                queue.popleft()
+                del queue[0]
             for future in wait(running, return_when=FIRST_COMPLETED)[0]:
-                receipts = {split: Receipt.from_bytes(each) for split, each in _result(future).items()}
+                receipts = future.result()
+                if isinstance(receipts, str):
+                    raise LightningStreamError(f"a worker failed:\n{receipts}")
                 take(running.pop(future), receipts)
         pool.shutdown()
     finally:
         stop.close()  # ends the workers that are still at work
         pool.shutdown(cancel_futures=True)
         alive.close()
-
-
-def _result(future: Future[Any]) -> Any:
-    result = future.result()
-    if isinstance(result, str):
-        raise LightningStreamError(f"a worker failed:\n{result}")
-    return result
-
-
-def _deaths(suspects: Sequence[Any]) -> LightningStreamError:
-    return LightningStreamError(
-        f"worker processes died {_MAX_TRIES} times while they wrote {' or '.join(map(str, suspects))}. If memory ran "
-        "out, use fewer num_workers or smaller partition_bytes; num_workers=1 shows what happens in this process. "
-        "The partitions that are written stay: the same call continues from there."
-    )
 
 
 def is_worker() -> bool:
@@ -140,17 +123,16 @@ def _end_with(alive: Connection) -> None:
         os._exit(1)
 
 
-def _run_one(partition: bytes) -> dict[str, bytes] | str:
+def _run_one(partition: bytes) -> dict[str, Receipt] | str:
     """Write a partition. An error that cannot be sent to the parent is returned as text."""
     try:
-        receipts = _task.run(pickle.loads(partition))  # noqa: S301 - our own
+        return _task(pickle.loads(partition))  # type: ignore[no-any-return]  # noqa: S301 - our own
     except Exception as error:
         try:
             pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
         except Exception:  # noqa: BLE001 - a class of the user's may refuse in any way
             return "".join(traceback.format_exception(error))
         raise
-    return {split: receipt.to_bytes() for split, receipt in receipts.items()}
 
 
 def _pickled(task: Task) -> bytes:
@@ -177,25 +159,18 @@ def _pickled(task: Task) -> bytes:
 class Progress:
     """A line on stderr that counts partitions and rows; on a terminal it is updated in place."""
 
-    def __init__(self, num_partitions: int, phase: str, shown: bool) -> None:
-        self._num_partitions, self._phase, self._shown = num_partitions, phase, shown and num_partitions > 0
-        self._is_terminal = sys.stderr.isatty()
-        self._begin = time.monotonic()
+    def __init__(self, num_partitions: int, phase: str) -> None:
+        self._num_partitions, self._phase, self._begin = num_partitions, phase, time.monotonic()
         self._done = self._rows = 0
-        self._show()
 
-    def __call__(self, receipts: Receipts) -> None:
+    def __call__(self, receipts: Mapping[str, Receipt]) -> None:
         """Count a partition."""
         self._done += 1
         self._rows += sum(receipt.num_samples for receipt in receipts.values())
-        self._show()
-
-    def _show(self) -> None:
-        is_last = self._done == self._num_partitions
-        if not self._shown or not (self._is_terminal or is_last):
-            return
-        speed = self._rows / max(time.monotonic() - self._begin, 1e-9)
-        line = f"{self._phase}: {self._done:,} of {self._num_partitions:,} partitions, {self._rows:,} rows"
-        begin, end = ("\r", "\n" if is_last else "\x1b[K") if self._is_terminal else ("", "\n")
-        sys.stderr.write(f"{begin}{line}, {speed:,.0f} rows/s{end}")
-        sys.stderr.flush()
+        is_last, is_terminal = self._done == self._num_partitions, sys.stderr.isatty()
+        if is_last or is_terminal:
+            speed = self._rows / max(time.monotonic() - self._begin, 1e-9)
+            line = f"{self._phase}: {self._done:,} of {self._num_partitions:,} partitions, {self._rows:,} rows"
+            begin, end = ("\r", "\n" if is_last else "\x1b[K") if is_terminal else ("", "\n")
+            sys.stderr.write(f"{begin}{line}, {speed:,.0f} rows/s{end}")
+            sys.stderr.flush()

@@ -1,24 +1,28 @@
-"""How a conversion begins and is published: by the protocol of all writers, with receipts and a manifest."""
+"""How a conversion begins and is published, by the protocol of all writers; and what its manifest holds."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_stream.convert.partition import OutputSpec
-from lightning_stream.convert.receipt import BEGUN, CONTROL, Receipt, index_bytes, index_of, is_receipt
-from lightning_stream.errors import StoreError
+from lightning_stream.convert.partition import CONTROL, OutputSpec, Receipt, index_bytes, is_receipt
+from lightning_stream.errors import NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME
-from lightning_stream.stores import LocalStore
+from lightning_stream.shared_files import FileLock
+from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.stores.drafts import sweep_drafts
 from lightning_stream.writer.place import MANIFEST as MANIFEST
-from lightning_stream.writer.place import OURS, DatasetPlace, digest_of
+from lightning_stream.writer.place import OURS, DatasetPlace, digest_of, is_remote
 
 _PARTS = re.compile(rf"part-[0-9]{{5,}}/(shard\.[0-9]+\.[0-9a-f]{{16}}\.mds(\.[a-z0-9]+)?|index\.json)|{CONTROL}/.*")
 _ALL = re.compile(f"{OURS.pattern}|{_PARTS.pattern}")
+_SPLITS = ("train", "val", "test")
+_WAIT_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,8 @@ class Publication:
     def begin(cls, spec: OutputSpec, overwrite: bool, remedy: str) -> Publication:
         """Look at what exists before anything is written, and note that this conversion has begun.
 
-        Args:
-            spec: The conversion.
-            overwrite: Whether an existing dataset may be replaced.
-            remedy: How a user asks for that, e.g. ``"pass overwrite=True"``.
-
-        Raises:
-            FileExistsError: There are files that are not the remains of this very conversion, and not `overwrite`.
+        Without `overwrite`, raise FileExistsError if there are files that are not the remains of this very conversion;
+        `remedy` says how a user asks for `overwrite`.
         """
         place = DatasetPlace(spec.out, spec.keep_local, spec.store_options)
         place.begin("overwrite", (MANIFEST,))
@@ -58,7 +57,7 @@ class Publication:
                 f"{store.url} is not empty: it holds {holds}. Write to a new place, or {remedy} to replace it."
             )
         # The note says whose shards there are without a receipt, if this run is cut short before any.
-        store.put(f"{CONTROL}/{spec.fingerprint}/{BEGUN}", b"")
+        store.put(f"{CONTROL}/{spec.fingerprint}/begun", b"")
         found = [Receipt.from_bytes(store.read(name)) for name in sorted(names) if is_receipt(name, spec.fingerprint)]
         whole = (one for one in found if all(names.get(file) == size for file, size in one.files().items()))
         return cls(spec, place, frozenset(one.partition for one in whole))
@@ -72,10 +71,8 @@ class Publication:
     def publish(self, receipts: Sequence[Receipt], merge_index: bool, about: Mapping[str, Any]) -> None:
         """Check that all files are there, put the index, and remove what belongs to no committed attempt.
 
-        Args:
-            receipts: Of all committed partitions, in their order.
-            merge_index: One index over all partitions; else one in each partition's folder.
-            about: What else the manifest says.
+        The receipts are those of all partitions, in their order. `merge_index`: one index over all; else one in each
+        partition's folder. The manifest holds `about` too.
 
         Raises:
             StoreError: A file that a receipt lists is not at the place as this process sees it.
@@ -92,42 +89,148 @@ class Publication:
                     f"{len(missing)} of them are not seen, the first {missing[0]}. Write to a place that all machines "
                     "share: a URL, or a mounted folder such as a volume."
                 )
-        place.swap(MANIFEST, _manifest(self.spec, receipts, about, index))  # of several conversions, one succeeds
+        about = {
+            "version": 1,
+            "fingerprint": self.spec.fingerprint,
+            "columns": dict(self.spec.columns),
+            "num_samples": sum(receipt.num_samples for receipt in receipts),
+            "num_bytes": sum(wanted.values()),
+            "num_shards": len(wanted),
+            "index": digest_of(index),
+            "partitions": {_folder(receipt): receipt.num_samples for receipt in receipts},
+            **about,
+        }
+        manifest = json.dumps(about, indent=1, sort_keys=True).encode()
+        place.swap(MANIFEST, manifest)  # of several conversions, one succeeds
         if merge_index:
             place.swap(INDEX_NAME, index)
         else:
-            indexes = {f"part-{one.partition:05}": one.shards for one in receipts if one.shards}
+            parts = [receipt for receipt in receipts if receipt.shards]
+            indexes = {f"{_folder(one)}/{INDEX_NAME}": index_bytes([one], _folder(one)) for one in parts}
             for store in place.stores:
-                for folder, shards in indexes.items():
-                    store.put(f"{folder}/{INDEX_NAME}", index_of(_inside(entry, folder) for entry in shards))
+                for name, data in indexes.items():
+                    store.put(name, data)
                 store.delete(INDEX_NAME)
-            wanted |= {f"{folder}/{INDEX_NAME}": 0 for folder in indexes}
+            wanted |= dict.fromkeys(indexes, 0)
         for store in place.stores:
             if isinstance(store, LocalStore):  # a killed worker may have left the draft of a receipt
                 sweep_drafts(store.folder / CONTROL / self.spec.fingerprint)
         place.sweep(before, _ALL, wanted)
 
 
-def _inside(entry: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """An entry as the index in its partition's own folder says it."""
-    renamed = dict(entry)
-    for key in ("raw_data", "zip_data"):
-        if renamed[key] is not None:
-            renamed[key] = {**renamed[key], "basename": renamed[key]["basename"].removeprefix(f"{folder}/")}
-    return renamed
+def alone(uri: str) -> AbstractContextManager[Any]:
+    """Lock a local folder of a dataset: another process of this machine waits, and then finds the dataset."""
+    if is_remote(uri):
+        return nullcontext()
+    folder = LocalStore.from_url(uri, {}).folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder.with_name(f".{folder.name}.lock"), _WAIT_S)
 
 
-def _manifest(spec: OutputSpec, receipts: Sequence[Receipt], about: Mapping[str, Any], index: bytes) -> bytes:
-    """What the dataset came from: beside the index, where other readers pass it by."""
-    held = {
-        "version": 1,
-        "fingerprint": spec.fingerprint,
-        "columns": dict(spec.columns),
-        "num_samples": sum(receipt.num_samples for receipt in receipts),
-        "num_bytes": sum(sum(receipt.files().values()) for receipt in receipts),
-        "num_shards": sum(len(receipt.shards) for receipt in receipts),
-        "index": digest_of(index),
-        "partitions": {f"part-{receipt.partition:05}": receipt.num_samples for receipt in receipts},
-        **about,
-    }
-    return json.dumps(held, indent=1, sort_keys=True).encode()
+def _folder(receipt: Receipt) -> str:
+    return f"part-{receipt.partition:05}"
+
+
+@dataclass(frozen=True)
+class ConversionResult:
+    """What was written.
+
+    Attributes:
+        uri: Folder or URL of the dataset, or of its splits.
+        num_samples: By split; ``""`` is a dataset without splits.
+        num_shards: By split.
+        num_bytes: Bytes stored.
+        columns: Encoding by column name.
+        classes: Class names by column: label k is the k-th name.
+        seconds: How long it took.
+        is_new: False if the dataset existed already, from the same source and settings.
+    """
+
+    uri: str
+    num_samples: dict[str, int]
+    num_shards: dict[str, int]
+    num_bytes: int
+    columns: dict[str, str]
+    classes: dict[str, list[str]]
+    seconds: float = 0.0
+    is_new: bool = False
+
+    @classmethod
+    def of(cls, uri: str, manifests: Mapping[str, Mapping[str, Any]]) -> ConversionResult:
+        """Return the result that these manifests describe, by split."""
+        first = next(iter(manifests.values()))
+        return cls(
+            uri,
+            {split: manifest["num_samples"] for split, manifest in manifests.items()},
+            {split: manifest["num_shards"] for split, manifest in manifests.items()},
+            sum(manifest["num_bytes"] for manifest in manifests.values()),
+            dict(first["columns"]),
+            dict(first.get("classes", {})),
+        )
+
+    @property
+    def total(self) -> int:
+        """Samples of all splits."""
+        return sum(self.num_samples.values())
+
+    def __str__(self) -> str:
+        splits = ", ".join(f"{count:,} {split or 'samples'}" for split, count in self.num_samples.items())
+        size = f"{splits} in {sum(self.num_shards.values()):,} shards, {self.num_bytes / 1e6:,.1f} MB"
+        if not self.is_new:
+            why = "same source and settings; force=True writes it again"
+            return f"Reusing the existing dataset at {self.uri} ({why}): {size}"
+        speed = self.total / max(self.seconds, 1e-9)
+        return f"{size}, at {self.uri}, in {self.seconds:,.1f} s ({speed:,.0f} samples/s)"
+
+
+def read_manifest(uri: str | os.PathLike[str], **store_options: Any) -> ConversionResult:
+    """Return what `convert` wrote at a place: columns, class names and counts.
+
+    Example::
+
+        classes = read_manifest("s3://bucket/photos").classes["label"]  # ["daisy", "rose"]
+
+    Args:
+        uri: Folder or URL of the dataset, or of the folder that holds its ``train`` and ``val``.
+        **store_options: For its store.
+
+    Raises:
+        NotFoundError: There is no such dataset.
+    """
+    root = os.fspath(uri).rstrip("/")
+    store = open_store(root, store_options or None)
+    whole = manifest_of(store)
+    splits = {"": whole} if whole else {split: manifest_of(store, f"{split}/{MANIFEST}") for split in _SPLITS}
+    found = {split: manifest for split, manifest in splits.items() if manifest is not None}
+    if not found:
+        raise NotFoundError(f"convert writes {MANIFEST} beside a dataset; {store.url} has none. Check the path.")
+    return ConversionResult.of(root, found)
+
+
+def manifest_of(store: Store, name: str = MANIFEST) -> dict[str, Any] | None:
+    """Return the manifest in a store; None if there is none."""
+    try:
+        found = json.loads(store.read(name))
+    except (NotFoundError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def differences(held: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe how settings and source differ from those that a manifest holds."""
+    before, source, others = held["settings"], held["source"], now["source"]
+    changed = [name for name, value in now["settings"].items() if before.get(name) != value]
+    found = [f"{name} was {_shown(before.get(name))}, now {_shown(now['settings'][name])}" for name in changed]
+    if source["stamps"] != others["stamps"]:
+        files = [{file["name"]: file for file in each.get("files", ())} for each in (source, others)]
+        names = [name for name in {**files[0], **files[1]} if files[0].get(name) != files[1].get(name)]
+        shown = f"; changed: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}" if names else ""
+        found.append(f"the source had {source['num_files']:,} files, now {others['num_files']:,}{shown}")
+    if source["reader"] != others["reader"]:
+        found.append("the source is read with other options or another function")
+    return "; ".join(found) or "it was written by another version of convert"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value) if isinstance(value, (str, list, dict)) else str(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

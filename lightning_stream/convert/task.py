@@ -1,29 +1,39 @@
-"""What one process does with a partition: read it, transform it, settle nulls, and write it to every split."""
+"""What one process does with a partition: read it, transform it, settle nulls, and write each row to its split."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any
 
-from lightning_stream.convert.partition import OutputSpec, PartitionWriter, RefusedError
-from lightning_stream.convert.receipt import Receipt, receipt_name
-from lightning_stream.convert.sources.base import Batch, Partition, Reader
-from lightning_stream.convert.sources.rows import columns_of, fit_values
-from lightning_stream.convert.split import ValidationSplit
-from lightning_stream.formats.encodings.base import BinaryColumn
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from lightning_stream.convert.partition import (
+    OutputSpec,
+    PartitionWriter,
+    Receipt,
+    RefusedError,
+    encoded_rows,
+    row_bytes,
+)
+from lightning_stream.convert.sources.base import Batch, Partition, Reader, Row, batched
+from lightning_stream.formats.mds.encode import MdsEncoder
 from lightning_stream.writer.batch import batch_columns
 
-Row: TypeAlias = "dict[str, Any]"
+TRAIN, VAL = "train", "val"
+_NUMBERS = ("int", "uint", "float")
 
 
 @dataclass(frozen=True)
 class Transform:
     """A function of the user's, or none."""
 
-    of_row: Callable[[Row], Any] | None = None
-    of_partition: Callable[[Iterator[Row]], Iterable[Mapping[str, Any]]] | None = None
+    of_row: Callable[[dict[str, Any]], Any] | None = None
+    of_partition: Callable[[Iterator[dict[str, Any]]], Iterable[Row]] | None = None
 
     def __post_init__(self) -> None:
         if self.of_row is not None and self.of_partition is not None:
@@ -34,42 +44,32 @@ class Transform:
         """The function; None to write the rows as they are."""
         return self.of_row or self.of_partition
 
-    def samples(self, batches: Iterable[Batch]) -> Iterator[tuple[Mapping[str, Any], str]]:
-        """Yield the samples made from a partition's rows, each with where its row was, if that is known."""
-        if self.of_partition is not None:
-            made = self.of_partition(row for batch in batches for row in rows_of(batch))
-            yield from ((sample, "") for sample in _samples(made, "transform_partition"))
+    def samples(self, batches: Iterable[Batch], partition: str) -> Iterator[tuple[Row, str]]:
+        """Yield the samples made from a partition's rows, each with where its row was, as far as that is known."""
+        rows = ((row, batch.where) for batch in batches for row in _dicts(batch))
+        if self.of_row is None:
+            assert self.of_partition is not None
+            made = self.of_partition(row for row, _ in rows)
+            yield from ((sample, partition) for sample in _checked(made, "transform_partition"))
             return
-        assert self.of_row is not None
-        for batch in batches:
-            for row in rows_of(batch):
-                made = self.of_row(row)
-                if isinstance(made, Mapping):
-                    yield made, batch.where
-                elif made is not None:
-                    yield from ((sample, batch.where) for sample in _samples(made, "transform"))
+        for row, where in rows:
+            made = self.of_row(row)
+            if made is not None:
+                found = [made] if isinstance(made, Mapping) else _checked(made, "transform")
+                yield from ((sample, where) for sample in found)
 
 
-def _samples(made: Any, name: str) -> Iterator[Mapping[str, Any]]:
+def _dicts(batch: Batch) -> Iterable[Any]:
+    return batch.rows if isinstance(batch.rows, list) else batch.rows.to_pylist()
+
+
+def _checked(made: Any, name: str) -> Iterator[Row]:
     if not isinstance(made, Iterable) or isinstance(made, (str, bytes, Mapping)):
         raise TypeError(f"{name} must return samples (dicts); got {type(made).__name__}.")
     for sample in made:
         if not isinstance(sample, Mapping):
             raise TypeError(f"{name} must return samples (dicts); one of them is {type(sample).__name__}.")
         yield sample
-
-
-def rows_of(batch: Batch) -> Iterator[Row]:
-    """Yield the rows of a batch as dicts of Python values."""
-    values = batch.columns
-    if isinstance(values, list):
-        yield from values
-    elif hasattr(values, "to_pylist"):
-        yield from values.to_pylist()
-    else:
-        columns = [column.tolist() if getattr(column, "ndim", 0) == 1 else column for column in values.values()]
-        for row in zip(*columns, strict=True):
-            yield dict(zip(values, row, strict=True))
 
 
 @dataclass(frozen=True)
@@ -79,56 +79,110 @@ class NullRule:
     fill: Mapping[str, Any] = field(default_factory=dict)
     drop: bool = False
 
-    def settle(self, batch: Any, columns: Mapping[str, str], nulls: dict[str, int]) -> tuple[dict[str, Any], int]:
-        """Return a batch as a writer takes it, and its number of rows; no rows if nulls are left, which are counted."""
-        settle = self._arrow if hasattr(batch, "schema") else self._plain
-        values = settle(batch, columns, nulls)
-        return batch_columns({} if nulls else values)
+    def settle(self, rows: Any, columns: Mapping[str, str], nulls: dict[str, int]) -> tuple[dict[str, Any], int]:
+        """Return an Arrow batch, or rows, as columns of values for a writer, and the number of rows.
 
-    def _arrow(self, batch: Any, columns: Mapping[str, str], nulls: dict[str, int]) -> Any:
-        from lightning_stream.convert.arrow import count_nulls, drop_nulls, fill_nulls, writer_columns
+        There are no rows if nulls are left; ``nulls`` counts them by column.
+        """
+        if not hasattr(rows, "schema"):
+            return batch_columns(self._plain(rows, columns, nulls))
+        from lightning_stream.convert.arrow import settle_nulls, writer_columns
 
-        if not batch.num_rows:
-            return {}
-        batch = fill_nulls(batch, self.fill) if self.fill else batch
-        batch = drop_nulls(batch, columns) if self.drop else batch
-        for name, count in count_nulls(batch, columns).items():
-            nulls[name] = nulls.get(name, 0) + count
-        return {} if nulls else writer_columns(batch, columns)
+        batch = settle_nulls(rows, columns, self.fill, self.drop, nulls)
+        return batch_columns({} if nulls or not batch.num_rows else writer_columns(batch, columns))
 
-    def _plain(self, batch: Mapping[str, Any], columns: Mapping[str, str], nulls: dict[str, int]) -> Any:
-        held = {name: batch[name] for name in columns}
-        lists = [name for name, values in held.items() if type(values) is list and columns[name] != "json"]
-        for name in set(lists) & self.fill.keys():
-            held[name] = [self.fill[name] if value is None else value for value in held[name]]
-        if self.drop and lists:
-            rows = zip(*(held[name] for name in lists), strict=True)
-            kept = [k for k, row in enumerate(rows) if all(value is not None for value in row)]
-            held = {name: taken(values, kept) for name, values in held.items()}
-        for name in lists:
+    def _plain(self, rows: Sequence[Row], columns: Mapping[str, str], nulls: dict[str, int]) -> dict[str, Any]:
+        needed = {name for name, encoding in columns.items() if encoding != "json"}
+        if self.drop:
+            rows = [row for row in rows if all(row.get(name) is not None for name in needed - self.fill.keys())]
+        held = {name: [row.get(name) for row in rows] for name in columns}
+        for name in needed:
+            if name in self.fill:
+                held[name] = [self.fill[name] if value is None else value for value in held[name]]
             count = sum(value is None for value in held[name])  # not list.count: arrays compare by element
             if count:
                 nulls[name] = nulls.get(name, 0) + count
         return {} if nulls else {name: _fitted(name, values, columns[name]) for name, values in held.items()}
 
 
-def _fitted(name: str, values: Any, encoding: str) -> Any:
+def _refuse_others(rows: Sequence[Row], columns: Mapping[str, str]) -> None:
+    """Raise ValueError if a row has a value beyond the columns that were inferred."""
+    for row in rows:
+        if not row.keys() <= columns.keys():
+            others = ", ".join(sorted(map(str, row.keys() - columns.keys())))
+            key = f"sample {row['__key__']!r}: " if "__key__" in row else ""
+            raise ValueError(
+                f"{key}a row has {others}, unlike the rows that the columns were inferred from. Pass columns= to "
+                "choose what is written."
+            )
+
+
+def _fitted(name: str, values: list[Any], encoding: str) -> Any:
+    """Values as a writer takes them: lists as arrays, and numbers in one array, if that is what the encoding stores."""
+    kinds = set(map(type, values))
     try:
-        return fit_values(values, encoding)
+        if encoding.startswith("ndarray"):
+            return [_array(value, encoding) if isinstance(value, list) else value for value in values]
+        if values and encoding.startswith(_NUMBERS) and (kinds <= {int, bool} or kinds <= {int, float}):
+            return np.array(values) if kinds <= {int, bool} else np.array(values, np.float64)
     except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"column {name!r}: {error}") from error
+    return values
 
 
-def taken(values: Any, kept: Any) -> Any:
-    """Return the rows of these numbers, of a column of any kind."""
-    if not isinstance(values, list) and hasattr(values, "dtype"):
-        return values[kept]
-    chosen = [values[k] for k in kept]
-    if isinstance(values, BinaryColumn):
-        pieces = BinaryColumn(chosen)
-        pieces.encoding = values.encoding
-        return pieces
-    return chosen
+def _array(value: list[Any], encoding: str) -> Any:
+    dtype = encoding.split(":")[1] if ":" in encoding else None
+    array = np.array(value) if value else np.array(value, dtype)
+    if dtype is None or array.dtype == dtype:
+        return array
+    cast = array.astype(dtype)
+    whole = cast.dtype.kind in "iu" and not np.array_equal(cast, array)
+    if whole or array.dtype.kind not in "iufb":
+        raise ValueError(f"{value!s:.60} does not fit {encoding}.")
+    return cast
+
+
+@dataclass(frozen=True)
+class ValidationSplit:
+    """Chooses rows by a hash of their encoded bytes, or of one column's value.
+
+    A row keeps its split when files are added, removed or reordered. Equal rows are in the same split.
+
+    Attributes:
+        fraction: The expected share of rows, in (0, 1).
+        seed: Another seed chooses other rows.
+        group_by: A column: rows with the same value there are in the same split.
+        columns: The columns that are hashed, with their encodings; unused with `group_by`.
+    """
+
+    fraction: float
+    seed: int
+    group_by: str | None
+    columns: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction < 1:
+            raise ValueError(f"val_fraction must be between 0 and 1; got {self.fraction}.")
+
+    def of_rows(self, values: Mapping[str, Any], num_rows: int) -> dict[str, NDArray[np.int64]]:
+        """Return the numbers of a batch's rows by split."""
+        below = int(self.fraction * 2**64)
+        hashes = (xxhash.xxh3_64_intdigest(data, seed=self.seed) for data in self._hashed(values, num_rows))
+        chosen = np.fromiter((each < below for each in hashes), np.bool_, num_rows)
+        return {TRAIN: np.flatnonzero(~chosen), VAL: np.flatnonzero(chosen)}
+
+    def _hashed(self, values: Mapping[str, Any], num_rows: int) -> Iterable[Any]:
+        if self.group_by is None:
+            encoder = MdsEncoder(self.columns, None, (), None)
+            return row_bytes(encoder.encode_batch({name: values[name] for name in self.columns}, num_rows))
+        if self.group_by not in values:
+            raise ValueError(f"group_by={self.group_by!r} is not a column; the columns are {', '.join(values)}.")
+        groups = values[self.group_by]
+        return map(_group_bytes, groups.tolist() if isinstance(groups, np.ndarray) else groups)
+
+
+def _group_bytes(value: Any) -> bytes:
+    return bytes(value) if isinstance(value, (bytes, memoryview)) else str(value).encode()
 
 
 @dataclass(frozen=True)
@@ -136,66 +190,60 @@ class PartitionTask:
     """What all partitions have in common. Picklable."""
 
     reader: Reader
-    read: Mapping[str, str]
-    specs: Mapping[str, OutputSpec]
+    read: Mapping[str, str]  # the columns that are read, with their encodings
+    columns: Mapping[str, str]  # those that are written
+    specs: Mapping[str, OutputSpec]  # the datasets that are written, by split
     transform: Transform
     nulls: NullRule
-    split: ValidationSplit | None
-    strict: bool
+    split: ValidationSplit | None  # None if there is one dataset
+    strict: bool  # whether the columns were inferred, so that a value beyond them is refused
 
     def run(self, partition: Partition) -> dict[str, Receipt]:
         """Write a partition, and then its receipts; return them by split."""
-        nulls: dict[str, int] = {}
-        writers = {split: self.writer(split, partition.number) for split in self.specs}
+        number, nulls = partition.number, dict[str, int]()
+        writers = {split: self.writer(spec, number) for split, spec in self.specs.items()}
         try:
             with ExitStack() as open_writers:
                 for writer in writers.values():
                     open_writers.enter_context(writer)
-                self._write(partition, writers, nulls)
+                for batch in self._batches(partition):
+                    with _refused_at(batch.where):
+                        self._write(batch.rows, writers, nulls)
         except RefusedError as error:
-            return {split: Receipt(partition.number, "", refused=str(error)) for split in writers}
-        receipts = {
-            split: Receipt(partition.number, "", writer.num_samples, tuple(writer.shards), nulls)
+            return {split: Receipt(number, "", refused=str(error)) for split in writers}
+        return {
+            split: self.specs[split].put(Receipt(number, "", writer.num_samples, tuple(writer.shards), nulls))
             for split, writer in writers.items()
         }
-        for split, receipt in receipts.items():
-            if receipt.is_good:
-                spec = self.specs[split]
-                spec.store.put(receipt_name(spec.fingerprint, partition.number), receipt.to_bytes())
-        return receipts
 
-    def writer(self, split: str, number: int) -> PartitionWriter:
+    def writer(self, spec: OutputSpec, number: int) -> PartitionWriter:
         """Take the rows of a partition that belong to a split."""
-        return PartitionWriter(self.specs[split], number)
+        return PartitionWriter(spec, number)
 
-    def _write(self, partition: Partition, writers: Mapping[str, PartitionWriter], nulls: dict[str, int]) -> None:
-        batches = _refusing(self.reader.read_all(partition.splits, self.read))
+    def _batches(self, partition: Partition) -> Iterator[Batch]:
+        batches = _refusing(self.reader.read(partition.splits, self.read))
         if self.transform.function is None:
-            for batch in batches:
-                self._write_batch(batch, writers, nulls)
-            return
-        for sample, where in self.transform.samples(batches):
-            with _refused_at(where or str(partition)):
-                writer = writers.get("" if self.split is None else self.split.of_sample(sample))
-                if writer is not None:
-                    writer.write(sample)
+            return batches
+        return batched(self.transform.samples(batches, str(partition)))
 
-    def _write_batch(self, batch: Batch, writers: Mapping[str, PartitionWriter], nulls: dict[str, int]) -> None:
-        with _refused_at(batch.where):
-            found = batch.columns
-            found = columns_of(found, self.read, strict=self.strict) if isinstance(found, list) else found
-            values, num_rows = self.nulls.settle(found, self.read, nulls)
-            if self.split is None or not num_rows:
-                parts = {"": values} if num_rows else {}
-            else:
-                rows = self.split.of_rows(values, num_rows)
-                parts = {
-                    split: {name: taken(column, kept) for name, column in values.items()}
-                    for split, kept in rows.items()
-                    if len(kept) and split in writers
-                }
-            for split, chosen in parts.items():
-                writers[split].write_batch(chosen)
+    @cached_property
+    def _encoder(self) -> MdsEncoder:
+        return MdsEncoder(self.columns, None, (), None)
+
+    def _write(self, rows: Any, writers: Mapping[str, PartitionWriter], nulls: dict[str, int]) -> None:
+        if self.strict and isinstance(rows, list):
+            _refuse_others(rows, self.columns)
+        values, num_rows = self.nulls.settle(rows, self.columns, nulls)
+        if not num_rows:
+            return
+        encoded = self._encoder.encode_batch(values, num_rows)
+        if self.split is None:
+            writers[""].write_encoded(encoded)
+            return
+        found = row_bytes(encoded)
+        for split, kept in self.split.of_rows(values, num_rows).items():
+            if split in writers:
+                writers[split].write_encoded(encoded_rows([found[k] for k in kept.tolist()]))
 
 
 @contextmanager
@@ -208,12 +256,8 @@ def _refused_at(where: str) -> Iterator[None]:
 
 
 def _refusing(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same; a ValueError on the way is about a value, so another attempt would not help."""
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        except ValueError as error:
-            raise RefusedError(str(error)) from error
-        yield batch
+    """The same; a ValueError of a reader is about a value, so another attempt would not help."""
+    try:
+        yield from batches
+    except ValueError as error:
+        raise RefusedError(str(error)) from error

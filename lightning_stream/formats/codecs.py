@@ -11,57 +11,47 @@ import bz2
 import gzip
 import importlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
+from typing import Any, BinaryIO, NamedTuple
 
 from lightning_stream.errors import FormatError, MissingExtraError, missing_extra
 
-_CHUNK_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20
 _MAX_FILE_BYTES = 1 << 32
 _module: Callable[[str], Any] = importlib.import_module  # libraries are imported on first use
-_T = TypeVar("_T")
-
-
-class _Reader(Protocol):
-    def read(self, size: int, /) -> bytes | memoryview: ...
 
 
 class _Codec(NamedTuple):
     default: int | None  # level; None if the family has no levels
     levels: range
     compress: Callable[[bytes, int], bytes]
-    reader: Callable[[BinaryIO, int], _Reader]
+    pieces: Callable[[BinaryIO, int], Iterator[Any]]  # the content of a compressed file, which should have this size
 
 
-def _zstd_reader(file: BinaryIO, num_bytes: int) -> _Reader:
+def _pieces(reader: Any, num_bytes: int) -> Iterator[Any]:
+    return iter(partial(reader.read, min(_PIECE_BYTES, num_bytes + 1)), b"")
+
+
+def _zstd(file: BinaryIO, num_bytes: int) -> Iterator[Any]:
     # zstd:22 has windows of 128 MiB; a larger window serves only a larger file, and takes its memory at once
     window = max(1 << 27, min(1 << 31, 1 << num_bytes.bit_length()))
     decompressor = _module("zstandard").ZstdDecompressor(max_window_size=window)
-    reader: _Reader = decompressor.stream_reader(file, read_across_frames=True, read_size=_CHUNK_BYTES)
-    return reader
+    return _pieces(decompressor.stream_reader(file, read_across_frames=True, read_size=_PIECE_BYTES), num_bytes)
 
 
-class _BrotliReader:
-    """Reads a brotli stream in bounded pieces."""
-
-    def __init__(self, file: BinaryIO, _: int) -> None:
-        self._file = file
-        self._state: Any = _module("brotli").Decompressor()
-
-    def read(self, size: int) -> bytes:
-        while not self._state.is_finished():
-            ready = self._state.can_accept_more_data()
-            chunk = self._file.read(_CHUNK_BYTES) if ready else b""
-            out: bytes = self._state.process(chunk, output_buffer_limit=size)
-            if out:
-                return out
-            if ready and not chunk:
-                raise EOFError("the brotli stream ends early")
-        if self._file.read(1):
-            raise ValueError("bytes after the end of the brotli stream")
-        return b""
+def _brotli(file: BinaryIO, num_bytes: int) -> Iterator[Any]:
+    state = _module("brotli").Decompressor()
+    while not state.is_finished():
+        ready = state.can_accept_more_data()
+        data = file.read(_PIECE_BYTES) if ready else b""
+        if piece := state.process(data, output_buffer_limit=min(_PIECE_BYTES, num_bytes + 1)):
+            yield piece
+        elif ready and not data:
+            raise EOFError("the brotli stream ends early")
+    if file.read(1):
+        raise ValueError("bytes after the end of the brotli stream")
 
 
 def _cramjam(codec: str) -> Any:
@@ -71,53 +61,35 @@ def _cramjam(codec: str) -> Any:
         raise missing_extra("cramjam", "codecs", f"{codec} compression") from error
 
 
-class _WholeReader:
-    """For codecs without a bounded stream: one call into a buffer of the promised size.
+def _whole(codec: str, max_ratio: int, file: BinaryIO, num_bytes: int) -> Iterator[Any]:
+    """Decompress by a codec without a bounded stream: one call into a buffer of the promised size.
 
     The index may be wrong, so the memory is only taken if the compressed bytes can hold so many: at most ``max_ratio``
     times their own number.
     """
-
-    def __init__(
-        self, file: BinaryIO, num_bytes: int, max_ratio: int, decompress_into: Callable[[bytes, bytearray], int]
-    ) -> None:
-        self._file, self._num_bytes, self._max_ratio = file, num_bytes, max_ratio
-        self._decompress_into = decompress_into
-
-    def read(self, _: int) -> memoryview:
-        data = self._file.read()
-        if not data:
-            return memoryview(b"")
-        if self._num_bytes > min(self._max_ratio * len(data), _MAX_FILE_BYTES):
-            raise ValueError(f"{len(data)} compressed bytes cannot hold {self._num_bytes}")
-        out = bytearray(self._num_bytes)
-        return memoryview(out)[: self._decompress_into(data, out)]
-
-
-def _snappy_reader(file: BinaryIO, num_bytes: int) -> _Reader:
-    snappy = _cramjam("snappy")
-
-    def into(data: bytes, out: bytearray) -> int:
-        promised = snappy.decompress_raw_len(data)
-        if promised != len(out):
-            raise ValueError(f"the snappy block holds {promised} bytes")
-        return int(snappy.decompress_raw_into(data, out))
-
-    return _WholeReader(file, num_bytes, 22, into)  # three bytes stand for 64 at most
-
-
-def _lz4_reader(file: BinaryIO, num_bytes: int) -> _Reader:
-    lz4 = _cramjam("lz4")
-    return _WholeReader(file, num_bytes, 255, lambda data, out: int(lz4.decompress_into(data, out)))
+    library = _cramjam(codec)
+    if not (data := file.read()):
+        return
+    if num_bytes > min(max_ratio * len(data), _MAX_FILE_BYTES):
+        raise ValueError(f"{len(data)} compressed bytes cannot hold {num_bytes}")
+    if codec == "snappy" and (promised := library.decompress_raw_len(data)) != num_bytes:
+        raise ValueError(f"the snappy block holds {promised} bytes")
+    into = library.decompress_raw_into if codec == "snappy" else library.decompress_into
+    out = bytearray(num_bytes)
+    yield memoryview(out)[: into(data, out)]
 
 
 _CODECS: Mapping[str, _Codec] = {
-    "br": _Codec(11, range(12), lambda data, level: _module("brotli").compress(data, quality=level), _BrotliReader),
-    "bz2": _Codec(9, range(1, 10), bz2.compress, lambda file, _: bz2.BZ2File(file)),
-    "gz": _Codec(9, range(10), partial(gzip.compress, mtime=0), lambda file, _: gzip.GzipFile(fileobj=file)),
-    "snappy": _Codec(None, range(0), lambda data, _: bytes(_cramjam("snappy").compress_raw(data)), _snappy_reader),
-    "zstd": _Codec(3, range(1, 23), lambda data, level: _module("zstandard").compress(data, level), _zstd_reader),
-    "lz4": _Codec(None, range(0), lambda data, _: bytes(_cramjam("lz4").compress(data)), _lz4_reader),
+    "br": _Codec(11, range(12), lambda data, level: _module("brotli").compress(data, quality=level), _brotli),
+    "bz2": _Codec(9, range(1, 10), bz2.compress, lambda file, size: _pieces(bz2.BZ2File(file), size)),
+    "gz": _Codec(
+        9, range(10), partial(gzip.compress, mtime=0), lambda file, size: _pieces(gzip.GzipFile(fileobj=file), size)
+    ),
+    "snappy": _Codec(
+        None, range(0), lambda data, _: bytes(_cramjam("snappy").compress_raw(data)), partial(_whole, "snappy", 22)
+    ),  # three bytes stand for 64 at most
+    "zstd": _Codec(3, range(1, 23), lambda data, level: _module("zstandard").compress(data, level), _zstd),
+    "lz4": _Codec(None, range(0), lambda data, _: bytes(_cramjam("lz4").compress(data)), partial(_whole, "lz4", 255)),
 }
 
 _MDS = [(family, about.levels) for family, about in _CODECS.items() if family != "lz4"]  # Mosaic cannot read lz4
@@ -132,11 +104,6 @@ def check_compression(name: str | None) -> str | None:
     return name
 
 
-def extension(name: str) -> str:
-    """Return the extension of a compressed file's name, without the dot: the family's name."""
-    return _split(name)[0]
-
-
 def compress(name: str, data: bytes | bytearray | memoryview) -> bytes:
     """Compress the bytes of a file. It releases the GIL."""
     family, level = _split(name)
@@ -145,9 +112,18 @@ def compress(name: str, data: bytes | bytearray | memoryview) -> bytes:
 
 def decompress_file(name: str, source: Path, target: Path, num_bytes: int) -> None:
     """Decompress ``source`` to ``target`` in bounded memory; FormatError unless that gives ``num_bytes`` bytes."""
+    written = 0
     try:
         with source.open("rb") as file, target.open("wb") as out:
-            _copy(name, file, out, num_bytes, str(source))
+            for piece in _decompressed(name, file, num_bytes, source):
+                written += len(piece)
+                if written > num_bytes:
+                    break
+                out.write(piece)
+        if written != num_bytes:
+            found = "more" if written > num_bytes else f"only {written}"
+            rule = f"must hold {num_bytes} bytes when decompressed, says its index"
+            raise FormatError(f"{source}: {rule}; it holds {found}.")
     except BaseException:
         target.unlink(missing_ok=True)
         raise
@@ -166,24 +142,11 @@ def _split(name: str) -> tuple[str, int]:
     return family, int(text)
 
 
-def _copy(name: str, source: BinaryIO, target: BinaryIO, num_bytes: int, where: str) -> None:
+def _decompressed(name: str, file: BinaryIO, num_bytes: int, where: Path) -> Iterator[Any]:
+    """Yield the content in pieces. An error of the codec becomes a FormatError, an error of the disk does not."""
     family, _ = _split(name)
-    reader = _read_errors(lambda: _CODECS[family].reader(source, num_bytes), family, where)
-    written = 0
-    while chunk := _read_errors(partial(reader.read, min(_CHUNK_BYTES, num_bytes - written + 1)), family, where):
-        written += len(chunk)
-        if written > num_bytes:
-            break
-        target.write(chunk)
-    if written != num_bytes:
-        found = "more" if written > num_bytes else f"only {written}"
-        raise FormatError(f"{where}: must hold {num_bytes} bytes when decompressed, says its index; it holds {found}.")
-
-
-def _read_errors(action: Callable[[], _T], family: str, where: str) -> _T:
-    """Return the action's result. An error of the codec becomes a FormatError, an error of the disk does not."""
     try:
-        return action()
+        yield from _CODECS[family].pieces(file, num_bytes)
     except MissingExtraError:
         raise
     except Exception as error:

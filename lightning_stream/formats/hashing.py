@@ -38,7 +38,10 @@ def digest(name: str, data: bytes | bytearray | memoryview) -> str:
 
 def digest_parts(names: Iterable[str], parts: Iterable[Any]) -> dict[str, str]:
     """Return the hex digest, under each of ``names``, of the joined parts."""
-    states = {name: _new(name) for name in check_hashes(names)}
+    states: dict[str, Any] = {
+        name: getattr(xxhash, name)() if name.startswith("xxh") else hashlib.new(name, usedforsecurity=False)
+        for name in check_hashes(names)
+    }
     for part in parts if states else ():
         for state in states.values():
             state.update(part)
@@ -50,7 +53,3 @@ def digest_file(names: Iterable[str], path: Path) -> dict[str, str]:
     view = memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         return digest_parts(names, (view[:num_bytes] for num_bytes in iter(lambda: file.readinto(view), 0)))
-
-
-def _new(name: str) -> Any:
-    return getattr(xxhash, name)() if name.startswith("xxh") else hashlib.new(name, usedforsecurity=False)

@@ -44,9 +44,7 @@ class MappedFile:
             found = os.fstat(file.fileno()).st_size
             if found != num_bytes:
                 raise FormatError(f"{path}: its index says {num_bytes} bytes; it has {found}. Fetch it again.")
-            mapped: Any = b""
-            if found:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **MAP_OPTIONS)
+            mapped: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **MAP_OPTIONS) if found else b""
         self.num_bytes = num_bytes
         self.view = memoryview(mapped)
         self.array: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
@@ -83,10 +81,6 @@ class AddressWindow:
         self._window: Any = _ANY_ADDRESS.from_address(begin)
         self._cells: dict[int, NDArray[Any]] = {}
         self.view = memoryview(self._window).cast("B")
-
-    def union(self, begin: int, end: int) -> tuple[int, int]:
-        """Return the ends of a window that also holds ``begin`` to ``end``."""
-        return min(begin, self.begin), max(end, self.end)
 
     def take(self, at: NDArray[np.int64], width: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         """Copy ``width`` bytes from each position ``at``: uint8[n, width], into ``out`` (C-contiguous) if given."""

@@ -22,8 +22,7 @@ class Ragged(list[Any]):
 Batch: TypeAlias = "dict[str, NDArray[Any] | list[Any]]"
 Buffers: TypeAlias = "Mapping[str, Any]"
 
-DECODE_ERRORS = Exception
-"""The errors of decoding, also by a caller's own decoder; `corrupt_error` makes them a `FormatError`."""
+DECODE_ERRORS = Exception  # also those of a caller's own decoder; `corrupt_error` makes them a `FormatError`
 
 
 class Mapped(NamedTuple):
@@ -47,12 +46,10 @@ class Shard(Protocol):
     def sample(self, index: int) -> dict[str, Any]:
         """Return one sample; IndexError unless 0 <= index < num_samples, FormatError if it is damaged."""
 
-    def columns(self, indices: NDArray[np.int64], out: Buffers | None = None) -> Batch:
+    def columns(self, indices: NDArray[np.int64]) -> Batch:
         """Return samples as columns: an array (n, *shape) for fixed-size columns, a list of n values for others.
 
-        Args:
-            indices: int64[n], each 0 <= index < num_samples, in any order, repeats allowed.
-            out: By name of a fixed-size column, writable C-contiguous memory of n values, to be filled and returned.
+        `indices` is int64[n], each 0 <= index < num_samples, in any order, repeats allowed.
         """
 
     def close(self) -> None:
@@ -67,29 +64,19 @@ def corrupt_error(where: str, index: int, column: str, error: BaseException) -> 
     return FormatError(f"{where}, sample {index}, column {column!r}: {what}. Fetch the shard again.")
 
 
-def closed_error(where: str) -> ValueError:
-    """Return the error for reading a closed shard."""
-    return ValueError(f"{where}: the shard is closed.")
-
-
 def open_shard(
     entry: ShardEntry, folder: Path, *, allow_unsafe_types: bool = False, decoders: Decoders | None = None
 ) -> Shard:
-    """Open a shard whose raw files are present below ``folder``.
+    """Open a shard whose raw files are present below ``folder``, the dataset's local root.
 
-    Args:
-        entry: The shard's entry in the index.
-        folder: The dataset's local root.
-        allow_unsafe_types: Read columns whose decoding can run code (``pkl``).
-        decoders: By column name, functions from bytes that replace the column's own decoding (MDS only).
+    With ``allow_unsafe_types``, columns are read whose decoding can run code (``pkl``). ``decoders`` has functions from
+    bytes, by column name, that replace the column's own decoding (MDS only).
 
-    Raises:
-        FormatError: The files do not match the index.
-        ValueError: An encoding is unknown, or it is unsafe and not allowed.
+    FormatError if the files do not match the index; ValueError for an encoding that is unknown, or not allowed.
     """
     # imported here, since these modules import this one
     from lightning_stream.formats.mds.shard import MdsShard
-    from lightning_stream.formats.rows.shard import RowShard
+    from lightning_stream.formats.rows import RowShard
 
     if entry.format == "mds":
         return MdsShard(entry, folder, allow_unsafe_types=allow_unsafe_types, decoders=decoders)

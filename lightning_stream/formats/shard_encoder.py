@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -10,14 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings.base import Bytes2d
-from lightning_stream.formats.index.schema import Schema, schema_object
+from lightning_stream.formats.index.schema import Schema
 
 _JOIN_BYTES = 1 << 16  # small parts are joined to about so many bytes before they are copied
-
-
-class _Buffer(Protocol):
-    def add(self, data: Any) -> None: ...
-    def add_rows(self, blocks: Sequence[Bytes2d]) -> None: ...
 
 
 class EncodedBatch(NamedTuple):
@@ -33,8 +27,8 @@ class EncodedBatch(NamedTuple):
     parts: Sequence[Any] = ()
     per_row: int = 1
 
-    def copy_to(self, buffer: _Buffer, begin: int, end: int) -> None:
-        """Add the bytes of the rows begin to end to a buffer."""
+    def copy_to(self, buffer: Any, begin: int, end: int) -> None:
+        """Add the bytes of the rows begin to end to a `ShardBuffer`."""
         if self.blocks:
             buffer.add_rows([block[begin:end] for block in self.blocks])
             return
@@ -60,24 +54,16 @@ class EncodedBatch(NamedTuple):
 
 
 class ShardEncoder(Protocol):
-    """One format, for known columns.
-
-    Attributes:
-        schema: The schema of every shard.
-        header_bytes: Bytes of the file whose size is limited, without samples.
-        per_sample_overhead: Bytes that a sample adds to that file beyond its own.
-    """
+    """One format, for known columns."""
 
     schema: Schema
-    header_bytes: int
-    per_sample_overhead: int
+    header_bytes: int  # of the file whose size is limited, without samples
+    per_sample_overhead: int  # bytes that a sample adds to that file beyond its own
 
     def encode(self, sample: Mapping[str, Any]) -> list[bytes]:
         """Return a sample's bytes, in parts. Keys that are not columns are ignored.
 
-        Raises:
-            TypeError: A value has a type that its column does not take; the message names the column.
-            ValueError: A column is missing, or a value is out of range, or has a wrong shape, dtype or length.
+        TypeError for a value of a wrong type, ValueError for a missing column or another wrong value.
         """
 
     def encode_batch(self, columns: dict[str, Any], num_rows: int) -> EncodedBatch:
@@ -85,11 +71,6 @@ class ShardEncoder(Protocol):
 
     def files(self, sizes: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[str, list[Any]], ...]:
         """Return a shard's files from its samples' sizes and bytes: (``"data"`` or ``"meta"``, the file in parts)."""
-
-
-def config_bytes(schema: Schema) -> bytes:
-    """Return the text inside every shard file that describes its columns."""
-    return json.dumps(schema_object(schema), sort_keys=True).encode()
 
 
 def offset_table(sizes: Sequence[int] | NDArray[Any], first: int) -> bytes:
@@ -101,7 +82,7 @@ def offset_table(sizes: Sequence[int] | NDArray[Any], first: int) -> bytes:
     return len(sizes).to_bytes(4, "little") + offsets.astype("<u4").tobytes()
 
 
-def require_columns(columns: Mapping[str, str]) -> None:
+def check_columns(columns: Mapping[str, str]) -> None:
     """Raise ValueError unless there are columns, TypeError unless their names are text."""
     if not columns:
         raise ValueError("columns must name at least one column and its encoding, e.g. {'text': 'str'}.")

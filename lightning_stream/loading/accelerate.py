@@ -12,12 +12,10 @@ from typing import Any
 
 from lightning_stream.order import World
 
-_MARK = "_is_accelerate_prepared"
-
 
 def is_prepared(loader: Any) -> bool:
     """Whether `accelerator.prepare` was called with this loader."""
-    return _MARK in vars(loader)
+    return "_is_accelerate_prepared" in vars(loader)
 
 
 def as_prepared(loader: Any, batches: Iterator[Any]) -> Any:

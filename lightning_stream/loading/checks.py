@@ -16,7 +16,7 @@ from lightning_stream.order.snapshot import max_active
 from lightning_stream.reading.reader import SampleReader
 
 if TYPE_CHECKING:
-    from lightning_stream.loading.settings import BatchSettings
+    from lightning_stream.loading.source import BatchSettings
 
 _log = logging.getLogger(__name__)
 
@@ -29,17 +29,11 @@ def quality(reader: SampleReader, run: RunOrder, batch_size: int) -> Quality:
 
 @dataclass(frozen=True)
 class ReadAhead:
-    """What the workers of one rank may have begun to fetch before it is trained on.
-
-    Attributes:
-        workers: Processes that read.
-        batches: Micro-batches each of them looks ahead.
-        finished: Finished micro-batches that may wait in each of them.
-    """
+    """What the workers of one rank may have begun to fetch before it is trained on."""
 
     workers: int
-    batches: int
-    finished: int
+    batches: int  # micro-batches that each of them looks ahead
+    finished: int  # finished micro-batches that may wait in each of them
 
     @property
     def span(self) -> int:
@@ -49,18 +43,12 @@ class ReadAhead:
 
 @dataclass(frozen=True)
 class CacheNeed:
-    """What the cache of one node must hold at once, so that nothing is fetched twice.
+    """What the cache of one node must hold at once, so that nothing is fetched twice."""
 
-    Attributes:
-        active_shards, active_bytes: What the order keeps active: used before, and to be used again.
-        entering_shards, entering_bytes: What the look-ahead may fetch in the meantime; with the compressed files, until
-            they are unpacked.
-    """
-
-    active_shards: int
+    active_shards: int  # what the order keeps active: used before, and to be used again
     active_bytes: int
-    entering_shards: int
-    entering_bytes: int
+    entering_shards: int  # what the look-ahead may fetch in the meantime
+    entering_bytes: int  # with the compressed files, until they are unpacked
 
     @property
     def num_bytes(self) -> int:
@@ -126,18 +114,17 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
             f"an epoch must have a batch, but tail={tail!r} leaves none of {run.num_samples} samples in global batches "
             f"of {size}. Choose a smaller batch, or tail='pad' or 'exact'"
         )
-    limit = reader.defaults.config.limit_bytes
-    world = settings.world
+    limit, world = reader.defaults.config.limit_bytes, settings.world
     if limit is not None and not all(cache.in_place for cache in reader.caches):
         _check_limit(reader, run, settings, ahead, limit)
     if world.rank:
         return
     if world.num_nodes > 1:
-        factor = estimate_factor(run, epoch=0, batch_size=settings.global_batch_size, world=world)
-        if sentence := warning_about(run, batch_size=settings.global_batch_size, world=world, factor=factor):
+        factor = estimate_factor(run, epoch=0, batch_size=size, world=world)
+        if sentence := warning_about(run, batch_size=size, world=world, factor=factor):
             _log.warning(sentence)
     if _log.isEnabledFor(logging.INFO) and run.config.shuffle:
-        found = quality(reader, run, settings.global_batch_size)
+        found = quality(reader, run, size)
         score, perfect, cache_mb = found.mean, found.random, max(1, found.cache_bytes // 10**6)
         _log.info("Shuffle quality %.0f/100 (perfect shuffle: %.0f). Cache needed: %d MB.", score, perfect, cache_mb)
 

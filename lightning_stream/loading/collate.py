@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -75,15 +76,9 @@ def _column(values: Any) -> Any:
     if isinstance(first, _NUMBERS):
         return default_collate(values) if all(isinstance(value, _NUMBERS) for value in values) else values
     if isinstance(first, (Mapping, tuple)):
-        return _nested(values)
+        with suppress(TypeError, KeyError, RuntimeError):  # those that differ inside stay a list
+            return default_collate(values)
     return values
-
-
-def _nested(values: list[Any]) -> Any:
-    try:
-        return default_collate(values)
-    except (TypeError, KeyError, RuntimeError):  # they differ inside: they stay a list
-        return values
 
 
 def _tensor(values: np.ndarray[Any, Any]) -> Any:

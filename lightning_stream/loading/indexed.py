@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,12 +68,9 @@ class ShardInfo:
         self.compression, self.hashes, self.size_limit = schema.compression, list(schema.hashes), schema.size_limit
         self.column_names, self.column_encodings = list(schema.names), list(schema.encodings)
         self.column_sizes = list(schema.sizes)
-        self.file_pairs = [
-            (
-                FileInfo(raw.basename, raw.num_bytes, raw.hashes),
-                None if packed is None else FileInfo(packed.basename, packed.num_bytes, packed.hashes),
-            )
-            for raw, packed in entry.files
+        self.file_pairs: list[Any] = [
+            tuple(file and FileInfo(file.basename, file.num_bytes, file.hashes) for file in pair)
+            for pair in entry.files
         ]
         self.raw_data, self.zip_data = self.file_pairs[0]
 
@@ -109,11 +106,7 @@ class Shards(Sequence[ShardInfo]):
     def __len__(self) -> int:
         return self._source.snapshot.num_shards
 
-    @overload
-    def __getitem__(self, index: int) -> ShardInfo: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[ShardInfo]: ...
-    def __getitem__(self, index: int | slice) -> ShardInfo | list[ShardInfo]:
+    def __getitem__(self, index: int | slice) -> Any:
         chosen = range(len(self))[index]
         return ShardInfo(self._source, chosen) if isinstance(chosen, int) else [self[i] for i in chosen]
 
@@ -136,8 +129,7 @@ class IndexedSamples:
 
     _streaming_source: SampleSource
 
-    num_samples = _of(lambda source: source.snapshot.num_samples)
-    size = num_samples
+    num_samples = size = _of(lambda source: source.snapshot.num_samples)
     num_shards = _of(lambda source: source.snapshot.num_shards)
     num_streams = _of(lambda source: len(source.reader.streams))
     shards = _of(Shards)
@@ -147,13 +139,11 @@ class IndexedSamples:
     shards_per_stream = _of(lambda source: np.diff(source.snapshot.stream_offsets))
     shard_offset_per_stream = _of(lambda source: source.snapshot.stream_offsets[:-1])
     sample_offset_per_shard = _of(lambda source: source.snapshot.shard_offsets[:-1])
-    sample_offset_per_stream = _of(
-        lambda source: np.cumsum(source.snapshot.stream_samples) - source.snapshot.stream_samples
-    )
+    sample_offset_per_stream = _of(lambda source: source.snapshot.shard_offsets[source.snapshot.stream_offsets[:-1]])
     stream_per_shard = _of(
         lambda source: np.repeat(np.arange(source.snapshot.num_streams), np.diff(source.snapshot.stream_offsets))
     )
-    world = _of(lambda source: source.detect_world())
+    world = _of(SampleSource.detect_world)
     reader = _of(lambda source: source.reader)
     snapshot = _of(lambda source: source.snapshot)
     order = _of(lambda source: source.order)
@@ -169,9 +159,7 @@ class IndexedSamples:
     def get_item(self, sample_id: int, retry: int = 7) -> Any:  # noqa: ARG002 - mosaicml-streaming's argument
         """Read one sample, in [0, size). A subclass may override it, as it may override ``__getitem__``.
 
-        Args:
-            sample_id: The sample.
-            retry: Taken as mosaicml-streaming takes it; the store's own retries suffice.
+        `retry` is only accepted: the store's own retries suffice.
         """
         return self._streaming_source.reader.sample(sample_id)
 
@@ -180,9 +168,7 @@ class IndexedSamples:
     ) -> dict[str, Any]:
         """Gather samples as columns: arrays for numbers and arrays of fixed shape, lists for the rest.
 
-        Args:
-            ids: Sample ids, each in [0, size).
-            out: Writable buffers for fixed-size columns, by column name.
+        `ids` are sample ids in [0, size); `out` has writable buffers for fixed-size columns, by column name.
         """
         size = self._streaming_source.snapshot.num_samples
         array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64)
@@ -211,13 +197,9 @@ class IndexedSamples:
 
 
 def read_at(index: Any, size: int, one: Callable[[int], Any], again: Callable[[Any], Any]) -> Any:
-    """What an index stands for among `size` samples.
+    """Read what an index names among `size` samples: a whole number, a slice, or a list or array of them, also nested.
 
-    Args:
-        index: A whole number, a slice, or a list or array of them, nested or not.
-        size: How many samples there are.
-        one: Reads the sample of a number in [0, size).
-        again: Reads each element of a list, slice or array.
+    `one` reads the sample of a number in [0, size), and `again` each element of a list, slice or array.
     """
     if isinstance(index, slice):
         return [again(i) for i in range(*index.indices(size))]

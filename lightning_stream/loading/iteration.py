@@ -1,80 +1,56 @@
-"""`LoaderIterator`: one iteration over a loader, with workers and a position of its own."""
+"""One iteration over a loader, and the position that a loader's iterations have reached."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib import import_module
 from time import perf_counter
 from typing import Any, Protocol
+from weakref import WeakSet, ref
 
-from lightning_stream.loading.progress import position_after
+from lightning_stream.errors import StateError
+from lightning_stream.loading.source import BatchSettings
 from lightning_stream.loading.workers import MadeBatches
-from lightning_stream.order import Position
+from lightning_stream.order import Position, RunOrder, ledger
 from lightning_stream.order.micro_batches import MicroBatch
 
 
 class Driver(Protocol):
-    """A trainer that drives a loader: it has the training run's position, and recognises its own iteration."""
+    """A trainer that drives a loader: it has the training run's position, and recognises its own iteration.
+
+    `PositionTracker` documents its methods.
+    """
 
     padding: bool  # whether a rank gets padding beside samples of its own
     counts: bool  # whether a trainer reports what was trained on
     takes_states: bool  # whether the trainer loads states through the loader
 
     @property
-    def known(self) -> Position | None:
-        """Everything before it was trained on; None where the run begins at its start."""
-
+    def known(self) -> Position | None: ...
     @property
-    def current(self) -> MicroBatch | None:
-        """The micro-batch in training."""
-
-    def begin(self, iterator: LoaderIterator) -> Position | None:
-        """Where the trainer's own iteration begins; None for an iteration that the trainer does not train on."""
-
-    def note_batch(self, iterator: LoaderIterator) -> None:
-        """Note a batch that is about to be handed out."""
-
-    def state(self) -> dict[str, Any]:
-        """The position as plain values."""
-
-    def load(self, state: Mapping[str, Any] | None) -> None:
-        """Continue where a state stands."""
+    def current(self) -> MicroBatch | None: ...
+    def begin(self, iterator: LoaderIterator) -> Position | None: ...
+    def note_batch(self, iterator: LoaderIterator) -> None: ...
+    def state(self) -> dict[str, Any]: ...
+    def load(self, state: Mapping[str, Any] | None) -> None: ...
 
 
 class Loader(Protocol):
-    """A `StreamingDataLoader`, as its iterators and its dataset use it."""
+    """A `StreamingDataLoader`, which documents these methods, as its iterators and its dataset use it."""
 
     @property
-    def position(self) -> Position:
-        """Where the training run is."""
-
+    def position(self) -> Position: ...
     def __len__(self) -> int: ...
-
-    def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]:
-        """Start making an iteration's batches; returns where it begins."""
-
-    def note_batch(self, iterator: LoaderIterator, waited_s: float) -> None:
-        """Note a batch that is about to be handed out, and the seconds that its consumer waited for it."""
-
-    def note_end(self, iterator: LoaderIterator) -> None:
-        """Note the end of an iteration."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration at the beginning of this epoch."""
-
-    def state_of(self, position: Position) -> dict[str, Any]:
-        """A position as a state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position as plain values."""
-
-    def state_after(self, num_samples: int | None) -> dict[str, Any]:
-        """The position after so many samples of the epoch; the caller counts them if no trainer does."""
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from a state."""
+    def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]: ...
+    def note_batch(self, iterator: LoaderIterator, waited_s: float) -> None: ...
+    def note_end(self, iterator: LoaderIterator) -> None: ...
+    def set_epoch(self, epoch: int) -> None: ...
+    def state_of(self, position: Position) -> dict[str, Any]: ...
+    def state_after(self, num_samples: int | None) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None: ...
 
 
 class LoaderIterator:
@@ -131,7 +107,7 @@ class LoaderIterator:
     @property
     def position(self) -> Position:
         """Everything before it was handed out; inside an accumulation: the last whole optimizer step."""
-        return self._loader.position if self.start is None else position_after(self.start, self.last_batch)
+        return self._loader.position if self.start is None else _Stop(self.start, self.last_batch).position
 
     def state_dict(self) -> dict[str, Any]:
         """The position of this iteration as plain values; other iterations do not change it."""
@@ -158,3 +134,132 @@ def driver_of(loader: Loader) -> Driver | None:
     join = import_module("lightning_stream.trainers.composer.callback")  # a higher layer, imported only if Composer is
     found: Driver | None = join.driver_of(loader)
     return found
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """Where an iteration began, the last batch that it handed out, and the number of its batches."""
+
+    start: Position
+    last: MicroBatch | None = None
+    num_batches: int = 0
+
+    @property
+    def position(self) -> Position:
+        """Everything before it was handed out; inside an accumulation, the last whole optimizer step."""
+        last = self.last
+        if last is None:
+            return self.start
+        if last.ends_epoch:
+            return self.start.next_epoch()
+        return replace(self.start, position=last.end if last.completes_step else last.begin)
+
+    @property
+    def is_inside_epoch(self) -> bool:
+        """Whether some, but not all of the epoch was handed out."""
+        return self.last is not None and not self.last.ends_epoch
+
+
+class Progress:
+    """The position of a loader that no trainer drives, and the ledger's sum up to there.
+
+    One iteration leads, and its batches move the position; others look on and move nothing while the leader lives.
+    An iteration that handed out a single batch was a look, as in ``next(iter(loader))``, unless a state was taken
+    then: the next iteration begins where it began.
+    """
+
+    def __init__(self) -> None:
+        self._stop: _Stop | None = None  # of the iteration that led last
+        self._leader: ref[LoaderIterator] | None = None
+        self._live: WeakSet[LoaderIterator] = WeakSet()
+        self._was_asked = False  # whether a state was taken since the leader's last start
+        self._summed = (0, 0, 0)  # the ledger's expected sum: of this epoch, up to this position, so much
+
+    def __getstate__(self) -> dict[str, object]:
+        """A copy stands where this one does, and follows no iteration."""
+        return {"_stop": self._now, "_was_asked": True, "_summed": self._summed}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__init__()  # type: ignore[misc]
+        vars(self).update(state)
+
+    @property
+    def _now(self) -> _Stop | None:
+        leader = None if self._leader is None else self._leader()
+        if leader is None or leader.start is None:
+            return self._stop
+        return _Stop(leader.start, leader.last_batch, leader.num_batches)
+
+    @property
+    def position(self) -> Position | None:
+        """Where the training run is; None before anything began."""
+        return None if (now := self._now) is None else now.position
+
+    def asked(self) -> None:
+        """Note that a state is taken here.
+
+        Raises:
+            StateError: Two iterations are in progress, and either of them may be the one that trains.
+        """
+        going = [one.num_batches for one in self._live if one.num_batches > 1]
+        if len(going) > 1:
+            raise StateError(
+                "a loader's state is that of the iteration that trains, but several iterations over this loader are in "
+                f"progress, after {' and '.join(map(str, going))} batches. Take iterator.state_dict() of the one that "
+                "trains, or close() the others"
+            )
+        self._was_asked = True
+
+    def go_to(self, position: Position) -> None:
+        """Let the next iteration begin here; those in progress no longer move the position."""
+        self._stop, self._leader, self._live, self._was_asked = _Stop(position), None, WeakSet(), False
+
+    def begin(self, iteration: LoaderIterator, run: RunOrder, settings: BatchSettings) -> Position:
+        """Where a new iteration begins: where the last one began if it was a look, else after it or its epoch."""
+        size, tail, now = settings.global_batch_size, settings.tail, self._now
+        if now is None:
+            here = Position.start(run, batch_size=size, tail=tail)
+        elif self._only_looked(now):
+            here = now.start
+        else:
+            here = now.position.next_epoch() if now.is_inside_epoch else now.position
+            here = here.normalised(run, batch_size=size, tail=tail, world=settings.world)
+        self._live.add(iteration)
+        if self._leader is None:
+            self._stop, self._leader, self._was_asked = _Stop(here), ref(iteration), False
+        return here
+
+    def moved(self, iteration: LoaderIterator) -> None:
+        """Note that an iteration handed out a batch: a second one makes it the leader where that one only looked."""
+        now = self._now
+        if iteration.num_batches == 2 and (now is None or self._only_looked(now)) and iteration in self._live:
+            self._leader = ref(iteration)
+
+    def _only_looked(self, stop: _Stop) -> bool:
+        return stop.num_batches <= 1 and stop.is_inside_epoch and not self._was_asked
+
+    def ended(self, iteration: LoaderIterator) -> None:
+        """Note that an iteration was closed, dropped or exhausted."""
+        self._live.discard(iteration)
+        if self._leader is not None and self._leader() in (iteration, None):
+            if iteration.start is not None and iteration.num_batches:
+                self._stop = _Stop(iteration.start, iteration.last_batch, iteration.num_batches)
+            self._leader = None
+
+    def begins_in(self, epoch: int) -> bool:
+        """Whether the next iteration reads this epoch, from wherever in it was set."""
+        now = self._now
+        return epoch == 0 if now is None else not now.is_inside_epoch and epoch == now.position.epoch
+
+    def proven(self, run: RunOrder, position: Position) -> Position:
+        """A position with the ledger's expected sum up to it. Costs the samples since it was last asked."""
+        epoch, begin, total = self._summed
+        if epoch != position.epoch or begin > position.position:
+            begin, total = 0, 0
+        grown = ledger.expected(run.epoch(position.epoch), begin, position.position)
+        return self.builds_on(replace(position, ledger=(total + grown) % ledger.MODULUS))
+
+    def builds_on(self, proven: Position) -> Position:
+        """Continue with the ledger's sum of this position, instead of summing again what came before."""
+        self._summed = (proven.epoch, proven.position, proven.ledger)
+        return proven

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_stream.order.rules import broken, count
+
 _NOT_CALLED = {
     "__iter__": "Change samples in __getitem__ and batches in collate_fn, or use torch.utils.data.DataLoader",
     "__len__": "Pass epoch_size= to the dataset, or use torch.utils.data.DataLoader",
@@ -40,24 +42,21 @@ def check_arguments(
 ) -> None:
     """Refuse a loader's numbers; all problems are named together."""
     problems = []
+    sizes = (batch_size, global_batch_size)
     if tail is not None and drop_last is not None and drop_last != (tail == "drop"):
         problems.append(f"pass tail= or drop_last=, not both: found tail={tail!r}, drop_last={drop_last!r}.")
     if tail not in (None, "pad", "drop", "exact"):
         problems.append(f"tail is 'pad', 'drop' or 'exact'; found {tail!r}.")
-    if batch_size is not None and global_batch_size is not None:
-        problems.append("pass batch_size= (per device) or global_batch_size= (of an optimizer step), not both.")
-    if batch_size is None and global_batch_size is None and dataset.batch_size is None:
-        problems.append("pass batch_size= (per device) or global_batch_size= (of an optimizer step).")
+    either = "pass batch_size= (per device) or global_batch_size= (of an optimizer step)"
+    if None not in sizes:
+        problems.append(f"{either}, not both.")
+    if sizes == (None, None) and dataset.batch_size is None:
+        problems.append(f"{either}.")
     if batch_size is not None and dataset.batch_size not in (None, batch_size):
         problems.append(
             f"batch_size is {batch_size} for the loader and {dataset.batch_size} for its dataset: make them one."
         )
-    for name, value in (
-        ("batch_size", batch_size),
-        ("global_batch_size", global_batch_size),
-        ("accumulate", accumulate),
-    ):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            problems.append(f"{name} is a whole number of at least 1; found {value!r}.")
+    numbers = {"batch_size": batch_size, "global_batch_size": global_batch_size, "accumulate": accumulate}
+    problems += broken(numbers, {name: count(1, optional=name != "accumulate") for name in numbers})
     if problems:
         raise ValueError(" ".join(problems))

@@ -19,9 +19,8 @@ from lightning_stream.errors import StateError
 from lightning_stream.loading.accelerate import refuse_second_dealing
 from lightning_stream.loading.iteration import Loader
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
-from lightning_stream.loading.settings import BatchSettings
 from lightning_stream.loading.shared_position import SharedPosition, Start
-from lightning_stream.loading.source import SampleSource
+from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.order import Position, RunOrder, Tail, is_mosaic_state
 from lightning_stream.order.rank_split import TAILS
 from lightning_stream.reading.bad_samples import readable
@@ -32,14 +31,10 @@ _log = logging.getLogger(__name__)
 
 
 class PlainIterations:
-    """Where the iterations over one dataset start, agreed upon by the workers of a plain DataLoader.
-
-    Args:
-        batch_size: Samples per device; DataLoader workers need it.
-    """
+    """Where the iterations over one dataset start, agreed upon by the workers of a plain DataLoader."""
 
     def __init__(self, batch_size: int | None) -> None:
-        self.batch_size = batch_size
+        self.batch_size = batch_size  # samples per device; DataLoader workers need it
         self._owner: ReferenceType[Loader] | None = None
         self._packed = False
         self._num_yielded = 0  # samples of this rank since the iteration began
@@ -55,10 +50,8 @@ class PlainIterations:
     def belongs_to(self, loader: Loader, *, packed: bool | None = None) -> None:
         """Leave the position to a loader of ours that reads this dataset.
 
-        Args:
-            loader: The loader.
-            packed: Whether states are one string of JSON under a constant key: Composer loads sharded checkpoints key
-                by key into the state of the run that loads. None leaves it as it is.
+        With `packed` states are one string of JSON under a constant key: Composer loads sharded checkpoints key by key
+        into the state of the run that loads. None leaves it as it is.
         """
         if self._loader() is not loader:
             if self._owner is not None:
@@ -73,10 +66,6 @@ class PlainIterations:
         """A loader's state after it passed through the dataset's `state_dict` or `load_state_dict`.
 
         A subclass may override these, and they reach the loader again: such an inner call returns its state unchanged.
-
-        Args:
-            state: The state.
-            method: Calls the method.
         """
         if self._passing is not None:
             return state
@@ -96,8 +85,7 @@ class PlainIterations:
 
     @next_epoch.setter
     def next_epoch(self, epoch: int) -> None:
-        owner = self._loader()
-        if owner is not None:
+        if (owner := self._loader()) is not None:
             owner.set_epoch(epoch)
         self._shared.upcoming = Start(epoch)
 
@@ -130,10 +118,8 @@ class PlainIterations:
         index, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         key = worker.seed - worker.id if worker is not None else os.getpid()
         settings = self.settings(source)
-        batches = settings.micro_batches(source, self._shared.begin(key or 1, index))
-        ahead = read_ahead(
-            source.reader, batches.plan, batches.walk(index, count), source.predownload, settings.device_batch_size
-        )
+        batches, size = settings.micro_batches(source, self._shared.begin(key or 1, index)), settings.device_batch_size
+        ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), source.predownload, size)
         self._num_yielded = 0
         for batch in ahead:
             for sample in readable(source, batch, source.samples)[0]:
@@ -147,10 +133,15 @@ class PlainIterations:
     def state_dict(self, source: SampleSource, num_samples: int | None, from_beginning: bool) -> dict[str, Any]:
         """The position after so many samples, see `StreamingDataset.state_dict`."""
         if self._passing is not None:
-            self._warn_of_correction(num_samples)
+            counted = self._passing.get("position", num_samples)
+            if num_samples != counted:
+                warnings.warn(
+                    f"a StreamingDataLoader counts samples, not rows of batches; found {counted} samples, which the "
+                    f"dataset's state_dict corrects to {num_samples}. The state has {counted}: remove the correction",
+                    stacklevel=1,
+                )
             return dict(self._passing)
-        owner = self._loader()
-        if owner is not None:
+        if (owner := self._loader()) is not None:
             state = self.passed({}, lambda: owner.state_after(num_samples))
             return {STATE_KEY: json.dumps(state)} if self._packed else state
         if num_samples is None:
@@ -169,15 +160,6 @@ class PlainIterations:
         reached = num_samples if from_beginning else start.position + num_samples
         return position.advanced(run, min(reached, run.num_samples)).to_state()
 
-    def _warn_of_correction(self, num_samples: int | None) -> None:
-        counted = (self._passing or {}).get("position", num_samples)
-        if num_samples != counted:
-            warnings.warn(
-                f"a StreamingDataLoader counts samples, and not rows of batches; found {counted} samples, which the "
-                f"dataset's state_dict corrects to {num_samples}. The state has {counted}: remove the correction",
-                stacklevel=2,
-            )
-
     def load_state_dict(self, source: SampleSource, state: Mapping[str, Any] | None) -> None:
         """Let the next iteration start at a state.
 
@@ -187,8 +169,7 @@ class PlainIterations:
         if self._passing is not None and state is not None:
             self._passing = state
             return
-        owner = self._loader()
-        if owner is not None:
+        if (owner := self._loader()) is not None:
             self.loaded_state = state
             self.passed({}, lambda: owner.load_state_dict(state))
             return
@@ -205,7 +186,7 @@ class PlainIterations:
         if not settings.world.rank:
             step, num_samples = here.position // settings.global_batch_size, source.order(here.order).num_samples
             _log.info(resumed_at(here, step, num_samples))
-        start = Start.of(self._loaded)
+        start = Start.of(here)
         reached = int(state["sample_in_epoch"] if is_mosaic_state(state) else state["position"])
         if reached and start.epoch > int(state["epoch"]):
             start = Start(int(state["epoch"]), self.order(source).num_samples)

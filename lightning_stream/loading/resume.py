@@ -7,18 +7,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from lightning_stream.errors import StateError
-from lightning_stream.loading.settings import BatchSettings, Ordered
-from lightning_stream.order import (
-    BatchPlan,
-    OrderConfig,
-    Position,
-    RunOrder,
-    is_mosaic_state,
-    mosaic_config,
-    mosaic_position,
-)
+from lightning_stream.loading.source import BatchSettings, SampleSource
+from lightning_stream.order import BatchPlan, OrderConfig, Position, is_mosaic_state, mosaic_config, mosaic_position
 
-_CHECKED_POSITIONS = 2**22
+_CHECKED_POSITIONS = 2**22  # beyond what takes about a second, a state's checksum must do
 _OTHER_BATCHES = (
     "shuffle_algo={algorithm!r} with batching_method={method!r} has other global batches on this number of nodes and "
     "ranks than on those that the run began with, as in mosaicml-streaming: some samples of this epoch may come twice "
@@ -40,29 +32,24 @@ def resumed_at(position: Position, step: int, num_samples: int) -> str:
 
 def position_in(
     state: Mapping[str, Any],
-    dataset: Ordered,
+    source: SampleSource,
     settings: BatchSettings,
     on_mismatch: Literal["error", "warn"] = "error",
 ) -> Position:
-    """The position at which a state continues over this data.
+    """The position at which a state, which `state_dict` returned, continues over this data.
 
-    States of mosaicml-streaming are accepted if the dataset has that run's `shuffle_algo`.
-
-    Args:
-        state: A value that `state_dict` returned.
-        dataset: The data.
-        settings: The batches now; their order is resolved with the state's, see `order_in`.
-        on_mismatch: Whether to refuse other data and other settings, or to warn.
+    States of mosaicml-streaming are accepted if the dataset has that run's `shuffle_algo`. The order of `settings` is
+    resolved with the state's, see `order_in`; `on_mismatch` refuses other data and other settings, or warns of them.
 
     Raises:
         StateError: It cannot be continued here; the message names what differs.
     """
     size, tail, world = settings.global_batch_size, settings.tail, settings.world
     ours = None if is_mosaic_state(state) else Position.from_state(state)
-    run = dataset.order(mosaic_config(state, settings.order) if ours is None else settings.order)
+    run = source.order(mosaic_config(state, settings.order) if ours is None else settings.order)
     accepted = [] if ours is None else ours.check(run, tail=tail, on_mismatch=on_mismatch)
     try:
-        if ours is not None and not accepted and _is_damaged(ours, run):
+        if ours is not None and not accepted and ours.position <= _CHECKED_POSITIONS and not ours.is_proven(run):
             raise StateError(
                 f"A state's ledger must be the sum of the samples before its position, but that of epoch {ours.epoch}, "
                 f"position {ours.position} is another. The state is damaged; load another checkpoint."
@@ -80,8 +67,3 @@ def position_in(
     for sentence in accepted:
         warnings.warn(sentence, stacklevel=4)
     return here
-
-
-def _is_damaged(position: Position, run: RunOrder) -> bool:
-    """Whether the ledger contradicts the position. Beyond what takes about a second, the checksum must do."""
-    return position.position <= _CHECKED_POSITIONS and not position.is_proven(run)

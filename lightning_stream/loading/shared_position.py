@@ -49,7 +49,7 @@ class SharedPosition:
     _fd = -1
 
     def __init__(self, start: Start | None = None, fd: int | None = None) -> None:
-        self._fd = _memory_file() if fd is None else fd
+        self._fd = memory_file("position", _NUM_BYTES) if fd is None else fd
         self._values: Any = np.frombuffer(mmap.mmap(self._fd, _NUM_BYTES), dtype=np.int64)
         self._threads = Lock()
         if start is not None:
@@ -93,11 +93,9 @@ class SharedPosition:
             return Start(*values[_CURRENT].tolist()) if values[_BEGUN].any() else None
 
     def begin(self, key: int, worker: int = 0) -> Start:
-        """Begin an iteration, or join the one that another worker began under the same key.
+        """Begin an iteration, or join the one that another worker (0-based) began under the same key.
 
-        Args:
-            key: The same for all workers of one iteration, e.g. torch's base seed.
-            worker: This worker, 0-based.
+        All workers of one iteration have the same key, e.g. torch's base seed.
         """
         if not 0 <= worker < _MAX_WORKERS:
             raise ValueError(f"at most {_MAX_WORKERS} workers share a position; this is worker {worker}")
@@ -111,14 +109,14 @@ class SharedPosition:
             return Start(*values[_CURRENT].tolist())
 
 
-def _memory_file() -> int:
-    """Descriptor of zeroed memory without a name."""
+def memory_file(name: str, num_bytes: int) -> int:
+    """Descriptor of zeroed memory; its name is only for people."""
     if hasattr(os, "memfd_create"):
-        fd: int = os.memfd_create("position")
+        fd: int = os.memfd_create(name)
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
-    os.ftruncate(fd, _NUM_BYTES)
+    os.ftruncate(fd, num_bytes)
     return fd
 
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from lightning_stream.loading.collate import collate_columns, collate_samples
 from lightning_stream.loading.distributed import Dimensions, WorldLike, detect_world
 from lightning_stream.loading.randomness import SeededCall, preserved_generators, seed_sample
-from lightning_stream.loading.settings import BatchSettings
-from lightning_stream.order import OrderConfig, RunOrder, Snapshot, Tail, World
-from lightning_stream.order.micro_batches import MicroBatch
+from lightning_stream.loading.shared_position import Start
+from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, Tail, World
+from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.reading.bad_samples import BadData
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import weights_of
@@ -27,28 +27,38 @@ from lightning_stream.reading.subset import SubsetReader
 Transform = Callable[..., Any]
 
 
+@dataclass(frozen=True)
+class BatchSettings:
+    """How a training run's data is divided into batches."""
+
+    world: World  # this process among all that train
+    device_batch_size: int  # samples of a micro-batch on one device
+    global_batch_size: int  # B, samples of one optimizer step over all replicas
+    tail: Tail  # what happens to the last partial batch of an epoch
+    order: OrderConfig
+    padding: bool = True  # whether a rank gets padding beside samples of its own, so that all ranks have equal shapes
+
+    def plan(self, source: SampleSource, start: Start) -> BatchPlan:
+        """The global batches from a start to the end of its epoch."""
+        order, size = source.order(self.order).epoch(start.epoch), self.global_batch_size
+        return BatchPlan(order, batch_size=size, world=self.world, tail=self.tail, start=start.position)
+
+    def micro_batches(self, source: SampleSource, start: Start) -> MicroBatches:
+        """This rank's micro-batches from a start to the end of its epoch."""
+        return MicroBatches(self.plan(source, start), self.device_batch_size, self.padding)
+
+
 @dataclass
 class SampleSource:
-    """What a dataset reads, in which order, and what becomes of a sample.
+    """What a dataset reads, in which order, and what becomes of a sample; see also `StreamingDataset`."""
 
-    Attributes:
-        reader: From sample ids to samples and columns.
-        bad_data: What to do with what cannot be read.
-        order_arguments: The user's settings of the order, see `OrderConfig.resolve`.
-        seed: Key of the order and of what is drawn at random.
-        predownload: Samples each worker fetches ahead; None to choose.
-        transform: Called with each sample; None for none.
-        read_one: A subclass's own way to read a sample by its id; None for the reader's.
-        world, replication, data_dimension: See `StreamingDataset`.
-    """
-
-    reader: SampleReader
-    bad_data: BadData
-    order_arguments: Mapping[str, Any]
-    seed: int
-    predownload: int | None = None
-    transform: Transform | None = None
-    read_one: Callable[[int], Any] | None = None
+    reader: SampleReader  # from sample ids to samples and columns
+    bad_data: BadData  # what to do with what cannot be read
+    order_arguments: Mapping[str, Any]  # the user's settings of the order, see `OrderConfig.resolve`
+    seed: int  # key of the order and of what is drawn at random
+    predownload: int | None = None  # samples each worker fetches ahead; None to choose
+    transform: Transform | None = None  # called with each sample
+    read_one: Callable[[int], Any] | None = None  # a subclass's own way to read a sample by its id
     world: WorldLike = None
     replication: int | None = None
     data_dimension: Dimensions = "dp"
@@ -70,14 +80,9 @@ class SampleSource:
     def settings(
         self, world: World, device_batch_size: int, accumulate: int, tail: Tail, resumed: OrderConfig | None = None
     ) -> BatchSettings:
-        """How a training run's data is divided into batches.
+        """How a training run's data is divided into batches, with `accumulate` micro-batches of an optimizer step.
 
-        Args:
-            world: This process among all that train.
-            device_batch_size: Samples of a micro-batch on one device.
-            accumulate: Micro-batches of one optimizer step on each device.
-            tail: What happens to the last partial batch of an epoch.
-            resumed: The settings of a state that the run continues from; they fill in before any default does.
+        `resumed` has the settings of a state that the run continues from; they fill in before any default does.
         """
         size = device_batch_size * accumulate * world.num_replicas
         order = OrderConfig.resolve(

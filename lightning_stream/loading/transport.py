@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_stream.formats.memory import MAP_OPTIONS
+from lightning_stream.loading.shared_position import memory_file
 
 # CPU of the trainer per batch, by a slot / torch: 0.5 MB 0.2 / 0.7 ms, 2 MB 0.4 / 1.1, 8 MB 1.4 / 1.3, 38 MB 9 / 1.2.
 _SLOT_BYTES = 4 << 20
@@ -34,28 +35,13 @@ _created: weakref.WeakValueDictionary[int, SharedSlots] = weakref.WeakValueDicti
 class SharedSlots:
     """Slots of shared memory for the batches of a loader's workers; the memory ends with the last process that maps it.
 
-    A batch never waits for a slot: if none is free, torch sends it.
-
-    Args:
-        num_slots: Slots of each worker.
-        fd: Descriptor of the memory.
-        number: The name of these slots in the process that created them.
+    A batch never waits for a slot: if none is free, torch sends it. Each worker has `num_slots`; `fd` is the descriptor
+    of the memory, and `number` the name of these slots in the process that created them.
     """
 
     def __init__(self, num_slots: int, fd: int, number: int) -> None:
         self._num_slots, self._fd, self._number = num_slots, fd, number
         self._memory: NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, 0, **MAP_OPTIONS), np.uint8)
-
-    @classmethod
-    def create(cls, num_workers: int, num_slots: int) -> SharedSlots:
-        """Create free slots, `num_slots` for each worker.
-
-        Raises:
-            OSError: The system gives no such memory.
-        """
-        slots = cls(num_slots, _memory_file(num_workers * num_slots * _SLOT_BYTES), next(_numbers))
-        _created[slots._number] = slots
-        return slots
 
     def __reduce__(self) -> tuple[Callable[..., SharedSlots], tuple[Any, ...]]:
         return _attach, (self._num_slots, reduction.DupFd(self._fd), self._number)
@@ -69,16 +55,17 @@ class SharedSlots:
         Returns:
             A handle to send once, which is unpickled as the batch; the batch itself if no slot is free, or it is large.
         """
-        begins = range(
-            worker * self._num_slots * _SLOT_BYTES, (worker + 1) * self._num_slots * _SLOT_BYTES, _SLOT_BYTES
-        )
+        first = worker * self._num_slots
+        begins = (slot * _SLOT_BYTES for slot in range(first, first + self._num_slots))
         begin = next((begin for begin in begins if not self._memory[begin]), None)
         if begin is None:
             return batch
+        pickler = _Pickler()
         try:
-            arrays = _pickle(batch)
+            pickler.dump(batch)
         except _TooLargeError:
             return batch
+        arrays = [pickler.pickled(), *pickler.arrays]
         sizes = [array.nbytes for array in arrays]
         for array, (first, last) in zip(arrays, _ranges(begin, sizes), strict=True):
             self._memory[first:last] = array
@@ -145,12 +132,6 @@ class _Pickler(reduction.ForkingPickler):
             raise _TooLargeError
 
 
-def _pickle(batch: Any) -> list[NDArray[np.uint8]]:
-    pickler = _Pickler()
-    pickler.dump(batch)
-    return [pickler.pickled(), *pickler.arrays]
-
-
 def _storage(memory: Any) -> torch.UntypedStorage:
     return torch.from_numpy(memory).untyped_storage()
 
@@ -175,17 +156,13 @@ def _attach(num_slots: int, handle: Any, number: int) -> SharedSlots:
 
 
 def shared_slots(num_workers: int, num_slots: int) -> SharedSlots | None:
-    """Create slots for the workers of a loader; None without workers, or on a system without such memory."""
+    """Create free slots, `num_slots` for each worker; None without workers, or on a system without such memory."""
     if not num_workers or not hasattr(os, "memfd_create"):
         return None
+    number = next(_numbers)
     try:
-        return SharedSlots.create(num_workers, num_slots)
+        fd = memory_file("batches", num_workers * num_slots * _SLOT_BYTES)
+        slots = _created[number] = SharedSlots(num_slots, fd, number)
     except OSError:
         return None
-
-
-def _memory_file(num_bytes: int) -> int:
-    """Descriptor of memory without a name."""
-    fd = os.memfd_create("batches")
-    os.ftruncate(fd, num_bytes)
-    return fd
+    return slots

@@ -46,9 +46,6 @@ def let_terminate_end_at_once(workers: Iterable[Any]) -> None:
     """Let `terminate()` of the trainer's worker processes, also at the interpreter's exit, end them without grace.
 
     A worker cannot see in Python who sent a SIGTERM, so the trainer sends a second signal that no other program sends.
-
-    Args:
-        workers: `multiprocessing.Process` objects that have started.
     """
     for worker in workers:
         process = worker._popen  # noqa: SLF001 - the interpreter's exit calls its terminate(), and nothing public

@@ -2,61 +2,80 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stream.errors import StateError
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.loading import torch_private
-from lightning_stream.loading.pipeline import Pipeline
-from lightning_stream.loading.randomness import sample_seed
-from lightning_stream.loading.settings import BatchSettings
+from lightning_stream.loading.randomness import SeededCall, sample_seed
 from lightning_stream.loading.shared_position import SharedPosition, Start
-from lightning_stream.loading.transport import shared_slots
-from lightning_stream.loading.worker_signals import let_terminate_end_at_once
+from lightning_stream.loading.source import BatchSettings, SampleSource
+from lightning_stream.loading.transport import SharedSlots, shared_slots
+from lightning_stream.loading.worker_signals import leave_signals_to_the_trainer, let_terminate_end_at_once
 from lightning_stream.order.micro_batches import MicroBatch
+from lightning_stream.reading.bad_samples import readable
+from lightning_stream.reading.look_ahead import read_ahead
+
+# A loader's options that torch's loader over whole batches gets too, as they are when an iteration begins.
+_OPTIONS = ("num_workers", "pin_memory", "timeout", "prefetch_factor", "persistent_workers", "multiprocessing_context")
 
 
-@dataclass(frozen=True)
-class WorkerOptions:
-    """A loader's options of these names, as they are when an iteration begins; see `torch.utils.data.DataLoader`."""
+class Pipeline(IterableDataset[tuple[Any, MicroBatch]]):
+    """Reads ahead and delivers one worker's collated batches, each with its `MicroBatch`.
 
-    num_workers: int
-    pin_memory: bool
-    timeout: float
-    worker_init_fn: Callable[[int], None] | None
-    prefetch_factor: int | None
-    persistent_workers: bool
-    multiprocessing_context: Any
+    Args:
+        source: The samples.
+        settings: How the data is divided into batches.
+        start: Where an iteration starts; a shared position where the workers outlive an iteration.
+        collate: From samples to a batch; None for the default.
+    """
 
-    @classmethod
-    def of(cls, loader: DataLoader[Any]) -> WorkerOptions:
-        """The options that a loader has now."""
-        return cls(**{field.name: getattr(loader, field.name) for field in fields(cls)})
+    def __init__(
+        self, source: SampleSource, settings: BatchSettings, start: Start | SharedPosition, collate: SeededCall | None
+    ) -> None:
+        self.source, self.settings, self.start, self.collate = source, settings, start, collate
+        self.slots: SharedSlots | None = None  # how small batches leave worker processes; None for torch's own way
+        self.trainer_pid = os.getpid()
+
+    def __iter__(self) -> Iterator[tuple[Any, MicroBatch]]:
+        worker = get_worker_info()
+        if worker is not None:  # now, and not with the first batch: the trainer may be gone before that
+            leave_signals_to_the_trainer(self.trainer_pid)
+        return self._batches(*((worker.id, worker.num_workers) if worker is not None else (0, 1)))
+
+    def _batches(self, index: int, count: int) -> Iterator[tuple[Any, MicroBatch]]:
+        start = self.start.upcoming if isinstance(self.start, SharedPosition) else self.start
+        source, size = self.source, self.settings.device_batch_size
+        batches = self.settings.micro_batches(source, start)
+        ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), source.predownload, size)
+        for planned in ahead:
+            batch = readable(source, planned, lambda made: source.batch(made, self.collate))
+            yield batch if self.slots is None else self.slots.put(index, batch)
 
 
 class MadeBatches:
     """The batches of one iteration; `close` ends what makes them, and so does the last batch.
 
-    Args:
-        batches: Those of torch or of the pipeline.
-        end: Called once, with whether an error ended the iteration.
+    `end` is called once, with whether an error ended the iteration.
     """
 
     def __init__(self, batches: Iterator[tuple[Any, MicroBatch]], end: Callable[[bool], None]) -> None:
-        self._batches, self._end = batches, end
-
-    @classmethod
-    def none(cls) -> MadeBatches:
-        """No batches at all."""
-        return cls(iter(()), _nothing)
+        self._batches: Iterator[tuple[Any, MicroBatch]] | None = batches
+        self._end: Callable[[bool], None] | None = end
 
     def __next__(self) -> tuple[Any, MicroBatch]:
+        if self._batches is None:
+            raise StateError(
+                "an iteration ends with the workers of its loader, but a batch was asked for after close(). Iterate "
+                "over the loader again: its state_dict() says where"
+            )
         try:
             return next(self._batches)
         except BaseException as error:
@@ -65,20 +84,16 @@ class MadeBatches:
 
     def close(self, failed: bool = False) -> None:
         """End the iteration: its workers, its announcements to the reader, and its use of shards."""
-        end, self._end = self._end, _nothing
-        self._batches = _Closed()
-        end(failed)
+        end, self._end, self._batches = self._end, None, None
+        if end is not None:
+            end(failed)
 
 
 class Workers:
-    """Makes the batches of one loader; keeps persistent worker processes between its iterations.
-
-    Args:
-        dataset: The value of ``get_worker_info().dataset`` in workers.
-    """
+    """Makes the batches of one loader; keeps persistent worker processes between its iterations."""
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+        self._dataset = dataset  # the value of ``get_worker_info().dataset`` in workers
         self._kept: tuple[BatchSettings, SharedPosition, DataLoader[Any]] | None = None
         self._kept_is_in_use = False
         self._live: weakref.WeakSet[MadeBatches] = weakref.WeakSet()  # those that may have workers
@@ -90,8 +105,8 @@ class Workers:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["_dataset"])  # type: ignore[misc]
 
-    def batches(self, pipeline: Pipeline, options: WorkerOptions) -> MadeBatches:
-        """Begin one iteration."""
+    def batches(self, pipeline: Pipeline, options: DataLoader[Any]) -> MadeBatches:
+        """Begin one iteration, with the options that a loader has now."""
         if not (options.num_workers or options.pin_memory or options.timeout):
             here = iter(pipeline)  # as torch would, at a tenth of the cost
             return MadeBatches(here, lambda _: here.close())  # type: ignore[attr-defined]
@@ -125,7 +140,7 @@ class Workers:
         for made in list(self._live):
             made.close()
 
-    def _kept_loader(self, pipeline: Pipeline, options: WorkerOptions) -> DataLoader[Any]:
+    def _kept_loader(self, pipeline: Pipeline, options: DataLoader[Any]) -> DataLoader[Any]:
         """The loader of persistent workers, set to begin where the pipeline does."""
         start = pipeline.start
         assert isinstance(start, Start)
@@ -137,23 +152,24 @@ class Workers:
         shared.upcoming = start
         return loader
 
-    def _torch_loader(self, pipeline: Pipeline, options: WorkerOptions) -> DataLoader[Any]:
+    def _torch_loader(self, pipeline: Pipeline, options: DataLoader[Any]) -> DataLoader[Any]:
         """Torch's own loader over whole batches. It draws from a generator of its own, not the training's."""
         start = pipeline.start if isinstance(pipeline.start, Start) else pipeline.start.upcoming
         if options.num_workers:
-            _import_for_workers()
+            # What every forked worker would import with its first batch, which takes some 30 ms in each.
+            get_encoding("int")
+            torch_private.import_nested_tensors()
             # A worker has at most so many batches in progress, and the slot of one is free before it makes another.
             pipeline.slots = shared_slots(options.num_workers, max(1, options.prefetch_factor or 0))
-        seed = sample_seed(
-            sample_seed(pipeline.source.seed, start.epoch, start.position), pipeline.settings.world.rank, 0
-        )
-        init = _WorkerInit(self._dataset, options.worker_init_fn) if options.num_workers else None
+        of_start = sample_seed(pipeline.source.seed, start.epoch, start.position)
+        seed = sample_seed(of_start, pipeline.settings.world.rank, 0)
         return DataLoader(
             pipeline,
             batch_size=None,
             collate_fn=_as_it_is,
             generator=torch.Generator().manual_seed(seed),
-            **{**vars(options), "worker_init_fn": init},
+            worker_init_fn=_WorkerInit(self._dataset, options.worker_init_fn) if options.num_workers else None,
+            **{name: getattr(options, name) for name in _OPTIONS},
         )
 
 
@@ -170,25 +186,5 @@ class _WorkerInit:
             self.then(worker)
 
 
-def _import_for_workers() -> None:
-    """Import what every forked worker would import with its first batch, which takes some 30 ms in each."""
-    get_encoding("int")
-    torch_private.import_nested_tensors()
-
-
 def _as_it_is(batch: Any) -> Any:
     return batch
-
-
-class _Closed(Iterator[Any]):
-    """Raises for a batch that is asked for after the end of an iteration."""
-
-    def __next__(self) -> Any:
-        raise StateError(
-            "an iteration ends with the workers of its loader, but a batch was asked for after close(). Iterate over "
-            "the loader again: its state_dict() says where"
-        )
-
-
-def _nothing(_: bool) -> None:
-    """Do nothing: the iteration has ended already."""

@@ -30,42 +30,19 @@ _MOST_SAMPLES = 2**24  # of a batch; like MOST_NODES far above any run's: a dama
 class MosaicConfig:
     """Settings of the orders of mosaicml-streaming alone.
 
-    Args:
-        partition: ``"orig"`` or ``"relaxed"``.
-        shuffle_block_size: Samples; None means that library's default.
-        initial_physical_nodes, ranks_per_node: Nodes, and data ranks of each, at the run's first start.
-        batch_size: Samples that all ranks take together in one of that library's batches, accumulation excluded.
-
-    Example::
-
-        OrderConfig.resolve(batch_size=256, device_batch_size=32, shuffle=True, mosaic=MosaicConfig("orig"))
+    Example: ``OrderConfig.resolve(batch_size=256, shuffle=True, mosaic=MosaicConfig("orig"))``.
     """
 
-    partition: str = "relaxed"
-    shuffle_block_size: int | None = None
-    initial_physical_nodes: int | None = None
-    ranks_per_node: int | None = None
-    batch_size: int | None = None
+    partition: str = "relaxed"  # or "orig"
+    shuffle_block_size: int | None = None  # samples; None means that library's default
+    initial_physical_nodes: int | None = None  # at the run's first start
+    ranks_per_node: int | None = None  # data ranks, at the run's first start
+    batch_size: int | None = None  # samples of all ranks in one of that library's batches, accumulation excluded
 
 
 @dataclass(frozen=True)
 class OrderConfig:
     """The order settings of a run. Make them with :meth:`resolve`, which chooses what the user left open.
-
-    Args:
-        shuffle: Whether samples are shuffled at all; else they come in index order.
-        seed: Key of every permutation, in [0, 2**63).
-        algorithm: ``"window"``, or one of mosaicml-streaming's.
-        canonical_nodes: C. Samples are split evenly into this many canonical nodes.
-        window: w, parts of shards active at once in a canonical node.
-        batching_method: ``"random"``, ``"stratified"``, ``"per_stream"`` or ``"device_per_stream"``.
-        device_block: m of ``device_per_stream``: consecutive samples of one stream, the batch per device when the run
-            began; else None.
-        batch_size: B where the order depends on it (``per_stream``); else None.
-        sampling_method: ``"balanced"`` draws other samples each epoch, ``"fixed"`` always the same.
-        sampling_granularity: Samples taken from a shard at a time where a stream is only partly drawn.
-        epoch_size: Samples of an epoch over all streams; None for the sum that the weights give.
-        mosaic: Settings of the orders of mosaicml-streaming; None for the native order.
 
     Example::
 
@@ -73,18 +50,18 @@ class OrderConfig:
         config.canonical_nodes, config.window  # (16, 8)
     """
 
-    shuffle: bool
-    seed: int
-    algorithm: str
-    canonical_nodes: int
-    window: int
-    batching_method: str = "random"
-    device_block: int | None = None
-    batch_size: int | None = None
-    sampling_method: str = "balanced"
-    sampling_granularity: int = 1
-    epoch_size: int | None = None
-    mosaic: MosaicConfig | None = None
+    shuffle: bool  # whether samples are shuffled at all; else they come in index order
+    seed: int  # key of every permutation, in [0, 2**63)
+    algorithm: str  # "window", or one of mosaicml-streaming's
+    canonical_nodes: int  # C: samples are split evenly into this many canonical nodes
+    window: int  # w, parts of shards active at once in a canonical node
+    batching_method: str = "random"  # or "stratified", "per_stream", "device_per_stream"
+    device_block: int | None = None  # m of "device_per_stream": samples of one stream, the first run's batch per device
+    batch_size: int | None = None  # B where the order depends on it ("per_stream")
+    sampling_method: str = "balanced"  # which draws other samples each epoch; "fixed" always draws the same
+    sampling_granularity: int = 1  # samples taken from a shard at a time where a stream is only partly drawn
+    epoch_size: int | None = None  # samples of an epoch over all streams; None for the sum that the weights give
+    mosaic: MosaicConfig | None = None  # settings of the orders of mosaicml-streaming; None for the native order
 
     def __post_init__(self) -> None:
         problems = broken(vars(self), _RULES)

@@ -20,18 +20,12 @@ _ESTIMATED_BATCHES = 64
 
 @dataclass(frozen=True, eq=False)
 class DownloadPlan:
-    """What the nodes download in an epoch, each shard once per node that needs it.
+    """What the nodes download in an epoch, each shard once per node that needs it."""
 
-    Args:
-        shards, num_bytes: One int64 array per data node: the shards it needs; and int64[nodes], the bytes of those.
-        union_bytes: Bytes of all shards needed anywhere.
-        warning: What to change, if much is downloaded more than once; else None.
-    """
-
-    shards: tuple[NDArray[np.int64], ...]
-    num_bytes: NDArray[np.int64]
-    union_bytes: int
-    warning: str | None = None
+    shards: tuple[NDArray[np.int64], ...]  # one int64 array per data node: the shards it needs
+    num_bytes: NDArray[np.int64]  # int64[nodes], the bytes of those
+    union_bytes: int  # bytes of all shards needed anywhere
+    warning: str | None = None  # what to change, if much is downloaded more than once
 
     @property
     def factor(self) -> float:
@@ -52,9 +46,7 @@ def plan_downloads(
 
     The rank of ``world`` does not matter. ``shard_bytes`` is int64[shards]; None counts every sample as one byte.
 
-    Example::
-
-        plan_downloads(run, epoch=0, batch_size=256, world=World(num_ranks=16, ranks_per_node=8)).factor  # 1.0
+    Example: ``plan_downloads(run, epoch=0, batch_size=256, world=World(num_ranks=16, ranks_per_node=8)).factor``.
     """
     needed = np.zeros((world.num_nodes, run.snapshot.num_shards), dtype=np.bool_)
     readers = _readers(world)

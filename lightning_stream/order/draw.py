@@ -20,19 +20,12 @@ _FIXED = 2**63 - 1  # stands for the epoch where every epoch draws the same samp
 class StreamWeights:
     """How much one stream gives to an epoch: at most one of the three, and one kind over all streams of a mixture.
 
-    Args:
-        proportion: This stream's part of the epoch, relative to the sum of all streams' proportions.
-        repeat: How often each of its samples is drawn (0.5: half of them, 2: each twice).
-        choose: How many samples are drawn.
-
-    Example::
-
-        RunOrder(snapshot, [StreamWeights(proportion=0.8), StreamWeights(proportion=0.2)], config)
+    Example: ``RunOrder(snapshot, [StreamWeights(proportion=0.8), StreamWeights(proportion=0.2)], config)``.
     """
 
-    proportion: float | None = None
-    repeat: float | None = None
-    choose: int | None = None
+    proportion: float | None = None  # its part of the epoch, relative to the sum of all streams' proportions
+    repeat: float | None = None  # how often each of its samples is drawn (0.5: half of them, 2: each twice)
+    choose: int | None = None  # how many samples are drawn
 
     def absolute(self, have: int) -> int:
         """How many samples repeat or choose (neither: all) draw from a stream that has so many."""
@@ -112,9 +105,7 @@ def choose_per_stream(
     Raises:
         ValueError: Weights that contradict each other or cannot be met; every problem is named.
 
-    Example::
-
-        choose_per_stream(Snapshot.of([[60], [40]]), [StreamWeights(repeat=2), StreamWeights()], None, 0)  # (120, 40)
+    Example: for streams of 60 and 40 samples, ``[StreamWeights(repeat=2), StreamWeights()]`` gives (120, 40).
     """
     samples = snapshot.stream_samples.tolist()
     problems, chosen = _weight_problems(snapshot, weights, epoch_size), []

@@ -20,35 +20,23 @@ _PLANNED_SAMPLES = 1 << 14  # planned together: fewer cost more each, more would
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a micro-batch in its epoch, known without planning its samples.
-
-    Attributes:
-        epoch: Its epoch.
-        begin, end: The positions [begin, end) of its global batch, i.e. of its optimizer step.
-        completes_step, ends_epoch: Whether it is the last micro-batch of that step, or of the epoch, on this rank.
-    """
+    """The place of a micro-batch in its epoch, known without planning its samples."""
 
     epoch: int
-    begin: int
+    begin: int  # the positions [begin, end) are those of its global batch, i.e. of its optimizer step
     end: int
-    completes_step: bool
-    ends_epoch: bool
+    completes_step: bool  # whether it is the last micro-batch of that step on this rank
+    ends_epoch: bool  # whether it is the last micro-batch of the epoch on this rank
 
 
 @dataclass(frozen=True)
 class MicroBatch(Place):
-    """The samples of a micro-batch, and its place in the epoch.
+    """The samples of a micro-batch, and its place in the epoch."""
 
-    Attributes:
-        ids, positions: int64[n], sample ids and their positions in the epoch.
-        filler: bool[n]; True where a sample is padding: a repeat that must not count.
-        substitutions: The samples that are delivered in place of some `ids` that could not be read.
-    """
-
-    ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    filler: NDArray[np.bool_]
-    substitutions: tuple[Substitution, ...] = ()
+    ids: NDArray[np.int64]  # int64[n], sample ids
+    positions: NDArray[np.int64]  # int64[n], their positions in the epoch
+    filler: NDArray[np.bool_]  # bool[n], True for padding: a repeat that must not count
+    substitutions: tuple[Substitution, ...] = ()  # delivered in place of some `ids` that could not be read
 
     @property
     def delivered(self) -> NDArray[np.int64]:

@@ -132,13 +132,12 @@ class Position:
         """
         if on_mismatch not in ("error", "warn"):
             raise ValueError(f"on_mismatch must be 'error' or 'warn', not {on_mismatch!r}.")
-        data, settings = self._data_differences(run), self._setting_differences(run, tail)
+        data, settings = self._data_difference(run), self._setting_differences(run, tail)
+        found = [sentence for sentence in (data, settings) if sentence]
+        if found and on_mismatch == "error":
+            raise (SnapshotMismatch if data else SettingsMismatch)(" ".join(found))
         if on_mismatch == "warn":
-            return data + settings
-        if data:
-            raise SnapshotMismatch(" ".join(data + settings))
-        if settings:
-            raise SettingsMismatch(" ".join(settings))
+            return found
         if run.config.mosaic is None and self.position > run.num_samples:
             raise _damaged([f"position is {self.position}, but an epoch has {run.num_samples} samples."])
         return []
@@ -147,17 +146,16 @@ class Position:
         """Whether the ledger sum is the one this position must have. O(position)."""
         return self.ledger == ledgers.expected(run.epoch(self.epoch), 0, self.position)
 
-    def _data_differences(self, run: RunOrder) -> list[str]:
+    def _data_difference(self, run: RunOrder) -> str:
         old, new = self.snapshot, run.snapshot
         if old.digest == new.digest:
-            return []
-        sentence = (
+            return ""
+        return (
             "A run must continue over the data it began with, but the state was written over "
             f"{old.num_samples} samples in {old.num_shards} shards (digest {old.digest}) and this dataset has "
             f"{new.num_samples} samples in {new.num_shards} shards (digest {new.digest}). "
             f"{self._version_remedy(new)}, or accept another order from here on with on_mismatch='warn'."
         )
-        return [sentence]
 
     def _version_remedy(self, new: Snapshot) -> str:
         """The versions of the streams to open, to continue exactly."""
@@ -176,21 +174,19 @@ class Position:
             f"StreamingDataset: {', '.join(changed)}"
         )
 
-    def _setting_differences(self, run: RunOrder, tail: Tail | None) -> list[str]:
-        found = [] if tail in (None, self.tail) else [f"tail was {self.tail!r} and is {tail!r} now."]
-        for setting in fields(OrderConfig):
-            old, new = getattr(self.order, setting.name), getattr(run.config, setting.name)
-            if old != new:
-                found.append(f"{setting.name} was {old!r} and is {new!r} now.")
+    def _setting_differences(self, run: RunOrder, tail: Tail | None) -> str:
+        pairs = [] if tail is None else [("tail", self.tail, tail)]
+        names = [setting.name for setting in fields(OrderConfig)]
+        pairs += [(name, getattr(self.order, name), getattr(run.config, name)) for name in names]
+        found = [f"{name} was {old!r} and is {new!r} now." for name, old, new in pairs if old != new]
         if (new_weights := weights_digest(run.weights)) != self.weights:
             found.append(f"The streams' weights had digest {self.weights} and have {new_weights} now.")
         if not found:
-            return []
-        return [
-            "A run must continue under the order settings it began with, but: "
-            + " ".join(found)
-            + " Pass the former values, or accept another order from here on with on_mismatch='warn'."
-        ]
+            return ""
+        return (
+            f"A run must continue under the order settings it began with, but: {' '.join(found)} Pass the former "
+            "values, or accept another order from here on with on_mismatch='warn'."
+        )
 
     def to_state(self) -> dict[str, Any]:
         """Plain ints, strings, lists, dicts and None, for JSON and for ``torch.load(weights_only=True)``."""
@@ -284,10 +280,10 @@ def _damaged(problems: list[str]) -> StateError:
 
 
 def _is_changes(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(
-        isinstance(pair, list | tuple) and len(pair) == 2 and is_count(pair[0], 0) and is_count(pair[1], 1)
-        for pair in value
-    )
+    def is_change(pair: object) -> bool:
+        return isinstance(pair, list | tuple) and len(pair) == 2 and is_count(pair[0], 0) and is_count(pair[1], 1)
+
+    return isinstance(value, list | tuple) and all(map(is_change, value))
 
 
 _VERSION_RULES = {"version": count(1), "order_version": count(1)}

@@ -15,21 +15,13 @@ TAILS: tuple[Tail, ...] = ("pad", "drop", "exact")
 
 @dataclass(frozen=True, eq=False)
 class ReplicaBatch:
-    """One replica's part of one global batch, or of a micro-batch of it.
+    """One replica's part of one global batch, or of a micro-batch of it."""
 
-    Args:
-        ids: int64[n], sample ids.
-        positions: int64[n], the position of each in the epoch.
-        filler: bool[n], True where the sample is padding: a repeat that no count, metric or ledger includes.
-        device_block: Samples that must stay together in a micro-batch (1 unless ``device_per_stream``).
-        ends: Where the micro-batches end, if the order itself fixes that; else None.
-    """
-
-    ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    filler: NDArray[np.bool_]
-    device_block: int = 1
-    ends: tuple[int, ...] | None = None
+    ids: NDArray[np.int64]  # int64[n], sample ids
+    positions: NDArray[np.int64]  # int64[n], the position of each in the epoch
+    filler: NDArray[np.bool_]  # bool[n], True for padding: a repeat that no count, metric or ledger includes
+    device_block: int = 1  # samples that must stay together in a micro-batch (1 unless ``device_per_stream``)
+    ends: tuple[int, ...] | None = None  # where the micro-batches end, if the order itself fixes that
 
     def __len__(self) -> int:
         """Samples, padding included."""

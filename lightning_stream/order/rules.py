@@ -20,8 +20,8 @@ class Rule(NamedTuple):
 
 def count(least: int = 0, most: int = MAX_NUMBER - 1, *, optional: bool = False) -> Rule:
     """An integer (no bool) from ``least`` to ``most``; or None, if ``optional``."""
-    limit = most if most < MAX_NUMBER - 1 else "2**63 - 1"
-    text = f"{'None or ' if optional else ''}an integer from {least} to {limit}"
+    text = f"from {least} to {most}" if most < MAX_NUMBER - 1 else f"of at least {least} and below 2**63"
+    text = f"{'None or ' if optional else ''}an integer {text}"
     return Rule(text, lambda value: is_count(value, least, most) or (optional and value is None))
 
 
@@ -46,10 +46,7 @@ AMOUNT = Rule(
 def broken(values: Mapping[str, object], rules: Mapping[str, Rule]) -> list[str]:
     """One sentence for every value that breaks its rule; a missing value counts as None.
 
-    Example::
-
-        broken({"window": 0}, {"window": count(1)})
-        # ['window must be an integer from 1 to 2**63 - 1, not 0.']
+    Example: ``broken({"seed": 0}, {"seed": count(1, 9)})`` is ``['seed must be an integer from 1 to 9, not 0.']``.
     """
     found = [(name, rule, values.get(name)) for name, rule in rules.items()]
     return [f"{name} must be {rule.text}, not {short(value)}." for name, rule, value in found if not rule.holds(value)]

@@ -13,26 +13,17 @@ from numpy.typing import ArrayLike, NDArray
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The shards of all streams, one stream after another: sample ids and shard numbers count through them.
+    """The shards of all streams, one stream after another: sample ids and shard numbers count through them."""
 
-    Args:
-        stream_names: One name per stream, for messages only.
-        shard_sizes: Samples of each shard, one int64 array per stream.
-        digest: Differs for any other data: of shard names, counts, sizes and hashes.
-        stream_digests: The digest of each stream's index; () where they are not known.
-    """
-
-    stream_names: tuple[str, ...]
-    shard_sizes: tuple[NDArray[np.int64], ...]
-    digest: str
-    stream_digests: tuple[str, ...] = ()
+    stream_names: tuple[str, ...]  # for messages only
+    shard_sizes: tuple[NDArray[np.int64], ...]  # samples of each shard, one int64 array per stream
+    digest: str  # differs for any other data: of shard names, counts, sizes and hashes
+    stream_digests: tuple[str, ...] = ()  # the digest of each stream's index; () where they are not known
 
     def __post_init__(self) -> None:
         wrong = [one for one in self.shard_sizes if one.ndim != 1 or one.dtype != np.int64 or (one < 0).any()]
         if wrong or not 0 < len(self.shard_sizes) == len(self.stream_names):
-            raise ValueError(
-                "A snapshot needs streams, and for each of them a name and a 1-d int64 array of counts >= 0."
-            )
+            raise ValueError("A snapshot needs streams, each with a name and a 1-d int64 array of counts >= 0.")
 
     @classmethod
     def of(
@@ -43,9 +34,7 @@ class Snapshot:
     ) -> Snapshot:
         """A snapshot of shard sizes; its digest covers them and, where given, each stream's own digest.
 
-        Example::
-
-            Snapshot.of([[1000, 1000, 400], [500]]).num_samples  # 2900, in two streams
+        Example: ``Snapshot.of([[1000, 1000, 400], [500]])`` has 2900 samples in two streams.
         """
         sizes = tuple(np.ascontiguousarray(one, dtype=np.int64) for one in shard_sizes)
         names = [f"stream {i}" for i in range(len(sizes))] if names is None else names

@@ -56,9 +56,7 @@ class Explanation:
 def explain(run: RunOrder, position: Position, *, world: World | None = None) -> Explanation:
     """What comes after a position, with its own batch size and tail (the next epoch, if this one is over).
 
-    Example::
-
-        print(explain(run, Position.from_state(state)))  # epoch 0: 512 of 2000 samples trained on, ...
+    Example: ``print(explain(run, Position.from_state(state)))`` gives "epoch 0: 512 of 2000 samples trained on, ...".
     """
     here = position.normalised(run, batch_size=position.batch_size, tail=position.tail, world=world)
     *earlier, (plan, _) = _stretches(run, here, world)

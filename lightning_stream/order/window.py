@@ -129,13 +129,10 @@ class WindowOrder:
         if end - begin > _CHUNK or begin >= end:
             return self._read(begin, end)
         pieces = []
-        for chunk in range(begin // _CHUNK, (end - 1) // _CHUNK + 1):
-            ids, first = kept(self._chunks, chunk, self._read_chunk, 2), chunk * _CHUNK
+        for first in range(begin // _CHUNK * _CHUNK, end, _CHUNK):
+            ids = kept(self._chunks, first, lambda at: self._read(at, min(at + _CHUNK, self.num_samples)), 2)
             pieces.append(ids[max(begin - first, 0) : end - first])
         return np.concatenate(pieces)
-
-    def _read_chunk(self, chunk: int) -> NDArray[np.int64]:
-        return self._read(chunk * _CHUNK, min((chunk + 1) * _CHUNK, self.num_samples))
 
     def _read(self, begin: int, end: int) -> NDArray[np.int64]:
         out = np.empty(max(end - begin, 0), dtype=np.int64)

@@ -11,13 +11,13 @@ from lightning_stream.lazy import lazy_names
 
 if TYPE_CHECKING:
     from lightning_stream.spark.convert import dataframe_to_mds
-    from lightning_stream.spark.distributor import carrying_env, distributor_env, trainer_devices
+    from lightning_stream.spark.distributor import distributor_env, lightning_trainer_kwargs, with_env
     from lightning_stream.spark.session import local_session
     from lightning_stream.spark.torch_dataset import StreamToTorchDataset, dataset_from_spark
 
 _NAMES = {
     "convert": "dataframe_to_mds",
-    "distributor": "carrying_env distributor_env trainer_devices",
+    "distributor": "with_env distributor_env lightning_trainer_kwargs",
     "session": "local_session",
     "torch_dataset": "StreamToTorchDataset dataset_from_spark",
 }
@@ -25,6 +25,6 @@ _EXTRAS = {"pyspark": "spark", "pyarrow": "spark", "pandas": "spark", "torch": "
 __getattr__, __dir__ = lazy_names(__name__, _NAMES, _EXTRAS)
 
 __all__ = [
-    "StreamToTorchDataset", "carrying_env", "dataframe_to_mds", "dataset_from_spark", "distributor_env",
-    "local_session", "trainer_devices",
+    "StreamToTorchDataset", "with_env", "dataframe_to_mds", "dataset_from_spark", "distributor_env",
+    "local_session", "lightning_trainer_kwargs",
 ]  # fmt: skip

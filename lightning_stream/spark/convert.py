@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_stream import errors
+from lightning_stream.convert.partition import Receipt, check
 from lightning_stream.convert.publish import Publication
-from lightning_stream.convert.receipt import Receipt, check
 from lightning_stream.errors import LightningStreamError, MissingExtraError
-from lightning_stream.spark.delta import delta_versions
 from lightning_stream.spark.parquet_scan import ParquetScan
 from lightning_stream.spark.partition import RESULT, SparkJob, write_partition
-from lightning_stream.spark.plan import fingerprint, ordered, plan_text, selected, small_batches
+from lightning_stream.spark.plan import delta_versions, fingerprint, ordered, plan_text, selected, small_batches
 from lightning_stream.spark.schema import is_image, kind_of, mds_columns
 from lightning_stream.spark.settings import Settings
 

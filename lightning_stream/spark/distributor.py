@@ -3,9 +3,9 @@
 Processes that TorchDistributor starts inherit neither the driver's environment nor a notebook's login. A store that
 the driver can read is then refused to the workers: on Databricks with ``default auth: cannot configure default
 credentials``. The remedy is to set ``DATABRICKS_HOST`` and ``DATABRICKS_TOKEN`` inside the training function, which
-`carrying_env` does, for these and for the variables of every other store::
+`with_env` does, for these and for the variables of every other store::
 
-    TorchDistributor(num_processes=2, local_mode=False, use_gpu=True).run(carrying_env(train), "dbfs:/Volumes/...")
+    TorchDistributor(num_processes=2, local_mode=False, use_gpu=True).run(with_env(train), "dbfs:/Volumes/...")
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def distributor_env(also: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**{name: os.environ[name] for name in names}, **(also or {})}
 
 
-class carrying_env:  # noqa: N801 - used like a function
+class with_env:  # noqa: N801 - used like a function
     """A training function that sets the variables of stores before it runs, on any machine.
 
     Pass it to ``TorchDistributor.run`` in place of the function. Spark writes it to a private temporary file on each
@@ -57,10 +57,10 @@ class carrying_env:  # noqa: N801 - used like a function
         return self._function(*args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"carrying_env({self.__name__}, {len(self._env)} variables)"
+        return f"with_env({self.__name__}, {len(self._env)} variables)"
 
 
-def trainer_devices() -> dict[str, int]:
+def lightning_trainer_kwargs() -> dict[str, int]:
     """Return ``devices`` and ``num_nodes`` for a Lightning `Trainer` in a function that TorchDistributor runs.
 
     With ``local_mode=False`` every process is the only one of a node of its own, also where several share a machine.
@@ -72,6 +72,6 @@ def trainer_devices() -> dict[str, int]:
         world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     except KeyError as error:
         raise RuntimeError(
-            f"trainer_devices() belongs in a function that TorchDistributor runs: {error.args[0]} is not set here."
+            f"lightning_trainer_kwargs() belongs in a function of TorchDistributor: {error.args[0]} is not set here."
         ) from error
     return {"devices": local, "num_nodes": world // local}

@@ -7,25 +7,24 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from lightning_stream.cache import CacheConfig, default_folder
-from lightning_stream.convert.publish import Publication
-from lightning_stream.convert.receipt import Receipt, index_bytes, receipt_name
+from lightning_stream.convert.partition import Receipt, index_bytes, receipt_name
+from lightning_stream.convert.publish import Publication, alone
 from lightning_stream.errors import CacheError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.reading.reader import ReaderConfig, SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
-from lightning_stream.shared_files import FileLock, make_folder
+from lightning_stream.shared_files import make_folder
 from lightning_stream.spark.convert import Conversion
 from lightning_stream.spark.plan import quoted
 from lightning_stream.spark.settings import Settings
-from lightning_stream.stores import LocalStore, open_store
+from lightning_stream.stores import open_store
 
 _LOOK_S = 0.1  # between two looks for the next partition's receipt
-_WAIT_S = 24 * 3600.0
 
 
 class FrameCache:
@@ -47,7 +46,9 @@ class FrameCache:
         compression = "zstd" if cache is not None and "://" in os.fspath(cache) else None
         draft = Conversion.plan(chosen, Settings.read({"out": ".", "compression": compression}))
         key = draft.job.fingerprint
-        uri = str(default_folder(f"spark-frame-{key}")) if cache is None else f"{os.fspath(cache).rstrip('/')}/{key}"
+        private = default_folder(f"spark-frame-{key}")
+        uri = str(private) if cache is None else f"{os.fspath(cache).rstrip('/')}/{key}"
+        make_folder(private.parent)
         self._begin(uri, replace(draft, job=replace(draft.job, out=uri)))
 
     def _begin(self, uri: str, conversion: Conversion | None) -> None:
@@ -89,7 +90,7 @@ class FrameCache:
         if self._reader is not None:
             return
         if self._conversion is None:
-            with self._alone():
+            with alone(self.uri):
                 if not self.is_complete:
                     raise CacheError(
                         f"{self.uri} must hold a DataFrame's rows; the process that converts them has not finished. "
@@ -142,7 +143,7 @@ class FrameCache:
     def _fill(self) -> None:
         assert self._conversion is not None
         try:
-            with self._alone():
+            with alone(self.uri):
                 if not self.is_complete:
                     publication = Publication.begin(self._conversion.job, overwrite=True, remedy="")
                     receipts = self._conversion.run(publication)
@@ -152,14 +153,6 @@ class FrameCache:
             self._failure = error
         finally:
             self._over.set()
-
-    def _alone(self) -> Any:
-        """The lock of the one process of this machine that fills the cache."""
-        store = open_store(self.uri)
-        if not isinstance(store, LocalStore):
-            return nullcontext()
-        make_folder(store.folder.parent)
-        return FileLock(store.folder.with_name(f".{store.folder.name}.lock"), _WAIT_S)
 
     def _raise_failure(self) -> None:
         if isinstance(self._failure, StoreError):

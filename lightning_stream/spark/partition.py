@@ -13,15 +13,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
-from lightning_stream.convert.partition import OutputSpec, PartitionWriter, RefusedError
-from lightning_stream.convert.receipt import Receipt, receipt_name
+from lightning_stream.convert.partition import OutputSpec, PartitionWriter, Receipt, RefusedError
 from lightning_stream.convert.task import NullRule
 from lightning_stream.errors import NotFoundError
+from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.writer.place import digest_of
 
 RESULT = "receipt binary"
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # of PIL, by channels
 
 
 @dataclass(frozen=True)
@@ -41,20 +43,18 @@ class SparkJob(OutputSpec):
 
 def write_partition(job: SparkJob, number: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Write a partition; yield its receipt, as Spark wants it."""
-    name, receipt = receipt_name(job.fingerprint, number), Receipt(number, "")
+    receipt = Receipt(number, "")
     first = next((batch for batch in batches if batch.num_rows), None)
     if first is not None:
         begins, earlier = digest_of(first.serialize()), None
         if number in job.done:
             with suppress(NotFoundError):
-                earlier = Receipt.from_bytes(job.store.read(name))
+                earlier = job.receipt(number)
         if earlier is not None and earlier.begins == begins:
             receipt = earlier
         else:
             receipt = _written(job, number, begins, itertools.chain([first], batches))
-    data = receipt.to_bytes()
-    if receipt.is_good:
-        job.store.put(name, data)
+    data = job.put(receipt).to_bytes()
     yield pa.RecordBatch.from_arrays([pa.array([data], pa.binary())], names=["receipt"])
 
 
@@ -66,14 +66,19 @@ def _written(job: SparkJob, number: int, begins: str, batches: Iterable[pa.Recor
             for batch in batches:
                 if job.udf is not None:
                     _write_samples(writer, job.udf(_as_pandas(batch), **job.udf_kwargs))
-                    continue
-                with _refused():
-                    values, num_rows = NullRule().settle(batch, job.columns, nulls)
-                    if num_rows:
-                        writer.write_batch(values)
+                else:
+                    _write_rows(writer, batch, job.columns, nulls)
     except RefusedError as error:
         return Receipt(number, begins, refused=str(error))
     return Receipt(number, begins, writer.num_samples, tuple(writer.shards), nulls)
+
+
+def _write_rows(
+    writer: PartitionWriter, batch: pa.RecordBatch, columns: Mapping[str, str], nulls: dict[str, int]
+) -> None:
+    with _refused():
+        values, _ = NullRule().settle(_with_images(batch, columns), columns, nulls)
+        writer.write_batch(values)
 
 
 def _write_samples(writer: PartitionWriter, samples: Iterable[Mapping[str, Any]]) -> None:
@@ -99,3 +104,28 @@ def _as_pandas(batch: pa.RecordBatch) -> Any:
         if getattr(frame[name].dtype, "tz", None) is not None:
             frame[name] = frame[name].dt.tz_localize(None)
     return frame
+
+
+def _with_images(batch: pa.RecordBatch, columns: Mapping[str, str]) -> pa.RecordBatch:
+    """The batch with rows of Spark's image source as the bytes that are stored."""
+    for k, name in enumerate(batch.schema.names):
+        if pa.types.is_struct(batch.schema.field(k).type) and columns.get(name, "json") != "json":
+            images = [None if row is None else _image_bytes(row, columns[name]) for row in batch.column(k).to_pylist()]
+            batch = batch.set_column(k, name, pa.array(images, pa.large_binary()))
+    return batch
+
+
+def _image_bytes(row: Mapping[str, Any], encoding: str) -> bytes:
+    height, width, channels = row["height"], row["width"], row["nChannels"]
+    if channels not in _MODES or height < 1 or width < 1:
+        raise ValueError(f"{row['origin']} is no image that could be read. Read with option dropInvalid=true.")
+    pixels = np.frombuffer(row["data"], np.uint8).reshape(height, width, channels)
+    if channels > 1:  # Spark's pixels are blue, green, red
+        pixels = pixels[..., [2, 1, 0, 3][:channels]]
+    if encoding == "pil":
+        mode = _MODES[channels].encode()
+        return np.array([width, height, len(mode)], "<u4").tobytes() + mode + pixels.tobytes()
+    from PIL import Image
+
+    image = Image.fromarray(np.ascontiguousarray(pixels.squeeze(2) if channels == 1 else pixels))
+    return get_encoding(encoding).encode(image.convert("RGB") if encoding == "jpeg" and channels == 4 else image)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,6 @@ from lightning_stream.writer.place import is_remote
 
 _WRITER_KEYS = ("compression", "hashes", "size_limit", "max_workers", "progress_bar")
 _OWN_KEYS = ("out", "columns", "keep_local", "overwrite", "exist_ok", "retry", "store_options")
-# What the writer in an executor would refuse is found here, without a task's long error around it.
-_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "hashes": lambda hashes: WriterConfig.make(None, hashes, None),
-    "compression": lambda compression: WriterConfig.make(compression, None, None),
-    "size_limit": lambda limit: WriterConfig.make(None, None, limit),
-}
 
 
 @dataclass(frozen=True)
@@ -87,12 +81,8 @@ def _problems(held: Mapping[str, Any], with_udf: bool) -> list[str]:
         problems.append(f"mds_kwargs has no {', '.join(unknown)}; it takes {', '.join(_OWN_KEYS + _WRITER_KEYS)}.")
     if isinstance(held.get("hashes"), str):
         problems.append(f"hashes must be a list of names, such as [{held['hashes']!r}]; found {held['hashes']!r}.")
-    return problems + [refusal for name in _CHECKS if name in held and (refusal := _refusal(name, held[name]))]
-
-
-def _refusal(name: str, value: Any) -> str | None:
-    try:
-        _CHECKS[name](value)
+    try:  # what the writer in an executor would refuse, without a task's long error around it
+        WriterConfig.make(held.get("compression"), held.get("hashes"), held.get("size_limit"))
     except (ValueError, TypeError) as error:
-        return str(error)
-    return None
+        problems.append(str(error))
+    return problems

@@ -85,12 +85,10 @@ def _store_class(scheme: str, url: str) -> type[BaseStore]:
     for point in entry_points(group=ENTRY_POINTS, name=scheme):
         chosen = point.load()
         return chosen
-    if scheme in _STORES:
-        module, _, name = _STORES[scheme].partition(":")
-    else:
+    module, _, name = _STORES.get(scheme, "generic:FsspecStore").partition(":")
+    if module == "generic":
         from .generic import known_schemes
 
-        module, name = "generic", "FsspecStore"
         if "::" not in scheme and scheme not in known_schemes() and scheme not in _SHAPES:
             raise ValueError(
                 f"no store is known for {scheme}://; known are {', '.join(f'{known}://' for known in _SHAPES)}, a "
@@ -106,13 +104,6 @@ def _meant(scheme: str) -> str:
 
 
 __all__ = [
-    "BaseStore",
-    "LocalStore",
-    "ObjectEntry",
-    "ObjectStream",
-    "RetryPolicy",
-    "RetryingStore",
-    "Store",
-    "StoreTraits",
+    "BaseStore", "LocalStore", "ObjectEntry", "ObjectStream", "RetryPolicy", "RetryingStore", "Store", "StoreTraits",
     "open_store",
-]
+]  # fmt: skip

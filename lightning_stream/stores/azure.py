@@ -163,18 +163,14 @@ class AzureStore(BucketStore):
 
     def _status(self, error: Exception) -> int:
         # This one is a condition that does not hold; status 409 also has other meanings.
-        return 412 if _code(error) == "BlobAlreadyExists" else super()._status(error)
+        return 412 if getattr(error, "error_code", "") == "BlobAlreadyExists" else super()._status(error)
 
     def _special_error(self, error: Exception, where: str) -> Exception | None:
         kinds = {kind.__name__ for kind in type(error).__mro__}
-        if _code(error) == "ContainerNotFound":
+        if getattr(error, "error_code", "") == "ContainerNotFound":
             return NotFoundError(f"{where}: there is no container {self._bucket!r}. Check the URL and the account.")
         if kinds & {"ClientAuthenticationError", "CredentialUnavailableError"}:
             return AccessError(f"{where}: refused ({summarize(error)}). {self.access_remedy}")
         if isinstance(error, ValueError) and "HTTPS" in str(error):
             return AccessError(f"{where}: a login is not sent over http:// ({summarize(error)}). {self.access_remedy}")
         return None
-
-
-def _code(error: Exception) -> str:
-    return str(getattr(error, "error_code", "") or "")

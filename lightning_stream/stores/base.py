@@ -9,28 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
-from lightning_stream.errors import (
-    AccessError,
-    AlreadyExistsError,
-    ConflictError,
-    DigestError,
-    LightningStreamError,
-    MissingExtraError,
-    NotFoundError,
-    StoreError,
-    UnavailableError,
-    redact,
-    summarize,
-)
+from lightning_stream import errors
 
-from .claims import PreconditionError, claimed
-from .transfer import ObjectStream, check_name, source_file
+from .transfer import ObjectStream, check_name, claimed, source_file
 
 REMEDY = "Compare it with the dataset's source; if it is damaged there, upload that shard and its index again."
 
 
-class PastTheEndError(StoreError):
+class PastTheEndError(errors.StoreError):
     """A range begins at or after the object's end. It is raised and caught within the stores."""
+
+
+class PreconditionError(errors.StoreError):
+    """The condition of a put does not hold. It is raised and caught within the stores."""
 
 
 class AnswerError(Exception):
@@ -119,11 +110,10 @@ class Store(ABC):
 
     def exists(self, name: str) -> bool:
         """Return whether there is an object of that name."""
-        try:
+        with contextlib.suppress(errors.NotFoundError):
             self.open(name, 0, 1).close()
-        except NotFoundError:
-            return False
-        return True
+            return True
+        return False
 
     def get(self, name: str, to: Path, num_bytes: int | None = None, connections: int = 1) -> int:  # noqa: ARG002
         """Download a whole object into the file `to`, which is overwritten, and return the number of bytes.
@@ -217,7 +207,7 @@ class BaseStore(Store):
 
     def _list(self, prefix: str) -> Iterator[ObjectEntry]:
         """List in any order. `prefix` may end in the middle of a name."""
-        raise StoreError(f"{self.url}/{prefix}: {type(self).__name__} cannot list.")
+        raise errors.StoreError(f"{self.url}/{prefix}: it cannot be listed. Name the files, or use a bucket's own URL.")
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:  # noqa: ARG002
         return list(self._list(prefix)), None
@@ -254,13 +244,15 @@ class BaseStore(Store):
         try:
             with self.translate_errors(name), contextlib.ExitStack() as stack:
                 file, num_bytes = stack.enter_context(source_file(source))
-                if conditional and not native:
-                    stack.enter_context(claimed(self, name, if_version))
+                if conditional and not native and stack.enter_context(claimed(self, name)) != if_version:
+                    raise PreconditionError(name)
                 self._put(name, file, num_bytes, if_absent and native, if_version if native else None)
-        except (PreconditionError, NotFoundError) as error:
+        except (PreconditionError, errors.NotFoundError) as error:
             if if_version is not None:
-                raise ConflictError(f"{where}: another process has replaced or deleted it. Read it again.") from None
-            if isinstance(error, NotFoundError):
+                raise errors.ConflictError(
+                    f"{where}: another process has replaced or deleted it. Read it again."
+                ) from None
+            if isinstance(error, errors.NotFoundError):
                 raise
             raise already_exists(where) from None
 
@@ -270,7 +262,7 @@ class BaseStore(Store):
 
     def delete(self, name: str) -> None:
         check_name(name)
-        with contextlib.suppress(NotFoundError), self.translate_errors(name):
+        with contextlib.suppress(errors.NotFoundError), self.translate_errors(name):
             self._delete(name)
 
     def translate_errors(self, name: str) -> _Translation:
@@ -281,22 +273,24 @@ class BaseStore(Store):
         if (found := self._special_error(error, where)) is not None:
             return found
         status = self._status(error)
-        reason = redact(str(error)) if isinstance(error, AnswerError) else summarize(error)
+        reason = errors.redact(str(error)) if isinstance(error, AnswerError) else errors.summarize(error)
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if status in (404, 410):
-            return NotFoundError(f"{where}: {self.missing}")
+            return errors.NotFoundError(f"{where}: {self.missing}")
         if status in (401, 403, 407):
-            return AccessError(f"{where}: refused ({reason}). {self.access_remedy}")
+            return errors.AccessError(f"{where}: refused ({reason}). {self.access_remedy}")
         if status in (408, 425, 429) or status >= 500:
-            return UnavailableError(f"{where}: {reason}. The store is overloaded or in trouble; ask for less at once.")
+            return errors.UnavailableError(
+                f"{where}: {reason}. The store is overloaded or in trouble; ask for less at once."
+            )
         if status == 412:
             return PreconditionError(f"{where}: the condition does not hold")
         if status == 416:
             return PastTheEndError(f"{where}: past its end")
         if status < 300 and kinds & self.network_errors:
-            return UnavailableError(f"{where}: {reason}. Check the network and the server.")
+            return errors.UnavailableError(f"{where}: {reason}. Check the network and the server.")
         if status >= 300 or kinds & self.client_errors:
-            return StoreError(f"{where}: {reason}. Check the URL and the options.")
+            return errors.StoreError(f"{where}: {reason}. Check the URL and the options.")
         return None
 
     def _guarded(self, name: str, chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -330,7 +324,8 @@ class _Translation:
         """Nothing to prepare."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception) or isinstance(error, (LightningStreamError, MissingExtraError)):
+        ours = (errors.LightningStreamError, errors.MissingExtraError)
+        if not isinstance(error, Exception) or isinstance(error, ours):
             return
         found = self.store._translated(error, f"{self.store.url}/{self.name}")  # noqa: SLF001 - one class in two
         del error, trace  # or this frame, part of the new traceback, would keep them
@@ -342,12 +337,14 @@ class _Translation:
                 del found
 
 
-def already_exists(where: str | Path) -> AlreadyExistsError:
+def already_exists(where: str | Path) -> errors.AlreadyExistsError:
     """Return the error for a put of an existing name."""
-    return AlreadyExistsError(f"{where}: there is an object of that name already. Choose another name.")
+    return errors.AlreadyExistsError(f"{where}: there is an object of that name already. Choose another name.")
 
 
 def refuse_larger(found: int | None, promised: int | None, where: str) -> None:
     """Raise DigestError for an object that is larger than its index promises, before more is downloaded."""
     if promised is not None and found is not None and found > promised:
-        raise DigestError(f"{where}: the index promises {promised:,} bytes; there are {found:,} or more. {REMEDY}")
+        raise errors.DigestError(
+            f"{where}: the index promises {promised:,} bytes; there are {found:,} or more. {REMEDY}"
+        )

@@ -7,6 +7,7 @@ import os
 import urllib.parse
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -71,7 +72,7 @@ class DatabricksStore(BaseStore):
         return f"{self.url}@{self._options.host or os.environ.get('DATABRICKS_HOST', '')}"
 
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
-        path = self._path(name)
+        path = f"{self._root}/{name}"
         if not self._volume:
             size = self._size(path)
             stop = size if end is None else min(end, size)
@@ -100,7 +101,7 @@ class DatabricksStore(BaseStore):
         return stream
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:  # noqa: ARG002
-        path, workspace = self._path(name), self._workspace()
+        path, workspace = f"{self._root}/{name}", self._workspace()
         folder = path.rpartition("/")[0]
         if self._volume:
             workspace.files.create_directory(folder)
@@ -110,7 +111,11 @@ class DatabricksStore(BaseStore):
         # old file is moved away first, and moved back if the move of the new one fails.
         draft, old = (f"{folder}/{_DRAFT}{uuid.uuid4().hex}" for _ in range(2))
         workspace.dbfs.upload(draft, file, overwrite=True)
-        replaces = not if_absent and self._dbfs_moved(path, old)
+        replaces = False
+        with suppress(NotFoundError), self.translate_errors(name):
+            if not if_absent:
+                workspace.dbfs.move(path, old)
+                replaces = True
         try:
             workspace.dbfs.move(draft, path)
         except Exception:
@@ -121,23 +126,11 @@ class DatabricksStore(BaseStore):
         if replaces:
             workspace.dbfs.delete(old)
 
-    def _dbfs_moved(self, path: str, to: str) -> bool:
-        try:
-            self._workspace().dbfs.move(path, to)
-        except Exception as error:
-            if self._status(error) != 404:
-                raise
-            return False
-        return True
-
     def _list(self, prefix: str) -> Iterator[ObjectEntry]:
         below = prefix.rpartition("/")[0]
-        try:
+        found: list[Any] = []
+        with suppress(NotFoundError), self.translate_errors(prefix):
             found = list(self._walk(f"{self._root}/{below}".rstrip("/")))
-        except Exception as error:
-            if self._status(error) != 404:
-                raise
-            return
         for file in found:
             name = file.path[len(self._root) + 1 :]
             if name.startswith(prefix) and _DRAFT not in name:
@@ -146,10 +139,7 @@ class DatabricksStore(BaseStore):
 
     def _delete(self, name: str) -> None:
         api = self._workspace().files if self._volume else self._workspace().dbfs
-        api.delete(self._path(name))
-
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
+        api.delete(f"{self._root}/{name}")
 
     def _size(self, path: str) -> int:
         if self._volume:

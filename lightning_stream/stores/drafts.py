@@ -34,22 +34,18 @@ def locked_draft(final: Path) -> Iterator[Path]:
         draft = final.with_name(f"{DRAFT}{secrets.token_hex(16)}")
         fd = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
         try:
-            if _is_locked(fd) and same_file(fd, draft):  # else a sweep came first
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # a sweep came first
+                continue
+            except OSError:  # a file system without locks
+                pass
+            if same_file(fd, draft):
                 yield draft
                 return
         finally:
             draft.unlink(missing_ok=True)
             os.close(fd)
-
-
-def _is_locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
 
 
 def sweep_drafts(folder: Path) -> bool:

@@ -10,7 +10,7 @@ import re
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +18,7 @@ from typing import Any, BinaryIO
 
 from lightning_stream.errors import StoreError, UnavailableError, missing_extra, redact, summarize
 
-from .base import AnswerError, BaseStore, ListingPage, ObjectEntry, StoreTraits
-from .claims import PreconditionError
+from .base import AnswerError, BaseStore, ListingPage, ObjectEntry, PreconditionError, StoreTraits
 from .transfer import ObjectStream, PerProcess, content_version, header_stream, range_header, read_options, slice_stream
 
 _MOST_REDIRECTS = 10
@@ -52,11 +51,10 @@ class HttpStore(BaseStore):
     missing = "no such file. Check the URL."
 
     def __init__(self, url: str, options: HttpOptions | None = None) -> None:
-        try:
+        complete = False
+        with suppress(ValueError):
             parts = urllib.parse.urlsplit(url)
             complete = bool(parts.hostname) and not re.search(r"\s", parts.netloc) and parts.port != 0
-        except ValueError:
-            complete = False
         if not complete:
             raise ValueError(f"a web address is https://HOST[:PORT]/FOLDER; got {redact(url)!r}. Correct the URL.")
         host = parts.netloc.rpartition("@")[2]
@@ -99,10 +97,6 @@ class HttpStore(BaseStore):
             if date := answer.headers.get("Last-Modified"):
                 headers["If-Unmodified-Since"] = date
         self._request("PUT", self._address(name), headers, file).close()
-
-    def _list(self, prefix: str) -> Iterator[ObjectEntry]:
-        where = f"{self.url}/{prefix}"
-        raise StoreError(f"{where}: a web server cannot be listed. Name the files, or use a bucket's own URL.")
 
     def _delete(self, name: str) -> None:
         self._request("DELETE", self._address(name), {}).close()

@@ -15,8 +15,7 @@ from typing import Any, BinaryIO
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError, redact
 from lightning_stream.shared_files import FULL, publish
 
-from .base import BaseStore, ObjectEntry, StoreTraits
-from .claims import PreconditionError
+from .base import BaseStore, ObjectEntry, PreconditionError, StoreTraits
 from .drafts import DRAFT, LOCK, locked_draft, name_lock, publish_new
 from .transfer import ObjectStream, file_chunks
 
@@ -70,12 +69,10 @@ class LocalStore(BaseStore):
             os.utime(draft, ns=(time_ns(), time_ns()))
             if if_absent:
                 publish_new(draft, path)
-            elif if_version is not None:
-                with name_lock(path):
-                    if _version(path.stat()) != if_version:
-                        raise PreconditionError(name)
-                    publish(draft, path)
-            else:
+                return
+            with name_lock(path) if if_version is not None else contextlib.nullcontext():
+                if if_version is not None and _version(path.stat()) != if_version:
+                    raise PreconditionError(name)
                 publish(draft, path)
 
     def _list(self, prefix: str) -> Iterator[ObjectEntry]:

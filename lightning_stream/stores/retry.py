@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -136,19 +137,17 @@ class RetryingStore(Store):
         return self._whole(name, read)
 
     def _get(self, name: str, to: Path, num_bytes: int | None, connections: int, budget: RetryBudget) -> int:
-        draft = _Draft(to, num_bytes)
-        if num_bytes is not None and (part_bytes := self._part_bytes(num_bytes, connections)):
+        draft, part_bytes = _Draft(to, num_bytes), 0
+        if num_bytes is not None and num_bytes >= self.policy.parallel_from_bytes:
+            part_bytes = self.policy.part_bytes
+        elif num_bytes is not None and self.traits.ranges:
+            num_parts = min(connections, num_bytes // _LEAST_PART_BYTES)
+            part_bytes = -(-num_bytes // num_parts) if num_parts > 1 else 0
+        if num_bytes is not None and part_bytes:
             ranges = [(begin, min(begin + part_bytes, num_bytes)) for begin in range(0, num_bytes, part_bytes)]
             if (written := self._get_parts(name, draft, ranges, budget)) is not None:
                 return written
         return self._get_range(name, draft, (0, None), budget)[0]
-
-    def _part_bytes(self, num_bytes: int, connections: int) -> int | None:
-        """Return the size of the ranges that an object is fetched as; None: it is fetched as a whole."""
-        if num_bytes >= self.policy.parallel_from_bytes:
-            return self.policy.part_bytes
-        num_parts = min(connections, num_bytes // _LEAST_PART_BYTES)
-        return -(-num_bytes // num_parts) if num_parts > 1 and self.traits.ranges else None
 
     def _get_parts(self, name: str, draft: _Draft, ranges: list[tuple[int, int]], budget: RetryBudget) -> int | None:
         """Fetch ranges at once, each with its own budget; None if the server sends the whole object for a range."""
@@ -173,12 +172,10 @@ class RetryingStore(Store):
 
     def _holds(self, name: str, source: Path | bytes) -> bool:
         """Return whether the object has these bytes."""
-        try:
-            with self.store.open(name) as stream, source_file(source) as (file, num_bytes):
-                same = stream.num_bytes in (None, num_bytes) and all(chunk == file.read(len(chunk)) for chunk in stream)
-                return same and not file.read(1)
-        except NotFoundError:
-            return False
+        with suppress(NotFoundError), self.store.open(name) as stream, source_file(source) as (file, num_bytes):
+            same = stream.num_bytes in (None, num_bytes) and all(chunk == file.read(len(chunk)) for chunk in stream)
+            return same and not file.read(1)
+        return False
 
 
 class _Draft:

@@ -14,11 +14,12 @@ from typing import Any, BinaryIO, TypeVar
 
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, missing_extra, redact, summarize
 
-from .base import BaseStore, BucketStore, ListingPage, StoreTraits
-from .claims import PreconditionError
+from .base import BaseStore, BucketStore, ListingPage, PreconditionError, StoreTraits
 from .transfer import ObjectStream, PerProcess, first_set, header_stream, range_header, read_options, split_url
 
 T = TypeVar("T")
+# Reads the descriptions of AWS's services. All sessions of a process share it: a further client takes 12 ms, not 65.
+_loader: Any = None
 _log = logging.getLogger("lightning_stream.stores")
 _MULTIPART_FROM = 64 << 20
 # The status of a code of S3; some servers answer with another status.
@@ -136,17 +137,13 @@ class S3Store(BucketStore):
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
         wanted = self._wanted(name)
-        if num_bytes > _MULTIPART_FROM and not if_absent and if_version is None:
+        condition = {"IfNoneMatch": "*"} if if_absent else {} if if_version is None else {"IfMatch": if_version}
+        if num_bytes > _MULTIPART_FROM and not condition:
             extra = {"RequestPayer": "requester"} if "RequestPayer" in wanted else {}
             self._signed().upload_fileobj(file, self._bucket, wanted["Key"], ExtraArgs=extra)
             return
-        more: dict[str, Any] = self._checksum(file)
-        if if_absent:
-            more["IfNoneMatch"] = "*"
-        elif if_version is not None:
-            more["IfMatch"] = if_version
-        conditional = if_absent or if_version is not None
-        if conditional and self._options.resolved_endpoint() and self._etag(name) != if_version:
+        more = self._checksum(file) | condition
+        if condition and self._options.resolved_endpoint() and self._etag(name) != if_version:
             raise PreconditionError(name)
         try:
             self._signed().put_object(Body=file, **wanted, **more)
@@ -158,12 +155,9 @@ class S3Store(BucketStore):
             self._signed().put_object(Body=file, **wanted, **{**more, "IfMatch": if_version.strip('"')})
 
     def _etag(self, name: str) -> str | None:
-        try:
+        with suppress(NotFoundError), self.translate_errors(name):
             return str(self._signed().head_object(**self._wanted(name))["ETag"])
-        except Exception as error:
-            if self._status(error) != 404:
-                raise
-            return None
+        return None
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:
         wanted = {**self._wanted(None), "Prefix": self._prefix + prefix}
@@ -218,9 +212,12 @@ class S3Store(BucketStore):
             from botocore.config import Config
         except ImportError as error:
             raise missing_extra("boto3", "s3", f"using {self.url}") from error
-        options = self._options.resolved()
+        global _loader
+        options, core = self._options.resolved(), botocore.session.Session()
+        _loader = _loader or core.get_component("data_loader")
+        core.register_component("data_loader", _loader)
         session = boto3.session.Session(
-            botocore_session=_with_shared_loader(botocore.session.Session()),
+            botocore_session=core,
             aws_access_key_id=options.access_key_id,
             aws_secret_access_key=options.secret_access_key,
             aws_session_token=options.session_token,
@@ -280,14 +277,3 @@ class S3Store(BucketStore):
 def _answer(error: Exception) -> dict[str, Any]:
     found = getattr(error, "response", None)  # connection errors have the attribute too, but it is None
     return found if isinstance(found, dict) else {}
-
-
-_loader: Any = None  # reads the descriptions of AWS's services; it has no data of a session
-
-
-def _with_shared_loader(session: Any) -> Any:
-    """Give a session the loader that all sessions of this process share: a further client takes 12 ms, not 65."""
-    global _loader
-    _loader = _loader or session.get_component("data_loader")
-    session.register_component("data_loader", _loader)
-    return session

@@ -1,4 +1,4 @@
-"""What the stores have in common: streams, ranges, names, and clients that are made once per process."""
+"""What the stores have in common: streams, ranges, names, clients made once per process, and conditional puts."""
 
 from __future__ import annotations
 
@@ -10,23 +10,29 @@ import os
 import re
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar, final
 
-from lightning_stream.errors import UnavailableError, redact
+from lightning_stream.errors import NotFoundError, UnavailableError, redact
+from lightning_stream.shared_files import backoff
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from .base import Store
 
 T = TypeVar("T")
 CHUNK_BYTES = 1 << 20
 _SLOW_S = 1.0
 _GATHER_S = 0.004  # far less than it takes to fill the kernel's buffer of a connection
 _ENOUGH_BYTES = 256 << 10
+_CLAIM = re.compile(r"\.claim-([0-9]+)-[0-9a-f]{32}$")
+_CLAIM_VALID_S = 600
+_CLAIM_WAIT_S = 60.0
 
 
+@final
 @dataclass(eq=False)
 class ObjectStream:
     """The bytes of an object, or of a range of it, as they arrive: iterate once, then close.
@@ -72,7 +78,7 @@ class ObjectStream:
         if digest is not None:
             self.version = f"sha1-{digest.hexdigest()}"
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> ObjectStream:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -199,7 +205,9 @@ _making: dict[int, Any] = {}
 class PerProcess(Generic[T]):
     """A client that is made on first use, once per process; it is never pickled.
 
-    A forked child keeps the parent's client, since closing it there could end the parent's sessions.
+    A forked child keeps the parent's client, since closing it there could end the parent's sessions. The garbage
+    collector pauses while a client is made: it has 100,000 objects that stay, and collections find nothing among them
+    and all objects of torch. Boto3's first client would take 170 ms instead of 65, in every worker.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -209,25 +217,45 @@ class PerProcess(Generic[T]):
     def __call__(self) -> T:
         """Return the client of this process."""
         pid = os.getpid()
-        if pid not in self._made:
-            with _making.setdefault(pid, threading.RLock()):
-                if pid not in self._made:
-                    with _without_collection():
-                        self._made[pid] = self._make()
-        return self._made[pid]
+        if pid in self._made:
+            return self._made[pid]
+        with _making.setdefault(pid, threading.RLock()):
+            was_on = gc.isenabled()
+            gc.disable()
+            try:
+                return self._made[pid] if pid in self._made else self._made.setdefault(pid, self._make())
+            finally:
+                if was_on:
+                    gc.enable()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_make": self._make, "_made": {}}
 
 
 @contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Pause the garbage collector. A client has 100,000 objects that stay, and collections find nothing among them and
-    all objects of torch: boto3's first client would take 170 ms instead of 65, in every worker."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+def claimed(store: Store, name: str) -> Iterator[str | None]:
+    """Exclude other conditional puts of a name; yield the object's version, None if there is no object.
+
+    Each process puts a claim beside the object, then looks for other claims; if it sees one, it withdraws and tries
+    again. Of two processes, the one that looks last sees both claims. The claim of a killed process is valid for ten
+    minutes; then the next process that looks deletes it.
+    """
+    for _ in backoff(_CLAIM_WAIT_S):
+        claim = f"{name}.claim-{int(time.time())}-{uuid.uuid4().hex}"
+        store.put(claim, b"")
+        try:
+            claims = (_CLAIM.search(entry.name) for entry in store.list(f"{name}.claim-") if entry.name != claim)
+            made_at = {match.string: int(match[1]) for match in claims if match}
+            dead = [other for other, since in made_at.items() if since < time.time() - _CLAIM_VALID_S]
+            for other in dead:
+                store.delete(other)
+            if len(made_at) > len(dead):
+                continue
+            found = None
+            with contextlib.suppress(NotFoundError):
+                found = content_version(store.read(name))
+            yield found
+            return
+        finally:
+            store.delete(claim)
+    raise UnavailableError(f"{store.url}/{name}: other processes keep writing it. Let one process write it.")

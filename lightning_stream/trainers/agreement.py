@@ -16,11 +16,7 @@ from lightning_stream.order import Position
 
 
 def check_ranks_agree(position: Position) -> None:
-    """Compare the position of all ranks. Collective, if there is a process group.
-
-    Raises:
-        StateError: They differ; every rank raises it, so no rank waits for another.
-    """
+    """Compare the position of all ranks, and raise StateError on every rank where they differ. Collective."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
         return

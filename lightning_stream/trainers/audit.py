@@ -11,7 +11,7 @@ import os
 import re
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -21,28 +21,21 @@ from numpy.typing import NDArray
 
 from lightning_stream.dataset import StreamingDataset, source_of
 from lightning_stream.errors import LedgerError
-from lightning_stream.loading.settings import BatchSettings
+from lightning_stream.loading.source import BatchSettings
 from lightning_stream.order import BatchPlan, Position, RunOrder, Tail, World, ledger
 from lightning_stream.order.micro_batches import MicroBatch
 
 _START = "run.json"
-_NAME = "epoch{}-from{}-batch{}-{}-rank{}of{}by{}.ledger"
 _PATTERN = re.compile(r"epoch(\d+)-from(\d+)-batch(\d+)-(pad|drop|exact)-rank(\d+)of(\d+)by(\d+)\.ledger")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of checking a run's record.
+    """The result of checking a run's record."""
 
-    Attributes:
-        num_steps: Optimizer steps compared.
-        first_difference: ``(epoch, position)`` of the first step that differs or is missing; None if none is.
-        sentence: The finding in words.
-    """
-
-    num_steps: int
-    first_difference: tuple[int, int] | None
-    sentence: str
+    num_steps: int  # optimizer steps compared
+    first_difference: tuple[int, int] | None  # (epoch, position) of the first step that differs or is missing
+    sentence: str  # the finding in words
 
 
 @dataclass(frozen=True, order=True)
@@ -61,13 +54,13 @@ class _Stretch:
         order = run.epoch(self.epoch)
         return BatchPlan(order, batch_size=self.batch_size, world=world, tail=self.tail, start=self.begin)
 
+    def path(self, folder: Path, rank: int) -> Path:
+        steps = f"epoch{self.epoch}-from{self.begin}-batch{self.batch_size}-{self.tail}"
+        return folder / f"{steps}-rank{rank}of{self.num_ranks}by{self.replication}.ledger"
+
 
 class DeliveryRecord:
-    """Writes down one rank's sums. Nothing is written before the first step is committed.
-
-    Args:
-        folder: Made if missing. Ranks of other machines may write to folders of their own.
-    """
+    """Writes one rank's sums. The folder is created with the first step; ranks of other machines may have another."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
@@ -84,9 +77,7 @@ class DeliveryRecord:
     def commit(self, settings: BatchSettings, first: Callable[[], Position]) -> None:
         """Write the sums of the global batches taken, all of which the optimizer has used up.
 
-        Args:
-            settings: What the run's batches are.
-            first: Gives the beginning of the training run.
+        `first` gives the beginning of the training run.
         """
         taken, self._taken = self._taken, []  # first: a signal's handler may call this again
         steps: dict[int, list[MicroBatch]] = defaultdict(list)
@@ -107,11 +98,10 @@ class DeliveryRecord:
         if (first.epoch, first.begin) != self._next:
             self._open(first, settings, beginning)
         assert self._file is not None
-        kept = [~info.filler for info in infos]
-        whole = sum(
-            ledger.total(info.epoch, info.positions[keep], info.delivered[keep])
-            for info, keep in zip(infos, kept, strict=True)
-        )
+        whole = 0
+        for info in infos:
+            keep = ~info.filler
+            whole += ledger.total(info.epoch, info.positions[keep], info.delivered[keep])
         self._file.write(ledger.to_bytes(np.array([whole % ledger.MODULUS], dtype=np.uint64)))
         listed = [one for info in infos for one in info.substitutions]
         if listed:
@@ -127,10 +117,9 @@ class DeliveryRecord:
             draft.write_text(json.dumps(beginning().to_state()), encoding="utf-8")
             draft.replace(self._folder / _START)
         self.close()
-        path = self._folder / _NAME.format(
-            first.epoch, first.begin, settings.global_batch_size, settings.tail,
-            world.rank, world.num_ranks, world.replication,
-        )  # fmt: skip
+        size, tail = settings.global_batch_size, settings.tail
+        stretch = _Stretch(first.epoch, first.begin, size, tail, world.num_ranks, world.replication)
+        path = stretch.path(self._folder, world.rank)
         Path(f"{path}.substitutions").unlink(missing_ok=True)
         self._file = path.open("wb", buffering=0)  # a run from the same checkpoint, as before, makes the former void
         weakref.finalize(self, self._file.close)  # an exception ends a run without asking its callbacks
@@ -199,20 +188,12 @@ def _read_stretches(folder: Path) -> Mapping[_Stretch, list[NDArray[np.uint64]]]
 
 def _corrected(wanted: NDArray[np.uint64], plan: BatchPlan, folder: Path, stretch: _Stretch) -> NDArray[np.uint64]:
     """The planned sums with the substitutions that were listed."""
-    changes = set(_substitutions(folder, stretch))
+    paths = [Path(f"{stretch.path(folder, rank)}.substitutions") for rank in range(stretch.num_ranks)]
+    lines = [line for path in paths if path.exists() for line in path.read_text(encoding="utf-8").splitlines()]
+    changes = {ledger.Substitution(*json.loads(line)) for line in lines}
     for k in range(len(wanted)):
         begin, end = plan.bounds(k)
         here = [one for one in changes if begin <= one.position < end]
         if here:
             wanted[k] = ledger.substituted(int(wanted[k]), stretch.epoch, here)
     return wanted
-
-
-def _substitutions(folder: Path, stretch: _Stretch) -> Iterable[ledger.Substitution]:
-    one = stretch
-    for rank in range(one.num_ranks):
-        name = _NAME.format(one.epoch, one.begin, one.batch_size, one.tail, rank, one.num_ranks, one.replication)
-        path = folder / f"{name}.substitutions"
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                yield ledger.Substitution(*json.loads(line))

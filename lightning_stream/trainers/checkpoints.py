@@ -14,8 +14,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from lightning_stream.errors import StateError
-from lightning_stream.loading.plain import STATE_KEY as _KEY  # of both trainers
-from lightning_stream.loading.plain import unpacked
+from lightning_stream.loading.plain import STATE_KEY, unpacked
 
 # Composer's checkpoints hold these beside tensors and plain values: the clock's times, and numpy's random state.
 _PLAIN = (timedelta, TorchVersion, np.ndarray, np.dtype, type(np.dtype(np.uint32)))
@@ -39,7 +38,7 @@ def read_position(checkpoint: str | os.PathLike[str], *, trusted: bool = False) 
         raise FileNotFoundError(f"a position is read from a checkpoint's file or folder, but there is none at {path}")
     content = _read_folder(path, trusted) if path.is_dir() else _read_file(path, trusted)
     of_composer = (content.get("state") or {}).get("dataset_state") or {}
-    of_lightning = (content.get("callbacks") or {}).get(_KEY) or {}
+    of_lightning = (content.get("callbacks") or {}).get(STATE_KEY) or {}
     state = unpacked(of_composer.get("train")) or of_lightning.get("position")
     if state is None:
         raise StateError(
@@ -79,10 +78,9 @@ def _read_file(path: Path, trusted: bool) -> Mapping[str, Any]:
     reconstruct: Any = np.empty(0).__reduce__()[0]  # numpy keeps it in a private module, which it has moved
     with torch.serialization.safe_globals([*_PLAIN, reconstruct]):
         # Mapped, tensors are read only where they are used; files of torch before 1.6 are no zip files.
-        content: Mapping[str, Any] = torch.load(
-            path, map_location="cpu", weights_only=not trusted, mmap=zipfile.is_zipfile(path)
-        )
-    return content
+        is_zip = zipfile.is_zipfile(path)
+        found: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=not trusted, mmap=is_zip)
+    return found
 
 
 def _read_folder(path: Path, trusted: bool) -> Mapping[str, Any]:
@@ -92,9 +90,9 @@ def _read_folder(path: Path, trusted: bool) -> Mapping[str, Any]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    wanted: dict[str, Any] = {"state": {"dataset_state": {"train": {_KEY: ""}}}}
+    wanted: dict[str, Any] = {"state": {"dataset_state": {"train": {STATE_KEY: ""}}}}
     reader = FileSystemReader(path)
-    if f"state.dataset_state.train.{_KEY}" not in reader.read_metadata().state_dict_metadata:
+    if f"state.dataset_state.train.{STATE_KEY}" not in reader.read_metadata().state_dict_metadata:
         return {}
     load(wanted, storage_reader=reader, no_dist=True)
     return wanted

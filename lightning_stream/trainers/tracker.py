@@ -21,13 +21,13 @@ from lightning_stream.errors import LedgerError, StateError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.loading.randomness import sample_seed
-from lightning_stream.loading.settings import BatchSettings
+from lightning_stream.loading.source import BatchSettings
 from lightning_stream.order import Position, is_mosaic_state
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches, Place
 from lightning_stream.trainers.agreement import check_ranks_agree
 from lightning_stream.trainers.audit import DeliveryRecord
 
-ON_MISSING = ("error", "restart")
+_ON_MISSING = ("error", "restart")
 
 
 class PositionTracker:
@@ -74,24 +74,24 @@ class PositionTracker:
         seed_steps: int | None = None,
         on_missing_state: str = "error",
     ) -> None:
-        if on_missing_state not in ON_MISSING:
-            raise ValueError(f"on_missing_state is {' or '.join(map(repr, ON_MISSING))}; found {on_missing_state!r}")
+        if on_missing_state not in _ON_MISSING:
+            raise ValueError(f"on_missing_state is {' or '.join(map(repr, _ON_MISSING))}; found {on_missing_state!r}")
         self.check_delivery, self.record_delivery = check_delivery, record_delivery
         self.seed_steps, self.on_missing_state = seed_steps, on_missing_state
         self._loader: StreamingDataLoader | None = None
         self.num_steps = 0  # optimizer steps of this run so far, where the trainer counts none itself
         self.num_lost = self.num_repeated = 0  # samples of this process's run, against the plan
         self.output: Callable[[str], object] = print
-        self._committed: Position | None = None
+        self.known: Position | None = None  # everything before it was trained on; None before that was asked for
+        self.current: MicroBatch | None = None  # the micro-batch in training
+        self.epoch_in_training = -1  # the epoch of the micro-batch that was taken last; -1 before any
         self._proven: Position | None = None  # the last position with a ledger's sum of its own
         self._batches: MicroBatches | None = None  # from where this iteration of the epoch began
         self._base = 0  # the trainer's number of the first of them
         self._walk: Iterator[MicroBatch] | None = None
         self._next = (-1, 0)  # (epoch, number) of the micro-batch that the walk gives next
         self._epoch = -1  # the epoch that `_batches` belongs to
-        self._taken_epoch = -1
         self._place: Place | None = None
-        self._current: MicroBatch | None = None
         self._record: DeliveryRecord | None = None
         self._settings: BatchSettings | None = None
         self._own: LoaderIterator | None = None  # the iteration of a plain loop
@@ -118,7 +118,7 @@ class PositionTracker:
         if self.is_attached and self._loader is not loader:
             self.loader.released()
         self._loader, self.is_attached = loader, True
-        self._committed = position
+        self.known = position
         self._owns = owns or self._is_own
         if self._record is not None:
             self._record.close()
@@ -134,7 +134,7 @@ class PositionTracker:
             self._record.close()
         if self.is_attached:
             self.loader.released()
-        self.is_attached, self._own, self._current = False, None, None
+        self.is_attached, self._own, self.current = False, None, None
 
     @property
     def loader(self) -> StreamingDataLoader:
@@ -158,21 +158,11 @@ class PositionTracker:
     # What the loader asks, see `Driver`
 
     @property
-    def known(self) -> Position | None:
-        """The run's position; None for its start, before that was asked for."""
-        return self._committed
-
-    @property
     def position(self) -> Position:
         """Everything before it was trained on."""
-        if self._committed is None:
-            self._committed = self.loader.begins_at or self.loader.first_position()
-        return self._committed
-
-    @property
-    def current(self) -> MicroBatch | None:
-        """The micro-batch in training."""
-        return self._current
+        if self.known is None:
+            self.known = self.loader.begins_at or self.loader.first_position()
+        return self.known
 
     def _is_own(self, iterator: LoaderIterator) -> bool:
         return iterator is self._own
@@ -187,7 +177,7 @@ class PositionTracker:
     def note_batch(self, iterator: LoaderIterator) -> None:
         """Take note of a batch that is about to be handed out."""
         if iterator is self._own:
-            self._current = iterator.last_batch
+            self.current = iterator.last_batch
 
     def state(self) -> dict[str, Any]:
         """The position as plain values, the same on every rank; no collective."""
@@ -208,14 +198,16 @@ class PositionTracker:
             return
         self.is_of_mosaic = is_mosaic_state(state)
         here = self.loader.accept(state)
-        # At the end of an epoch's data the trainer may have yet to end that epoch: keep which it was.
-        reached = int(state["sample_in_epoch"] if self.is_of_mosaic else state["position"])
         self.resume(here)
-        self.move_to(replace(here, epoch=int(state["epoch"]), position=reached) if self.takes_states else here)
+        if self.takes_states and here.epoch > (epoch := int(state["epoch"])):
+            # At the end of an epoch's data the trainer may have yet to end that epoch: keep which it was.
+            whole = self.loader.micro_batches_from(replace(here, epoch=epoch, position=0)).plan.order
+            reached = int(state["sample_in_epoch"] if self.is_of_mosaic else state["position"])
+            self.move_to(replace(here, epoch=epoch, position=min(reached, whole.num_samples)))
 
     def move_to(self, position: Position) -> None:
         """Set where the run is."""
-        self._committed = position
+        self.known = position
         self._forget_epoch()
 
     def resume(self, position: Position) -> None:
@@ -243,11 +235,8 @@ class PositionTracker:
     def end_run(self) -> None:
         """Report what a resumed run lost and repeated, which is nothing."""
         if self.is_resumed:
-            here = self.position
-            self.say(
-                f"Trained up to epoch {here.epoch}, sample {here.position:,}: {self.num_lost} lost, "
-                f"{self.num_repeated} repeated"
-            )
+            here, found = self.position, f"{self.num_lost} lost, {self.num_repeated} repeated"
+            self.say(f"Trained up to epoch {here.epoch}, sample {here.position:,}: {found}")
             self.is_resumed = self._has_said = False
 
     def say(self, sentence: str) -> None:
@@ -275,10 +264,9 @@ class PositionTracker:
         if self._batches is None or self.position.epoch > self._epoch:
             self.begin_epoch(self.loader.batches_before(self.position))
         planned = self._planned(number - self._base)
-        seen = self._current  # delivered by the loader's own iteration
         if self.check_delivery:
-            _compare(planned, seen, number)
-        self._place, seen, self._taken_epoch = planned, seen or planned, planned.epoch
+            _compare(planned, self.current, number)
+        self._place, seen, self.epoch_in_training = planned, self.current or planned, planned.epoch
         if self._record is not None:
             self._record.take(seen)
         if self.seed_steps is not None:
@@ -288,7 +276,7 @@ class PositionTracker:
     def _planned(self, j: int) -> MicroBatch:
         batches = self._batches
         assert batches is not None
-        if j >= len(batches) or j < 0:
+        if not 0 <= j < len(batches):
             raise LedgerError(
                 f"an epoch has the micro-batches that were planned, {len(batches)} from here on, but the trainer asks "
                 f"for number {j}. The weights of the last checkpoint are still right: resume from it"
@@ -303,12 +291,11 @@ class PositionTracker:
     def _count_gap(self, due: int, found: int) -> None:
         """Count the samples of micro-batches that were skipped or repeated."""
         assert self._batches is not None
-        for j in range(min(due, found), max(due, found)):
-            count = self._batches[j].num_samples
-            if found > due:
-                self.num_lost += count
-            else:
-                self.num_repeated += count
+        count = sum(self._batches[j].num_samples for j in range(min(due, found), max(due, found)))
+        if found > due:
+            self.num_lost += count
+        else:
+            self.num_repeated += count
 
     def stepped(self, *, ends_epoch: bool = False, whole_steps: bool = True) -> None:
         """Commit the micro-batch in training: the optimizer has stepped.
@@ -324,9 +311,9 @@ class PositionTracker:
         if place is None:
             return
         if self.ends_epochs and (place.ends_epoch or ends_epoch):
-            self._committed = replace(self.position, epoch=place.epoch).next_epoch()
+            self.known = replace(self.position, epoch=place.epoch).next_epoch()
         elif place.completes_step:
-            self._committed = replace(self.position, epoch=place.epoch, position=place.end)
+            self.known = replace(self.position, epoch=place.epoch, position=place.end)
         elif whole_steps:
             raise StateError(
                 "an optimizer step must use up whole global batches, but the trainer stepped in the middle of the one "
@@ -341,17 +328,12 @@ class PositionTracker:
     def epoch_over(self) -> None:
         """Begin the next epoch, also where the trainer cut this one short."""
         if self.position.epoch == self._epoch:
-            self._committed = self.position.next_epoch()
+            self.known = self.position.next_epoch()
         self._place = None
-
-    @property
-    def epoch_in_training(self) -> int:
-        """The epoch of the micro-batch that was taken last; -1 before any."""
-        return self._taken_epoch
 
     def _forget_epoch(self) -> None:
         self._batches = self._walk = self._place = self._settings = None
-        self._epoch, self._taken_epoch, self._next = -1, -1, (-1, 0)
+        self._epoch, self.epoch_in_training, self._next = -1, -1, (-1, 0)
 
     # A plain loop
 

@@ -10,19 +10,18 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from lightning_stream.errors import ConflictError, suggesting
-from lightning_stream.formats.codecs import check_compression, compress, extension
+from lightning_stream.formats.codecs import check_compression, compress
 from lightning_stream.formats.hashing import digest_parts, hashes_to_write
 from lightning_stream.formats.index.schema import MAX_FILE_BYTES, FileEntry, Schema, file_object, schema_object
 from lightning_stream.formats.shard_encoder import EncodedBatch, ShardEncoder
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.writer.batch import batch_columns
-from lightning_stream.writer.infer import infer_batch_columns, infer_columns
+from lightning_stream.writer.infer import infer_column, infer_columns
 from lightning_stream.writer.pipeline import Pipeline
 from lightning_stream.writer.place import DatasetPlace, Mode, Out
 from lightning_stream.writer.shard_buffer import Pool, ShardBuffer
@@ -35,18 +34,12 @@ _DEFAULT_WORKERS = 4
 _QUICK_HASHES = frozenset({"xxh3_64", "xxh3_128", "xxh128", "xxh64"})  # faster than any disk
 
 
-@dataclass(frozen=True)
-class WriterConfig:
+class WriterConfig(NamedTuple):
     """How shards are cut and packed."""
 
     compression: str | None
     hashes: tuple[str, ...]
     size_limit: int | None
-
-    def num_workers(self, is_local: bool) -> int:
-        """The default number of threads. One thread holds less memory, and suffices if a disk is the limit."""
-        only_writes = is_local and self.compression is None and _QUICK_HASHES.issuperset(self.hashes)
-        return 1 if only_writes else min(_DEFAULT_WORKERS, os.cpu_count() or 1)
 
     @classmethod
     def make(cls, compression: str | None, hashes: Iterable[str] | None, limit: float | str | None) -> WriterConfig:
@@ -90,7 +83,7 @@ class ShardWriter(ABC):
         store_options: Mapping[str, Any] | None = None,
         exist_ok: bool = False,
     ) -> None:
-        config = WriterConfig.make(compression, hashes, size_limit)
+        self._config = codec, names, limit = WriterConfig.make(compression, hashes, size_limit)
         if append and (overwrite or exist_ok):
             raise ValueError("append=True adds to the dataset, overwrite=True replaces it; found both. Pass one.")
         if not isinstance(out, DatasetPlace):
@@ -98,14 +91,15 @@ class ShardWriter(ABC):
             out = DatasetPlace(out, keep_local, {**retries, **(store_options or {})})
         self._place = place = out
         self._mode: Mode = "append" if append else "overwrite" if overwrite or exist_ok else "new"
-        self._config = config
         self._columns = None if columns is None else dict(columns)
         self._num_columns = 0
         self._has_reported_extra = False
         self._progress_bar = progress_bar
-        self._max_file_bytes = MAX_FILE_BYTES if config.size_limit is None else config.size_limit
-        workers = config.num_workers(place.is_local) if max_workers is None else max_workers
-        self._pipeline: Pipeline[dict[str, Any]] = Pipeline(workers)
+        self._max_file_bytes = MAX_FILE_BYTES if limit is None else limit
+        if max_workers is None:  # one thread holds less memory, and suffices if a disk is the limit
+            only_writes = place.is_local and codec is None and _QUICK_HASHES.issuperset(names)
+            max_workers = 1 if only_writes else min(_DEFAULT_WORKERS, os.cpu_count() or 1)
+        self._pipeline: Pipeline[dict[str, Any]] = Pipeline(max_workers)
         self._encoder: ShardEncoder | None = None
         self._opened = self._finished = False
         self._num_sent = 0
@@ -113,7 +107,7 @@ class ShardWriter(ABC):
         self._buffer = ShardBuffer(self._pool, 0)
         self.num_samples = 0
         # Users of MDS writers read these. This class does not: a subclass may give the names another meaning.
-        self.size_limit, self.compression, self.hashes = config.size_limit, config.compression, list(config.hashes)
+        self.size_limit, self.compression, self.hashes = limit, codec, list(names)
         self.local, self.remote, self.keep_local = place.local, place.remote, place.keep_local
         self.shards: list[dict[str, Any]] = []
         self._show_columns(self._columns)
@@ -151,7 +145,7 @@ class ShardWriter(ABC):
         if sample is not None:
             return self._inferred(infer_columns(sample))
         if batch is not None:
-            return self._inferred(infer_batch_columns(batch))
+            return self._inferred({name: infer_column(name, values) for name, values in batch.items()})
         raise ValueError("no columns were given, and there is no sample to infer them from. Pass columns=.")
 
     def write(self, sample: Mapping[str, Any]) -> None:
@@ -200,26 +194,23 @@ class ShardWriter(ABC):
             return
         ends = np.cumsum(batch.sizes + encoder.per_sample_overhead)
         self._check_fits(encoder, int(batch.sizes.max()), int(ends[-1]))
+        begin = taken = 0
         try:
-            self._copy_rows(encoder, batch, ends)
+            while begin < len(ends):
+                room = self._max_file_bytes - self._buffer.file_bytes
+                end = max(begin, int(np.searchsorted(ends, taken + room, side="right")))
+                if end == begin and self._buffer.sizes:
+                    self._send(encoder)
+                    continue
+                end, buffer = max(end, begin + 1), self._buffer  # a row that fits no shard gets one of its own
+                batch.copy_to(buffer, begin, end)
+                buffer.sizes += batch.sizes[begin:end].tolist()
+                buffer.file_bytes += int(ends[end - 1]) - taken
+                begin, taken = end, int(ends[end - 1])
         except BaseException as error:
             self._pipeline.fail(error)
             raise
         self.num_samples += len(batch.sizes)
-
-    def _copy_rows(self, encoder: ShardEncoder, batch: EncodedBatch, ends: Any) -> None:
-        begin = taken = 0
-        while begin < len(ends):
-            room = self._max_file_bytes - self._buffer.file_bytes
-            end = max(begin, int(np.searchsorted(ends, taken + room, side="right")))
-            if end == begin and self._buffer.sizes:
-                self._send(encoder)
-                continue
-            end, buffer = max(end, begin + 1), self._buffer  # a row that fits no shard gets one of its own
-            batch.copy_to(buffer, begin, end)
-            buffer.sizes += batch.sizes[begin:end].tolist()
-            buffer.file_bytes += int(ends[end - 1]) - taken
-            begin, taken = end, int(ends[end - 1])
 
     def finish(self) -> None:
         """Write the last shard, wait until all shards are put, and put the index. A second call does nothing.
@@ -254,23 +245,17 @@ class ShardWriter(ABC):
             self._place.begin(self._mode)
             self._opened = True
         encoder = self._make_encoder(self._chosen(sample, batch))
-        self._check_base(encoder)
-        self._buffer = ShardBuffer(self._pool, encoder.header_bytes)
-        self._encoder, self._num_columns = encoder, len(encoder.schema.names)
-        self._show_columns(encoder.schema.columns)
-        return encoder
-
-    def _check_base(self, encoder: ShardEncoder) -> None:
-        """Raise ValueError unless shards of this encoder fit the dataset that they are appended to."""
         base, new = self._place.base, encoder.schema
-        if base is None or not base.schemas:
-            return
-        old = base.schemas[0]
-        if old.format != new.format or old.columns != new.columns:
+        old = base.schemas[0] if base is not None and base.schemas else new
+        if base is not None and (old.format, old.columns) != (new.format, new.columns):
             raise ValueError(
                 f"appended shards must have the dataset's format and columns; {base.where} has {old.format} "
                 f"{old.columns}, got {new.format} {new.columns}. Write another dataset, and mix or merge them."
             )
+        self._buffer = ShardBuffer(self._pool, encoder.header_bytes)
+        self._encoder, self._num_columns = encoder, len(encoder.schema.names)
+        self._show_columns(encoder.schema.columns)
+        return encoder
 
     def _report_extra_columns(self, encoder: ShardEncoder, given: Iterable[str]) -> None:
         """Warn once about values that belong to no column. ValueError if the caller did not choose the columns."""
@@ -294,7 +279,7 @@ class ShardWriter(ABC):
         """Raise ValueError unless samples can be written: the largest has `num_bytes`, all need `total_bytes`."""
         if encoder.header_bytes + num_bytes + encoder.per_sample_overhead > MAX_FILE_BYTES:
             raise ValueError(f"a shard must stay under 4 GiB; one sample has {num_bytes:,} bytes. Split the sample.")
-        if self._config.size_limit is None and self._buffer.file_bytes + total_bytes > self._max_file_bytes:
+        if encoder.schema.size_limit is None and self._buffer.file_bytes + total_bytes > self._max_file_bytes:
             raise ValueError(
                 f"without size_limit all samples go to one shard of 4 GiB; after {self.num_samples:,} it is full. "
                 "Set size_limit."
@@ -358,7 +343,7 @@ def _put_file(
     stored = parts if codec is None else [compress(codec, b"".join(parts))]
     name = place.name_of(name, stored)
     raw = _file_entry(name, parts, schema.hashes)
-    packed = None if codec is None else _file_entry(f"{name}.{extension(codec)}", stored, schema.hashes)
+    packed = None if codec is None else _file_entry(f"{name}.{codec.partition(':')[0]}", stored, schema.hashes)
     if after is not None:
         after.result()
     place.put_shard((packed or raw).basename, stored)

@@ -21,12 +21,8 @@ def infer_columns(sample: Mapping[str, Any]) -> dict[str, str]:
     return {name: infer_encoding(name, value) for name, value in sample.items()}
 
 
-def infer_batch_columns(columns: Mapping[str, Any]) -> dict[str, str]:
-    """As `infer_columns`, for a batch; a column of one array of several dimensions gets a fixed shape."""
-    return {name: _infer_column(name, values) for name, values in columns.items()}
-
-
-def _infer_column(name: str, values: Any) -> str:
+def infer_column(name: str, values: Any) -> str:
+    """As `infer_columns`, for one column of a batch; an array of several dimensions gets a fixed shape."""
     if isinstance(values, BinaryColumn):
         return values.encoding
     if isinstance(values, np.ndarray) and values.dtype.kind in "iufb" and values.ndim:

@@ -30,18 +30,13 @@ def write_file(path: Path, parts: Sequence[Any]) -> None:
     """Write a new file from its parts; AlreadyExistsError if there is one. A missing folder is created."""
     views = [memoryview(part).cast("B") for part in parts]
     with locked_draft(path) as draft:
-        _write(draft, views)
+        with draft.open("wb", buffering=0) as file:
+            if sum(map(len, views)) >= _MIN_DIRECT_BYTES and _set_direct(file.fileno(), draft.parent):
+                _write_direct(file.fileno(), views)
+            else:
+                for k in range(0, len(views), _MAX_VECTORS):
+                    _write_all(file.fileno(), views[k : k + _MAX_VECTORS])
         publish_new(draft, path)
-
-
-def _write(draft: Path, views: list[memoryview]) -> None:
-    with draft.open("wb", buffering=0) as file:
-        fd = file.fileno()
-        if sum(map(len, views)) >= _MIN_DIRECT_BYTES and _set_direct(fd, draft.parent):
-            _write_direct(fd, views)
-            return
-        for k in range(0, len(views), _MAX_VECTORS):
-            _write_all(fd, views[k : k + _MAX_VECTORS])
 
 
 def _write_direct(fd: int, views: Iterable[memoryview]) -> None:

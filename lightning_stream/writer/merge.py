@@ -65,7 +65,7 @@ def merge_index(
     place.begin("merge")
     store = place.store
     if listed:
-        folders = [_below(_last(one), _last(root)) for one in indexes]  # type: ignore[union-attr]
+        folders = [_below(one, root) for one in indexes]  # type: ignore[union-attr]
     else:
         folders = _partitions(entry.name for entry in store.list(""))
     if not folders:
@@ -81,19 +81,16 @@ def merge_index(
     place.commit_index(b'{"version": 2, "shards": [' + b", ".join(texts) + b"]}")
 
 
-def _last(place: Any) -> str:
-    last = place[-1] if isinstance(place, (tuple, list)) else place
-    return os.path.expanduser(os.fspath(last)).rstrip("/")  # noqa: PTH111 - may be a URL
-
-
-def _below(index: str, root: str) -> str:
+def _below(index: Any, root: Any) -> str:
     """Return the folder of an index, relative to the root."""
+    lasts = (place[-1] if isinstance(place, (tuple, list)) else place for place in (index, root))
+    index, root = (os.path.expanduser(os.fspath(last)).rstrip("/") for last in lasts)  # noqa: PTH111 - may be URLs
     folder = index.removesuffix(f"/{INDEX_NAME}")
     if "://" not in folder and "://" not in root:
         folder, root = os.path.abspath(folder), os.path.abspath(root)  # noqa: PTH100 - no links are to be followed
     if not folder.startswith(f"{root}/"):
         raise ValueError(f"all indexes must be below the root, {redact(root)}; got {redact(index)}.")
-    return folder[len(root) + 1 :]
+    return str(folder[len(root) + 1 :])
 
 
 def _partitions(names: Iterable[str]) -> list[str]:

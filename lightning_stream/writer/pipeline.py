@@ -23,12 +23,8 @@ class Pipeline(Generic[T]):
         self._slots = threading.BoundedSemaphore(max(1, max_workers))
         self._pool: ThreadPoolExecutor | None = None
         self._futures: list[Future[T]] = []
+        self.first: Future[T] | None = None  # that of the first job, once it was submitted
         self._failure: BaseException | None = None
-
-    @property
-    def first(self) -> Future[T] | None:
-        """The first job's future; None before it was submitted."""
-        return self._futures[0] if self._futures else None
 
     def submit(self, job: Callable[[], T]) -> None:
         """Start a job. It raises the failure of an earlier job, or of this one if it runs here."""
@@ -44,6 +40,7 @@ class Pipeline(Generic[T]):
                 future = self._pool.submit(job)
                 future.add_done_callback(self._done)
             self._futures.append(future)
+            self.first = self._futures[0]
         except BaseException as error:
             self.fail(error)
             raise
@@ -60,8 +57,6 @@ class Pipeline(Generic[T]):
         except BaseException as error:
             self.fail(error)
             raise
-        finally:
-            self.close()
 
     def close(self) -> None:
         """Drop the jobs that have not begun, and wait for those that run."""

@@ -17,17 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import xxhash
-
-from lightning_stream.errors import (
-    AlreadyExistsError,
-    ConflictError,
-    FormatError,
-    NotFoundError,
-    StoreError,
-    UnavailableError,
-    redact,
-)
+from lightning_stream import errors
+from lightning_stream.formats.hashing import digest_parts
 from lightning_stream.formats.index import INDEX_NAME, Index, version_name
 from lightning_stream.stores import LocalStore, ObjectEntry, Store, open_store
 from lightning_stream.stores.drafts import sweep_drafts
@@ -56,22 +47,16 @@ class Seen:
     @classmethod
     def of(cls, store: Store, name: str) -> Seen:
         """Read an object with its version."""
-        try:
-            with store.open(name) as body:
-                return cls(b"".join(body), body.version)
-        except NotFoundError:
-            return cls()
+        with contextlib.suppress(errors.NotFoundError), store.open(name) as body:
+            return cls(b"".join(body), body.version)
+        return cls()
 
 
 class DatasetPlace:
     """A local folder, a remote store, or both: `begin`, `put_shard` and `commit` change the dataset there as a whole.
 
-    It can be pickled before `begin`. Threads may put shards at the same time.
-
-    Args:
-        out: A path, a URL, or (local path, URL). The local folder of a pair is only written with ``keep_local``.
-        keep_local: Keep the local copies of a pair.
-        store_options: Options of the remote store, e.g. ``endpoint_url``.
+    It can be pickled before `begin`. Threads may put shards at the same time. The arguments are those of `MDSWriter`;
+    the local folder of a pair is only written with ``keep_local``.
 
     Attributes:
         local, remote: The local folder and the URL of `out`; None where it has none.
@@ -83,10 +68,10 @@ class DatasetPlace:
         places = tuple(out) if isinstance(out, (tuple, list)) else (out,)
         named = all(isinstance(place, (str, os.PathLike)) and str(place) for place in places)
         if not named or len(places) not in (1, 2):
-            raise ValueError(f"out must be a path, a URL, or (local path, URL); got {redact(repr(out))}.")
+            raise ValueError(f"out must be a path, a URL, or (local path, URL); got {errors.redact(repr(out))}.")
         urls = [os.path.expanduser(place) for place in places]  # noqa: PTH111 - may be URLs
         if len(urls) == 2 and (is_remote(urls[0]) or urls[0] == urls[1]):
-            raise ValueError(f"out as a pair must be (local path, URL), two places; got {redact(repr(out))}.")
+            raise ValueError(f"out as a pair must be (local path, URL), two places; got {errors.redact(repr(out))}.")
         self.local = next((url for url in urls if not is_remote(url)), None)
         self.remote = next((url for url in urls[::-1] if len(urls) == 2 or is_remote(url)), None)
         self.keep_local = keep_local
@@ -113,16 +98,11 @@ class DatasetPlace:
         return self.stores[0]
 
     def begin(self, mode: Mode, also: Iterable[str] = ()) -> None:
-        """Read the index that is there, before anything is written.
+        """Read the index that is there, and the objects `also`, which will be swapped too, before anything is written.
 
-        Args:
-            mode: ``"new"``: there must be no files. ``"append"``: shards are added. ``"overwrite"``: `commit` replaces
-                the dataset. ``"merge"``: only the index is put.
-            also: Further objects that will be swapped.
-
-        Raises:
-            FileExistsError: There are files already, and the dataset should be a new one.
-            ValueError: There is no dataset to append to, or the places of a pair hold different ones.
+        ``"new"``: FileExistsError if there are files. ``"append"``: shards are added; ValueError if there is no
+        dataset, or the places of a pair hold different ones. ``"overwrite"``: `commit` replaces the dataset.
+        ``"merge"``: only the index is put.
         """
         self.mode = mode
         for store in self.stores:
@@ -136,26 +116,22 @@ class DatasetPlace:
                 )
         for name in (INDEX_NAME, *also):
             self._begun_with[name] = [Seen() if mode == "new" else Seen.of(store, name) for store in self.stores]
-        if mode == "append":
-            self.base = self._read_base()
+        if mode != "append":
+            return
+        base, *others = (seen.data for seen in self._begun_with[INDEX_NAME])
+        if base is None:
+            raise ValueError(f"append=True needs a dataset; {self.store.url} has no {INDEX_NAME}.")
+        self.base = Index.from_bytes(base, f"{self.store.url}/{INDEX_NAME}")
+        if any(text != base for text in others):
+            raise ValueError(
+                "both places of a pair must hold the dataset that is appended to. Pass keep_local=False, or copy it "
+                f"from {self.store.url} to {self.stores[1].url}."
+            )
 
     @property
     def files_begun_with(self) -> set[str]:
         """The files of the dataset that was there when the writer began."""
         return listed_files(self._begun_with[INDEX_NAME][0].data)
-
-    def _read_base(self) -> Index:
-        texts = [seen.data for seen in self._begun_with[INDEX_NAME]]
-        if texts[0] is None:
-            raise ValueError(f"append=True needs a dataset; {self.store.url} has no {INDEX_NAME}.")
-        base = Index.from_bytes(texts[0], f"{self.store.url}/{INDEX_NAME}")
-        for store, text in zip(self.stores, texts, strict=True):
-            if text != texts[0]:
-                raise ValueError(
-                    "both places of a pair must hold the dataset that is appended to. Pass keep_local=False, or copy "
-                    f"it from {self.store.url} to {store.url}."
-                )
-        return base
 
     @cached_property
     def next_shard(self) -> int:
@@ -182,18 +158,22 @@ class DatasetPlace:
     def put_shard(self, name: str, parts: Sequence[Any]) -> None:
         """Put one file of a shard, under a name by `name_of`. FileExistsError if another writer has put that name."""
         for store in self.stores:
-            if not _put_new(store, name, parts) and self.mode == "new":
-                raise AlreadyExistsError(_another(f"{store.url} holds {name!r} already"))
+            try:
+                if isinstance(store, LocalStore):
+                    with store.translate_errors(name):
+                        write_file(store.folder / name, parts)
+                else:
+                    store.put(name, b"".join(parts), if_absent=True)
+            except errors.AlreadyExistsError:  # noqa: PERF203 (a pair has two stores)
+                if self.mode == "new":
+                    raise errors.AlreadyExistsError(_another(f"{store.url} holds {name!r} already")) from None
         self.put_names.append(name)
 
     def commit(self, entries: Sequence[bytes]) -> None:
         """Put the index of these shards, given as JSON texts; in append mode it lists them after the old ones.
 
-        Then delete what the new index replaced.
-
-        Raises:
-            FileExistsError, ConflictError: Another writer has changed the index since this one began. That dataset
-                stays, and the shards of this writer are deleted.
+        FileExistsError or ConflictError if another writer has changed the index since this one began. That dataset
+        stays, and the shards of this writer are deleted.
         """
         if self.base is None:
             self.commit_index(b'{"shards": [' + b", ".join(entries) + b'], "version": 2}')
@@ -229,7 +209,7 @@ class DatasetPlace:
                     store.put(name, data, if_absent=True)
                 else:
                     store.put(name, data, if_version=seen.version)
-            except (AlreadyExistsError, ConflictError) as error:  # noqa: PERF203 (a pair has two stores)
+            except (errors.AlreadyExistsError, errors.ConflictError) as error:  # noqa: PERF203 (a pair has two stores)
                 if self.mode == "merge" and Seen.of(store, name).data == data:  # another rank merged the same
                     continue
                 for loser in self.stores[number:]:
@@ -254,12 +234,9 @@ class DatasetPlace:
     ) -> None:
         """Delete files after a swap: those that match `ours`, and those of the dataset that was there at `begin`.
 
-        Folders with an index of their own are other datasets, and stay. A file that cannot be deleted is logged.
-
-        Args:
-            before: The names before the swap, one collection per store.
-            ours, keep: A pattern of the names that only writers put; the names that stay.
-            former: False: the dataset that was there at `begin` stays too.
+        `before` has the names before the swap, one collection per store. The names in `keep` stay, and the dataset that
+        was there at `begin` if `former` is False. Folders with an index of their own are other datasets, and stay. A
+        file that cannot be deleted is logged.
         """
         for store, names, seen in zip(self.stores, before, self._begun_with[INDEX_NAME], strict=True):
             listed = listed_files(seen.data)
@@ -272,7 +249,7 @@ class DatasetPlace:
             try:
                 for name in gone:
                     store.delete(name)
-            except StoreError as error:
+            except errors.StoreError as error:
                 _LOG.warning("%s is written; up to %d old files could not be deleted: %s", self, len(gone), error)
             if isinstance(store, LocalStore):
                 _sweep_folders(store, gone)
@@ -281,26 +258,13 @@ class DatasetPlace:
         return " and ".join(store.url for store in self.stores)
 
 
-def _put_new(store: Store, name: str, parts: Sequence[Any]) -> bool:
-    """Put an object, given in parts; False if there is one of that name."""
-    try:
-        if isinstance(store, LocalStore):
-            with store.translate_errors(name):
-                write_file(store.folder / name, parts)
-        else:
-            store.put(name, b"".join(parts), if_absent=True)
-    except AlreadyExistsError:
-        return False
-    return True
-
-
 def _listed(store: Store) -> Iterator[ObjectEntry]:
     """List all files; if the store refuses to list, the index and the files that it lists."""
     try:
         yield from store.list("")
-    except (UnavailableError, NotFoundError):
+    except (errors.UnavailableError, errors.NotFoundError):
         raise
-    except StoreError:  # no right to list, or a web server
+    except errors.StoreError:  # no right to list, or a web server
         index = Seen.of(store, INDEX_NAME).data
         if index is not None:
             yield from (ObjectEntry(name, 0) for name in (INDEX_NAME, *listed_files(index)))
@@ -331,7 +295,7 @@ def listed_files(index: bytes | None) -> set[str]:
     """Return the files that an index lists; none if it is not an index, since then there is no dataset."""
     try:
         found = Index.from_bytes(index or b"", INDEX_NAME)
-    except FormatError:
+    except errors.FormatError:
         return set()
     entries = map(found.entry, range(len(found)))
     return {file.basename for entry in entries for pair in entry.files for file in pair if file is not None}
@@ -339,10 +303,7 @@ def listed_files(index: bytes | None) -> set[str]:
 
 def digest_of(*parts: Any) -> str:
     """Return 16 hex digits that identify these bytes."""
-    total = xxhash.xxh3_128()
-    for part in parts:
-        total.update(part)
-    return str(total.hexdigest()[:16])
+    return digest_parts(["xxh3_128"], parts)["xxh3_128"][:16]
 
 
 def is_remote(url: str) -> bool:

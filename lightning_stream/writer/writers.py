@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from lightning_stream.formats.index.schema import Schema
 from lightning_stream.formats.mds.encode import MdsEncoder
-from lightning_stream.formats.rows.encode import RowEncoder
-from lightning_stream.formats.shard_encoder import ShardEncoder, require_columns
+from lightning_stream.formats.rows import RowEncoder
+from lightning_stream.formats.shard_encoder import ShardEncoder, check_columns
 from lightning_stream.writer.base import ShardWriter
 
 
@@ -45,8 +45,7 @@ class MDSWriter(ShardWriter):
     """
 
     def _make_encoder(self, columns: Mapping[str, str]) -> ShardEncoder:
-        config = self._config
-        return MdsEncoder(columns, config.compression, config.hashes, config.size_limit)
+        return MdsEncoder(columns, *self._config)
 
 
 class _RowWriter(ShardWriter):
@@ -62,12 +61,10 @@ class _RowWriter(ShardWriter):
         super().__init__(**options)
 
     def _make_encoder(self, columns: Mapping[str, str]) -> ShardEncoder:
-        require_columns(columns)
-        config, names = self._config, tuple(sorted(columns))
-        kinds = tuple(columns[name] for name in names)
-        sizes: tuple[None, ...] = (None,) * len(names)
-        about = (config.compression, config.hashes, config.size_limit, self._newline, self._separator)
-        return RowEncoder(Schema(self._format, names, kinds, sizes, *about))
+        check_columns(columns)
+        names = tuple(sorted(columns))
+        kinds, sizes = tuple(columns[name] for name in names), (None,) * len(names)
+        return RowEncoder(Schema(self._format, names, kinds, sizes, *self._config, self._newline, self._separator))
 
     def _inferred(self, columns: dict[str, str]) -> dict[str, str]:
         return {name: re.sub("^u?(int|float).*", r"\1", encoding) for name, encoding in columns.items()}  # without bits

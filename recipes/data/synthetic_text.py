@@ -1,7 +1,5 @@
 """Synthetic text and captioned images, so that the text and caption recipes run offline."""
 
-from __future__ import annotations
-
 import math
 from io import BytesIO
 from random import Random

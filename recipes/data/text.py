@@ -4,14 +4,11 @@ A block is a sample ``{"tokens": uint16[seq_len], "documents": int32[seq_len]}``
 document begins with the bos token. ``documents`` numbers the document of each token, for masking; padding has -1.
 """
 
-from __future__ import annotations
-
 import hashlib
-import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,15 +18,14 @@ from numpy.typing import NDArray
 
 from lightning_stream import Stream, StreamingDataset
 from lightning_stream.convert import Inputs
-from lightning_stream.errors import FormatError, NotFoundError, missing_extra
+from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.stores import open_store
-from recipes.data.base import RecipeData
+from recipes.data.base import PARTITION, SYNTHETIC, RecipeData
 from recipes.data.synthetic_text import story
 
-SYNTHETIC, BYTES = "synthetic", "bytes"
+BYTES = "bytes"
 PADDING = -1
 _BOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "<s>", "</s>", "<eos>", "[SEP]")
-_STORIES_OF_PARTITION = 500
 _TEXT_FILES = (".txt", ".text", ".md")
 
 
@@ -39,11 +35,9 @@ class ByteTokenizer:
     vocab_size, bos_token, fingerprint = 257, 256, BYTES
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """The tokens of a text, without the bos token."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of some tokens; invalid UTF-8 becomes replacement characters."""
         return bytes(token for token in tokens if token < self.bos_token).decode(errors="replace")
 
 
@@ -51,11 +45,9 @@ class FileTokenizer:
     """A Hugging Face ``tokenizer.json``; `bos_token` begins each document, None for a usual token of the file."""
 
     def __init__(self, path: str, bos_token: str | None = None) -> None:
-        try:
-            tokenizers: Any = importlib.import_module("tokenizers")
-        except ModuleNotFoundError as error:
-            raise missing_extra("tokenizers", "text", f"the tokenizer in {path}") from error
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(Path(path).expanduser()))
+        from tokenizers import Tokenizer  # byte tokens do not need it
+
+        self._tokenizer = Tokenizer.from_file(str(Path(path).expanduser()))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size = int(self._tokenizer.get_vocab_size())
@@ -63,39 +55,27 @@ class FileTokenizer:
         found = [token for name in names if (token := self._tokenizer.token_to_id(name)) is not None]
         if not found:
             raise ValueError(
-                f"each document begins with a bos token; {path} has none of {', '.join(names)}. Set data.bos_token to "
-                "a token of this tokenizer."
+                f"each document needs a bos token; {path} has none of {', '.join(names)}. Set data.bos_token."
             )
         self.bos_token = int(found[0])
-        digest = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()[:16]
-        self.fingerprint = f"{digest}-{self.bos_token}"
+        self.fingerprint = f"{hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()[:16]}-{self.bos_token}"
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """The tokens of a text, without those that the tokenizer adds around one."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
 
     def decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode([token for token in tokens if token != self.bos_token])
-        return text
+        return str(self._tokenizer.decode([token for token in tokens if token != self.bos_token]))
 
 
-Tokenizer: TypeAlias = "ByteTokenizer | FileTokenizer"
+AnyTokenizer: TypeAlias = "ByteTokenizer | FileTokenizer"
 
 
 @dataclass(frozen=True)
 class PackBlocks:
     """Packs the documents of a partition into blocks of one length; `convert` calls it in its workers.
 
-    Attributes:
-        tokenizer: ``bytes``, or the path of a ``tokenizer.json``.
-        bos_token: See `FileTokenizer`.
-        seq_len: Tokens of a block.
-        text_key: The column of the text.
-        separator: What divides a text into documents; None where each text is one.
-        val_fraction: Share of the documents in the validation split, chosen by a hash of their text.
-        split: ``train`` or ``val``, of which only that split's documents are packed; None for all.
-        is_single: Whether the source is one document, which is cut in two at a line's end.
-        fingerprint: The tokenizer's: with another one, `convert` makes another dataset.
+    With a `split`, only its documents are packed: a hash of the text puts `val_fraction` of them into ``val``. A source
+    that `is_single`, one document, is cut in two at a line's end. The `fingerprint` is the tokenizer's.
     """
 
     tokenizer: str = BYTES
@@ -108,24 +88,25 @@ class PackBlocks:
     is_single: bool = False
     fingerprint: str = ""
 
-    def load_tokenizer(self) -> Tokenizer:
+    def load_tokenizer(self) -> AnyTokenizer:
         return ByteTokenizer() if self.tokenizer == BYTES else FileTokenizer(self.tokenizer, self.bos_token)
 
     def __call__(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, NDArray[Any]]]:
         """Pack a partition; its last block is padded."""
         tokenizer = self.load_tokenizer()
-        dtype = token_dtype(tokenizer.vocab_size)
-        tokens, documents = np.empty(0, np.int64), np.empty(0, np.int32)
+        bos, left = tokenizer.bos_token, np.empty((2, 0), np.int64)  # tokens, and the number of each one's document
         for number, text in enumerate(self.texts(rows)):
-            encoded = tokenizer.encode(text)
-            tokens = np.concatenate([tokens, [tokenizer.bos_token], encoded])
-            documents = np.concatenate([documents, np.full(len(encoded) + 1, number, np.int32)])
-            whole = len(tokens) // self.seq_len * self.seq_len
-            yield from self._blocks(tokens[:whole].astype(dtype), documents[:whole])
-            tokens, documents = tokens[whole:], documents[whole:]
-        padding = (0, -len(tokens) % self.seq_len)
-        tokens = np.pad(tokens, padding, constant_values=tokenizer.bos_token)
-        yield from self._blocks(tokens.astype(dtype), np.pad(documents, padding, constant_values=PADDING))
+            tokens = np.concatenate([[bos], tokenizer.encode(text)])
+            left = np.concatenate([left, [tokens, np.full(len(tokens), number)]], 1)
+            whole = left.shape[1] // self.seq_len * self.seq_len
+            yield from self._blocks(left[:, :whole], tokenizer.vocab_size)
+            left = left[:, whole:]
+        padding = np.repeat([[bos], [PADDING]], -left.shape[1] % self.seq_len, 1)
+        yield from self._blocks(np.concatenate([left, padding], 1), tokenizer.vocab_size)
+
+    def _blocks(self, both: NDArray[np.int64], vocab_size: int) -> Iterator[dict[str, NDArray[Any]]]:
+        for tokens, documents in both.reshape(2, -1, self.seq_len).swapaxes(0, 1):
+            yield {"tokens": tokens.astype(token_dtype(vocab_size)), "documents": documents.astype(np.int32)}
 
     def texts(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         """The documents of the split."""
@@ -143,11 +124,6 @@ class PackBlocks:
                 if part.strip() and (self.is_single or self.split in (None, split_of(part, self.val_fraction))):
                     yield part
 
-    def _blocks(self, tokens: NDArray[Any], documents: NDArray[Any]) -> Iterator[dict[str, NDArray[Any]]]:
-        for begin in range(0, len(tokens), self.seq_len):
-            block = slice(begin, begin + self.seq_len)
-            yield {"tokens": tokens[block], "documents": documents[block]}
-
 
 def token_dtype(vocab_size: int) -> str:
     """The smallest dtype that holds every token."""
@@ -159,24 +135,12 @@ def split_of(text: str, val_fraction: float) -> str:
     return "val" if xxhash.xxh3_64_intdigest(text.encode()) / 2**64 < val_fraction else "train"
 
 
-def read_stories(numbers: tuple[int, int, int]) -> Iterator[dict[str, str]]:
-    """Synthetic stories as rows: of a seed, from a first to a last number."""
-    seed, begin, end = numbers
-    return ({"text": story(number, seed)} for number in range(begin, end))
+def read_story(number: int, seed: int) -> list[dict[str, str]]:
+    return [{"text": story(number, seed)}]
 
 
 class TextData(RecipeData):
-    """Streams blocks of tokens: ``{"tokens": uint16[n, seq_len], "documents": int32[n, seq_len]}`` a batch.
-
-    Args:
-        source: ``synthetic`` (stories), a text file, JSON lines (plain, ``.gz``, ``.zst``), or a folder of such.
-        separator: What divides the texts into documents, e.g. two line ends; None where each is one.
-        text_key: The column of the text in JSON lines.
-        train_files, val_files: Patterns of files in the folder, e.g. ``c4-train.*``; None divides by `val_fraction`.
-        synthetic_count, synthetic_seed: How many stories, and which.
-        tokenizer, bos_token, seq_len: See `PackBlocks`.
-        **shared: See `RecipeData`.
-    """
+    """Streams blocks of tokens; configs/data/text.yaml describes the settings."""
 
     token_column = "tokens"
 
@@ -191,11 +155,10 @@ class TextData(RecipeData):
         self.pack = PackBlocks(tokenizer, bos_token, seq_len, text_key, separator)
         self.files = {"train": train_files, "val": val_files}
         self.synthetic = (synthetic_count, synthetic_seed)
-        settings = {**asdict(self.pack), **self.files, "synthetic": self.synthetic}
-        super().__init__(settings=settings, **{"name": "text", **shared})
+        super().__init__(settings={**asdict(self.pack), **self.files, "synthetic": self.synthetic}, **shared)
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> AnyTokenizer:
         return self.pack.load_tokenizer()
 
     @property
@@ -207,71 +170,54 @@ class TextData(RecipeData):
         """Convert the source once; refuse a dataset of another tokenizer or another length of blocks."""
         super().prepare_data()
         expected = {"tokenizer": self.tokenizer.fingerprint, "seq_len": self.pack.seq_len}
-        try:
-            found = json.loads(open_store(self.uri).read("text.json"))
-        except NotFoundError as error:
-            raise NotFoundError(f"no converted text at {self.uri}. Set data.source to the text to convert.") from error
+        found = json.loads(open_store(self.uri).read("text.json"))
         if found != expected:
-            raise FormatError(
-                f"the blocks at {self.uri} were made with {found}; found {expected}. Set data.tokenizer, "
-                "data.bos_token and data.seq_len to theirs."
-            )
+            advice = "Set data.tokenizer, data.bos_token and data.seq_len to theirs."
+            raise FormatError(f"the blocks at {self.uri} were made with {found}; found {expected}. {advice}")
 
     def convert_source(self) -> None:
         """Write the blocks of both splits."""
-        made = {"tokenizer": self.tokenizer.fingerprint, "seq_len": self.pack.seq_len}
+        fingerprint, length = self.tokenizer.fingerprint, self.pack.seq_len
         dtype = token_dtype(self.tokenizer.vocab_size)
-        columns = {"tokens": f"ndarray:{dtype}:{self.pack.seq_len}", "documents": f"ndarray:int32:{self.pack.seq_len}"}
-        pack = replace(self.pack, fingerprint=made["tokenizer"], val_fraction=self.val_fraction or 0.0)
+        columns = {"tokens": f"ndarray:{dtype}:{length}", "documents": f"ndarray:int32:{length}"}
+        is_single = self.pack.separator is None and Path(str(self.source)).suffix in _TEXT_FILES
+        pack = replace(self.pack, fingerprint=fingerprint, val_fraction=self.val_fraction or 0.0, is_single=is_single)
         for split, pattern in self.files.items():
-            is_single = self.pack.separator is None and Path(str(self.source)).suffix in _TEXT_FILES
-            of_split = replace(pack, split=None if pattern else split, is_single=is_single)
+            of_split = replace(pack, split=None if pattern else split)
             try:
-                self.convert(self._files(pattern), split, columns=columns, transform_partition=of_split)
+                source = self._files(pattern)
+                size: dict[str, Any] = {"partition_bytes": PARTITION} if isinstance(source, Inputs) else {}
+                self.convert(source, split, columns=columns, transform_partition=of_split, **size)
             except ValueError as error:
                 advice = "Both splits need documents: set data.separator, data.val_fraction or the patterns."
                 raise FormatError(f"the {split} split cannot be written: {error} {advice}") from error
+        made = {"tokenizer": fingerprint, "seq_len": length}
         open_store(self.uri).put("text.json", json.dumps(made).encode())
 
     def _files(self, pattern: str | None) -> Any:
         """What `convert` reads."""
         if self.source == SYNTHETIC:
             count, seed = self.synthetic
-            begins = range(0, count, _STORIES_OF_PARTITION)
-            return Inputs([(seed, one, min(one + _STORIES_OF_PARTITION, count)) for one in begins], read_stories)
-        if pattern is None:
-            return self.source
-        return f"{self.source}/{pattern}" if "://" in str(self.source) else glob(str(self.source), pattern)
-
-
-def glob(folder: str, pattern: str) -> list[str]:
-    """The files of a folder that match a pattern; characters like ``[`` in the folder's own name are literal."""
-    found = sorted(str(file) for file in Path(folder).glob(pattern) if file.is_file())
-    if not found:
-        raise NotFoundError(f"no files {pattern} in {folder}. Check data.source, or the pattern.")
-    return found
+            return Inputs(range(count), partial(read_story, seed=seed))
+        if pattern is None or "://" in str(self.source):
+            return f"{self.source}/{pattern}" if pattern else self.source
+        found = sorted(map(str, Path(str(self.source)).glob(pattern)))  # `[` in the folder's own name is literal
+        if not found:
+            raise NotFoundError(f"no files {pattern} in {self.source}. Check data.source, or the pattern.")
+        return found
 
 
 class TextMixture(TextData):
     """Several texts as one stream: trained on in proportions; validation has each block of all once.
 
-    Args:
-        parts: By name, the settings of a text (``source``, ``separator``, ``synthetic_seed`` ...) and ``proportion``:
-            its share of the training blocks, relative to the others'.
-        batching_method: ``stratified`` (each batch has each part's share), ``random``, ``per_stream`` (each batch is
-            from one part) or ``device_per_stream``.
-        epoch_size: Blocks of an epoch; None for as many as there are.
-        **shared: See `TextData` and `RecipeData`; the same for all parts.
-
-    Raises:
-        ValueError: There is no part, or a proportion is not above 0.
+    configs/data/mix.yaml describes the settings.
     """
 
     def __init__(
         self, *, parts: Mapping[str, Mapping[str, Any]], batching_method: str = "stratified",
         epoch_size: int | str | None = None, remote: str, local: str, **shared: Any,
     ) -> None:  # fmt: skip
-        super().__init__(remote=remote, local=local, **{"name": "mixture", **shared})
+        super().__init__(remote=remote, local=local, **shared)
         proportions = {name: float(part.get("proportion", 1.0)) for name, part in parts.items()}
         if not parts or min(proportions.values()) <= 0:
             raise ValueError(f"a mixture needs parts, each with a proportion above 0; found {proportions}.")
@@ -280,15 +226,15 @@ class TextMixture(TextData):
             own = {key: value for key, value in part.items() if key != "proportion"}
             paths = {"remote": f"{remote}/{name}", "local": f"{local}/{name}", "name": name}
             self.parts[name] = TextData(**{**shared, **paths, **own})
-        common = {"cache_limit": shared.get("cache_limit"), "shuffle_seed": shared.get("seed", 1)}
-        common["num_canonical_nodes"] = shared.get("num_canonical_nodes")
+        common = {"shuffle_seed": shared.get("seed", 1)}
+        common |= {name: shared.get(name) for name in ("cache_limit", "num_canonical_nodes")}
         order = {"shuffle": shared.get("shuffle", True), "batching_method": batching_method, "epoch_size": epoch_size}
         self.datasets["train"] = StreamingDataset(streams=self._streams("train", proportions), **order, **common)
-        self.datasets["val"] = StreamingDataset(streams=self._streams("val", dict.fromkeys(parts)), **common)
+        self.datasets["val"] = StreamingDataset(streams=self._streams("val", {}), **common)
 
-    def _streams(self, split: str, proportions: Mapping[str, float | None]) -> list[Stream]:
-        found = {name: part.datasets[split].streams[0] for name, part in self.parts.items()}
-        return [Stream(one.remote, local=one.local, proportion=proportions[name]) for name, one in found.items()]
+    def _streams(self, split: str, proportions: Mapping[str, float]) -> list[Stream]:
+        found = {name: part.split(split).streams[0] for name, part in self.parts.items()}
+        return [Stream(one.remote, local=one.local, proportion=proportions.get(name)) for name, one in found.items()]
 
     @property
     def title(self) -> str:

@@ -1,13 +1,11 @@
 """What all models of the recipes share: exact losses and metrics on any number of devices, and the optimizer."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -16,7 +14,6 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
 
-from lightning_stream.loader import StreamingDataLoader
 from recipes.data.base import RecipeData
 
 Batch = Mapping[str, Any]
@@ -25,35 +22,18 @@ _UNIT = 2**24  # losses are added as whole numbers of this part of 1: finer than
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What a model makes of a batch of n samples.
+    """What a model makes of a batch of n samples."""
 
-    Attributes:
-        losses: float[n], with gradient: training lowers their mean over the samples of an optimizer step.
-        updates: By metric, the arguments of its ``update``, of n rows each. `losses` update a ``loss`` that is absent.
-    """
-
-    losses: Tensor
-    updates: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    losses: Tensor  # float[n], with gradient: training lowers their mean over the samples of an optimizer step
+    updates: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)  # by metric, the arguments of its `update`
 
     def metric_arguments(self, name: str) -> tuple[Tensor, ...]:
         """What updates the metric of this name, without a gradient."""
-        values = self.updates.get(name, (self.losses,) if name == "loss" else ())
-        return tuple(value.detach() for value in values)
-
-
-@dataclass(frozen=True)
-class Artifacts:
-    """What a trained model produced for people to look at: paths by a word for each, and sentences."""
-
-    files: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+        return tuple(value.detach() for value in {"loss": (self.losses,), **self.updates}[name])
 
 
 class ExactMean(Metric):
-    """A weighted mean that is the same to the last bit on any number of devices, since it adds whole numbers.
-
-    Sums of floats depend on what was added first. Here each value is rounded to a multiple of 2**-24.
-    """
+    """A weighted mean that is the same to the last bit on any number of devices: it adds whole numbers of 2**-24."""
 
     full_state_update = False
     sums: Tensor  # int64[3]: values in parts of 1, weights, weights of values that are not finite
@@ -78,24 +58,23 @@ class ExactMean(Metric):
 
 
 class RecipeModule(LightningModule):
-    """A model of a recipe. A subclass defines `build` and `compute_loss`, and `make_metrics`, `describe` and `show`.
-
-    The learning rate rises in a share `warmup` of the run, then falls along a cosine. `history` holds the metrics by
-    epoch, under ``train/...`` and ``val/...``.
-    """
+    """A model of a recipe. A subclass defines `make_network`, `compute_loss`, `make_metrics` and `show`."""
 
     data_type: type[RecipeData] = RecipeData  # what it learns from: a config that pairs it with other data is refused
     shown: tuple[str, ...] = ("train/accuracy", "val/accuracy")  # the metrics in the summary's table
     betas: tuple[float, float] = (0.9, 0.999)  # of AdamW
 
-    def __init__(self, learning_rate: float, weight_decay: float, warmup: float, seed: int = 1) -> None:
+    def __init__(
+        self, learning_rate: float = 0.002, weight_decay: float = 0.01, warmup: float = 0.1, seed: int = 1
+    ) -> None:
         super().__init__()
         self.learning_rate, self.weight_decay, self.warmup, self.seed = learning_rate, weight_decay, warmup, seed
-        self.history: dict[int, dict[str, float]] = {}
+        self.history: dict[int, dict[str, float]] = {}  # by epoch, the metrics, under train/... and val/...
         self.metrics = nn.ModuleDict({f"{stage}_": nn.ModuleDict(self.make_metrics()) for stage in ("train", "val")})
+        self.network: Any = None
 
-    def build(self, data: RecipeData) -> None:
-        """Make the weights, unless that was done. The data is converted by now."""
+    def make_network(self, data: Any) -> nn.Module:
+        """A network with random weights for this data, which is converted by now."""
         raise NotImplementedError
 
     def compute_loss(self, batch: Batch) -> LossOutput:
@@ -106,21 +85,24 @@ class RecipeModule(LightningModule):
         """New metrics of one pass, by name. A constructor's attributes are not there yet."""
         return {"accuracy": ExactMean(), "loss": ExactMean()}
 
-    @property
-    def latest(self) -> dict[str, float]:
-        """Each metric of the last epoch that has it: not every epoch is validated."""
-        return {name: value for _, values in sorted(self.history.items()) for name, value in values.items()}
-
-    def describe(self, data: RecipeData) -> str:  # noqa: ARG002
+    def describe(self, data: Any) -> str:  # noqa: ARG002
         """The result in one sentence, for the summary."""
-        found = [f"{name} {self.latest[name]:.4g}" for name in self.shown if name in self.latest]
+        latest = {name: value for _, values in sorted(self.history.items()) for name, value in values.items()}
+        found = [f"{name} {latest[name]:.4g}" for name in self.shown if name in latest]
         return f"At the end: {', '.join(found)}." if found else "No epoch was completed or validated."
 
-    def show(self, data: RecipeData, folder: Path) -> Artifacts:  # noqa: ARG002
-        """Write files into `folder` that show the trained model at work. By default, none."""
-        return Artifacts()
+    def show(self, data: Any, folder: Path) -> dict[str, Path]:  # noqa: ARG002
+        """Write files into `folder` that show the trained model at work; their paths, by a word for each."""
+        return {}
 
     # Used by every trainer
+
+    def build(self, data: RecipeData) -> None:
+        """Make the network, unless that was done. Its weights depend on the seed alone."""
+        if self.network is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.seed)
+                self.network = self.make_network(data)
 
     def training_loss(self, batch: Batch, keep: Tensor, total: int) -> Tensor:
         """This micro-batch's part of the mean loss of its optimizer step; also updates the training metrics.
@@ -136,31 +118,23 @@ class RecipeModule(LightningModule):
     def evaluate(self, batch: Batch) -> None:
         self.update_metrics("val", self.compute_loss(batch))
 
+    def update_metrics(self, stage: str, output: LossOutput, keep: Tensor | None = None) -> None:
+        """Update the metrics of a stage with the samples that count."""
+        for name, metric in self.metrics_of(stage).items():
+            metric.update(*(value if keep is None else value[keep] for value in output.metric_arguments(name)))
+
     def metrics_of(self, stage: str) -> dict[str, Metric]:
         """The metrics of ``train`` or ``val``, by name."""
         found: Any = self.metrics[f"{stage}_"]
         return dict(found.items())
 
-    def update_metrics(self, stage: str, output: LossOutput, keep: Tensor | None = None) -> None:
-        """Update the metrics of a stage with the samples that count."""
-        for name, metric in self.metrics_of(stage).items():
-            values = output.metric_arguments(name)
-            metric.update(*(values if keep is None else (value[keep] for value in values)))
-
-    def reset_metrics(self, stage: str) -> None:
-        """Begin a pass."""
-        for metric in self.metrics_of(stage).values():
-            metric.reset()
-
     def end_pass(self, stage: str, epoch: int) -> dict[str, float]:
-        """Compute the metrics of a pass over all ranks, note them in the history, and reset them. All ranks call this.
-
-        Gives the metrics as ``train/...`` or ``val/...``; nothing where no sample was counted.
-        """
+        """The metrics of a pass over all ranks, which all call this; into the history. Nothing without samples."""
         with warnings.catch_warnings():  # a rank without samples must take part in the sum all the same
             warnings.filterwarnings("ignore", ".*``compute`` method of metric.*before the ``update`` method.*")
             found = {f"{stage}/{name}": float(metric.compute()) for name, metric in self.metrics_of(stage).items()}
-        self.reset_metrics(stage)
+        for metric in self.metrics_of(stage).values():
+            metric.reset()
         if all(math.isnan(value) for value in found.values()):
             return {}
         self.history.setdefault(epoch, {}).update(found)
@@ -174,14 +148,11 @@ class RecipeModule(LightningModule):
         return AdamW([decayed, others], self.learning_rate, self.betas)
 
     def schedule(self, optimizer: Optimizer, total_steps: float) -> LambdaLR:
-        """Linear warmup, then cosine decay, over the optimizer steps of the run.
-
-        A run whose length is not known (`total_steps` is inf, e.g. with ``max_time`` alone) keeps the learning rate.
-        """
+        """Linear warmup, then cosine decay, over the optimizer steps of the run; constant where these are inf."""
 
         def multiplier(step: int) -> float:
             done = step / max(1, total_steps)
-            if math.isinf(total_steps):
+            if math.isinf(total_steps):  # a run that max_time alone limits
                 return 1.0
             if done < self.warmup:
                 return 0.04 + 0.96 * done / self.warmup
@@ -210,14 +181,15 @@ class RecipeModule(LightningModule):
     # Lightning's hooks
 
     def configure_model(self) -> None:
-        self.build(cast(Any, self.trainer).datamodule)
+        trainer: Any = self.trainer
+        self.build(trainer.datamodule)
 
     def training_step(self, batch: Batch, _batch_idx: int) -> Tensor:
         """The loss, times what Lightning divides by: ranks and accumulated micro-batches."""
-        info = cast(StreamingDataLoader, self.trainer.train_dataloader).last_batch
-        assert info is not None
-        parts = self.trainer.world_size * self.trainer.accumulate_grad_batches
+        trainer: Any = self.trainer
+        info = trainer.train_dataloader.last_batch
         keep = torch.from_numpy(~info.filler).to(self.device)
+        parts = trainer.world_size * trainer.accumulate_grad_batches
         loss = self.training_loss(batch, keep, info.end - info.begin) * parts
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(keep), sync_dist=True)
         return loss
@@ -236,7 +208,8 @@ class RecipeModule(LightningModule):
             self.end_pass("train", self.current_epoch - 1)
 
     def on_validation_epoch_start(self) -> None:
-        self.reset_metrics("val")
+        for metric in self.metrics_of("val").values():
+            metric.reset()  # Lightning's check before training has updated it
 
     def on_validation_epoch_end(self) -> None:
         if not self.trainer.sanity_checking:

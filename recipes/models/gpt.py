@@ -1,7 +1,5 @@
 """A small GPT: it learns to predict the next token of streamed blocks, and writes a sample of text at the end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +8,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import Metric
 
-from recipes.data.base import RecipeData
 from recipes.data.text import PADDING, TextData
-from recipes.models.base import Artifacts, Batch, ExactMean, LossOutput, RecipeModule
+from recipes.models.base import Batch, ExactMean, LossOutput, RecipeModule
 
 _SHOWN_CHARACTERS = 300
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer without dropout.
-
-    Args:
-        vocab_size: Number of tokens.
-        seq_len: Longest sequence.
-        d_model: Embedding dimension.
-        n_layers: Number of blocks.
-        n_heads: Attention heads; they divide `d_model`.
-    """
+    """Decoder-only transformer without dropout."""
 
     def __init__(self, vocab_size: int, seq_len: int, d_model: int, n_layers: int, n_heads: int) -> None:
         super().__init__()
-        if d_model % n_heads:
-            raise ValueError(f"n_heads must divide d_model; found d_model={d_model}, n_heads={n_heads}.")
         self.seq_len = seq_len
         self.token_embedding = nn.Embedding(vocab_size, d_model)
         self.position_embedding = nn.Embedding(seq_len, d_model)
@@ -42,19 +29,12 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, std=0.02 / (2 * n_layers) ** 0.5 if name.endswith("_out.weight") else 0.02)
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Predict the token after each one.
+        """Predict the token after each one: logits, float[n, t, vocab_size], of int64[n, t].
 
-        Args:
-            tokens: int64[n, t].
-            documents: int[n, t], the document of each token; positions and attention restart with each document. None
-                treats a block as one document.
-
-        Returns:
-            Logits, float[n, t, vocab_size].
+        Positions and attention restart with each of `documents`, int[n, t], the document of each token.
         """
         length = tokens.shape[1]
-        positions = torch.arange(length, device=tokens.device)
-        mask = None
+        positions, mask = torch.arange(length, device=tokens.device), None
         if documents is not None:
             is_first = torch.ones_like(documents, dtype=torch.bool)
             is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -82,11 +62,10 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """Transform float[n, t, d_model]; `mask` is bool[n, 1, t, t], or None for plain causal attention."""
         n, length, width = hidden.shape
-        qkv = self.qkv(self.attention_norm(hidden)).reshape(n, length, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(*qkv, attn_mask=mask, is_causal=mask is None)
+        q, k, v = self.qkv(self.attention_norm(hidden)).reshape(n, length, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         hidden = hidden + self.attention_out(attended.transpose(1, 2).reshape(n, length, width))
-        out: Tensor = hidden + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(hidden))))
-        return out
+        return hidden + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(hidden))))
 
 
 class Perplexity(ExactMean):
@@ -99,14 +78,8 @@ class Perplexity(ExactMean):
 class LanguageModel(RecipeModule):
     """Learns to predict the next token inside blocks of packed documents.
 
-    A document begins with the bos token, which is predicted too: so the model learns where a document ends. Padding is
-    neither attended to nor predicted.
-
-    Args:
-        d_model, n_layers, n_heads: See `GPT`.
-        mask_documents: Whether positions and attention restart with each document of a block.
-        sample_tokens: Tokens of the text sample that is written at the end; 0 for none.
-        **shared: See `RecipeModule`.
+    The bos token is predicted too: so the model learns where a document ends. Padding is neither attended to nor
+    predicted. With `mask_documents` positions and attention restart with each document.
     """
 
     data_type = TextData
@@ -117,27 +90,19 @@ class LanguageModel(RecipeModule):
         self, *, d_model: int = 128, n_layers: int = 4, n_heads: int = 4, mask_documents: bool = True,
         sample_tokens: int = 300, **shared: Any,
     ) -> None:  # fmt: skip
-        super().__init__(**{"learning_rate": 0.002, "weight_decay": 0.1, "warmup": 0.05, **shared})
+        super().__init__(**shared)
         self.sizes = (d_model, n_layers, n_heads)
-        self.mask_documents, self.sample_tokens = mask_documents, sample_tokens
-        self.bos_token = -1
-        self.network: GPT | None = None
+        self.mask_documents, self.sample_tokens, self.bos_token = mask_documents, sample_tokens, -1
 
     def make_metrics(self) -> dict[str, Metric]:
         return {"loss": ExactMean(), "accuracy": ExactMean(), "perplexity": Perplexity()}
 
-    def build(self, data: RecipeData) -> None:
-        if self.network is not None:
-            return
-        assert isinstance(data, TextData)
+    def make_network(self, data: TextData) -> nn.Module:
         self.bos_token = data.tokenizer.bos_token
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            self.network = GPT(data.tokenizer.vocab_size, data.pack.seq_len, *self.sizes)
+        return GPT(data.tokenizer.vocab_size, data.pack.seq_len, *self.sizes)
 
     def compute_loss(self, batch: Batch) -> LossOutput:
         """The mean cross-entropy of each block; the metrics count tokens."""
-        assert self.network is not None
         tokens, documents = batch["tokens"].long(), batch["documents"]
         logits = self.network(tokens, documents if self.mask_documents else None)[:, :-1]
         targets = tokens[:, 1:]
@@ -146,29 +111,28 @@ class LanguageModel(RecipeModule):
         counts = (continues | (targets == self.bos_token)) & (documents[:, 1:] != PADDING)
         means = (losses * counts).sum(1) / counts.sum(1).clamp(min=1)
         right = (logits.argmax(2) == targets).float()
-        updates = {"loss": (losses, counts), "accuracy": (right, counts), "perplexity": (losses, counts)}
-        return LossOutput(means, updates)
+        return LossOutput(
+            means, {"loss": (losses, counts), "accuracy": (right, counts), "perplexity": (losses, counts)}
+        )
 
-    def show(self, data: RecipeData, folder: Path) -> Artifacts:
+    def show(self, data: TextData, folder: Path) -> dict[str, Path]:
+        """Write a sample of text."""
         if not self.sample_tokens:
-            return Artifacts()
-        assert isinstance(data, TextData)
+            return {}
         text = data.tokenizer.decode(self.generate(self.sample_tokens))
-        path = folder / "sample.txt"
-        path.write_text(text, encoding="utf-8")
-        shown = text[:_SHOWN_CHARACTERS].strip()
-        return Artifacts({"sample": str(path)}, ("Sample:", *(f"    {line}" for line in shown.splitlines() if line)))
+        (folder / "sample.txt").write_text(text, encoding="utf-8")
+        print("\nSample:", *text[:_SHOWN_CHARACTERS].strip().splitlines(), sep="\n    ")
+        return {"sample": folder / "sample.txt"}
 
     @torch.inference_mode()
     def generate(self, count: int, temperature: float = 0.8) -> list[int]:
-        """Draw tokens one by one from the beginning of a document; the same for the same weights."""
-        assert self.network is not None
+        """Draw `count` tokens of one document; the same for the same weights."""
         self.eval()
         rng = torch.Generator().manual_seed(self.seed)
         tokens = [self.bos_token]
         for _ in range(count):
-            begin = max(i for i, one in enumerate(tokens) if one == self.bos_token) if self.mask_documents else 0
-            context = tokens[max(begin, len(tokens) - self.network.seq_len) :]
-            logits = self.network(torch.tensor([context], device=self.device))[0, -1].float().cpu()
+            context = torch.tensor([tokens[-self.network.seq_len :]], device=self.device)
+            logits = self.network(context)[0, -1].float().cpu()
+            logits[self.bos_token] = -torch.inf
             tokens.append(int(torch.multinomial((logits / temperature).softmax(0), 1, generator=rng)))
         return tokens

@@ -1,11 +1,8 @@
 """A small text-conditional diffusion model of images, shaped like latent diffusion.
 
-It predicts v (Salimans and Ho, "Progressive Distillation", 2022) under the cosine schedule of Nichol and Dhariwal
-(2021), and draws with the deterministic DDIM sampler (Song et al., 2021) and classifier-free guidance (Ho and Salimans,
-2022). In place of a trained autoencoder, a latent is a patch of 4 x 4 pixels.
+It predicts v (Salimans and Ho, 2022) under a cosine schedule (Nichol and Dhariwal, 2021), and draws by DDIM (Song et
+al., 2021) with classifier-free guidance (Ho and Salimans, 2022). A latent is a patch of 4 x 4 pixels.
 """
-
-from __future__ import annotations
 
 import math
 from itertools import pairwise
@@ -17,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import Metric
 
-from recipes.data.base import RecipeData
 from recipes.data.captions import CAPTION_PAD, CaptionData, caption_tokens
-from recipes.models.base import Artifacts, Batch, ExactMean, LossOutput, RecipeModule
+from recipes.models.base import Batch, ExactMean, LossOutput, RecipeModule
+from recipes.report import image_grid
 
 PATCH = 4
 LATENT_CHANNELS = 3 * PATCH**2
@@ -28,8 +25,7 @@ _TIME_FEATURES = 64
 
 def to_latents(images: Tensor) -> Tensor:
     """Latents float[n, 48, h / 4, w / 4] in [-1, 1] of images uint8[n, 3, h, w]."""
-    latents: Tensor = functional.pixel_unshuffle(images.float() / 127.5 - 1, PATCH)
-    return latents
+    return functional.pixel_unshuffle(images.float() / 127.5 - 1, PATCH)
 
 
 def to_images(latents: Tensor) -> Tensor:
@@ -43,81 +39,41 @@ def signal_and_noise(time: Tensor) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-class Block(nn.Module):
-    """A residual convolution that the conditioning scales and shifts, then attention over latents and caption."""
-
-    def __init__(self, side: int, d_model: int, n_heads: int) -> None:
-        super().__init__()
-        convolution = nn.Conv2d(d_model, d_model, 3, padding=1)
-        self.conv_in = nn.Sequential(group_norm(d_model), nn.SiLU(), convolution, group_norm(d_model))
-        self.scale_shift = nn.Linear(d_model, 2 * d_model)
-        self.conv_out = nn.Conv2d(d_model, d_model, 3, padding=1)
-        self.norm = group_norm(d_model)
-        self.positions = nn.Parameter(torch.randn(side**2, d_model) * 0.02)
-        self.attention = nn.MultiheadAttention(d_model, n_heads, batch_first=True)
-        nn.init.zeros_(self.conv_out.weight)
-        nn.init.zeros_(self.attention.out_proj.weight)
-
-    def forward(self, hidden: Tensor, conditioning: Tensor, caption: Tensor) -> Tensor:
-        """Transform float[n, d, side, side], given float[n, d] (time and caption) and float[n, length, d] (caption)."""
-        scale, shift = self.scale_shift(conditioning)[:, :, None, None].chunk(2, 1)
-        hidden = hidden + self.conv_out(functional.silu(self.conv_in(hidden) * (1 + scale) + shift))
-        queries = self.norm(hidden).flatten(2).transpose(1, 2) + self.positions
-        context = torch.cat([queries, caption], 1)
-        attended: Tensor = self.attention(queries, context, context, need_weights=False)[0]
-        return hidden + attended.transpose(1, 2).reshape(hidden.shape)
-
-
 class Denoiser(nn.Module):
-    """Predicts v from noisy latents (`side` per side of the image), the time and the caption."""
+    """A transformer over latents (`side` per side of the image), caption and time, which predicts v."""
 
     def __init__(self, side: int, caption_length: int, d_model: int, n_layers: int, n_heads: int) -> None:
         super().__init__()
-        self.conv_in = nn.Conv2d(LATENT_CHANNELS, d_model, 3, padding=1)
+        self.latents_in = nn.Linear(LATENT_CHANNELS, d_model)
         self.token_embedding = nn.Embedding(256, d_model, padding_idx=CAPTION_PAD)
-        self.caption_positions = nn.Parameter(torch.randn(caption_length, d_model) * 0.02)
-        self.caption_encoder = nn.TransformerEncoderLayer(
-            d_model, n_heads, 2 * d_model, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.caption_out = nn.Linear(d_model, d_model)
         self.time_mlp = nn.Sequential(nn.Linear(_TIME_FEATURES, d_model), nn.SiLU(), nn.Linear(d_model, d_model))
-        self.blocks = nn.ModuleList(Block(side, d_model, n_heads) for _ in range(n_layers))
-        self.norm = group_norm(d_model)
-        self.conv_out = nn.Conv2d(d_model, LATENT_CHANNELS, 3, padding=1)
+        self.positions = nn.Parameter(torch.randn(side**2 + caption_length, d_model) * 0.02)
+        self.caption_length = caption_length
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(d_model, n_heads, 4 * d_model, 0.0, "gelu", batch_first=True, norm_first=True)
+            for _ in range(n_layers)
+        )
+        self.out = nn.Sequential(nn.LayerNorm(d_model), nn.Linear(d_model, LATENT_CHANNELS))
         self.skip = nn.Linear(d_model, LATENT_CHANNELS)  # v holds the noise, which the latents have: copy it from there
-        for last in (self.conv_out, self.skip):
-            nn.init.zeros_(last.weight)
 
     def forward(self, latents: Tensor, time: Tensor, tokens: Tensor) -> Tensor:
         """Predict v, float[n, 48, side, side], of such latents at times float[n] with captions uint8[n, length]."""
         steps = torch.arange(_TIME_FEATURES // 2, device=time.device) / (_TIME_FEATURES // 2 - 1)
         waves = time[:, None] * 1000 * torch.exp(-math.log(1000) * steps)
-        caption = self.caption_encoder(self.token_embedding(tokens.long()) + self.caption_positions)
-        conditioning = self.time_mlp(torch.cat([waves.sin(), waves.cos()], 1)) + self.caption_out(caption.mean(1))
-        conditioning = functional.silu(conditioning)
-        hidden = self.conv_in(latents)
+        timing = self.time_mlp(torch.cat([waves.sin(), waves.cos()], 1))
+        pixels = self.latents_in(latents.flatten(2).transpose(1, 2))
+        hidden = torch.cat([pixels, self.token_embedding(tokens.long())], 1) + self.positions + timing[:, None]
         for block in self.blocks:
-            hidden = block(hidden, conditioning, caption)
-        predicted: Tensor = self.conv_out(functional.silu(self.norm(hidden)))
-        return predicted + self.skip(conditioning)[:, :, None, None] * latents
-
-
-def group_norm(channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(math.gcd(8, channels), channels)
+            hidden = block(hidden)
+        predicted = self.out(hidden[:, : pixels.shape[1]]).transpose(1, 2).reshape(latents.shape)
+        return predicted + self.skip(timing)[:, :, None, None] * latents
 
 
 class TextToImage(RecipeModule):
-    """Text-conditional diffusion model with v-prediction; draws images for captions.
+    """Text-conditional diffusion model with v-prediction; configs/model/text_to_image.yaml describes the settings.
 
     In training, times and noise come from torch's global generator, which is seeded for each step. In evaluation each
     sample has its own time and noise, so that the loss is the same on any number of devices.
-
-    Args:
-        d_model, n_layers, n_heads: Embedding dimension, blocks and attention heads.
-        cond_dropout: Share of the training samples whose caption is dropped, for classifier-free guidance.
-        guidance_scale: How far an image follows its caption; 1 is no guidance.
-        num_inference_steps: Steps of the sampler.
-        **shared: See `RecipeModule`.
     """
 
     data_type = CaptionData
@@ -127,30 +83,22 @@ class TextToImage(RecipeModule):
         self, *, d_model: int = 96, n_layers: int = 4, n_heads: int = 4, cond_dropout: float = 0.1,
         guidance_scale: float = 2.0, num_inference_steps: int = 25, **shared: Any,
     ) -> None:  # fmt: skip
-        super().__init__(**{"learning_rate": 0.003, "weight_decay": 0.01, "warmup": 0.1, **shared})
-        self.sizes = (d_model, n_layers, n_heads)
+        super().__init__(**shared)
+        self.sizes, self.side = (d_model, n_layers, n_heads), 0
         self.cond_dropout, self.guidance_scale = cond_dropout, guidance_scale
         self.num_inference_steps = num_inference_steps
-        self.side = 0
-        self.network: Denoiser | None = None
 
     def make_metrics(self) -> dict[str, Metric]:
         return {"loss": ExactMean()}
 
-    def build(self, data: RecipeData) -> None:
-        if self.network is not None:
-            return
-        assert isinstance(data, CaptionData)
+    def make_network(self, data: CaptionData) -> nn.Module:
         if data.image_size % PATCH:
             raise ValueError(f"data.image_size must be a multiple of {PATCH}; found {data.image_size}.")
         self.side = data.image_size // PATCH
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            self.network = Denoiser(self.side, data.caption_length, *self.sizes)
+        return Denoiser(self.side, data.caption_length, *self.sizes)
 
     def compute_loss(self, batch: Batch) -> LossOutput:
         """The mean squared error of v in each image."""
-        assert self.network is not None
         latents, tokens = to_latents(batch["image"]), batch["tokens"]
         if self.training:
             time, noise = torch.rand(len(latents), device=latents.device), torch.randn_like(latents)
@@ -161,28 +109,19 @@ class TextToImage(RecipeModule):
         predicted = self.network(signal * latents + sigma * noise, time, tokens)
         return LossOutput((predicted - (signal * noise - sigma * latents)).square().mean((1, 2, 3)))
 
-    def show(self, data: RecipeData, folder: Path) -> Artifacts:
+    def show(self, data: CaptionData, folder: Path) -> dict[str, Path]:
         """Draw four images for each of five captions of the validation split."""
-        from matplotlib.figure import Figure
-
-        assert isinstance(data, CaptionData)
-        captions = data.captions(5)
-        images = self.generate([caption for caption in captions for _ in range(4)])
-        figure = Figure(figsize=(8, 2 * len(captions)), dpi=80, layout="constrained")
-        for number, axes in enumerate(figure.subplots(len(captions), 4, squeeze=False).flat):
-            axes.imshow(images[number].permute(1, 2, 0).numpy())
-            axes.set_axis_off()
-            axes.set_title(captions[number // 4] if number % 4 == 0 else "", loc="left", fontsize=10)
-        path = folder / "generated.png"
-        figure.savefig(path)
-        return Artifacts({"picture": str(path)})
+        found = dict.fromkeys(data.val_dataset[index]["caption"] for index in range(min(64, data.val_dataset.size)))
+        captions = [caption for caption in [*found][:5] for _ in range(4)]
+        images = [image.permute(1, 2, 0).numpy() for image in self.generate(captions)]
+        image_grid(images, captions, folder / "generated.png", "Drawn for captions of the validation split", columns=4)
+        return {"picture": folder / "generated.png"}
 
     @torch.inference_mode()
     def generate(self, captions: list[str]) -> Tensor:
         """Draw an image for each caption, uint8[n, 3, h, w]; the same for the same weights."""
-        assert self.network is not None
         self.eval()
-        length = len(self.network.caption_positions)
+        length = self.network.caption_length
         tokens = torch.stack([caption_tokens(caption, length) for caption in captions]).to(self.device)
         shape = (len(captions), LATENT_CHANNELS, self.side, self.side)
         latents = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed)).to(self.device)

@@ -1,14 +1,11 @@
 """Proof: an accuracy is the same to the last digit on any number of processes, however unevenly they share samples.
 
     python -m recipes.proofs.exact_evaluation                            # 103 samples over 1, 2 and 3 processes
-    python -m recipes.proofs.exact_evaluation --samples 1009 --ranks 1 2 3 5
+    python -m recipes.proofs.exact_evaluation --ranks 1 2 3 5
 
-A fixed model is evaluated over shards: each sample is counted once, and whole numbers are added. Beside it are the two
-usual mistakes: the mean of the processes' own accuracies, and torch's `DistributedSampler`, which repeats samples until
-every process has as many.
+Each sample is counted once, and whole numbers are added. Beside it are the two usual mistakes: the mean of the
+processes' own accuracies, and torch's `DistributedSampler`, which repeats samples until every process has as many.
 """
-
-from __future__ import annotations
 
 import argparse
 import sys
@@ -19,12 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_stream import LocalDataset, MDSWriter, StreamingDataLoader, StreamingDataset
 from lightning_stream.order import World
 
-_FEATURES, _CLASSES = 16, 7
+_SAMPLES, _FEATURES, _CLASSES = 103, 16, 7
 
 
 def write_samples(folder: str, count: int) -> None:
@@ -38,17 +36,12 @@ def write_samples(folder: str, count: int) -> None:
             writer.write({"point": point.astype(np.float32), "label": label})
 
 
-def nearest_center(points: torch.Tensor) -> torch.Tensor:
-    """The fixed model: classify int64[n] of float[n, features] by the nearest center."""
-    centers = np.random.default_rng(3).normal(size=(_CLASSES, _FEATURES)).astype(np.float32)
-    return torch.cdist(points, torch.from_numpy(centers)).argmin(1)
-
-
 def count(batches: Any) -> torch.Tensor:
-    """Correct and all predictions, int64[2]."""
+    """Correct and all predictions, int64[2], of a fixed model: the nearest center."""
+    centers = torch.from_numpy(np.random.default_rng(3).normal(size=(_CLASSES, _FEATURES)).astype(np.float32))
     counts = torch.zeros(2, dtype=torch.int64)
     for batch in batches:
-        correct = nearest_center(batch["point"]) == batch["label"]
+        correct = torch.cdist(batch["point"], centers).argmin(1) == batch["label"]
         counts += torch.tensor([int(correct.sum()), len(correct)])
     return counts
 
@@ -73,23 +66,22 @@ def evaluate(rank: int, num_ranks: int, folder: str, rendezvous: str, out: str) 
 def main(arguments: list[str] | None = None) -> int:
     """Evaluate on several numbers of processes; 0 if all results are equal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=103)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3])
     options = parser.parse_args(arguments)
     results = set()
     print("processes   correct      accuracy              mean of processes     DistributedSampler")
     with tempfile.TemporaryDirectory() as scratch:
         folder = str(Path(scratch) / "val")
-        write_samples(folder, options.samples)
+        write_samples(folder, _SAMPLES)
         for num_ranks in options.ranks:
             rendezvous, out = f"{scratch}/rendezvous-{num_ranks}", f"{scratch}/result-{num_ranks}.pt"
-            torch.multiprocessing.spawn(evaluate, (num_ranks, folder, rendezvous, out), nprocs=num_ranks)
+            spawn(evaluate, (num_ranks, folder, rendezvous, out), nprocs=num_ranks)
             found = torch.load(out, weights_only=True)
             (correct, total), (again, of) = found["exact"].tolist(), found["repeated"].tolist()
             shown = f"{correct / total!r:<20}  {found['mean'].item()!r:<20}  {again / of!r}"
             print(f"{num_ranks:9}   {correct:4} of {total:<4} {shown}")
             results.add((correct, total))
-    is_exact = len(results) == 1 and results.pop()[1] == options.samples
+    is_exact = len(results) == 1 and results.pop()[1] == _SAMPLES
     print("The accuracies are equal to the last digit." if is_exact else "The accuracies DIFFER.")
     return 0 if is_exact else 1
 

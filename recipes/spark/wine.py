@@ -1,13 +1,9 @@
-"""A table read by Spark, straight into PyTorch, without shards: a small regression by a plain loop or by Lightning.
+"""A table read by Spark, straight into PyTorch, without shards: a small regression by a plain loop and by Lightning.
 
-    python -m recipes.spark.wine winequality.csv                                       # both trainers, on the CPU
-    python -m recipes.spark.wine winequality.csv --trainer loop --device cuda --workers 2
+    python -m recipes.spark.wine winequality.csv --label quality
 
 Spark reads the table and infers its types; `StreamToTorchDataset` makes a torch dataset of it, without ``.collect()``.
-A plain loop, and Lightning, learn to predict the label from all other columns.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -43,34 +39,28 @@ def stats(rows: Any, names: list[str]) -> tuple[Tensor, Tensor]:
 
 
 class Regression(nn.Module):
-    """A small network over standardized features; its first prediction is the labels' mean."""
-
-    mean: Tensor
-    std: Tensor
+    """A small network over standardized features, added to the labels' mean."""
 
     def __init__(self, mean: Tensor, std: Tensor, label_mean: float) -> None:
         super().__init__()
-        self.register_buffer("mean", mean)
-        self.register_buffer("std", std)
+        self.stats = nn.ParameterList(nn.Parameter(each, requires_grad=False) for each in (mean, std))
         self.layers = nn.Sequential(nn.Linear(len(mean), 64), nn.ReLU(), nn.Linear(64, 1))
-        nn.init.constant_(self.layers[-1].bias, label_mean)
+        self.label_mean = label_mean
 
     def forward(self, features: Tensor) -> Tensor:
-        return self.layers((features - self.mean) / self.std)[:, 0]
+        mean, std = self.stats
+        return self.layers((features - mean) / std)[:, 0] + self.label_mean
 
 
-def by_loop(model: nn.Module, batches: Any, epochs: int, device: str) -> None:
-    model.to(device)
+def by_loop(model: nn.Module, batches: Any, epochs: int) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(epochs):
-        for features, labels in batches:
-            loss = mse_loss(model(features.to(device)), labels.to(device))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    for features, labels in (batch for _ in range(epochs) for batch in batches):
+        optimizer.zero_grad()
+        mse_loss(model(features), labels).backward()
+        optimizer.step()
 
 
-def by_lightning(model: nn.Module, batches: Any, epochs: int, device: str) -> None:
+def by_lightning(model: nn.Module, batches: Any, epochs: int) -> None:
     from lightning.pytorch import LightningModule, Trainer
 
     class Task(LightningModule):
@@ -84,11 +74,8 @@ def by_lightning(model: nn.Module, batches: Any, epochs: int, device: str) -> No
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.Adam(self.parameters(), lr=0.01)
 
-    trainer = Trainer(
-        max_epochs=epochs, accelerator="gpu" if device.startswith("cuda") else "cpu", devices=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(Task(), batches)
+    quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    Trainer(max_epochs=epochs, accelerator="cpu", devices=1, **quiet).fit(Task(), batches)
 
 
 TRAINERS = {"loop": by_loop, "lightning": by_lightning}
@@ -104,28 +91,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", help="a table of numbers with a header; any path or URL that Spark reads")
     parser.add_argument("--label", default="quality", help="the column to predict")
-    parser.add_argument("--trainer", choices=(*TRAINERS, "both"), default="both")
-    parser.add_argument("--val-fraction", type=float, default=0.1)
-    parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--workers", type=int, default=0, help="processes that read; 0 reads between steps")
-    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     session = local_session(conf={"spark.log.level": "ERROR", "spark.ui.showConsoleProgress": "false"})
-    train_rows, val_rows = load(session, options.csv, options.label, options.val_fraction)
+    train_rows, val_rows = load(session, options.csv, options.label, 0.1)
     features = [name for name in train_rows.columns if name != options.label]
-    train = StreamToTorchDataset(train_rows, features, options.label)
-    val = StreamToTorchDataset(val_rows, features, options.label, device=options.device)
+    train, val = (StreamToTorchDataset(rows, features, options.label) for rows in (train_rows, val_rows))
     label_mean = float(stats(train_rows, [options.label])[0])
     results: dict[str, float] = {"rows": len(train), "val rows": len(val)}
     results["error of the mean"] = mean_error(lambda _: label_mean, val.batches(256))
     # Workers are spawned, not forked: the driver talks to Spark in threads.
     context = "spawn" if options.workers else None
     batches = DataLoader(train, 64, shuffle=True, num_workers=options.workers, multiprocessing_context=context)
-    for name in TRAINERS if options.trainer == "both" else [options.trainer]:
+    for name, learn in TRAINERS.items():
         torch.manual_seed(1)
         model = Regression(*stats(train_rows, features), label_mean)
-        TRAINERS[name](model, batches, options.epochs, options.device)
-        results[f"error after {name}"] = mean_error(model.to(options.device), val.batches(256))
+        learn(model, batches, 5)
+        results[f"error after {name}"] = mean_error(model, val.batches(256))
     print(json.dumps({name: round(value, 4) for name, value in results.items()}))
     session.stop()
 

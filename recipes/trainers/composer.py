@@ -1,7 +1,5 @@
 """The recipes' models and data under MosaicML Composer: the same streamed samples, another trainer."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +20,7 @@ from recipes.trainers.torch_loop import on_first_rank
 _PRECISIONS = {"32-true": "fp32", "bf16-mixed": "amp_bf16", "16-mixed": "amp_fp16"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ComposerTrainer:
     """Trains a recipe's model on its data under Composer; see configs/trainer/composer.yaml for the settings."""
 
@@ -32,18 +30,16 @@ class ComposerTrainer:
     accelerator: str = "auto"
     precision: str = "32-true"
     val_check_interval: int | None = None
-    check_val_every_n_epoch: int | None = 1
     save_interval: str = "20ba"
     num_kept: int = 2
     seed: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
+    logger: Any = None  # one of Lightning's; Composer's own loggers are in `options`
 
-    def fit(
-        self, model: RecipeModule, data: RecipeData, ckpt_path: str | None = None, logger: Any = None
-    ) -> RunFigures:
-        """Train; the model's `history` holds the last metrics afterwards. Composer's own loggers are in `options`."""
+    def fit(self, model: RecipeModule, data: RecipeData, ckpt_path: str | None = None) -> RunFigures:
+        """Train; the model's `history` holds the last metrics afterwards."""
         name_node()
-        every = f"{self.val_check_interval}ba" if self.val_check_interval else f"{self.check_val_every_n_epoch or 1}ep"
+        every = f"{self.val_check_interval}ba" if self.val_check_interval else "1ep"
         device = {"auto": None, "cuda": "gpu"}.get(self.accelerator, self.accelerator)
         options = {"device": device, "precision": _PRECISIONS.get(self.precision, self.precision), **self.options}
         if dist.get_world_size() > 1:
@@ -56,43 +52,31 @@ class ComposerTrainer:
         val = data_spec(data.val_dataset, batch_size=data.eval_batch_size, evaluation=True, **workers)
         optimizer, epoch_steps = model.optimizer(), len(train.dataloader)
         is_limited = self.max_steps >= 0 and (self.max_epochs < 0 or self.max_steps < self.max_epochs * epoch_steps)
+        steps = self.max_steps if is_limited else self.max_epochs * epoch_steps
         trainer = Trainer(
-            model=_ComposerRecipe(model),
-            train_dataloader=train,
-            eval_dataloader=val,
-            optimizers=optimizer,
-            schedulers=model.schedule(optimizer, self.max_steps if is_limited else self.max_epochs * epoch_steps),
-            step_schedulers_every_batch=True,
-            max_duration=f"{self.max_steps}ba" if is_limited else f"{self.max_epochs}ep",
-            save_overwrite=True,
-            save_latest_filename="latest-rank{rank}.pt",
-            load_path=ckpt_path,
-            eval_interval=every,
-            save_folder=str(Path(self.folder) / "composer"),
-            save_interval=self.save_interval,
-            save_num_checkpoints_to_keep=self.num_kept,
-            seed=self.seed,
+            model=_ComposerRecipe(model), train_dataloader=train, eval_dataloader=val, optimizers=optimizer,
+            schedulers=model.schedule(optimizer, steps), step_schedulers_every_batch=True, eval_interval=every,
+            max_duration=f"{self.max_steps}ba" if is_limited else f"{self.max_epochs}ep", load_path=ckpt_path,
+            save_folder=str(Path(self.folder) / "composer"), save_interval=self.save_interval, save_overwrite=True,
+            save_latest_filename="latest-rank{rank}.pt", save_num_checkpoints_to_keep=self.num_kept, seed=self.seed,
             **options,
-        )
-        first = trainer.state.timestamp
-        began = time.perf_counter()
+        )  # fmt: skip
+        state = trainer.state
+        first, began = state.timestamp, time.perf_counter()
         trainer.fit()
-        last, state = trainer.state.timestamp, trainer.state
-        figures = RunFigures(
-            int(last.sample) - int(first.sample), int(last.batch) - int(first.batch), time.perf_counter() - began
-        )
+        last, seconds = state.timestamp, time.perf_counter() - began
         found = (("train", state.train_metrics), ("val", state.eval_metrics["eval"]))
         computed = {
             f"{stage}/{name}": float(metric.compute()) for stage, metrics in found for name, metric in metrics.items()
         }
         model.history[max(0, -(-int(last.batch) // epoch_steps) - 1)] = computed
-        if logger is not None:
-            logger.log_metrics(computed, step=int(last.batch))
+        if self.logger:
+            self.logger.log_metrics(computed, step=int(last.batch))
         trainer.close()
-        return figures
+        return RunFigures(int(last.sample) - int(first.sample), int(last.batch) - int(first.batch), seconds)
 
 
-class _ComposerRecipe(ComposerModel):  # type: ignore[misc]  # Composer has no types
+class _ComposerRecipe(ComposerModel):
     """A recipe's model, built already, as Composer trains it."""
 
     def __init__(self, model: RecipeModule) -> None:

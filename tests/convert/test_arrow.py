@@ -77,7 +77,7 @@ def test_a_file_is_cut_between_row_groups_and_rows_keep_their_order(tmp_path: Pa
     assert done.num_shards[""] > 4
 
 
-def test_nulls_of_arrow_columns_are_counted_filled_or_left_out(tmp_path: Path, samples_of: Any) -> None:
+def test_nulls_of_arrow_columns_are_counted_filled_or_dropped(tmp_path: Path, samples_of: Any) -> None:
     table = pa.table({"k": list(range(9)), "t": ["a", None, "c"] * 3, "v": [[1.0], [1.0], [None]] * 3})
     pq.write_table(table, tmp_path / "in.parquet")
     with pytest.raises(ValueError, match=r"t: 3, v \(elements of arrays\): 3"):
@@ -97,7 +97,7 @@ def test_arrays_take_another_dtype_only_if_their_values_fit(tmp_path: Path, samp
         convert(tmp_path / "in.parquet", tmp_path / "out2", **PLAIN, columns={"t": "ndarray:uint8"})
 
 
-def test_columns_that_cannot_be_written_are_told_together(tmp_path: Path) -> None:
+def test_columns_that_cannot_be_written_are_named_together(tmp_path: Path) -> None:
     pq.write_table(pa.table({"n": pa.nulls(3), "t": ["a"] * 3}), tmp_path / "in.parquet")
     with pytest.raises(ValueError, match=r"'n'.*null"):
         convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN)

@@ -1,4 +1,4 @@
-"""Every row of a source is in the dataset exactly once, and the same files come of it whoever writes them."""
+"""Every row of a source is in the dataset exactly once, and any number of processes writes the same files."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_an_image_folder_keeps_bytes_and_numbers_its_classes(tmp_path: Path, fil
     assert manifest["classes"] == {"label": ["cat", "dog", "emu"]}
 
 
-def test_nulls_are_refused_with_counts_or_filled_or_left_out(tmp_path: Path, samples_of: Any) -> None:
+def test_nulls_are_refused_with_counts_or_filled_or_dropped(tmp_path: Path, samples_of: Any) -> None:
     rows = [{"a": k, "b": None if k % 4 == 0 else "x"} if k % 5 else {"b": "y", "a": None} for k in range(20)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = tmp_path / "in.jsonl"
@@ -158,6 +158,25 @@ def test_values_beyond_inferred_columns_are_refused_and_seen_by_a_transform(tmp_
     assert samples_of(tmp_path / "late")[-1] == {"n": 10_000}
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_what_a_transform_returns_beyond_its_first_sample_is_never_lost(
+    rows_file: Path, tmp_path: Path, samples_of: Any, shuffle: bool
+) -> None:
+    def late(row: dict[str, Any]) -> dict[str, Any]:
+        return {"k": row["k"], "late": 1} if row["k"] == 2000 else {"k": row["k"]}
+
+    def gaps(row: dict[str, Any]) -> dict[str, Any]:
+        return {"k": row["k"] if row["k"] != 2000 else None}
+
+    settings: dict[str, Any] = {**PLAIN, "shuffle": shuffle}
+    with pytest.raises(ValueError, match="a row has late"):
+        convert(rows_file, tmp_path / "out", **settings, transform=late)
+    with pytest.raises(ValueError, match="k: 1"):
+        convert(rows_file, tmp_path / "out", **settings, transform=gaps)
+    convert(rows_file, tmp_path / "out", **settings, transform=gaps, fill_nulls={"k": 2000})
+    assert sorted(sample["k"] for sample in samples_of(tmp_path / "out")) == list(range(3000))
+
+
 def test_a_transform_that_carries_other_values_makes_another_dataset(rows_file: Path, tmp_path: Path) -> None:
     def times(factor: int) -> Any:
         return lambda row: {"n": row["k"] * factor}
@@ -168,7 +187,9 @@ def test_a_transform_that_carries_other_values_makes_another_dataset(rows_file: 
         convert(rows_file, tmp_path / "out", **PLAIN, transform=times(3))
 
 
-def test_held_out_rows_are_a_share_and_the_rest_is_the_rest(rows_file: Path, tmp_path: Path, samples_of: Any) -> None:
+def test_validation_rows_are_a_share_and_the_others_are_for_training(
+    rows_file: Path, tmp_path: Path, samples_of: Any
+) -> None:
     done = convert(rows_file, tmp_path / "out", **PLAIN, val_fraction=0.1, partition_bytes="40kb")
     train, val = ([s["k"] for s in samples_of(tmp_path / "out" / name)] for name in ("train", "val"))
     assert sorted(train + val) == list(range(3000))
@@ -179,7 +200,7 @@ def test_held_out_rows_are_a_share_and_the_rest_is_the_rest(rows_file: Path, tmp
         convert(rows_file, tmp_path / "whole", **PLAIN, val_fraction=0.1, exist_ok=True)
 
 
-def test_rows_of_one_key_are_held_out_together_also_when_the_source_grows(tmp_path: Path, samples_of: Any) -> None:
+def test_rows_of_one_key_are_in_one_split_also_when_the_source_grows(tmp_path: Path, samples_of: Any) -> None:
     lines = [json.dumps({"author": f"a{k % 40}", "k": k}) + "\n" for k in range(400)]
     held = []
     for count in (200, 400):
@@ -209,8 +230,8 @@ def test_a_finished_conversion_is_found_and_a_changed_one_refused_by_name(
         convert(rows_file, out, **PLAIN)
     assert files_of(out) == before
     assert convert(rows_file, out, **PLAIN, exist_ok=True).total == 3001
-    convert(rows_file, tmp_path / "anew", **PLAIN)
-    assert files_of(out) == files_of(tmp_path / "anew")
+    convert(rows_file, tmp_path / "again", **PLAIN)
+    assert files_of(out) == files_of(tmp_path / "again")
 
 
 def test_a_source_that_changes_while_it_is_read_gives_no_dataset(rows_file: Path, tmp_path: Path) -> None:
@@ -219,7 +240,7 @@ def test_a_source_that_changes_while_it_is_read_gives_no_dataset(rows_file: Path
             rows_file.touch()
         return row
 
-    with pytest.raises(FormatError, match="was modified during the conversion"):
+    with pytest.raises(FormatError, match="was modified or removed during the conversion"):
         convert(rows_file, tmp_path / "out", **PLAIN, transform=meddling)
     assert not (tmp_path / "out" / "index.json").exists()
 

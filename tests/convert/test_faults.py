@@ -1,4 +1,4 @@
-"""Whoever is killed, whenever: no dataset, or the whole one, and the same bytes in the end."""
+"""After a kill of any process at any time there is no dataset or a whole one, and a rerun writes the same bytes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_shards_left_without_any_receipt_are_known_as_ours(
 
     inputs = inputs_of(tmp_path, convert_inputs.samples)
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_stream.convert.task.receipt_name", fail)
+        patch.setattr("lightning_stream.convert.partition.receipt_name", fail)
         with pytest.raises(KeyboardInterrupt):
             convert(inputs, tmp_path / "out", **SIZE, num_workers=1)
     assert list((tmp_path / "out").glob("part-*/shard*"))

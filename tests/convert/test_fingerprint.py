@@ -1,4 +1,4 @@
-"""Two functions are told apart by their source and by the values that they carry, in every process alike."""
+"""Functions differ by their source and by the values that they carry, equally in every process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import pytest
 
 from lightning_stream.convert.fingerprint import function_text
 
@@ -57,7 +60,35 @@ def test_what_an_object_cached_makes_no_difference_nor_does_where_it_lies() -> N
     assert function_text(partial(scaled, held)) == function_text(partial(scaled, object()))
 
 
-def test_a_function_that_names_itself_is_told() -> None:
+def test_a_class_without_a_source_counts_by_its_methods() -> None:
+    """As those of a notebook."""
+    texts = []
+    for factor in (2, 2, 3):
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(f"class Times:\n    def row(self, row):\n        return row * {factor}\n", names)
+        texts.append(function_text(names["Times"]().row))
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_tensor_counts_by_its_values() -> None:
+    torch = pytest.importorskip("torch", reason="needs torch: uv sync")
+
+    def text_of(value: float, factor: int) -> str:
+        held = torch.nn.ParameterList([torch.tensor([1.0, value])])
+        several = np.vectorize(lambda row: row * factor)
+        return function_text(lambda row: (held, several))
+
+    assert text_of(2.0, 1) == text_of(2.0, 1)
+    assert len({text_of(2.0, 1), text_of(3.0, 1), text_of(2.0, 2)}) == 3
+
+
+def test_a_set_may_hold_the_object_that_holds_it() -> None:
+    node = Called(3)
+    node.factor = {node}  # type: ignore[assignment]
+    assert function_text(node) == function_text(node) != function_text(Called(3))
+
+
+def test_a_function_that_names_itself_has_a_digest() -> None:
     def countdown(k: int) -> int:
         return countdown(k - 1) if k else 0
 
@@ -66,8 +97,17 @@ def test_a_function_that_names_itself_is_told() -> None:
 
 HELPERS = """
 import functools
+import re
+from datetime import timedelta
 RATE = 2
 TABLE = {"a": {1, 2, 3}}
+PATTERN = re.compile("a+")
+SPANS = [timedelta(1)]
+
+def double(value):
+    return 2 * value
+
+WAYS = {"double": double}
 
 class Base:
     def shift(self, value):
@@ -81,8 +121,23 @@ class Scaler(Base):
 def cached(value):
     return value
 
+def step(value):
+    return value * 5
+
+STEPS = [step]
+
 def helper(value):
-    return Scaler().scale(value) + cached(1) + len(TABLE)
+    from late import parts
+    import late.parts as named
+    ways = WAYS["double"](1) + len(PATTERN.findall("aa")) + SPANS[0].days + parts.first(1) + named.second(1)
+    return Scaler().scale(value) + cached(1) + len(TABLE) + STEPS[0](value) + ways
+"""
+LATE = """
+def first(value):
+    return 50 * value
+
+def second(value):
+    return 7 * value
 """
 MAIN = """
 import sys
@@ -103,7 +158,10 @@ print(function_text(row), function_text(by_module), value_digest([{"a": {"x", "y
 
 def digests(folder: Path, helpers: str, seed: str = "0") -> list[str]:
     folder.mkdir()
+    (folder / "late").mkdir()  # a package without a file of its own
+    helpers, _, late = helpers.partition("# late")
     (folder / "helpers.py").write_text(helpers)
+    (folder / "late" / "parts.py").write_text(late)
     (folder / "main.py").write_text(MAIN)
     env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, str(folder / "main.py"), str(folder)]
@@ -112,15 +170,22 @@ def digests(folder: Path, helpers: str, seed: str = "0") -> list[str]:
 
 
 def test_what_a_function_calls_counts_and_processes_do_not(tmp_path: Path) -> None:
-    before = digests(tmp_path / "0", HELPERS)
-    assert digests(tmp_path / "1", HELPERS, seed="7") == before
+    code = f"{HELPERS}# late{LATE}"
+    before = digests(tmp_path / "0", code)
+    assert digests(tmp_path / "1", code, seed="7") == before
     changes = [
         ("RATE = 2", "RATE = 3"),
         ("value + 1", "value + 2"),
         ("2, 3}", "2, 4}"),
         ("return value\n", "return -value\n"),
+        ('"a+"', '"b+"'),
+        ("timedelta(1)", "timedelta(2)"),
+        ("2 * value", "3 * value"),
+        ("50 * value", "60 * value"),
+        ("7 * value", "8 * value"),
+        ("value * 5", "value * 6"),
     ]
     for k, (old, new) in enumerate(changes):
-        after = digests(tmp_path / f"changed{k}", HELPERS.replace(old, new))
+        after = digests(tmp_path / f"changed{k}", code.replace(old, new))
         assert after[1] != before[1], new
         assert after[3] != before[3], new

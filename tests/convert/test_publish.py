@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_stream.convert.partition import OutputSpec, PartitionWriter
+from lightning_stream.convert.partition import OutputSpec, PartitionWriter, Receipt
 from lightning_stream.convert.publish import MANIFEST, Publication
-from lightning_stream.convert.receipt import Receipt
 from lightning_stream.errors import StoreError
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.shard import open_shard

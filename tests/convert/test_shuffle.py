@@ -1,4 +1,4 @@
-"""A shuffle is one permutation of the whole source, the same whoever writes it, in bounded memory."""
+"""A shuffle is one permutation of the whole source, the same for any number of processes, in bounded memory."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def partition_rows(path: Path, partition_bytes: int) -> list[int]:
     source = open_source(path, None, None, None)
     partitions = source.partitions(partition_bytes)
     assert len(partitions) > 3
-    read = [source.reader.read_all(each.splits, {"k": "int64"}) for each in partitions]
-    return [sum(len(batch.columns) for batch in batches) for batches in read]
+    read = [source.reader.read(each.splits, {"k": "int64"}) for each in partitions]
+    return [sum(len(batch.rows) for batch in batches) for batches in read]
 
 
 def test_a_partition_may_have_no_row_of_a_split(tmp_path: Path, samples_of: Any) -> None:

@@ -60,7 +60,7 @@ def test_names_in_a_tar_are_labels_and_write_nowhere(tmp_path: Path, samples_of:
     }  # fmt: skip
 
 
-def test_samples_of_a_tar_that_lack_or_add_a_file_are_told_by_key(tmp_path: Path, samples_of: Any) -> None:
+def test_samples_of_a_tar_that_lack_or_add_a_file_are_reported_by_key(tmp_path: Path, samples_of: Any) -> None:
     first = {f"{k}.txt": b"x" for k in range(200)}
     tar_of(tmp_path / "more.tar", {**first, "z.txt": b"x", "z.cls": b"1"})
     with pytest.raises(ValueError, match=r"'z'.*a row has cls"):

@@ -34,6 +34,10 @@ def csv_samples(tmp_path: Path, samples_of: Any, text: str, **settings: Any) -> 
         (["0", "-7"], "int64"),
         (["12345678901234567890", "1"], "str"),
         (["1234567890123456789012.5", "1"], "str"),
+        (["1e-250", "1e99"], "float64"),
+        (["1e999", "12e3456"], "str"),
+        (["1e-999", "1"], "str"),
+        (["+4930123", "1"], "str"),
         (["true", "False"], "uint8"),
         (["", ""], "str"),
     ],
@@ -56,8 +60,43 @@ def test_a_later_identifier_in_a_column_of_numbers_is_refused_unless_numbers_are
 
 
 def test_blank_lines_lose_no_row(tmp_path: Path, samples_of: Any) -> None:
-    text = "a,b\n\n1,x\n" + "\n" * 20_000 + "2,y\n" + "\r\n" * 9000 + "3,z"
+    text = "\n\r\na,b\n\n1,x\n" + "\n" * 20_000 + "2,y\n" + "\r\n" * 9000 + "3,z"
     assert [sample["a"] for sample in csv_samples(tmp_path, samples_of, text)[1]] == [1, 2, 3]
+    text = "a,b\n1,x\n" + "\n" * (9 << 20) + "2,y\n"
+    assert [sample["a"] for sample in csv_samples(tmp_path, samples_of, text)[1]] == [1, 2]
+
+
+@pytest.mark.parametrize("partition_bytes", [None, 100])
+@pytest.mark.parametrize("blank", ["\n", "\r\n" * 300, "\ufeff\n"], ids=["one", "many", "after a byte order mark"])
+def test_blank_lines_above_the_names_do_not_make_them_a_row(
+    tmp_path: Path, samples_of: Any, blank: str, partition_bytes: int | None
+) -> None:
+    text = f"{blank}a,b\n" + "".join(f"{k},x\n" for k in range(50))
+    columns, samples = csv_samples(tmp_path, samples_of, text, partition_bytes=partition_bytes)
+    assert columns["a"] == "int64"
+    assert [sample["a"] for sample in samples] == list(range(50))
+
+
+def test_a_csv_file_of_names_alone_adds_no_row(tmp_path: Path, samples_of: Any) -> None:
+    (tmp_path / "in").mkdir()
+    for name, text in (("a", "k,t\n1,x\n"), ("b", "k,t"), ("c", "k,t\n"), ("d", ""), ("e", "k,t\n2,y")):
+        (tmp_path / "in" / f"{name}.csv").write_text(text)
+    convert(tmp_path / "in", tmp_path / "out", **PLAIN, partition_bytes=3)
+    assert [sample["k"] for sample in samples_of(tmp_path / "out")] == [1, 2]
+
+
+def test_a_transform_gets_no_identifier_that_lost_its_zeros(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("zip\n" + "10000\n" * 20_000 + "01234\n")
+    with pytest.raises(ValueError, match=r"'zip': '01234' .*columns="):
+        convert(tmp_path / "in.csv", tmp_path / "out", **PLAIN, transform=dict, columns={"zip": "int64"})
+
+
+def test_json_columns_keep_their_numbers_as_they_are(tmp_path: Path, samples_of: Any) -> None:
+    values = [1, 2.5, 2**65, True, None]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"v": value}) + "\n" for value in values))
+    convert(tmp_path / "in.jsonl", tmp_path / "out", **PLAIN, columns={"v": "json"}, partition_bytes=12)
+    found = [sample["v"] for sample in samples_of(tmp_path / "out")]
+    assert [(value, type(value)) for value in found] == [(value, type(value)) for value in values]
 
 
 @pytest.mark.parametrize("name", ["in.csv", "in.jsonl", "in.json", "in.txt"])
@@ -89,6 +128,19 @@ def test_a_folder_name_with_brackets_is_a_name(tmp_path: Path, samples_of: Any) 
     for source in (folder, folder / "*.jsonl", folder / "a[b].jsonl", folder / "a[?].jsonl"):
         convert(source, tmp_path / "out", **PLAIN, overwrite=True)
         assert samples_of(tmp_path / "out") == [{"k": 1}]
+
+
+def test_no_file_of_a_source_is_lost_or_read_twice(tmp_path: Path, samples_of: Any) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for k, name in enumerate(["a.jsonl", "new\nline.jsonl", "%41 \u00e9.jsonl"]):
+        (folder / name).write_text(json.dumps({"k": k}) + "\n")
+    convert(folder, tmp_path / "out", **PLAIN)
+    assert sorted(sample["k"] for sample in samples_of(tmp_path / "out")) == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"each file once; it names .*a\.jsonl twice"):
+        convert([folder, folder / "a.jsonl"], tmp_path / "twice", **PLAIN)
+    (folder / "a.jsonl").rename(folder / "_a.jsonl")
+    assert convert(folder / "_a.jsonl", tmp_path / "hidden", **PLAIN).total == 1
 
 
 def test_a_dataset_object_of_hugging_face_is_read_in_its_order(tmp_path: Path, samples_of: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lightning_stream.convert import convert, read_manifest
-from lightning_stream.convert.split import ValidationSplit
+from lightning_stream.convert.task import ValidationSplit
 
 PLAIN: dict[str, Any] = {"compression": None, "num_workers": 1}
 
@@ -61,8 +61,6 @@ def test_the_choice_never_changes_between_versions() -> None:
     rows = {"k": np.arange(20), "text": [f"row {k}" for k in range(20)]}
     chooser = ValidationSplit(0.3, 5, None, {"k": "int64", "text": "str"})
     found = chooser.of_rows(rows, 20)["val"].tolist()
-    samples = [{"k": k, "text": f"row {k}"} for k in range(20)]
-    assert [k for k, sample in enumerate(samples) if chooser.of_sample(sample) == "val"] == found
     assert found == [6, 9, 10, 12, 15, 16]
 
 

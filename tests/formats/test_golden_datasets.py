@@ -22,10 +22,10 @@ def unpacked(entry: ShardEntry, folder: Path, scratch: Path) -> Path:
     """The folder that holds the shard's raw files."""
     for raw, packed in entry.files:
         if packed is not None:
-            assert entry.compression is not None
+            assert entry.schema.compression is not None
             target = scratch / raw.basename
             target.parent.mkdir(parents=True, exist_ok=True)
-            decompress_file(entry.compression, folder / packed.basename, target, raw.num_bytes)
+            decompress_file(entry.schema.compression, folder / packed.basename, target, raw.num_bytes)
             assert digest_file(packed.hashes, folder / packed.basename) == packed.hashes
     return folder if entry.compressed is None else scratch
 

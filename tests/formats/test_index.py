@@ -38,7 +38,12 @@ def test_arrays_and_entries_say_the_same() -> None:
     assert (index.raw_bytes.tolist(), index.stored_bytes.tolist()) == ([56, 20], [56, 4])
     one = index.entry(1)
     assert one.files == ((one.raw, one.compressed),)
-    assert (one.format, one.compression, one.raw.num_bytes, one.raw.hashes) == ("mds", "zstd", 20, {"sha1": "bb"})
+    assert (one.format, one.schema.compression, one.raw.num_bytes, one.raw.hashes) == (
+        "mds",
+        "zstd",
+        20,
+        {"sha1": "bb"},
+    )
     assert index.columns == {"id": "int", "t": "str"}
     assert index.entry(0).schema is index.schemas[0]
     assert pickle.loads(pickle.dumps(index)).entry(1) == one

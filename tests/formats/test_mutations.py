@@ -143,7 +143,7 @@ def read_all(folder: Path, local: Path, check: bool) -> str:
                 if packed is None:
                     target.write_bytes((folder / raw.basename).read_bytes())
                 else:
-                    decompress_file(entry.compression or "", folder / packed.basename, target, raw.num_bytes)
+                    decompress_file(entry.schema.compression or "", folder / packed.basename, target, raw.num_bytes)
                 names = [name for name in raw.hashes if name == "xxh3_64"]
                 if check and digest_file(names, target) != {name: raw.hashes[name] for name in names}:
                     return "DigestError"

@@ -108,6 +108,7 @@ def test_fixed_columns_go_straight_to_the_callers_memory(tmp_path: Path, extra: 
 
 def test_memory_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     shards, _ = tokens(tmp_path / "out")
+    one, two = np.zeros(1, int), np.array([0, 1])
     read_only = np.empty((2, 16), np.int32)
     read_only.flags.writeable = False
     for wrong in (
@@ -115,12 +116,12 @@ def test_memory_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         np.empty((2, 32), np.int32)[:, ::2], bytes(2 * 64),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="out: column 't' takes writable"):
-            shards[0].columns(np.array([0, 1]), {"t": wrong})
+            gather(shards[:1], np.zeros(2, int), two, {"t": wrong})
     with pytest.raises(ValueError, match="out: no column 'x'"):
-        shards[0].columns(np.array([0]), {"x": bytearray(64)})
+        gather(shards[:1], one, one, {"x": bytearray(64)})
     varied = write(tmp_path / "varied", {"s": "str"}, [{"s": "a"}])
     with pytest.raises(ValueError, match="column 's' has no fixed size"):
-        varied[0].columns(np.array([0]), {"s": bytearray(8)})
+        gather(varied[:1], one, one, {"s": bytearray(8)})
 
 
 def test_wide_columns_and_empty_batches(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The resume contract: under every host, a run that is continued trains on exactly what was left, or is refused.
 
-A run is saved at each stop and goes on to its end; it is then continued from each stop in each world. All runs of a
+A run is saved at each stop and continues to its end; it is then continued from each stop in each world. All runs of a
 host together must feed every optimizer step with the samples that the order says, whatever the world; or the host is
 refused before its first step, with a sentence that names the cure.
 """

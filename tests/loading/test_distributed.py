@@ -195,11 +195,11 @@ from lightning_stream.loading.distributed import detect_world
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 world = detect_world(mesh)
-told = detect_world()
+seen = detect_world()
 loader = StreamingDataLoader(StreamingDataset(remote=sys.argv[1], shuffle=True, world=mesh), global_batch_size=16)
 ids = [batch["id"].tolist() for batch in loader]
 out = [None] * 4
-dist.all_gather_object(out, {"mesh": [world.rank, world.num_ranks], "told": [told.rank, told.num_ranks], "ids": ids})
+dist.all_gather_object(out, {"mesh": [world.rank, world.num_ranks], "seen": [seen.rank, seen.num_ranks], "ids": ids})
 if dist.get_rank() == 0:
     print(json.dumps(out), flush=True)
 dist.barrier()
@@ -234,7 +234,7 @@ def test_ranks_that_share_a_place_in_the_data_dimension_get_the_same_samples(tmp
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[{")))
     assert [rank["mesh"] for rank in ranks] == [[0, 2], [0, 2], [1, 2], [1, 2]]
-    assert [rank["told"] for rank in ranks] == [[rank, 4] for rank in range(4)]
+    assert [rank["seen"] for rank in ranks] == [[rank, 4] for rank in range(4)]
     assert ranks[0]["ids"] == ranks[1]["ids"]
     assert ranks[2]["ids"] == ranks[3]["ids"]
     seen = {number for rank in ranks for batch in rank["ids"] for number in batch}

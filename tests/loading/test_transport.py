@@ -25,6 +25,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def slots_of(num_workers: int, num_slots: int) -> SharedSlots:
+    slots = shared_slots(num_workers, num_slots)
+    assert slots is not None
+    return slots
+
+
 def sent(handle: Any) -> Any:
     """As torch's queues send what a worker gives them."""
     return pickle.loads(ForkingPickler.dumps(handle))
@@ -83,7 +89,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own
 def test_whatever_is_in_a_batch_arrives_as_it_was() -> None:
-    slots = SharedSlots.create(num_workers=2, num_slots=1)
+    slots = slots_of(2, 1)
     for worker in (0, 1, 1, 0):
         batch = a_batch()
         handle = slots.put(worker, batch)
@@ -98,7 +104,7 @@ def test_whatever_is_in_a_batch_arrives_as_it_was() -> None:
 
 
 def test_what_arrived_is_untouched_by_what_comes_after_it() -> None:
-    slots = SharedSlots.create(1, num_slots=1)
+    slots = slots_of(1, 1)
     first = sent(slots.put(0, {"x": torch.full((5000,), 1), "y": np.full(5000, 1), "z": ["1" * 5000]}))
     second = sent(slots.put(0, {"x": torch.full((5000,), 2), "y": np.full(5000, 2), "z": ["2" * 5000]}))
     for number, batch in ((1, first), (2, second)):
@@ -107,7 +113,7 @@ def test_what_arrived_is_untouched_by_what_comes_after_it() -> None:
 
 
 def test_without_a_free_slot_or_with_too_much_for_one_a_batch_goes_as_it_is() -> None:
-    slots = SharedSlots.create(2, num_slots=2)
+    slots = slots_of(2, 2)
     batches = [{"x": torch.full((100,), number)} for number in range(3)]
     put = [slots.put(0, batch) for batch in batches]
     assert [is_handle(one) for one in put] == [True, True, False]
@@ -122,7 +128,7 @@ def test_without_a_free_slot_or_with_too_much_for_one_a_batch_goes_as_it_is() ->
 
 
 def test_a_batch_that_cannot_be_sent_raises_and_leaves_the_slot_free() -> None:
-    slots = SharedSlots.create(1, num_slots=1)
+    slots = slots_of(1, 1)
     for _ in range(2):
         with pytest.raises((pickle.PicklingError, AttributeError)):
             slots.put(0, {"x": lambda: 1})
@@ -130,7 +136,7 @@ def test_a_batch_that_cannot_be_sent_raises_and_leaves_the_slot_free() -> None:
 
 
 def test_memory_that_was_shared_before_stays_shared() -> None:
-    slots = SharedSlots.create(1, num_slots=1)
+    slots = slots_of(1, 1)
     shared = torch.zeros(2000).share_memory_()
     arrived = sent(slots.put(0, {"x": shared}))["x"]
     shared[7] = 1

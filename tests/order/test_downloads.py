@@ -68,7 +68,7 @@ def test_a_batch_size_that_fits_no_number_is_named():
     assert "multiple of 3" in straddling.warning
 
 
-def test_index_order_is_told_to_need_everything_everywhere():
+def test_index_order_needs_everything_everywhere():
     run = run_of([[30] * 200], 64, shuffle=False)
     plan = plan_downloads(run, epoch=0, batch_size=64, world=World(0, 8, 4))
     assert "set shuffle=True" in plan.warning

@@ -78,11 +78,11 @@ def test_a_stream_that_cannot_fill_what_is_asked_is_named():
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_balanced_draws_anew_each_epoch_and_fixed_never(shuffle):
+def test_balanced_draws_again_each_epoch_and_fixed_does_not(shuffle):
     half = StreamWeights(repeat=0.5)
-    anew = [drawn([[50] * 4], epoch, half, shuffle=shuffle) for epoch in range(2)]
+    epochs = [drawn([[50] * 4], epoch, half, shuffle=shuffle) for epoch in range(2)]
     fixed = [drawn([[50] * 4], epoch, half, shuffle=shuffle, sampling_method="fixed") for epoch in range(2)]
-    assert not np.array_equal(*anew)
+    assert not np.array_equal(*epochs)
     assert np.array_equal(*fixed)
 
 

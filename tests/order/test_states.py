@@ -13,7 +13,7 @@ import pytest
 
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError
 from lightning_stream.loading.resume import order_in, position_in
-from lightning_stream.loading.settings import BatchSettings
+from lightning_stream.loading.source import BatchSettings
 from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Snapshot, StreamWeights, World
 
 SIZES = ((60, 40), (30, 37))

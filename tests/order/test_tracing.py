@@ -14,17 +14,17 @@ def run_of():
 def test_explain_says_which_epoch_batch_and_samples_come_next():
     run = run_of()
     position = Position.start(run, batch_size=8, tail="pad", epoch=2).advanced(run, 24)
-    told = explain(run, position)
-    assert (told.epoch, told.position, told.num_samples, told.steps_left) == (2, 24, 150, 16)
-    assert np.array_equal(told.upcoming.ids, run.epoch(2).ids(24, 32))
-    assert told.upcoming.step == 3
-    assert "global batch 3, positions 24 to 31" in str(told)
+    found = explain(run, position)
+    assert (found.epoch, found.position, found.num_samples, found.steps_left) == (2, 24, 150, 16)
+    assert np.array_equal(found.upcoming.ids, run.epoch(2).ids(24, 32))
+    assert found.upcoming.step == 3
+    assert "global batch 3, positions 24 to 31" in str(found)
 
 
 def test_explain_of_an_epochs_end_is_the_beginning_of_the_next():
     run = run_of()
-    told = explain(run, Position.start(run, batch_size=8, tail="drop").advanced(run, 144))
-    assert (told.epoch, told.position, told.upcoming.step) == (1, 0, 0)
+    found = explain(run, Position.start(run, batch_size=8, tail="drop").advanced(run, 144))
+    assert (found.epoch, found.position, found.upcoming.step) == (1, 0, 0)
 
 
 def test_trace_honours_the_changes_of_batch_size():

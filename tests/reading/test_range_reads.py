@@ -184,7 +184,7 @@ def test_tables_are_kept_up_to_a_bound_and_fetched_again_behind_it(
         assert dataset.read_batch([number])["id"].tolist() == [number]
     asked = [value for _, value in served.asked()]
     assert len(asked) == 10
-    assert sum((value or "").startswith("bytes=0-") for value in asked) == 5  # tables, each time anew
+    assert sum((value or "").startswith("bytes=0-") for value in asked) == 5  # tables, each time again
 
 
 def test_a_batch_takes_from_shards_that_are_here_and_from_others(served: Served, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ hydra = pytest.importorskip("hydra", reason="the configs are composed by Hydra: 
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = (
-    "data=flowers", "data.synthetic_count=60", "data.val_fraction=0.2", "data.size_limit=16kb", "data.image_size=32",
+    "data=flowers", "data.synthetic_count=64", "data.val_fraction=0.2", "data.size_limit=16kb", "data.image_size=32",
     "data.global_batch_size=8", "data.num_workers=0", "data.conversion_workers=1", "hardware=cpu", "num_threads=1",
     "+model.model_kwargs.width_mult=0.25", "trainer.max_epochs=2", "trainer.enable_progress_bar=false",
 )  # fmt: skip

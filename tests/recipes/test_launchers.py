@@ -19,7 +19,11 @@ TWO = "hardware.devices=2"
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "launcher",
-    ["lightning", pytest.param("torchrun", marks=pytest.mark.slow), pytest.param("slurm", marks=pytest.mark.slow)],
+    [
+        pytest.param("lightning", marks=pytest.mark.slow),
+        pytest.param("torchrun", marks=pytest.mark.slow),
+        pytest.param("slurm", marks=pytest.mark.slow),
+    ],
 )
 def test_every_launcher_trains_on_the_planned_samples(launcher: str, tmp_path: Path) -> None:
     run = [*TINY, *LIGHTNING, TWO]

@@ -6,7 +6,8 @@ import json
 import random
 from pathlib import Path
 
-from lightning_stream.formats.codecs import compress, extension
+from lightning_stream.cache.usage_log import UsageLog
+from lightning_stream.formats.codecs import compress
 from lightning_stream.formats.hashing import digest
 from lightning_stream.formats.index import Index
 
@@ -29,6 +30,12 @@ def make_dataset(
     return Index.from_bytes((folder / "index.json").read_bytes(), str(folder))
 
 
+def bytes_in(log: UsageLog) -> int:
+    """The bytes of all shards in a cache's usage log, with what other processes have written."""
+    with log._locked():
+        return log._total
+
+
 def shard_content(number: int, shard_bytes: int, seed: int = 0) -> bytes:
     """The bytes of one shard: half random, half repeating, so that compressing does something."""
     rng = random.Random(f"{seed}-{number}")
@@ -49,7 +56,7 @@ def _write_shard(
     zip_data = None
     if compression is not None:
         packed = compress(compression, raw)
-        zip_data = _file(folder, f"{name}.{extension(compression)}", packed, hashes)
+        zip_data = _file(folder, f"{name}.{compression.partition(':')[0]}", packed, hashes)
     if compression is None or keep_raw:
         (folder / name).write_bytes(raw)
     return {

@@ -22,17 +22,17 @@ def test_the_variables_of_stores_are_carried_and_no_others(monkeypatch: pytest.M
     assert env["AWS_ACCESS_KEY_ID"] == "me"
     assert env["DATABRICKS_TOKEN"] == "secret"
     assert not env.keys() & {"UNRELATED", "DATABRICKS_RUNTIME_VERSION", "PATH"}
-    assert "secret" not in repr(room.carrying_env(print, {"DATABRICKS_TOKEN": "secret"}))
+    assert "secret" not in repr(room.with_env(print, {"DATABRICKS_TOKEN": "secret"}))
 
 
 def test_devices_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RuntimeError, match="WORLD_SIZE is not set"):
-        room.trainer_devices()
+        room.lightning_trainer_kwargs()
     monkeypatch.setenv("WORLD_SIZE", "6")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert room.trainer_devices() == {"devices": 3, "num_nodes": 2}
+    assert room.lightning_trainer_kwargs() == {"devices": 3, "num_nodes": 2}
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def make_lightning() -> Any:
         from lightning.pytorch import LightningModule, Trainer
 
         from lightning_stream import StreamingDataModule
-        from lightning_stream.spark import trainer_devices
+        from lightning_stream.spark import lightning_trainer_kwargs
 
         class Line(LightningModule):
             def __init__(self) -> None:
@@ -104,7 +104,7 @@ def make_lightning() -> Any:
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **trainer_devices(),
+            **lightning_trainer_kwargs(),
         )
         trainer.fit(model, datamodule=StreamingDataModule({"remote": place, "shuffle": True}, batch_size=8))
         gathered: list[Any] = [None] * trainer.world_size
@@ -123,7 +123,7 @@ def test_native_ddp_trains_on_every_sample_once(
     from pyspark.ml.torch.distributor import TorchDistributor
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    train = room.carrying_env(make_native(), {"DATABRICKS_HOST": "https://somewhere"})
+    train = room.with_env(make_native(), {"DATABRICKS_HOST": "https://somewhere"})
     distributor = TorchDistributor(num_processes=2, local_mode=local_mode, use_gpu=False)
     seen, weights, host = distributor.run(train, str(dataset))
     assert sorted([*seen[0], *seen[1]]) == list(range(64))

@@ -126,8 +126,8 @@ def delta_table(spark: Any, place: Path) -> list[list[str]]:
     (place / "_delta_log").mkdir()
     actions = [[{"add": {"path": name}} for name in names] for names in files]
     actions[2] += [{"remove": {"path": name}} for name in files[0]]
-    for version, told in enumerate(actions):
-        lines = [json.dumps({"commitInfo": {"operation": "WRITE"}}), *map(json.dumps, told)]
+    for version, actions_of in enumerate(actions):
+        lines = [json.dumps({"commitInfo": {"operation": "WRITE"}}), *map(json.dumps, actions_of)]
         (place / "_delta_log" / f"{version:020}.json").write_text("\n".join(lines))
     return [files[0], files[0] + files[1], files[1] + files[2]]
 

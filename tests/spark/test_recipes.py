@@ -43,7 +43,7 @@ def test_a_loop_and_lightning_learn_the_table_alike(spark: Any, table: str) -> N
     for learn in wine.TRAINERS.values():
         torch.manual_seed(1)
         model = wine.Regression(*wine.stats(train_rows, features), 4.5)
-        learn(model, torch.utils.data.DataLoader(train, 64, shuffle=True), epochs=8, device="cpu")
+        learn(model, torch.utils.data.DataLoader(train, 64, shuffle=True), epochs=8)
         errors.append(wine.mean_error(model, val.batches(64)))
     assert errors[0] == pytest.approx(errors[1], rel=1e-4)
     assert errors[0] < wine.mean_error(lambda _: 4.5, val.batches(64)) / 3

@@ -208,7 +208,7 @@ def run_link(
 ) -> Run:
     """One run of a chain."""
     key = (link.source, link.workers)
-    is_new_run_of_torch = path is None and link.source == "torch"  # its dataset counts epochs on, whoever trains
+    is_new_run_of_torch = path is None and link.source == "torch"  # its dataset keeps counting epochs under any trainer
     if not link.keeps_loader or key not in loaders or is_new_run_of_torch:
         loaders[key] = made(shards, link.source, link.workers, shared)
     data = loaders[key]

@@ -1,4 +1,4 @@
-"""Ranks that read other data, or were given other settings, are told before they train."""
+"""Ranks with different data or settings are an error before training."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ STOPS = [7, 11, 25, STEPS]
 def run_chain(
     tmp_path: Path, shards: Path, worlds: list[int], launcher: str, stops: list[int], **options: Any
 ) -> dict[int, list[int]]:
-    """Stop after every few steps, go on in the next world; every step must be fed as in an uninterrupted run."""
+    """Stop after every few steps and continue in the next world; each step gets the samples of an uninterrupted run."""
     load_path, seen, losses = None, {}, {}
     for link, (world, stop) in enumerate(zip(worlds, stops, strict=True)):
         out = tmp_path / f"link{link}"

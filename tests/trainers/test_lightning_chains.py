@@ -39,14 +39,14 @@ def handlers() -> Iterator[None]:
 
 def expect_chain_exact(shards: Path, tmp_path: Path, seed: int, draw: Any = draw_chain, **drawing: Any) -> None:
     links, shared = draw(seed, **drawing)
-    told = f"seed {seed}: " + "; ".join(map(str, links)) + f"; {shared}"
+    about = f"seed {seed}: " + "; ".join(map(str, links)) + f"; {shared}"
     options = dict(shared)
     if "limit_train_batches" in options:  # it is counted in optimizer steps
         options["limit_train_batches"] *= options.get("accumulate_grad_batches", 1)
     whole = Run(shards, tmp_path / "whole", limit_val_batches=0, **options).steps
     steps = run_chain(shards, tmp_path, links, shared, random.Random(seed))
     wrong = [step for step in sorted({*whole, *steps}) if whole.get(step) != steps.get(step)]
-    assert not wrong, f"steps {wrong} differ; {told}"
+    assert not wrong, f"steps {wrong} differ; {about}"
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -110,7 +110,7 @@ def test_a_record_shows_a_gap_and_an_epoch_cut_short(shards: Path, tmp_path: Pat
     with pytest.raises(LedgerError, match=r"leaves run\.json and"):
         verify_delivery(tmp_path, dataset(shards))
     run = Run(shards, tmp_path, limit_train_batches=4, data={"record_delivery": record})
-    assert "stream/num_substituted" not in run.trainer.callback_metrics  # nothing is, unless the dataset was told to
+    assert "stream/num_substituted" not in run.trainer.callback_metrics  # nothing is, unless the dataset is set to
     verdict = verify_delivery(record, dataset(shards))
     assert verdict.sentence == (
         "all 12 recorded steps saw exactly the planned samples; epoch 0 was left at position 64; epoch 1 was left at "

@@ -109,9 +109,9 @@ def test_fitting_again_begins_the_next_epoch_and_another_trainer_starts_over(sha
     last = [ids for step, ids in run.steps.items() if step >= 27]
     assert last == [ids for step, ids in whole.steps.items() if step >= 33]
 
-    anew = Recorder()
-    Trainer(max_epochs=1, default_root_dir=tmp_path, **QUIET).fit(anew, datamodule=run.data)
-    assert {s: sorted(i) for s, i in anew.steps.items()} == {s: i for s, i in whole.steps.items() if s < 11}
+    second = Recorder()
+    Trainer(max_epochs=1, default_root_dir=tmp_path, **QUIET).fit(second, datamodule=run.data)
+    assert {s: sorted(i) for s, i in second.steps.items()} == {s: i for s, i in whole.steps.items() if s < 11}
 
 
 def test_a_data_module_under_another_name_still_finds_its_state(shards: Path, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_data_module_under_another_name_still_finds_its_state(shards: Path, tm
     assert {s: sorted(i) for s, i in module.steps.items()} == {s: i for s, i in whole.steps.items() if s >= step}
 
 
-# What the trainer can be told
+# Options of the trainer
 
 
 @pytest.mark.parametrize("limit", [3, 7])

@@ -57,7 +57,7 @@ def steps_of(out: Path, below: int = STEPS) -> dict[int, list[int]]:
 
 
 def run_chain(tmp_path: Path, shards: Path, worlds: list[int], torchrun: bool, **options: Any) -> None:
-    """Stop after every few steps, go on in the next world; every step must be fed as in an uninterrupted run."""
+    """Stop after every few steps and continue in the next world; each step gets the samples of an uninterrupted run."""
     whole = Run(shards, tmp_path / "whole", every_n_train_steps=STEPS).steps
     ckpt, seen = None, {}
     stops = [7, 11, 25, STEPS][-len(worlds) :]
@@ -98,6 +98,7 @@ def test_longer_chains_are_exact(shards: Path, tmp_path: Path, worlds: list[int]
     run_chain(tmp_path, shards, worlds, torchrun, data={"num_workers": workers}, accumulate=accumulate)
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_from_its_last_checkpoint_in_another_world(shards: Path, tmp_path: Path) -> None:
     whole = Run(shards, tmp_path / "whole", every_n_train_steps=STEPS).steps
     launch(tmp_path / "killed", shards, 1, torchrun=False, every=3, kill_at=14)

@@ -17,7 +17,6 @@ from lightning_stream.errors import DigestError
 from lightning_stream.formats.hashing import digest_file
 from lightning_stream.formats.index import Index
 from lightning_stream.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter
-from lightning_stream.writer.base import WriterConfig
 
 ROWS = [{"id": k, "text": f"row {k}"} for k in range(40)]
 COLUMNS = {"id": "int", "text": "str"}
@@ -77,9 +76,9 @@ def test_a_flipped_byte_is_found_as_a_shard_is_fetched_with_no_argument_anywhere
     assert dataset[len(ROWS) - 1] == ROWS[-1]
 
 
-def test_the_default_hash_asks_for_no_more_threads_and_memory_than_none() -> None:
+def test_the_default_hash_asks_for_no_more_threads_and_memory_than_none(tmp_path: Path) -> None:
     def threads(hashes: list[str] | None) -> int:
-        return WriterConfig.make(None, hashes, None).num_workers(is_local=True)
+        return MDSWriter(out=tmp_path, hashes=hashes)._pipeline._count
 
     assert threads(None) == threads([]) == 1
     assert threads(["sha1"]) >= 1

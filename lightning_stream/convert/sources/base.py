@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import xxhash
 
 from lightning_stream.convert.files import SourceFile
 from lightning_stream.formats.encodings import get_encoding
 
-# An Arrow record batch, or values by column name.
-Columns: TypeAlias = "Any | Mapping[str, Any]"
+Row: TypeAlias = "Mapping[str, Any]"
+SAMPLED_ROWS = 10_000
 _MIN_BYTES, _MAX_BYTES, _PARTITIONS = 32 << 20, 512 << 20, 32
+_BATCH_BYTES, _BATCH_ROWS = 8 << 20, 256
+_UNKNOWN_BYTES = 1 << 20  # of a value such as an opened image
+_LISTED_FILES = 10_000
 
 
 @dataclass(frozen=True)
 class InputSplit:
-    """A piece of a file that can be read by itself.
-
-    Attributes:
-        file: The file.
-        begin: Where it begins, in units of the kind of source: bytes, row groups, batches, rows.
-        end: Where it ends; None for the file's end.
-        num_bytes: Its size, about.
-    """
+    """A piece of a file that can be read by itself."""
 
     file: SourceFile
-    begin: int
-    end: int | None
-    num_bytes: int
+    begin: int  # in units of the kind of source: bytes, row groups, batches
+    end: int | None  # None for the file's end
+    num_bytes: int  # about
 
 
 @dataclass(frozen=True)
@@ -45,67 +43,57 @@ class Partition:
 
 
 class Batch(NamedTuple):
-    """Some rows."""
+    """Some rows, as an Arrow record batch or as a list of dicts, and where they are, for messages."""
 
-    columns: Columns
+    rows: Any
     where: str
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the beginning of a source shows about all of it.
+    """What the beginning of a source shows about all of it."""
 
-    Attributes:
-        columns: The encoding of each column.
-        about: For the manifest, e.g. class names.
-        identity: The columns that tell rows apart for the validation split; empty for all.
-        media: Columns of bytes that are compressed already, e.g. sound.
-    """
-
-    columns: dict[str, str]
-    about: Mapping[str, Any] = field(default_factory=dict)
-    identity: tuple[str, ...] = ()
-    media: tuple[str, ...] = ()
+    columns: dict[str, str]  # with their encodings
+    about: Mapping[str, Any] = field(default_factory=dict)  # for the manifest, e.g. class names
+    identity: tuple[str, ...] = ()  # the columns that tell rows apart for the validation split; empty for all
+    media: tuple[str, ...] = ()  # columns of bytes that are compressed already, e.g. sound
 
 
 class Reader(ABC):
-    """Reads files of one kind. Picklable: each process has its own.
+    """Reads files of one kind. Picklable: each process has its own. A dataclass whose fields are the user's options.
 
     Attributes:
         kind: Its name, as users choose it.
         is_listing: Whether each file is one sample, so that the files may be read in any order.
         min_bytes: The least bytes of a partition where the user names none.
+        is_strict: Whether all values must look like those that the encodings were inferred from.
     """
 
     kind: ClassVar[str]
     is_listing: ClassVar[bool] = False
     min_bytes: ClassVar[int] = _MIN_BYTES
+    is_strict = True
+
+    def begin(self, files: Sequence[SourceFile]) -> None:  # noqa: B027 - most kinds need no list of all files
+        """Look at the list of all files, those of all splits, before anything else."""
 
     @abstractmethod
     def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
-        """Return the columns, from a schema or from some rows."""
+        """Return the columns, from a schema or from some rows; of those that are not asked for, less may be known."""
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:  # noqa: ARG002
         """Cut a file into pieces of about ``partition_bytes``; always in the same way."""
         return [InputSplit(file, 0, None, file.num_bytes)]
 
     @abstractmethod
-    def read(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
-        """Yield the rows of a piece, in order, some at a time."""
-
-    def read_all(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
-        """Yield the rows of several pieces."""
-        for split in splits:
-            yield from self.read(split, columns)
-
-    def reading(self, asked: Mapping[str, str] | None) -> Reader:  # noqa: ARG002 - for kinds whose values are texts
-        """Return the reader for one conversion, whose columns are chosen by the user (`asked`) or inferred (None)."""
-        return self
+    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
+        """Yield the rows of some pieces, in order, some at a time."""
 
     @property
-    def settings(self) -> Mapping[str, Any]:
-        """The settings that decide which rows it reads: part of a conversion's fingerprint."""
-        return {"kind": self.kind}
+    def settings(self) -> dict[str, Any]:
+        """What decides which rows it reads: part of a conversion's fingerprint."""
+        options = {each.name: getattr(self, each.name) for each in fields(self) if each.compare}  # type: ignore[arg-type]
+        return {"kind": self.kind, **options}
 
 
 @dataclass(frozen=True)
@@ -127,31 +115,72 @@ class Source:
         """Bytes of a partition where the user names none: a 32nd of the source, but 32 to 512 MiB."""
         return max(self.reader.min_bytes, min(_MAX_BYTES, self.num_bytes // _PARTITIONS))
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What distinguishes this source from others: part of a conversion's fingerprint."""
+        stamps = xxhash.xxh3_128()  # of all names, sizes and times of change
+        for file in self.files:
+            stamps.update(f"{file.name}\0{file.num_bytes}\0{file.stamp}\n".encode())
+        sizes = {"num_files": len(self.files), "num_bytes": self.num_bytes, "stamps": stamps.hexdigest()}
+        return {"reader": self.reader.settings, **sizes}
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a manifest holds about the source; its files are listed if there are at most 10,000."""
+        listed = self.files if len(self.files) <= _LISTED_FILES else ()
+        files = [{"name": file.name, "bytes": file.num_bytes, "stamp": file.stamp} for file in listed]
+        return {**self.identity, "name": self.name, "files": files}
+
+    def find_columns(self, asked: Mapping[str, str] | None) -> Found:
+        """Return the columns that are read: those asked for, or all."""
+        found = self.reader.find_columns(self.files, asked)
+        missing = [name for name in asked or () if name not in found.columns]
+        if missing:
+            raise ValueError(f"{self.name} has no column {', '.join(missing)}; it has {', '.join(found.columns)}.")
+        for encoding in (asked or {}).values():
+            get_encoding(encoding)
+        return replace(found, columns=dict(asked or found.columns))
+
     def partitions(self, partition_bytes: int) -> list[Partition]:
         """Cut the source, in the order of its files. The number of processes does not matter."""
+        splits = [split for file in self.files for split in self.reader.input_splits(file, partition_bytes)]
         partitions: list[Partition] = []
-        gathered: list[InputSplit] = []
-        num_bytes = 0
-        for file in self.files:
-            for split in self.reader.input_splits(file, partition_bytes):
-                gathered.append(split)
-                num_bytes += split.num_bytes
-                if num_bytes >= partition_bytes:
-                    partitions.append(Partition(len(partitions), tuple(gathered)))
-                    gathered, num_bytes = [], 0
-        if gathered:
-            partitions.append(Partition(len(partitions), tuple(gathered)))
+        begin = num_bytes = 0
+        for end, split in enumerate(splits, 1):
+            num_bytes += split.num_bytes
+            if num_bytes >= partition_bytes or end == len(splits):
+                partitions.append(Partition(len(partitions), tuple(splits[begin:end])))
+                begin, num_bytes = end, 0
         return partitions
 
 
-def chosen_columns(known: Mapping[str, str], asked: Mapping[str, str] | None, what: str) -> dict[str, str]:
-    """Return the columns that are written: those asked for, or all."""
-    missing = [name for name in asked or () if name not in known]
-    if missing:
-        raise ValueError(f"{what} has no column {', '.join(missing)}; it has {', '.join(known)}.")
-    for encoding in (asked or {}).values():
-        get_encoding(encoding)
-    return dict(asked or known)
+def batched(rows: Iterable[tuple[Row, str]], max_bytes: int = _BATCH_BYTES) -> Iterator[Batch]:
+    """Yield rows, each given with where it is, in batches of at most 256 rows and about ``max_bytes``."""
+    held: list[Row] = []
+    first, num_bytes = "", 0
+    for row, where in rows:
+        first = first if held else where
+        held.append(row)
+        num_bytes += sum(map(_num_bytes, row.values()))
+        if num_bytes >= max_bytes or len(held) == _BATCH_ROWS:
+            yield Batch(held, first if first == where else f"{first} to {where}")
+            held, num_bytes = [], 0
+    if held:
+        yield Batch(held, first if first == where else f"{first} to {where}")
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if isinstance(value, (int, float, type(None))):
+        return 8
+    return 8 * len(value) if isinstance(value, (list, tuple, dict)) else getattr(value, "nbytes", _UNKNOWN_BYTES)
+
+
+def spread(files: Sequence[SourceFile], count: int = 8) -> list[SourceFile]:
+    """Return some of the files: the first, and others from all over."""
+    filled = [file for file in files if file.num_bytes] or list(files)
+    return filled[:: max(1, len(filled) // count)][:count]
 
 
 def present(names: Sequence[str], columns: Mapping[str, str], file: SourceFile) -> list[str]:

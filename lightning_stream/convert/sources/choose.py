@@ -6,30 +6,29 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
-from pathlib import PurePosixPath
 from typing import Any
 
-from lightning_stream.convert.files import SourceFile, Uris, find_files
-from lightning_stream.convert.sources.base import Reader, Source
-from lightning_stream.convert.sources.images import SUFFIXES, ImageFolderReader
+from lightning_stream.convert.files import SourceFile, find_files
+from lightning_stream.convert.sources.base import Source
 from lightning_stream.convert.sources.inputs import FunctionReader, Inputs, input_items
-from lightning_stream.convert.sources.lines import JsonlReader, TextReader
-from lightning_stream.convert.sources.webdataset import TarReader
 from lightning_stream.errors import FormatError, missing_extra, redact
 
-_KIND_OF = {
-    ".parquet": "parquet", ".pq": "parquet",
-    ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow",
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
-    ".csv": "csv", ".tsv": "tsv",
-    ".tar": "webdataset", ".tgz": "webdataset",
-    ".npy": "numpy", ".npz": "numpy",
-    ".txt": "text", ".text": "text", ".md": "text",
-    **dict.fromkeys(SUFFIXES, "images"),
-}  # fmt: skip
+# The suffixes and the reader of each kind.
+_KINDS = {
+    "parquet": (".parquet .pq", "tables.ParquetReader"),
+    "arrow": (".arrow .feather .ipc", "tables.ArrowReader"),
+    "jsonl": (".jsonl .ndjson .json", "lines.JsonlReader"),
+    "csv": (".csv", "delimited.CsvReader"),
+    "tsv": (".tsv", "delimited.TsvReader"),
+    "images": (".jpg .jpeg .png .webp .gif .bmp .tif .tiff", "images.ImageFolderReader"),
+    "webdataset": (".tar .tgz", "webdataset.TarReader"),
+    "numpy": (".npy .npz", "tables.NumpyReader"),
+    "text": (".txt .text .md", "lines.TextReader"),
+}
+_KIND_OF = {suffix: kind for kind, (suffixes, _) in _KINDS.items() for suffix in suffixes.split()}
 # Files that often lie beside others to describe them: they decide the kind only where they are alone.
 _BESIDE = (".json", ".txt", ".text", ".md")
 _SPLIT_OF = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
@@ -41,21 +40,30 @@ def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None
     if isinstance(source, Inputs):
         return Source(f"{len(source.inputs):,} inputs", input_items(source), FunctionReader(source.function))
     if hasattr(source, "with_format") and hasattr(source, "features"):
-        dataset = _table_reader("DatasetReader")(source)
+        dataset = _reader_class("tables.DatasetReader")(source)
         return Source("a datasets.Dataset", dataset.files, dataset)
+    is_one = isinstance(source, (str, os.PathLike))
+    name = redact(str(source) if is_one else f"{', '.join(map(str, source)):.200}")
     found = _saved_files(find_files(source, store_options))
-    chosen = kind or _only_kind(found, source)
-    if chosen not in _MAKERS:
-        raise ValueError(f"kind must be one of {', '.join(sorted(_MAKERS))}; got {chosen!r}.")
+    chosen = kind or _only_kind(found, name)
+    if chosen not in _KINDS:
+        raise ValueError(f"kind must be one of {', '.join(sorted(_KINDS))}; got {chosen!r}.")
     files = [file for file in found if _KIND_OF.get(file.ending) == chosen] or found
-    splits = _by_split(files) if isinstance(source, (str, os.PathLike)) else {}
-    known = [file for each in splits.values() for file in each] or files  # a class is a folder in its split
+    splits = _by_split(files) if is_one else {}
     try:
-        reader = _MAKERS[chosen](known, **dict(options or {}))
+        reader = _reader_class(_KINDS[chosen][1])(**(options or {}))
     except TypeError as error:
         raise ValueError(f"source_options do not fit kind {chosen!r}: {error}.") from error
-    name = source if isinstance(source, (str, os.PathLike)) else ", ".join(map(str, source))
-    return Source(redact(f"{name!s:.200}"), tuple(files), reader, splits)
+    reader.begin([file for each in splits.values() for file in each] or files)
+    return Source(name, tuple(files), reader, splits)
+
+
+def _reader_class(name: str) -> Any:
+    module, _, reader = name.partition(".")
+    try:
+        return getattr(import_module(f"lightning_stream.convert.sources.{module}"), reader)
+    except ModuleNotFoundError as error:
+        raise missing_extra("pyarrow", "convert", "reading Parquet, Arrow, CSV and NumPy files") from error
 
 
 def _by_split(files: Sequence[SourceFile]) -> dict[str, tuple[SourceFile, ...]]:
@@ -66,12 +74,13 @@ def _by_split(files: Sequence[SourceFile]) -> dict[str, tuple[SourceFile, ...]]:
     """
     folders: dict[str, list[SourceFile]] = {}
     for file in files:
-        first, slash, _ = file.name.partition("/")
-        folders.setdefault(first if slash else re.split("[-_.]", first)[0], []).append(file)
+        first, slash, rest = file.name.partition("/")
+        below = replace(file, root=f"{file.root}/{first}", name=rest) if slash else file
+        folders.setdefault(first if slash else re.split("[-_.]", first)[0], []).append(below)
     found = {name: _SPLIT_OF[name.lower()] for name in folders if name.lower() in _SPLIT_OF}
     if "train" not in found.values() or len(found) < 2:
         return {}
-    others = [folders[name][0].name for name in sorted(folders.keys() - found.keys())]
+    others = sorted(folders.keys() - found.keys())
     if others or len(set(found.values())) < len(found):
         raise ValueError(
             f"{redact(files[0].root)} holds the splits {', '.join(sorted(found))}"
@@ -79,65 +88,28 @@ def _by_split(files: Sequence[SourceFile]) -> dict[str, tuple[SourceFile, ...]]:
             + ". Convert each by itself, or pass a list of files or folders to write them as one dataset."
         )
     in_order = sorted(found, key=lambda name: (found[name] != "train", name))
-    return {found[name]: tuple(map(_in_split, folders[name])) for name in in_order}
+    return {found[name]: tuple(folders[name]) for name in in_order}
 
 
-def _in_split(file: SourceFile) -> SourceFile:
-    folder, slash, name = file.name.partition("/")
-    return replace(file, root=f"{file.root}/{folder}", name=name) if slash else file
-
-
-def _saved_files(found: Sequence[SourceFile]) -> list[SourceFile]:
+def _saved_files(found: Sequence[SourceFile]) -> Sequence[SourceFile]:
     """The Arrow files that Hugging Face's ``save_to_disk`` noted, in its order; any other files as they are."""
-    states = [file for file in found if PurePosixPath(file.name).name == _HUGGING_FACE_STATE]
     by_name = {file.name: file for file in found}
     noted: list[SourceFile] = []
-    for state in states:
-        content = json.loads(state.read())
-        names = [each["filename"] for each in content.get("_data_files", ())] if isinstance(content, dict) else []
-        noted += [
-            by_name[name] for each in names if (name := state.name[: -len(_HUGGING_FACE_STATE)] + each) in by_name
-        ]
-    return noted or list(found)
+    for name, file in by_name.items():
+        folder, _, last = name.rpartition("/")
+        if last == _HUGGING_FACE_STATE:
+            state = json.loads(file.read())
+            held = state.get("_data_files", ()) if isinstance(state, dict) else ()
+            noted += [by_name[path] for each in held if (path := f"{folder}/{each['filename']}".lstrip("/")) in by_name]
+    return noted or found
 
 
-def _only_kind(found: Sequence[SourceFile], source: Uris) -> str:
-    kinds = Counter(_KIND_OF[file.ending] for file in found if file.ending in _KIND_OF)
-    certain = Counter(_KIND_OF[file.ending] for file in found if file.ending in _KIND_OF and file.ending not in _BESIDE)
-    kinds = certain or kinds
+def _only_kind(found: Sequence[SourceFile], name: str) -> str:
+    known = [file.ending for file in found if file.ending in _KIND_OF]
+    kinds = Counter(_KIND_OF[ending] for ending in [each for each in known if each not in _BESIDE] or known)
+    if not kinds:
+        raise FormatError(f"{name} holds no file of a known kind ({', '.join(sorted(_KINDS))}). Pass kind=.")
     if len(kinds) == 1:
         return next(iter(kinds))
-    if not kinds:
-        raise FormatError(f"{source} holds no file of a known kind ({', '.join(sorted(_MAKERS))}). Pass kind=.")
     counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
-    raise ValueError(f"a source must be of one kind; {source} holds files of several ({counts}). Pass kind=.")
-
-
-def _table_reader(name: str, module: str = "tables") -> Any:
-    try:
-        return getattr(import_module(f"lightning_stream.convert.sources.{module}"), name)
-    except ModuleNotFoundError as error:
-        raise missing_extra("pyarrow", "convert", "reading Parquet, Arrow, CSV and NumPy files") from error
-
-
-def _delimited(kind: str, default: str) -> Callable[..., Reader]:
-    def make(_: Sequence[SourceFile], delimiter: str = default, names: Sequence[str] | None = None) -> Reader:
-        reader: Reader = _table_reader("CsvReader", "delimited")(
-            kind, delimiter, None if names is None else tuple(names)
-        )
-        return reader
-
-    return make
-
-
-_MAKERS: dict[str, Callable[..., Reader]] = {
-    "parquet": lambda _: _table_reader("ParquetReader")(),
-    "arrow": lambda _: _table_reader("ArrowReader")(),
-    "jsonl": lambda _: JsonlReader(),
-    "csv": _delimited("csv", ","),
-    "tsv": _delimited("tsv", "\t"),
-    "images": ImageFolderReader.over,
-    "webdataset": lambda _: TarReader(),
-    "numpy": lambda _, column="array": _table_reader("NumpyReader")(column),
-    "text": lambda _, lines=False: TextReader(lines),
-}
+    raise ValueError(f"a source must be of one kind; {name} holds files of several ({counts}). Pass kind=.")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -12,20 +13,26 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from lightning_stream.convert.files import SourceFile
-from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, chosen_columns, present
-from lightning_stream.convert.sources.lines import DAMAGED, line_blocks, line_splits, spread
-from lightning_stream.convert.sources.rows import SAMPLED_ROWS
+from lightning_stream.convert.sources.base import (
+    SAMPLED_ROWS,
+    Batch,
+    Found,
+    InputSplit,
+    Reader,
+    present,
+    spread,
+)
+from lightning_stream.convert.sources.lines import line_blocks, line_splits
 from lightning_stream.convert.sources.tables import pieces_of
 from lightning_stream.errors import FormatError
 
-_CSV_BLOCK_BYTES = 1 << 22
-_DAMAGED = (pa.ArrowInvalid, OSError)
-_WHOLE, _NUMBER = r"[+-]?(0|[1-9]\d{0,17})", r"[+-]?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE][+-]?\d+)?"
-_TRUTH = r"(?i)true|false"
-_PATTERNS = {"int64": f"^({_WHOLE})$", "float64": rf"^({_NUMBER})$", "uint8": f"^({_TRUTH})$"}
+_BLOCK_BYTES = 1 << 22
+# A leading "+" is one of a telephone number; a larger exponent would become inf or 0.
+_WHOLE, _NUMBER = r"-?(0|[1-9]\d{0,17})", r"-?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE]([+-]?\d{1,2}|-[12]\d\d))?"
+_PATTERNS = {"int64": f"^({_WHOLE})$", "float64": rf"^({_NUMBER})$", "uint8": "^((?i)true|false)$"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class CsvReader(Reader):
     """Rows of CSV or TSV files, with quotes as spreadsheets write them.
 
@@ -33,100 +40,70 @@ class CsvReader(Reader):
     words such as ``nan``, stay text.
 
     Attributes:
-        kind: ``csv`` or ``tsv``.
         delimiter: Between values.
         names: The columns, where files have no line of names; None to read them from the first line.
-        is_inferred: Whether encodings were inferred, so that all values must match as strictly.
     """
 
-    kind: str = "csv"  # type: ignore[misc]
+    kind = "csv"
     delimiter: str = ","
-    names: tuple[str, ...] | None = None
-    is_inferred: bool = field(default=False, compare=False)
+    names: Sequence[str] | None = None
 
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """Delimiter and names decide what is read."""
-        return {"kind": self.kind, "delimiter": self.delimiter, "names": self.names}
-
-    def reading(self, asked: Mapping[str, str] | None) -> CsvReader:
-        """Return the reader for one conversion: what the user asked for need not look like numbers."""
-        return CsvReader(self.kind, self.delimiter, self.names, asked is None)
-
-    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
+    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:  # noqa: ARG002
         """Look at the first rows of some files: whole numbers, else numbers, else true and false, else text."""
-        tables: list[pa.RecordBatch] = []
-        for file in spread(files):
-            num_rows = 0
-            for batch, _ in self._batches(InputSplit(file, 0, None, file.num_bytes)):
-                tables.append(batch.slice(0, SAMPLED_ROWS))
-                num_rows += batch.num_rows
-                if num_rows >= SAMPLED_ROWS:
-                    break
-        if not any(table.num_rows for table in tables):
-            raise ValueError(f"{files[0].root} is empty: there is nothing to write.")
         columns: dict[str, list[Any]] = {}
-        for table in tables:
-            for name, column in zip(table.schema.names, table.columns, strict=True):
-                columns.setdefault(name, []).append(column)
-        known = {name: _inferred(pa.chunked_array(chunks)) for name, chunks in columns.items()}
-        return Found(chosen_columns(known, asked, files[0].root))
+        for file in spread(files):
+            left = SAMPLED_ROWS
+            for batch in self._texts(InputSplit(file, 0, None, file.num_bytes)):
+                for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                    columns.setdefault(name, []).append(column.slice(0, left))
+                left -= batch.num_rows
+                if left <= 0:
+                    break
+        found = {name: pa.chunked_array(chunks) for name, chunks in columns.items()}
+        if not any(map(len, found.values())):
+            raise ValueError(f"{files[0].root} is empty: there is nothing to write.")
+        return Found({name: _inferred(texts) for name, texts in found.items()})
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:
         """Cut between lines, unless values are quoted: these may hold line ends."""
         if file.num_bytes <= partition_bytes or file.is_packed or file.path is None:
             return super().input_splits(file, partition_bytes)
         with file.open() as plain:
-            has_quotes = any(b'"' in block for block in iter(lambda: plain.read(_CSV_BLOCK_BYTES), b""))
+            has_quotes = any(b'"' in block for block in iter(lambda: plain.read(_BLOCK_BYTES), b""))
         return super().input_splits(file, partition_bytes) if has_quotes else line_splits(file, partition_bytes)
 
-    def read(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield some MiB of rows at a time; an empty value is null wherever the column is not text."""
-        for batch, where in self._batches(split):
-            present(batch.schema.names, columns, split.file)
-            arrays = [self._parsed(name, batch.column(name), kind, where) for name, kind in columns.items()]
-            for piece in pieces_of(pa.RecordBatch.from_arrays(arrays, names=list(columns))):
-                yield Batch(piece, where)
+        for split in splits:
+            done, after = 0, f" after byte {split.begin:,}" if split.begin else ""
+            for batch in self._texts(split):
+                where = f"{split.file.uri}, rows {done:,} to {done + batch.num_rows:,}{after}"
+                present(batch.schema.names, columns, split.file)
+                arrays = [self._parsed(name, batch.column(name), kind, where) for name, kind in columns.items()]
+                for piece in pieces_of(pa.RecordBatch.from_arrays(arrays, names=list(columns))):
+                    yield Batch(piece, where)
+                done += batch.num_rows
 
-    def _batches(self, split: InputSplit) -> Iterator[tuple[pa.RecordBatch, str]]:
+    def _texts(self, split: InputSplit) -> Iterator[pa.RecordBatch]:
         """All rows as texts."""
         file = split.file
-        try:
-            names = list(self.names) if self.names is not None else self._header(file)
-            if len(set(names)) < len(names):
-                raise FormatError(
-                    f"{file.uri}: columns must differ in name; its first line is {', '.join(names):.200}."
-                )
-            if not names:
-                return
-            skipped = int(self.names is None and split.begin == 0)
-            if split.begin or split.end is not None:
-                for at, block in line_blocks(split):
-                    lines = block.partition(b"\n")[2] if skipped and at == 0 else block
-                    for batch in self._parser(pa.BufferReader(lines), names, 0) if lines.strip() else ():
-                        yield batch, f"{file.uri}, rows from byte {at:,}"
-                return
-            with file.unpacked() as plain:
-                done = 0
-                for batch in self._parser(pa.PythonFile(plain, "r"), names, skipped):
-                    yield batch, f"{file.uri}, rows {done:,} to {done + batch.num_rows:,}"
-                    done += batch.num_rows
-        except (*DAMAGED, *_DAMAGED, UnicodeDecodeError) as error:
-            raise FormatError(f"{file.uri} cannot be read as {self.kind}: {error}.") from error
-
-    def _header(self, file: SourceFile) -> list[str]:
-        with file.unpacked() as plain:
-            first = next((line for line in chain([plain.readline()], plain) if line.strip(b"\r\n\xef\xbb\xbf")), b"")
-            options = pa.csv.ParseOptions(delimiter=self.delimiter)
-            return pa.csv.read_csv(pa.BufferReader(first), parse_options=options).column_names if first else []
-
-    def _parser(self, plain: Any, names: list[str], skipped: int) -> Any:
-        texts = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
-        reading = pa.csv.ReadOptions(
-            use_threads=False, block_size=_CSV_BLOCK_BYTES, column_names=names, skip_rows_after_names=skipped
-        )
+        head, above = _head(file) if self.names is None else (b"", 0)
+        blocks = (block[max(0, above - at) :] for at, block in line_blocks(split))
+        first = next((block for block in blocks if block.strip(b"\r\n")), None)
+        if first is None:
+            return  # nothing, or a line of names alone
+        data = io.BufferedReader(_Blocks(chain([first.lstrip(b"\r\n")], blocks)), _BLOCK_BYTES)
         parsing = pa.csv.ParseOptions(delimiter=self.delimiter, newlines_in_values=True)
-        return pa.csv.open_csv(plain, read_options=reading, parse_options=parsing, convert_options=texts)
+        try:
+            names = self.names or pa.csv.read_csv(pa.BufferReader(head), None, parsing).column_names
+            if len(set(names)) < len(names):
+                raise FormatError(f"{file.uri}: columns must differ in name; found {', '.join(names):.200}.")
+            texts = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
+            reading = pa.csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES, column_names=names)
+            batches = pa.csv.open_csv(pa.PythonFile(data, "r"), reading, parsing, texts)
+            yield from (batch for batch in batches if batch.num_rows)  # a block may have blank lines only
+        except (pa.ArrowInvalid, UnicodeDecodeError) as error:
+            raise FormatError(f"{file.uri} cannot be read as {self.kind}: {error}.") from error
 
     def _parsed(self, name: str, texts: pa.Array, encoding: str, where: str) -> pa.Array:
         """Texts as what the encoding stores."""
@@ -134,7 +111,7 @@ class CsvReader(Reader):
             return texts
         filled = pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
         try:
-            return _numbers(filled, encoding, is_strict=self.is_inferred)
+            return _numbers(filled, encoding, is_strict=self.is_strict)
         except (ValueError, pa.ArrowInvalid) as error:
             raise ValueError(
                 f"{where}, column {name!r}: {error}. It was taken for {encoding}; pass another encoding for it in "
@@ -142,13 +119,46 @@ class CsvReader(Reader):
             ) from error
 
 
+@dataclass
+class TsvReader(CsvReader):
+    """The same, with tabs between values."""
+
+    kind = "tsv"
+    delimiter: str = "\t"
+
+
+class _Blocks(io.RawIOBase):
+    """Blocks of bytes as a file."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks, self._left = blocks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left and (block := next(self._blocks, None)) is not None:
+            self._left = memoryview(block)
+        size = min(len(buffer), len(self._left))
+        buffer[:size], self._left = self._left[:size], self._left[size:]
+        return size
+
+
+def _head(file: SourceFile) -> tuple[bytes, int]:
+    """The line of names, the first that is not blank, and the number of bytes up to its end."""
+    num_bytes = 0
+    with file.unpacked("a file of lines") as plain:
+        for line in chain([plain.readline()], plain):
+            num_bytes += len(line)
+            if line.strip(b"\r\n\xef\xbb\xbf"):
+                return line, num_bytes
+    return b"", num_bytes
+
+
 def _inferred(texts: pa.ChunkedArray) -> str:
     filled = texts.filter(pc.not_equal(texts, ""))
-    if not len(filled):
-        return "str"
-    return next(
-        (kind for kind, rule in _PATTERNS.items() if pc.all(pc.match_substring_regex(filled, rule)).as_py()), "str"
-    )
+    fitting = (kind for kind, rule in _PATTERNS.items() if pc.all(pc.match_substring_regex(filled, rule)).as_py())
+    return next(fitting, "str") if len(filled) else "str"
 
 
 def _numbers(texts: pa.Array, encoding: str, *, is_strict: bool) -> pa.Array:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any
 
 from lightning_stream.convert.files import SourceFile
-from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, chosen_columns
-from lightning_stream.convert.sources.lines import spread
+from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, Row, batched, spread
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _LOG = logging.getLogger(__name__)
-_BATCH_BYTES, _BATCH_FILES = 1 << 20, 256
-_COLUMNS = {"image": "jpeg", "label": "int", "name": "str"}
+_BATCH_BYTES = 1 << 20  # so that the next images use the same memory
 _SAMPLED_REMOTE = 64
 _TAIL_BYTES = 1 << 12
 
@@ -38,76 +34,57 @@ def is_truncated(data: bytes) -> bool:
     return not data or (is_webp and len(data) < 8 + int.from_bytes(data[4:8], "little"))
 
 
-@dataclass(frozen=True)
+@dataclass
 class ImageFolderReader(Reader):
     """Images named ``class/name.jpg``, at any depth: a file's folder is its class.
 
     Attributes:
-        classes: All of them, sorted: a label is a position in this list.
         truncated: ``"refuse"`` or ``"skip"`` images that lack their end. A skipped one is logged by name.
+        classes: All of them, sorted: a label is a position in this list.
     """
 
     kind = "images"
     is_listing = True
-    classes: tuple[str, ...]
     truncated: str = "refuse"
+    classes: tuple[str, ...] = field(default=(), init=False)
 
-    @classmethod
-    def over(cls, files: Sequence[SourceFile], truncated: str = "refuse") -> ImageFolderReader:
-        """Return the reader of these files, which knows all classes."""
-        if truncated not in ("refuse", "skip"):
-            raise ValueError(f"truncated must be 'refuse' or 'skip'; got {truncated!r}.")
-        return cls(tuple(sorted({_class_of(file) for file in files})), truncated)
+    def __post_init__(self) -> None:
+        if self.truncated not in ("refuse", "skip"):
+            raise ValueError(f"truncated must be 'refuse' or 'skip'; got {self.truncated!r}.")
 
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """The classes decide the labels."""
-        return {"kind": self.kind, "classes": self.classes, "truncated": self.truncated}
+    def begin(self, files: Sequence[SourceFile]) -> None:
+        """Find all classes: of all splits, so that a class has the same number in each."""
+        self.classes = tuple(sorted({_class_of(file) for file in files}))
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
+    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:  # noqa: ARG002
         """Return ``image``, ``label`` (omitted where there is one folder only) and ``name``.
 
         The column of images is ``jpeg`` or ``png`` if all files are JPEG or PNG files, whatever their names are:
         readers decode both kinds there. Else it is ``bytes``. Of a source in a store, where looking at a file costs
         a request, only some are looked at.
         """
-        known = {name: kind for name, kind in _COLUMNS.items() if name != "label" or len(self.classes) > 1}
-        kinds = {_encoding_of(file) for file in files if file.path is not None}
-        kinds |= {_encoding_of(file) for file in spread(files, _SAMPLED_REMOTE) if file.path is None}
-        known["image"] = "bytes" if "bytes" in kinds else min(kinds)
+        local = [file for file in files if file.path is not None]
+        kinds = {_encoding_of(file) for file in local or spread(files, _SAMPLED_REMOTE)}
+        known = {"image": "bytes" if "bytes" in kinds else min(kinds), "label": "int", "name": "str"}
+        if len(self.classes) < 2:
+            del known["label"]
         about = {"classes": {"label": list(self.classes)}} if "label" in known else {}
-        columns = chosen_columns(known, asked, "an image folder")
-        return Found(columns, about, identity=("image",), media=("image",))
+        return Found(known, about, identity=("image",), media=("image",))
 
-    def read(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
-        """Yield one image."""
-        return self.read_all([split], columns)
+    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
+        """Yield about a MiB of images at a time."""
+        return batched(self._rows([split.file for split in splits], columns), _BATCH_BYTES)
 
-    def read_all(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
-        """Yield about a MiB of images at a time: so the next ones use the same memory."""
-        numbers = {name: number for number, name in enumerate(self.classes)}
-        gathered: list[SourceFile] = []
-        room = _BATCH_BYTES
-        for split in splits:
-            gathered.append(split.file)
-            room -= split.num_bytes
-            if room <= 0 or len(gathered) == _BATCH_FILES:
-                yield self._batch(gathered, numbers, columns)
-                gathered, room = [], _BATCH_BYTES
-        if gathered:
-            yield self._batch(gathered, numbers, columns)
-
-    def _batch(self, files: Sequence[SourceFile], numbers: Mapping[str, int], columns: Mapping[str, str]) -> Batch:
-        rows: list[dict[str, Any]] = []
+    def _rows(self, files: Sequence[SourceFile], columns: Mapping[str, str]) -> Iterator[tuple[Row, str]]:
+        labels = {name: label for label, name in enumerate(self.classes)}
         for file in files:
-            row: dict[str, Any] = {"name": file.name, "label": numbers[_class_of(file)]}
-            row = {name: row[name] for name in row.keys() & columns.keys()}
+            row: Row = {"name": file.name, "label": labels[_class_of(file)]}
             if "image" in columns:
-                row["image"] = file.read()
-                if not self._is_kept(file, row["image"], columns["image"]):
+                data = file.read()
+                if not self._is_kept(file, data, columns["image"]):
                     continue
-            rows.append(row)
-        return Batch(rows, f"{files[0].uri} and the {len(files) - 1} images after it")
+                row = {**row, "image": data}
+            yield {name: row[name] for name in columns}, file.uri
 
     def _is_kept(self, file: SourceFile, data: bytes, encoding: str) -> bool:
         if encoding in ("jpeg", "png") and data and image_encoding(data) == "bytes":

@@ -9,11 +9,8 @@ from typing import Any
 
 from lightning_stream.convert.files import SourceFile
 from lightning_stream.convert.fingerprint import function_text, value_digest
-from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader
-from lightning_stream.formats.encodings import get_encoding
+from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, batched
 from lightning_stream.writer.infer import infer_columns
-
-_BATCH_SAMPLES = 256
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Inputs:
     stamp: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class FunctionReader(Reader):
     """Reads `Inputs`."""
 
@@ -46,49 +43,29 @@ class FunctionReader(Reader):
     function: Callable[[Any], Iterable[Mapping[str, Any]]]
 
     @property
-    def settings(self) -> Mapping[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """The function, and all that it uses."""
         return {"kind": self.kind, "function": function_text(self.function)}
 
     def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
         """Look at the first sample."""
-        for encoding in (asked or {}).values():
-            get_encoding(encoding)
         if asked is not None:
             return Found(dict(asked))
         for file in files:
-            assert isinstance(file, InputItem)
             for sample in islice(self.function(file.value), 1):
                 return Found(infer_columns(sample))
         raise ValueError("the function returned no sample for any input: there is nothing to write.")
 
-    def read(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:  # noqa: ARG002
-        """Yield some hundred samples at a time."""
-        assert isinstance(split.file, InputItem)
-        samples, where = iter(self.function(split.file.value)), split.file.uri
-        while rows := list(islice(samples, _BATCH_SAMPLES)):
-            yield Batch(rows, where)
+    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:  # noqa: ARG002
+        """Yield the samples of the inputs."""
+        files = [split.file for split in splits]
+        return batched((sample, file.uri) for file in files for sample in self.function(file.value))
 
 
-@dataclass(frozen=True)
-class InputItem(SourceFile):
-    """An input as if it were a file of one byte."""
-
-    value: Any = None
-
-    @property
-    def path(self) -> None:
-        """There is no file."""
-
-    @property
-    def uri(self) -> str:
-        """Number and value, for messages."""
-        return f"input {self.name} ({self.value!r:.80})"
-
-
-def input_items(given: Inputs) -> tuple[InputItem, ...]:
-    """Return the inputs, each with a digest of its whole value."""
+def input_items(given: Inputs) -> tuple[SourceFile, ...]:
+    """Return the inputs as if they were files of one byte, each with a digest of its whole value."""
+    stamps = [f"{given.stamp} {value_digest(each)}" for each in given.inputs]
     return tuple(
-        InputItem("input", f"{k:05}", 1, f"{given.stamp} {value_digest(each)}", value=each)
-        for k, each in enumerate(given.inputs)
+        SourceFile("", f"{k:05}", 1, stamp, value=each)
+        for k, (each, stamp) in enumerate(zip(given.inputs, stamps, strict=True))
     )

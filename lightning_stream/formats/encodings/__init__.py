@@ -6,16 +6,19 @@ from collections.abc import Callable
 from functools import lru_cache
 from importlib.metadata import entry_points
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeAlias
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.encodings.base import Encoding, FamilyMember, NumericLayout
+from lightning_stream.formats.encodings import arrays, images, media, scalars, text
+from lightning_stream.formats.encodings.base import Encoding, NumericLayout
 
 __all__ = ["Encoding", "NumericLayout", "encoding_names", "get_encoding", "register_encoding"]
 
 ENTRY_POINT_GROUP = "lightning_stream.encodings"
-
-_REGISTER: dict[str, FamilyMember] = {}
+Maker: TypeAlias = Callable[[str], Encoding]  # makes the encoding of a name
+_REGISTER: dict[str, Maker] = {
+    **scalars.ENCODINGS, **text.ENCODINGS, **arrays.ENCODINGS, **images.ENCODINGS, **media.ENCODINGS
+}  # fmt: skip
 
 
 def register_encoding(
@@ -53,25 +56,25 @@ def register_encoding(
         ValueError: The name is taken, or holds ``:``.
         TypeError: It is neither an encoding nor both functions.
     """
-    if encoding is None:
-        if encode is None or decode is None:
-            raise TypeError(f"encoding {name!r}: give an Encoding object, or both encode= and decode=.")
-        encoding = cast("Encoding", SimpleNamespace(encode=encode, decode=decode, size=size, safe=safe))
-    missing = [part for part in ("encode", "decode", "size", "safe") if not hasattr(encoding, part)]
+    if encoding is None and (encode is None or decode is None):
+        raise TypeError(f"encoding {name!r}: give an Encoding object, or both encode= and decode=.")
+    functions: Any = SimpleNamespace(encode=encode, decode=decode, size=size, safe=safe)
+    made: Encoding = functions if encoding is None else encoding
+    missing = [part for part in ("encode", "decode", "size", "safe") if not hasattr(made, part)]
     if missing:
         raise TypeError(f"encoding {name!r}: it must have {', '.join(missing)}. Subclass Encoding to get them.")
     if ":" in name or not name:
         raise ValueError(f"encoding names must be non-empty and hold no ':'; got {name!r}.")
     if not replace and name in encoding_names():
         raise ValueError(f"encoding {name!r} exists. Choose another name, or pass replace=True.")
-    _REGISTER[name] = _always(name, encoding)
+    _REGISTER[name] = lambda _: made
     get_encoding.cache_clear()
 
 
 @lru_cache(maxsize=1024)
 def get_encoding(name: str) -> Encoding:
     """Return the encoding of that name; ValueError with a list of all names if there is none."""
-    return family_of(name).make(name)
+    return maker_of(name)(name)
 
 
 def encoding_of_column(column: str, name: str, size: int | None) -> Encoding:
@@ -82,32 +85,23 @@ def encoding_of_column(column: str, name: str, size: int | None) -> Encoding:
     return encoding
 
 
-def family_of(name: str) -> FamilyMember:
-    """Return the register's entry for a name: another object after the name was registered again.
-
-    ValueError with a list of all names if there is no such encoding.
-    """
-    _load_own()
+def maker_of(name: str) -> Maker:
+    """As `get_encoding`, but return what makes it: another object after the name was registered again."""
     if not isinstance(name, str):
         raise ValueError(f"an encoding is a name, e.g. 'int' or 'ndarray:float32:3'; got {name!r}.")
     base, colon, _ = name.partition(":")
     found = _REGISTER.get(base) or _from_entry_point(base)
-    if found is None or (colon and not found.takes_parameters):
+    if found is None or (colon and found is not arrays.make_ndarray):
         raise ValueError(f"no encoding {name!r}; use register_encoding() or one of {', '.join(encoding_names())}.")
     return found
 
 
 def encoding_names() -> list[str]:
     """Return all names that `get_encoding` knows, sorted; ``ndarray`` stands for ``ndarray:<dtype>:<shape>``."""
-    _load_own()
     return sorted({*_REGISTER, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
-def _always(name: str, encoding: Encoding) -> FamilyMember:
-    return FamilyMember((name,), lambda _: encoding)
-
-
-def _from_entry_point(name: str) -> FamilyMember | None:
+def _from_entry_point(name: str) -> Maker | None:
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == name:
             try:
@@ -117,15 +111,6 @@ def _from_entry_point(name: str) -> FamilyMember | None:
                     f"encoding {name!r} is offered by the entry point {point.value!r}, which cannot be loaded "
                     f"({type(error).__name__}: {error}). Install the package that offers it, or repair it."
                 ) from error
-            return _REGISTER.setdefault(name, _always(name, loaded() if isinstance(loaded, type) else loaded))
+            made = loaded() if isinstance(loaded, type) else loaded
+            return _REGISTER.setdefault(name, lambda _, made=made: made)  # type: ignore[misc]
     return None
-
-
-@lru_cache(maxsize=1)
-def _load_own() -> None:
-    from lightning_stream.formats.encodings import arrays, images, media, scalars, tensors, text
-
-    for module in (scalars, text, arrays, images, tensors, media):
-        for member in module.ENCODINGS:
-            for name in member.names:
-                _REGISTER.setdefault(name, member)

@@ -1,24 +1,22 @@
-"""Arrays: ``ndarray`` (any dtype and shape), ``ndarray:<dtype>`` and ``ndarray:<dtype>:<d0>,<d1>,...`` (fixed size)."""
+"""Arrays: ``ndarray`` (any dtype and shape), ``ndarray:<dtype>`` and ``ndarray:<dtype>:<d0>,<d1>,...`` (fixed size).
+
+``tensors`` are named arrays in one value, as the bytes of a safetensors file, which cannot hold code.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
-from lightning_stream.formats.encodings.base import (
-    Bytes2d,
-    Encoding,
-    FamilyMember,
-    NumericLayout,
-    ViewEncoding,
-    as_bytes,
-    describe,
-    type_name,
-)
 from lightning_stream.formats.memory import AddressWindow, Int64s
+
+from .base import Bytes2d, Encoding, NumericLayout, ViewEncoding, as_bytes, describe, type_name
 
 _CODES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32",
@@ -27,6 +25,8 @@ _CODES = {
 _DTYPES = {code: np.dtype(name).newbyteorder("<") for code, name in _CODES.items()}
 _CODE_OF = {name: code for code, name in _CODES.items()}
 _MAX_DIMS = 32
+_TENSOR_DTYPES = ("bool", *_CODE_OF, "complex64")
+_METADATA = "__metadata__"  # a word of safetensors
 
 
 class _AnyArray(ViewEncoding):
@@ -35,20 +35,27 @@ class _AnyArray(ViewEncoding):
     ragged = True
 
     def __init__(self, name: str, dtype: np.dtype[Any] | None = None) -> None:
-        self.name = name
+        super().__init__(name)
         self.dtype = dtype
 
     def encode(self, value: Any) -> bytes:
         """Return head and values."""
-        array = as_array(value, self.name)
-        if self.dtype is None:
-            code = _CODE_OF.get(array.dtype.name)
-            if code is None:
-                raise ValueError(f"{self.name} takes arrays of {', '.join(_CODE_OF)}; got dtype {array.dtype}.")
-            head = bytes((code,)) + _shape_head(array, self.name)
-        else:
+        array, code = as_array(value, self.name), b""
+        if self.dtype is not None:
             check_dtype(array, self.dtype, self.name)
-            head = _shape_head(array, self.name)
+        elif array.dtype.name in _CODE_OF:
+            code = bytes((_CODE_OF[array.dtype.name],))
+        else:
+            raise ValueError(f"{self.name} takes arrays of {', '.join(_CODE_OF)}; got dtype {array.dtype}.")
+        shape = array.shape
+        if not shape or 0 in shape or len(shape) > _MAX_DIMS:
+            raise ValueError(
+                f"{self.name} takes arrays of 1 to {_MAX_DIMS} dimensions, each at least 1; got shape {shape}. "
+                "Store a number as a scalar encoding, and an absent or empty value as 'json' or 'bytes'."
+            )
+        largest = max(shape)
+        step = 0 if largest < 1 << 8 else 1 if largest < 1 << 16 else 2 if largest < 1 << 32 else 3
+        head = code + bytes(((len(shape) << 2) | step,)) + np.array(shape, f"<u{1 << step}").tobytes()
         return head + little_endian(array).tobytes()
 
     def decode(self, data: bytes | memoryview) -> NDArray[Any]:
@@ -83,7 +90,13 @@ class _AnyArray(ViewEncoding):
             dtype, at = _DTYPES.get(data[0]) if len(data) else None, 1
             if dtype is None:
                 raise ValueError(f"unknown dtype code {bytes(data[:1])!r} of an array")
-        shape, at = _read_shape(data, at)
+        if len(data) <= at:
+            raise ValueError("an array's shape is missing")
+        num_dims, width = data[at] >> 2, 1 << (data[at] & 3)
+        begin, at = at + 1, at + 1 + num_dims * width
+        if num_dims > _MAX_DIMS or len(data) < at:
+            raise ValueError(f"an array of {num_dims} dimensions does not fit its {len(data)} bytes")
+        shape = tuple(int.from_bytes(data[k : k + width], "little") for k in range(begin, at, width))
         if math.prod(shape) * dtype.itemsize != len(data) - at:
             raise ValueError(f"an array of shape {shape} and {dtype} cannot take {len(data) - at} bytes")
         return dtype, shape, at
@@ -93,7 +106,7 @@ class _FixedArray(ViewEncoding):
     """An array of one dtype and shape: only its values are stored."""
 
     def __init__(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self.name = name
+        super().__init__(name)
         self.layout: NumericLayout = NumericLayout(dtype, shape)
         self.size = math.prod(shape) * dtype.itemsize
         self._native = np.dtype(dtype.name)
@@ -112,6 +125,28 @@ class _FixedArray(ViewEncoding):
     def decode(self, data: bytes | memoryview) -> NDArray[Any]:
         values: NDArray[Any] = np.frombuffer(data, self.layout.dtype).reshape(self.layout.shape).copy()
         return values
+
+
+class _Tensors(ViewEncoding):
+    """A dict of arrays, of any shape, 0-d and empty ones included."""
+
+    ragged = True
+
+    def encode(self, value: Any) -> bytes:
+        if not isinstance(value, Mapping) or any(not isinstance(name, str) or name == _METADATA for name in value):
+            raise TypeError(f"tensors takes a dict of names and arrays; got {describe(value)}.")
+        arrays = {name: as_array(one, "tensors") for name, one in value.items()}
+        for name, array in arrays.items():
+            if array.dtype.name not in _TENSOR_DTYPES:
+                raise ValueError(f"tensors takes arrays of {', '.join(_TENSOR_DTYPES)}; {name!r} is of {array.dtype}.")
+        try:
+            # safetensors calls tobytes(), which needs C order; asarray keeps it for 0-d arrays too
+            return save({name: np.asarray(array, order="C") for name, array in sorted(arrays.items())})
+        except SafetensorError as error:
+            raise ValueError(f"tensors cannot be stored: {error}") from error
+
+    def decode(self, data: bytes | memoryview) -> dict[str, NDArray[Any]]:
+        return load(bytes(data))
 
 
 def as_array(value: Any, name: str) -> NDArray[Any]:
@@ -144,29 +179,6 @@ def little_endian(array: NDArray[Any]) -> NDArray[Any]:
     return array if array.dtype == order else array.astype(order)
 
 
-def _shape_head(array: NDArray[Any], name: str) -> bytes:
-    shape = array.shape
-    if not shape or 0 in shape or len(shape) > _MAX_DIMS:
-        raise ValueError(
-            f"{name} takes arrays of 1 to {_MAX_DIMS} dimensions, each at least 1; got shape {shape}. "
-            "Store a number as a scalar encoding, and an absent or empty value as 'json' or 'bytes'."
-        )
-    largest = max(shape)
-    step = 0 if largest < 1 << 8 else 1 if largest < 1 << 16 else 2 if largest < 1 << 32 else 3
-    return bytes(((len(shape) << 2) | step,)) + np.array(shape, f"<u{1 << step}").tobytes()
-
-
-def _read_shape(data: bytes | memoryview, at: int) -> tuple[tuple[int, ...], int]:
-    if len(data) <= at:
-        raise ValueError("an array's shape is missing")
-    num_dims, width = data[at] >> 2, 1 << (data[at] & 3)
-    end = at + 1 + num_dims * width
-    if num_dims > _MAX_DIMS or len(data) < end:
-        raise ValueError(f"an array of {num_dims} dimensions does not fit its {len(data)} bytes")
-    shape = tuple(int.from_bytes(data[k : k + width], "little") for k in range(at + 1, end, width))
-    return shape, end
-
-
 def make_ndarray(name: str) -> Encoding:
     """Return the encoding of ``ndarray``, ``ndarray:<dtype>`` or ``ndarray:<dtype>:<shape>``; ValueError for others."""
     _, *rest = name.split(":")
@@ -186,4 +198,4 @@ def make_ndarray(name: str) -> Encoding:
     return _FixedArray(name, dtype, shape)
 
 
-ENCODINGS = (FamilyMember(("ndarray",), make_ndarray, takes_parameters=True),)
+ENCODINGS = {"ndarray": make_ndarray, "tensors": _Tensors}

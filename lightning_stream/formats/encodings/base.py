@@ -105,17 +105,12 @@ class Encoding:
 
 
 class ViewEncoding(Encoding):
-    """An encoding whose `decode` never keeps its argument's memory."""
+    """An encoding with a name, for messages. Its `decode` never keeps its argument's memory."""
 
     accepts_memoryview = True
 
-
-class FamilyMember(NamedTuple):
-    """An entry of a module's ENCODINGS: names, and a function that makes the encoding of a name."""
-
-    names: tuple[str, ...]
-    make: Callable[[str], Encoding]
-    takes_parameters: bool = False  # it also makes "name:anything"
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
 class BinaryColumn(list[Any]):

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_stream.errors import FormatError, missing_extra
-from lightning_stream.formats.encodings.base import Encoding, FamilyMember, ViewEncoding, describe
+
+from .base import Encoding, ViewEncoding, describe
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -55,13 +56,18 @@ class _ImageFile(ViewEncoding):
 
     checks_bytes = True
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
     def encode(self, value: Any) -> bytes:
         if isinstance(value, (bytes, bytearray, memoryview)):
-            return self._checked(bytes(value))
-        image = _as_image(value, self.name)
+            data = bytes(value)
+            if data.startswith((_JPEG, _PNG)):
+                return data
+            raise ValueError(
+                f"{self.name} takes the bytes of a JPEG or PNG file, which begin with {_JPEG!r} or {_PNG!r}; got "
+                f"{len(data)} bytes that begin with {data[:8]!r}. Write the opened image, which is then stored as "
+                f"{self.name.upper()}, or make it a column of 'bytes'."
+            )
+        pixels = isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim in (2, 3)
+        image = _require_image(pillow().fromarray(value) if pixels else value, self.name)
         if self.name == "jpeg" and image.format == "JPEG" and (original := _original_bytes(image)) is not None:
             return original
         out = BytesIO()
@@ -70,15 +76,6 @@ class _ImageFile(ViewEncoding):
         except OSError as error:
             raise ValueError(f"{self.name} cannot store mode {image.mode!r} ({error}). Convert the image.") from error
         return out.getvalue()
-
-    def _checked(self, data: bytes) -> bytes:
-        if not data.startswith((_JPEG, _PNG)):
-            raise ValueError(
-                f"{self.name} takes the bytes of a JPEG or PNG file, which begin with {_JPEG!r} or {_PNG!r}; got "
-                f"{len(data)} bytes that begin with {data[:8]!r}. Write the opened image, which is then stored as "
-                f"{self.name.upper()}, or make it a column of 'bytes'."
-            )
-        return data
 
     def decode(self, data: bytes | memoryview) -> Image.Image:
         image: Image.Image = pillow().open(BytesIO(data), formats=("JPEG", "PNG"))
@@ -92,7 +89,7 @@ class _ImageList(ViewEncoding):
     """
 
     def __init__(self, name: str, element: Encoding, reserved: bytes) -> None:
-        self.name = name
+        super().__init__(name)
         self._element = element
         self._reserved = reserved
 
@@ -131,12 +128,6 @@ def pillow() -> Any:
     except ImportError as error:
         raise missing_extra("pillow", "images", "decoding and encoding images") from error
     return Image
-
-
-def _as_image(value: Any, name: str) -> Image.Image:
-    """Return a PIL image, or make one of an array of pixels; TypeError for other values."""
-    pixels = isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim in (2, 3)
-    return _require_image(pillow().fromarray(value) if pixels else value, name)
 
 
 def _require_image(value: Any, name: str) -> Image.Image:
@@ -199,12 +190,11 @@ def _exif(image: Image.Image, opened: Image.Image) -> Any:
 
 def _make_list(name: str) -> Encoding:
     inner = name.removeprefix("list[").removesuffix("]")
-    return _ImageList(name, _Pil() if inner == "pil" else _ImageFile(inner), bytes(4))
+    return _ImageList(name, _Pil(inner) if inner == "pil" else _ImageFile(inner), bytes(4))
 
 
-ENCODINGS = (
-    FamilyMember(("pil",), lambda _: _Pil()),
-    FamilyMember(("jpeg", "png"), _ImageFile),
-    FamilyMember(("jpeg_array", "jpegarray"), lambda name: _ImageList(name, _ImageFile("jpeg"), b"")),
-    FamilyMember(("list[pil]", "list[jpeg]", "list[png]"), _make_list),
-)
+ENCODINGS = {
+    "pil": _Pil, "jpeg": _ImageFile, "png": _ImageFile,
+    **dict.fromkeys(("jpeg_array", "jpegarray"), lambda name: _ImageList(name, _ImageFile("jpeg"), b"")),
+    **dict.fromkeys(("list[pil]", "list[jpeg]", "list[png]"), _make_list),
+}  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.formats.encodings.images import pillow
+from .images import pillow
 
 _MAX_PIXELS = 178_956_970  # from here on Pillow takes an image for a decompression bomb
 
@@ -39,23 +39,17 @@ def decode_jpeg(data: bytes, min_height: int = 0, min_width: int = 0) -> NDArray
             pixels: NDArray[np.uint8] = fast.decode_jpeg(
                 data, colorspace="RGB", fastdct=False, fastupsample=False, min_height=min_height, min_width=min_width
             )
+            return pixels
         except ValueError:
             pass  # CMYK and others: Pillow knows more kinds, and has better messages
-        else:
-            return pixels
-    return _by_pillow(data, min_height, min_width)
-
-
-def _by_pillow(data: bytes, min_height: int, min_width: int) -> NDArray[np.uint8]:
     try:
         # Collections of photos may hold some PNGs; no other format is opened, since some run programs.
         with pillow().open(BytesIO(data), formats=("JPEG", "PNG")) as image:
             if min_height or min_width:
                 image.draft("RGB", (min_width or min_height, min_height or min_width))
-            pixels: NDArray[np.uint8] = np.array(image.convert("RGB"))
+            return np.array(image.convert("RGB"))
     except (OSError, pillow().DecompressionBombError) as error:
         raise ValueError(f"not a readable JPEG: {error}") from error
-    return pixels
 
 
 @lru_cache(maxsize=1)

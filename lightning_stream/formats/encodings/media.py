@@ -8,7 +8,8 @@ from io import BytesIO
 from typing import Any
 
 from lightning_stream.errors import missing_extra
-from lightning_stream.formats.encodings.base import FamilyMember, ViewEncoding, describe
+
+from .base import ViewEncoding, describe
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -36,9 +37,6 @@ class Media:
 
 
 class _MediaFile(ViewEncoding):
-    def __init__(self, name: str) -> None:
-        self.name = name
-
     def encode(self, value: Any) -> bytes:
         if isinstance(value, (bytes, bytearray, memoryview, Media)):
             return bytes(value)
@@ -48,4 +46,4 @@ class _MediaFile(ViewEncoding):
         return Media(bytes(data))
 
 
-ENCODINGS = (FamilyMember(("video", "audio"), _MediaFile),)
+ENCODINGS = {"video": _MediaFile, "audio": _MediaFile}

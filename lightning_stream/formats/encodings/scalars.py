@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.formats.encodings.base import FamilyMember, NumericLayout, ViewEncoding, describe
+from .base import NumericLayout, ViewEncoding, describe
 
 _CODES = {
     "uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q",
@@ -22,8 +22,8 @@ class _Number(ViewEncoding):
     """A number of a numpy dtype, read as a numpy scalar."""
 
     def __init__(self, name: str, dtype: str | None = None) -> None:
+        super().__init__(name)
         dtype = dtype or name
-        self.name = name
         self.layout = NumericLayout(np.dtype(dtype).newbyteorder("<"), ())
         self.size = self.layout.dtype.itemsize
         packer = struct.Struct("<" + _CODES[dtype])
@@ -65,9 +65,8 @@ class _Int(_Number):
     def __init__(self, name: str) -> None:
         super().__init__(name, "int64")
 
-    def decode(self, data: bytes | memoryview) -> int:
-        number: int = self._unpack(data)[0]
-        return number
+    def decode(self, data: bytes | memoryview) -> Any:
+        return self._unpack(data)[0]
 
 
 def _as_number(value: Any, is_float: bool) -> int | float | None:
@@ -85,4 +84,4 @@ def _as_number(value: Any, is_float: bool) -> int | float | None:
     return number if is_float else int(number) if number == number // 1 else None
 
 
-ENCODINGS = (FamilyMember(("int",), _Int), FamilyMember(tuple(_CODES), _Number))
+ENCODINGS = {"int": _Int, **dict.fromkeys(_CODES, _Number)}

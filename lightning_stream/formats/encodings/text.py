@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.formats.encodings.base import FamilyMember, ViewEncoding, describe, type_name
+from .base import ViewEncoding, describe, type_name
 
 
 class _Bytes(ViewEncoding):
@@ -139,15 +139,7 @@ class _Pickle(ViewEncoding):
         return pickle.loads(data)  # noqa: S301 - only reached after allow_unsafe_types=True
 
 
-ENCODINGS = tuple(
-    FamilyMember((name,), lambda _, kind=kind: kind())  # type: ignore[misc]
-    for name, kind in {
-        "bytes": _Bytes,
-        "str": _Str,
-        "str_int": _StrInt,
-        "str_float": _StrFloat,
-        "str_decimal": _StrDecimal,
-        "json": _Json,
-        "pkl": _Pickle,
-    }.items()
-)
+ENCODINGS = {
+    "bytes": _Bytes, "str": _Str, "str_int": _StrInt, "str_float": _StrFloat, "str_decimal": _StrDecimal,
+    "json": _Json, "pkl": _Pickle,
+}  # fmt: skip

@@ -35,17 +35,14 @@ class Index:
     """
 
     def __init__(self, data: bytes, where: str) -> None:
-        scan = scan_index(data, where)
-        self.data = data
-        self.where = where
-        self.schemas = scan.schemas
-        self._spans = scan.numbers[:, :2].copy()
-        self.shard_sizes: NDArray[np.int64] = scan.numbers[:, 2].copy()
-        self.raw_bytes: NDArray[np.int64] = scan.numbers[:, 3].copy()
-        self.stored_bytes: NDArray[np.int64] = scan.numbers[:, 4].copy()
-        self._schema_ids = scan.numbers[:, 5].astype(np.int32)
+        numbers, self.schemas, self.digest = scan_index(data, where)
+        self.data, self.where = data, where
+        self._spans = numbers[:, :2].copy()
+        self.shard_sizes: NDArray[np.int64] = numbers[:, 2].copy()
+        self.raw_bytes: NDArray[np.int64] = numbers[:, 3].copy()
+        self.stored_bytes: NDArray[np.int64] = numbers[:, 4].copy()
+        self._schema_ids = numbers[:, 5].astype(np.int32)
         self.num_samples = int(self.shard_sizes.sum())
-        self.digest = scan.digest
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Index:

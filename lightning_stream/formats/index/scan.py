@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from hashlib import blake2b
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -17,14 +17,7 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.codecs import check_compression
 from lightning_stream.formats.encodings import encoding_of_column
-from lightning_stream.formats.index.schema import (
-    ROW_TYPES,
-    SEPARATORS,
-    FileEntry,
-    Schema,
-    ShardEntry,
-    check_basename,
-)
+from lightning_stream.formats.index.schema import ROW_TYPES, SEPARATORS, FileEntry, Schema, ShardEntry, check_basename
 
 _FIELDS = 6  # begin, end, samples, raw bytes, stored bytes, schema
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -77,23 +70,27 @@ _decode_entry = msgspec.json.Decoder(_Entry).decode
 _DECODE_ERRORS = (ValueError, RecursionError)  # msgspec's own are ValueErrors
 
 
-class IndexScan(NamedTuple):
-    """The result of one pass: int64[num_shards, 6] ``numbers`` (see `_FIELDS`), the schemas, and the digest in hex."""
+def scan_index(data: bytes, where: str) -> tuple[NDArray[np.int64], tuple[Schema, ...], str]:
+    """Read the text once and check every entry; FormatError with ``where`` and the shard if something is wrong.
 
-    numbers: NDArray[np.int64]
-    schemas: tuple[Schema, ...]
-    digest: str
-
-
-def scan_index(data: bytes, where: str) -> IndexScan:
-    """Read the text once and check every entry; FormatError with ``where`` and the shard if something is wrong."""
+    Return int64[num_shards, 6] (see `_FIELDS`), the schemas, and the digest in hex.
+    """
     digest = blake2b(b"lightning-stream index 1", digest_size=32)
     numbers = array("q")
     schemas: list[Schema] = []
     ids: dict[Any, int] = {}
     seen: dict[str, int] = {}  # the hash of a file's description, by its name
+    try:
+        shards = _decode_top(data).shards
+    except _DECODE_ERRORS as error:
+        start = data[:40].lstrip()
+        page = " It looks like a web page: check whether the address needs a login." if start[:1] == b"<" else ""
+        raise FormatError(
+            f"{where}: an index must be a JSON object with the keys 'shards' and 'version', of version 2; found "
+            f"{start[:20]!r}... of {len(data)} bytes ({error}).{page} Fetch it again."
+        ) from error
     begin = end = 0
-    for number, text in enumerate(_shards(data, where)):
+    for number, text in enumerate(shards):
         try:
             entry = _decode_entry(text)
             key = entry.schema_key()
@@ -115,7 +112,7 @@ def scan_index(data: bytes, where: str) -> IndexScan:
         end = begin + len(memoryview(text))
         numbers.extend((begin, end, entry.samples, raw, stored, schema_id))
     found: NDArray[np.int64] = np.frombuffer(numbers, np.int64).reshape(-1, _FIELDS)
-    return IndexScan(found, tuple(schemas), digest.hexdigest())
+    return found, tuple(schemas), digest.hexdigest()
 
 
 def parse_entry(text: bytes, where: str, schema: Schema) -> ShardEntry:
@@ -127,18 +124,6 @@ def parse_entry(text: bytes, where: str, schema: Schema) -> ShardEntry:
     found = (entry.raw_data, entry.zip_data, entry.raw_meta, entry.zip_meta)[: 2 if schema.format == "mds" else 4]
     files = [None if file is None else FileEntry(file.basename, file.bytes, file.hashes) for file in found]
     return ShardEntry(schema, entry.samples, *files)  # type: ignore[arg-type]  # there is always raw_data
-
-
-def _shards(data: bytes, where: str) -> list[msgspec.Raw]:
-    try:
-        return _decode_top(data).shards
-    except _DECODE_ERRORS as error:
-        begin = data[:40].lstrip()
-        page = " It looks like a web page: check whether the address needs a login." if begin[:1] == b"<" else ""
-        raise FormatError(
-            f"{where}: an index must be a JSON object with the keys 'shards' and 'version', of version 2; found "
-            f"{begin[:20]!r}... of {len(data)} bytes ({error}).{page} Fetch it again."
-        ) from error
 
 
 def _place(data: bytes, text: msgspec.Raw) -> int:

@@ -8,11 +8,9 @@ from typing import Any
 
 from lightning_stream.errors import FormatError
 
-ROW_TYPES = ("str", "int", "float")
-"""The column types of row formats."""
+ROW_TYPES = ("str", "int", "float")  # the column types of row formats
 SEPARATORS = {"csv": ",", "tsv": "\t"}
-MAX_FILE_BYTES = (1 << 32) - 1
-"""Offsets are uint32: a larger file cannot be described."""
+MAX_FILE_BYTES = (1 << 32) - 1  # offsets are uint32: a larger file cannot be described
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +68,6 @@ class ShardEntry:
         return self.schema.format
 
     @property
-    def compression(self) -> str | None:
-        """The name of the compression, or None."""
-        return self.schema.compression
-
-    @property
     def files(self) -> tuple[tuple[FileEntry, FileEntry | None], ...]:
         """All files of the shard: (the raw file, the compressed file or None)."""
         data = (self.raw, self.compressed)
@@ -107,8 +100,7 @@ def schema_object(schema: Schema) -> dict[str, Any]:
     if schema.format == "json":
         about["columns"] = schema.columns
     else:
-        about["column_names"] = list(schema.names)
-        about["column_encodings"] = list(schema.encodings)
+        about |= {"column_names": list(schema.names), "column_encodings": list(schema.encodings)}
     if schema.format == "mds":
         about["column_sizes"] = list(schema.sizes)
     else:

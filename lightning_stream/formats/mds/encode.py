@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -11,15 +12,8 @@ from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings import Encoding, get_encoding
 from lightning_stream.formats.encodings.base import BinaryColumn, Bytes2d
-from lightning_stream.formats.index.schema import Schema
-from lightning_stream.formats.shard_encoder import (
-    EncodedBatch,
-    column_error,
-    config_bytes,
-    named_error,
-    offset_table,
-    require_columns,
-)
+from lightning_stream.formats.index.schema import Schema, schema_object
+from lightning_stream.formats.shard_encoder import EncodedBatch, check_columns, column_error, named_error, offset_table
 
 _Column: TypeAlias = "tuple[Bytes2d, ...] | Sequence[Any]"  # blocks side by side, or one value per row
 
@@ -36,17 +30,16 @@ class MdsEncoder:
     def __init__(
         self, columns: Mapping[str, str], compression: str | None, hashes: tuple[str, ...], size_limit: int | None
     ) -> None:
-        require_columns(columns)
+        check_columns(columns)
         names = tuple(sorted(columns))
         encodings = tuple(columns[name] for name in names)
         self._encodings = [get_encoding(encoding) for encoding in encodings]
         sizes = tuple(encoding.size for encoding in self._encodings)
         self.schema = Schema("mds", names, encodings, sizes, compression, hashes, size_limit)
-        self._config = config_bytes(self.schema)
+        self._config = json.dumps(schema_object(self.schema), sort_keys=True).encode()
         self.header_bytes = 8 + len(self._config)
-        # Values of the third item, a type, are stored as they are.
         self._steps: list[tuple[str, str, Any, Callable[[Any], bytes], int | None]] = [
-            (name, encoding, bytes if _stores_bytes(one) else _NoValue, one.encode, one.size)
+            (name, encoding, _kept(one), one.encode, one.size)
             for name, encoding, one in zip(names, encodings, self._encodings, strict=True)
         ]
         num_variable = sizes.count(None)
@@ -95,14 +88,15 @@ class MdsEncoder:
         return (("data", [offset_table(sizes, self.header_bytes + 4 * len(sizes)), self._config, *parts]),)
 
 
-def _stores_bytes(encoding: Encoding) -> bool:
-    return not getattr(encoding, "checks_bytes", False)
+def _kept(encoding: Encoding) -> type:
+    """Return the type of the values that are stored as they are."""
+    return _NoValue if getattr(encoding, "checks_bytes", False) else bytes
 
 
 def _encode_column(encoding: Encoding, name: str, values: Any, num_rows: int) -> _Column:
     """Encode a batch's values of one column; values of a fixed size become blocks."""
     if isinstance(values, BinaryColumn):
-        if values.encoding == name or (values.encoding == "bytes" and _stores_bytes(encoding)):
+        if values.encoding == name or (values.encoding == "bytes" and _kept(encoding) is bytes):
             return values if encoding.size is None else (_same_size(values, encoding.size, name),)
         values = [bytes(value) if values.encoding == "bytes" else str(value, "utf-8") for value in values]
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "USO":
@@ -110,8 +104,7 @@ def _encode_column(encoding: Encoding, name: str, values: Any, num_rows: int) ->
     many = getattr(encoding, "encode_many", None)  # an object that is no `Encoding` may lack it
     column = None if many is None else many(values)
     if column is None:
-        stored, encode = _stores_bytes(encoding), encoding.encode
-        kept = bytes if stored else _NoValue
+        kept, encode = _kept(encoding), encoding.encode
         found = (value if type(value) is kept else encode(value) for value in values)
         column = [data if type(data) is bytes else _as_bytes(data) for data in found]
     if isinstance(column, list):

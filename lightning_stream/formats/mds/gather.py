@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,16 +22,11 @@ _Places: TypeAlias = list[tuple[Int64s, _Sizes]]  # of each column: positions in
 def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers | None = None) -> Batch:
     """Return one batch over many shards: row k is sample ``indices[k]`` of ``shards[which[k]]``.
 
-    Args:
-        shards: At least one shard; all have the same column names and encodings.
-        which: int64[n], 0 <= which < len(shards).
-        indices: int64[n], each within its shard.
-        out: As for `Shard.columns`.
+    All shards have the same column names and encodings; `which` and `indices` are int64[n]. `out` has, by name of a
+    fixed-size column, writable C-contiguous memory of n values, to be filled and returned.
 
-    Raises:
-        ValueError: The shards have different columns, there are no shards, or ``out`` does not fit.
-        IndexError: An index is out of range.
-        FormatError: Bytes are damaged.
+    ValueError for no shards, different columns, or an ``out`` that does not fit; IndexError for an index out of range;
+    FormatError for damaged bytes.
     """
     if not shards:
         raise ValueError("gather needs at least one shard.")
@@ -90,17 +85,9 @@ def gather_rows(
 ) -> Batch:
     """As `gather`, over mapped shards of one layout in one window, for samples that are known to be there.
 
-    Args:
-        layout, window: The layout of all the shards, and memory that holds them all.
-        spans: int64[4, n]: the `Mapped.span` of each sample's shard.
-        which: int64[n], the shards; `where` names one of them, for messages.
-        indices: int64[n], 0 <= index < samples of that shard.
-        where, out: See above; as for `gather`.
+    `spans`, int64[4, n], has the `Mapped.span` of each sample's shard; `where` names the shard of a number in `which`.
     """
-    if layout.stride is None:
-        places, bad_row = _locate(layout, window, spans, indices)
-    else:
-        places, bad_row = _locate_fixed(layout, spans[2] + (indices * layout.stride - window.begin)), None
+    places, bad_row = _locate(layout, window, spans, indices)
     if bad_row is not None:
         name = where(int(which[bad_row]))
         raise FormatError(f"{name}, sample {indices[bad_row]}: its columns do not fill it. Fetch the shard again.")
@@ -129,36 +116,33 @@ def _check_range(values: Int64s, limit: int | Int64s, what: str) -> None:
         raise IndexError(f"{what} {values[k]} is out of range: there are {np.broadcast_to(limit, values.shape)[k]}.")
 
 
-def _locate_fixed(layout: RecordLayout, at: Int64s) -> _Places:
-    places: _Places = []
-    for column in layout.columns:
-        places.append((at, column.size or 0))
-        at = at + (column.size or 0)
-    return places
-
-
 def _locate(layout: RecordLayout, window: AddressWindow, spans: Int64s, indices: Int64s) -> tuple[_Places, int | None]:
-    """Locate each sample by the table of offsets, and each column by the sample's head; or return a bad row.
+    """Locate each sample, by the table of offsets if their sizes differ, and each of its columns; or return a bad row.
 
     The table was checked when the file was opened. It is checked again, since a file that is changed meanwhile must not
     lead out of its memory.
     """
-    if not len(indices):
+    sizes: Iterator[Int64s] = iter(())
+    stop: Int64s | None = None
+    if layout.stride is not None:
+        at = spans[2] + (indices * layout.stride - window.begin)
+    elif not len(indices):
         return [(indices, indices) for _ in layout.columns], None
-    begins, ends = spans[0] - window.begin, spans[1] - window.begin
-    offsets = _uint32s(window, begins + 4 + 4 * indices, 2)
-    at, stop = begins + offsets[:, 0], begins + offsets[:, 1]
-    out_of_bounds = (stop - at < layout.min_bytes) | (stop > ends)
-    if out_of_bounds.any():
-        return [], int(np.flatnonzero(out_of_bounds)[0])
+    else:
+        begins, ends = spans[0] - window.begin, spans[1] - window.begin
+        offsets = _uint32s(window, begins + 4 + 4 * indices, 2)
+        at, stop = begins + offsets[:, 0], begins + offsets[:, 1]
+        out_of_bounds = (stop - at < layout.min_bytes) | (stop > ends)
+        if out_of_bounds.any():
+            return [], int(np.flatnonzero(out_of_bounds)[0])
+        sizes = iter(_uint32s(window, at, layout.num_variable).T)
+        at = at + layout.head.size
     places: _Places = []
-    sizes = iter(_uint32s(window, at, layout.num_variable).T)
-    at = at + layout.head.size
     for column in layout.columns:
         size = next(sizes) if column.size is None else column.size
         places.append((at, size))
         at = at + size
-    return places, None if np.array_equal(at, stop) else int(np.flatnonzero(at != stop)[0])
+    return places, None if stop is None or np.array_equal(at, stop) else int(np.flatnonzero(at != stop)[0])
 
 
 def _uint32s(window: AddressWindow, at: Int64s, count: int) -> Int64s:
@@ -259,9 +243,10 @@ class SpanTable:
         self._layout = mapped.layout
         self._held[number] = mapped
         begin, end, _, _ = mapped.span
-        if self._window is None or begin < self._window.begin or end > self._window.end:
-            # It only grows: nothing is read but the samples of shards that are here.
-            self._window = AddressWindow(*((begin, end) if self._window is None else self._window.union(begin, end)))
+        if self._window is not None:  # it only grows: nothing is read but the samples of shards that are here
+            begin, end = min(begin, self._window.begin), max(end, self._window.end)
+        if self._window is None or (begin, end) != (self._window.begin, self._window.end):
+            self._window = AddressWindow(begin, end)
         self._set(number, mapped.span)  # last, so that the window holds every shard that is found
 
     def remove(self, number: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from lightning_stream.formats.encodings import Encoding, encoding_of_column, family_of
+from lightning_stream.formats.encodings import Encoding, encoding_of_column, maker_of
 from lightning_stream.formats.index.schema import Schema
 
 Decoder = Callable[[Any], Any]
@@ -50,40 +50,31 @@ _LAYOUTS: WeakValueDictionary[Any, RecordLayout] = WeakValueDictionary()
 def record_layout(schema: Schema, allow_unsafe_types: bool = False, decoders: Decoders | None = None) -> RecordLayout:
     """Return the layout of a schema: the same object for the same arguments, while it is in use. See `open_shard`."""
     chosen = dict(decoders or {})
-    families = tuple(map(family_of, schema.encodings))  # a name may be registered again for another encoding
-    key = (schema.names, schema.encodings, schema.sizes, families, allow_unsafe_types, frozenset(chosen.items()))
-    found = _LAYOUTS.get(key)
-    if found is None:
-        found = _LAYOUTS.setdefault(key, _make_layout(schema, allow_unsafe_types, chosen))
-    return found
-
-
-def _make_layout(schema: Schema, allow_unsafe_types: bool, decoders: Mapping[str, Decoder]) -> RecordLayout:
-    if absent := set(decoders) - set(schema.names):
+    makers = tuple(map(maker_of, schema.encodings))  # a name may be registered again for another encoding
+    key = (schema.names, schema.encodings, schema.sizes, makers, allow_unsafe_types, frozenset(chosen.items()))
+    if (found := _LAYOUTS.get(key)) is not None:
+        return found
+    if absent := set(chosen) - set(schema.names):
         raise ValueError(f"decoders: no column {min(absent)!r}; there are {', '.join(schema.names)}.")
     columns = []
     for name, encoding_name, size in zip(schema.names, schema.encodings, schema.sizes, strict=True):
         encoding = encoding_of_column(name, encoding_name, size)
-        if not encoding.safe and not allow_unsafe_types and name not in decoders:
+        if not encoding.safe and not allow_unsafe_types and name not in chosen:
             raise ValueError(
                 f"column {name!r} is stored as {encoding_name!r}: reading it can run code that is in the data. If you "
                 "trust it, pass allow_unsafe_types=True."
             )
-        columns.append(_column(name, encoding, size, decoders.get(name)))
-    return RecordLayout(tuple(columns))
+        columns.append(_column(name, encoding, size, chosen.get(name)))
+    return _LAYOUTS.setdefault(key, RecordLayout(tuple(columns)))
 
 
 def _column(name: str, encoding: Encoding, size: int | None, chosen: Decoder | None) -> Column:
-    decode = encoding.decode if chosen is None else chosen
-    if chosen is not None or not getattr(encoding, "accepts_memoryview", False):
-        decode = _of_bytes(decode)
-    elif getattr(encoding, "fast_decode", None) is not None:
-        decode = encoding.fast_decode or decode
+    if chosen is None and getattr(encoding, "accepts_memoryview", False):
+        decode = getattr(encoding, "fast_decode", None) or encoding.decode
+    else:
+        takes_bytes = encoding.decode if chosen is None else chosen
+        decode = lambda data: takes_bytes(bytes(data))  # noqa: E731
     if chosen is not None:
         return Column(name, encoding, size, decode, None, gathered=False, ragged=False)
     many, ragged = getattr(encoding, "decode_many", None), getattr(encoding, "ragged", False)
     return Column(name, encoding, size, decode, many, getattr(encoding, "layout", None) is not None, ragged)
-
-
-def _of_bytes(decode: Decoder) -> Decoder:
-    return lambda data: decode(bytes(data))

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.index.schema import ShardEntry
 from lightning_stream.formats.mds.gather import gather
-from lightning_stream.formats.mds.layout import Decoders, RecordLayout, record_layout
+from lightning_stream.formats.mds.layout import Decoders, record_layout
 from lightning_stream.formats.memory import MappedFile, offsets_error, sample_offsets
-from lightning_stream.formats.shard import DECODE_ERRORS, Batch, Buffers, Mapped, closed_error, corrupt_error
+from lightning_stream.formats.shard import DECODE_ERRORS, Batch, Mapped, corrupt_error
 
 _OFFSETS = struct.Struct("<II")
 
@@ -33,7 +33,11 @@ class MdsShard:
         self._layout = record_layout(entry.schema, allow_unsafe_types, decoders)
         self._path = folder / entry.raw.basename
         file = MappedFile(self._path, entry.raw.num_bytes)
-        first = _first_sample(file, self.num_samples, self._layout)
+        offsets = sample_offsets(file, self.num_samples, file.num_bytes)
+        steps, first = offsets[1:] - offsets[:-1], int(offsets[0])
+        right = steps >= self._layout.min_bytes if self._layout.stride is None else steps == self._layout.stride
+        if not right.all() or first < 8 + 4 * self.num_samples:
+            raise offsets_error(file.where, self.num_samples)
         span = (file.address, file.address + file.num_bytes, file.address + first, self.num_samples)
         self._mapped: Mapped | None = Mapped(self._layout, file, span)
 
@@ -41,7 +45,7 @@ class MdsShard:
     def mapped(self) -> Mapped:
         """The mapped samples."""
         if self._mapped is None:
-            raise closed_error(str(self._path))
+            raise ValueError(f"{self._path}: the shard is closed.")
         return self._mapped
 
     def sample(self, index: int) -> dict[str, Any]:
@@ -71,20 +75,10 @@ class MdsShard:
         begin, end = _OFFSETS.unpack_from(view, 4 + 4 * index)
         return view[begin:end]
 
-    def columns(self, indices: NDArray[np.int64], out: Buffers | None = None) -> Batch:
+    def columns(self, indices: NDArray[np.int64]) -> Batch:
         """Return samples as columns; see `Shard.columns`."""
-        return gather([self], np.zeros(len(indices), np.int64), indices, out)
+        return gather([self], np.zeros(len(indices), np.int64), indices)
 
     def close(self) -> None:
         """Release the file; it is unmapped when no read of it is running."""
         self._mapped = None
-
-
-def _first_sample(file: MappedFile, num_samples: int, layout: RecordLayout) -> int:
-    """Return where the first sample begins; FormatError if the offsets do not fit samples of this layout."""
-    offsets = sample_offsets(file, num_samples, file.num_bytes)
-    steps = offsets[1:] - offsets[:-1]
-    right = steps >= layout.min_bytes if layout.stride is None else steps == layout.stride
-    if not right.all() or int(offsets[0]) < 8 + 4 * num_samples:
-        raise offsets_error(file.where, num_samples)
-    return int(offsets[0])

@@ -44,7 +44,6 @@ class BatchPlan:
     """
 
     def __new__(cls, order: EpochOrder, **_: object) -> BatchPlan:  # noqa: PYI034 (a subclass)
-        """Make a plan of the order's type."""
         return super().__new__(order.plan_type)
 
     def __init__(
@@ -52,8 +51,7 @@ class BatchPlan:
     ) -> None:
         self.order, self.batch_size, self.tail, self.start = order, batch_size, tail, start
         self.world = World() if world is None else world
-        problems = self._problems()
-        if problems:
+        if problems := self._problems():
             raise ValueError("The batches of an epoch cannot be planned. " + " ".join(problems))
         self._cut()
 
@@ -181,17 +179,13 @@ class EpochOrder(ABC):
         order.ids(1000, 1008)  # eight sample ids of epoch 3, without computing those before
     """
 
+    # Batch sizes that the order keeps from its first start: the setting, and the message where it is None.
     fixes: ClassVar[Mapping[str, str]] = {}
-    """Batch sizes that the order keeps from its first start: the setting, and the message where it is None."""
-
+    # Whether every global batch holds samples of several streams, each in an order of its own.
     mixes_streams: ClassVar[bool] = False
-    """Whether every global batch holds samples of several streams, each in an order of its own."""
-
+    # Whether a whole global batch is grouped by canonical node and split over the replicas sample by sample.
     splits_samples: ClassVar[bool] = True
-    """Whether a whole global batch is grouped by canonical node and split over the replicas sample by sample."""
-
-    plan_type: ClassVar[type[BatchPlan]] = BatchPlan
-    """How the epoch is cut into global batches."""
+    plan_type: ClassVar[type[BatchPlan]] = BatchPlan  # how the epoch is cut into global batches
 
     def __init__(self, run: RunOrder, epoch: int) -> None:
         self.epoch, self.num_samples, self.full_end = epoch, run.num_samples, run.num_samples
@@ -230,15 +224,12 @@ class RandomOrder(EpochOrder):
 
     @classmethod
     def shard_groups(cls, snapshot: Snapshot) -> Sequence[NDArray[np.int64]]:
-        """All shards are one group."""
-        return (snapshot.sizes,)
+        return (snapshot.sizes,)  # all shards are one group
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Sample ids at positions [begin, end)."""
         self.check_range(begin, end)
         return self._samples.ids(begin, end)
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
-        """The canonical node of each position in [begin, end)."""
         self.check_range(begin, end)
         return self._samples.canonical(begin, end)

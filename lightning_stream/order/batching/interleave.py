@@ -51,12 +51,10 @@ class InterleavedOrder(EpochOrder):
         return [f"This order takes {length} samples of one stream at a time, but start={start} lies inside them."]
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Sample ids at positions [begin, end)."""
         return self._gather(begin, end, "ids")
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
-        """The canonical node of each position, by its stream's own index."""
-        return self._gather(begin, end, "canonical")
+        return self._gather(begin, end, "canonical")  # by its stream's own index
 
     def locate(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The stream of each position in [begin, end), and its index within that stream."""
@@ -170,7 +168,6 @@ class _BlockBatches(BatchPlan):
         return ReplicaBatch(self.order.ids(begin, end)[offsets], begin + offsets, filler, block)
 
     def num_micro_batches(self, k: int, device_batch_size: int) -> int:
-        """See `BatchPlan.num_micro_batches`; blocks are filled up, so the share itself is counted."""
         block = self.order.stretch_length
         if not self._deals_blocks(k):
             return super().num_micro_batches(k, device_batch_size)
@@ -179,6 +176,7 @@ class _BlockBatches(BatchPlan):
                 f"device_per_stream keeps blocks of {block} samples, the batch per device that the run began with; a "
                 f"batch per device must hold whole blocks or divide one, but it is {device_batch_size}. Choose another."
             )
+        # Blocks are filled up, so the share itself is counted.
         length = self.batch_size // self.world.num_replicas if k < self.num_whole_batches else len(self.share(k))
         return ceil_div(length, device_batch_size)
 
@@ -244,10 +242,8 @@ class Interleave:
     """
 
     def __init__(self, lengths: NDArray[np.int64], epoch: int, seed: int | None) -> None:
-        self._lengths = lengths
-        self._total = int(lengths.sum())
-        count = len(lengths)
-        self._salt = None if seed is None else random_u64(RngStream.JITTER, seed, epoch, size=count)
+        self._lengths, self._total = lengths, int(lengths.sum())
+        self._salt = None if seed is None else random_u64(RngStream.JITTER, seed, epoch, size=len(lengths))
 
     def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For entries [begin, end) of the merge: the sequence of each, and its index there."""

@@ -17,21 +17,16 @@ from composer.utils import dist
 from lightning_stream.dataset import plain_iterations_of
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.iteration import LoaderIterator
-from lightning_stream.order import Position
 from lightning_stream.trainers.composer import private
 from lightning_stream.trainers.tracker import PositionTracker
 
 
 class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no types
-    """Keeps the position of a training loader equal to that of Composer's trainer.
+    """Keeps the position of a training loader equal to that of Composer's trainer; for `options` see `PositionTracker`.
 
     Every `StreamingDataLoader` that a Composer trainer trains on gets one: nothing has to be added to the trainer. It
     also restores the random state of a run resumed in the middle of an epoch, which Composer does not; keeps
     `train_subset_num_batches` right after a resume; and logs and shows the position.
-
-    Args:
-        loader: Whose position is kept.
-        options: See `PositionTracker`.
     """
 
     def __init__(self, loader: StreamingDataLoader, **options: Any) -> None:
@@ -41,8 +36,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         self.loader = loader
         self.tracker.attach(loader, owns=self._begins)
         self._trainer: Any = None
-        self._epoch_clock = 0
-        self._batch_clock = 0
+        self._epoch_clock = self._batch_clock = 0
         self._num_substituted = 0  # in the batches that this rank has trained on
         self._pretended = False  # to Composer, that it has trained on a batch
 
@@ -111,8 +105,11 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         position = self.tracker.position
         logger.log_metrics({"stream/epoch": position.epoch, "stream/position": position.position})
         for destination in logger.destinations:
-            if isinstance(destination, ProgressBarLogger) and destination.train_pbar is not None:
-                _show(destination.train_pbar, position)
+            if isinstance(destination, ProgressBarLogger) and (bar := destination.train_pbar) is not None:
+                # Composer's progress bar shows only losses. The position comes first, since lines are cut.
+                others = {name: value for name, value in bar.metrics.items() if name != "at"}
+                bar.metrics = {"at": f"{position.epoch}:{position.position}", **others}
+                bar.pbar.set_postfix(bar.metrics, refresh=False)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
         """Begin the order's next epoch with Composer's, also where it cut this one short."""
@@ -158,9 +155,3 @@ def driver_of(loader: StreamingDataLoader) -> PositionTracker | None:
     if loaded is not None:  # Composer gave the checkpoint's state to the dataset before
         tracker.load(loaded)
     return tracker
-
-
-def _show(bar: Any, position: Position) -> None:
-    """Put the position into Composer's progress bar, which shows only losses; first, since lines are cut."""
-    bar.metrics = {"at": f"{position.epoch}:{position.position}", **{k: v for k, v in bar.metrics.items() if k != "at"}}
-    bar.pbar.set_postfix(bar.metrics, refresh=False)

@@ -18,20 +18,12 @@ from lightning_stream.order import num_micro_batches
 
 
 class BatchCounter:
-    """Counts and cuts the batches of one loader, as Composer's `DataSpec` asks.
-
-    Args:
-        loader: Whose batches these are.
-        token_column: Column whose elements are tokens; a batch without it has none.
-        padding_id: Tokens of this value do not count.
-    """
+    """Counts and cuts the batches of one loader, as Composer's `DataSpec` asks; see `data_spec` for the arguments."""
 
     def __init__(
         self, loader: StreamingDataLoader, token_column: str = "input_ids", padding_id: int | None = None
     ) -> None:
-        self._loader = loader
-        self._token_column = token_column
-        self._padding_id = padding_id
+        self._loader, self._token_column, self._padding_id = loader, token_column, padding_id
         self.at_padding = False  # whether the current micro-batch is padding
 
     def num_samples(self, batch: Any) -> int | float:
@@ -67,7 +59,7 @@ class BatchCounter:
         return {"total": count if world.rank % world.replication == 0 else 0, "loss_generating": count}
 
     def _tokens_of(self, tokens: Any) -> int:
-        values = tokens if isinstance(tokens, torch.Tensor) else torch.as_tensor(tokens)
+        values = torch.as_tensor(tokens)
         return values.numel() if self._padding_id is None else int((values != self._padding_id).sum())
 
     def split(self, batch: Any, size: float) -> Sequence[Any]:
@@ -134,14 +126,11 @@ def length_of(batch: Any) -> int | None:
 
 
 def _columns(batch: Any) -> Iterable[Any]:
-    if isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _columns(value) if isinstance(value, Mapping) else (value,)
-    elif _holds_columns(batch):
-        for value in batch:
-            yield from _columns(value) if isinstance(value, Mapping) else (value,)
-    else:
+    if not isinstance(batch, Mapping) and not _holds_columns(batch):
         yield batch
+        return
+    for value in batch.values() if isinstance(batch, Mapping) else batch:
+        yield from _columns(value) if isinstance(value, Mapping) else (value,)
 
 
 def _holds_columns(batch: Any) -> bool:
@@ -154,16 +143,16 @@ def _holds_columns(batch: Any) -> bool:
 
 def _take(batch: Any, rows: slice, length: int) -> Any:
     """These rows of every column that has one per sample; anything else goes into each micro-batch unchanged."""
+
+    def take(value: Any) -> Any:
+        return _take(value, rows, length) if isinstance(value, Mapping) else _take_column(value, rows, length)
+
     if isinstance(batch, Mapping):
-        return {name: _take_value(value, rows, length) for name, value in batch.items()}
+        return {name: take(value) for name, value in batch.items()}
     if _holds_columns(batch):
-        taken = [_take_value(value, rows, length) for value in batch]
+        taken = [take(value) for value in batch]
         return type(batch)(*taken) if hasattr(batch, "_fields") else type(batch)(taken)
     return _take_column(batch, rows, length)
-
-
-def _take_value(value: Any, rows: slice, length: int) -> Any:
-    return _take(value, rows, length) if isinstance(value, Mapping) else _take_column(value, rows, length)
 
 
 def _take_column(column: Any, rows: slice, length: int) -> Any:

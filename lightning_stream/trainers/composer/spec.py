@@ -108,7 +108,12 @@ def data_spec(
         on_mismatch=on_mismatch,
     )
     if evaluation:
-        _refuse_empty_ranks(loader)
+        if loader.num_samples < (replicas := loader.detect_world().num_replicas):
+            raise ValueError(
+                f"an evaluation has at least one sample for each device, since Composer's metrics count "
+                f"padding; {loader.num_samples} samples do not suffice for {replicas} devices. Evaluate on fewer "
+                "devices, or on more samples"
+            )
     else:
         StreamingPosition(
             loader,
@@ -142,16 +147,6 @@ def _dataset(given: DatasetLike | None, arguments: Mapping[str, Any]) -> Streami
     if isinstance(given, Mapping):
         return StreamingDataset(**{**given, **arguments})
     return StreamingDataset(**arguments) if given is None else StreamingDataset(streams=given, **arguments)
-
-
-def _refuse_empty_ranks(loader: StreamingDataLoader) -> None:
-    world = loader.detect_world()
-    if loader.num_samples < world.num_replicas:
-        raise ValueError(
-            f"an evaluation has at least one sample for each device, since Composer's metrics count "
-            f"padding; {loader.num_samples} samples do not suffice for {world.num_replicas} devices. Evaluate on fewer "
-            "devices, or on more samples"
-        )
 
 
 def name_node() -> None:

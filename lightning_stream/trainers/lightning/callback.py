@@ -18,17 +18,9 @@ from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.plain import STATE_KEY
 from lightning_stream.order import Position
 from lightning_stream.order.mosaic.state import is_mosaic_state
-from lightning_stream.trainers.lightning import loops
+from lightning_stream.trainers.lightning import loops, rules
 from lightning_stream.trainers.lightning.loops import LoopPosition
 from lightning_stream.trainers.lightning.package import Callback
-from lightning_stream.trainers.lightning.rules import (
-    check_alignment,
-    check_callbacks,
-    check_loader,
-    missing_last,
-    warn_of_others,
-    weight_of,
-)
 from lightning_stream.trainers.tracker import PositionTracker
 
 _NEVER = -1
@@ -41,14 +33,8 @@ class StreamingCallback(Callback):
     one to ``Trainer(callbacks=[...])`` only for other settings than the defaults.
 
     Args:
-        seed_steps: A seed: torch is seeded before every training batch from (this, step, rank, micro-batch), so that
-            dropout draws the same whether or not the run was stopped; None leaves torch's generator alone.
-        on_missing_state: What to do with a checkpoint that holds no position: ``"error"``, or ``"restart"`` to begin
-            the data from its start.
-        check_delivery: Compare every batch with the plan, and raise `LedgerError` at the first that differs.
+        seed_steps, on_missing_state, check_delivery, record_delivery: See `PositionTracker`.
         show_position: Show the position in the progress bar.
-        record_delivery: A folder where each rank records what it trained on, 8 bytes a step, for
-            `verify_delivery`; None writes nothing.
         is_passive: Do nothing unless the trainer trains on a `StreamingDataLoader`.
 
     Example::
@@ -56,6 +42,8 @@ class StreamingCallback(Callback):
         trainer = Trainer(callbacks=[StreamingCallback(seed_steps=7), ModelCheckpoint(every_n_train_steps=100)])
         trainer.fit(model, StreamingDataLoader(dataset, batch_size=32))
     """
+
+    state_key = STATE_KEY  # the same for every subclass, so that a renamed class still finds its state
 
     def __init__(
         self,
@@ -88,11 +76,6 @@ class StreamingCallback(Callback):
         self._enters_at: LoopPosition | None = None
         self._no_last: StateError | None = None
 
-    @property
-    def state_key(self) -> str:
-        """The same for every subclass, so that a renamed class still finds its state."""
-        return STATE_KEY
-
     def start_at(self, state: Mapping[str, Any]) -> None:
         """Begin the data where the state of another run, e.g. under another trainer, stands; before `fit`."""
         self._start = state
@@ -104,7 +87,7 @@ class StreamingCallback(Callback):
         loader = loops.train_loader_of(trainer)
         if not isinstance(loader, StreamingDataLoader):
             if self.is_passive:
-                warn_of_others(loops.train_loaders_of(trainer))
+                rules.warn_of_others(loops.train_loaders_of(trainer))
                 return None
             raise TypeError(
                 f"StreamingCallback keeps the position of a StreamingDataLoader; the trainer trains on "
@@ -127,10 +110,6 @@ class StreamingCallback(Callback):
             return replace(first, epoch=self._from.epoch)
         return replace(loader.first_position(), epoch=self._first_epoch) if self._first_epoch else None
 
-    def _loader_for_state(self, trainer: Any) -> StreamingDataLoader | None:
-        """A loader that can read a state, before Lightning sets up its data."""
-        return self.make_loader() if self.make_loader is not None else self._attach(trainer)
-
     # Lightning's hooks
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -142,7 +121,7 @@ class StreamingCallback(Callback):
         """
         if stage != "fit":
             return
-        self._no_last = missing_last(trainer)
+        self._no_last = rules.missing_last(trainer)
         if not self.is_passive:
             self._check(trainer)
         if self.tracker.is_attached:  # an error ended the fit before this one
@@ -158,7 +137,7 @@ class StreamingCallback(Callback):
 
     def _check(self, trainer: Any) -> None:
         loops.warn_if_untried(trainer)
-        check_callbacks(trainer)
+        rules.check_callbacks(trainer)
         if self._no_last is not None:
             raise self._no_last
 
@@ -185,7 +164,7 @@ class StreamingCallback(Callback):
             self._check(trainer)
         if trainer.ckpt_path is not None and not self._was_asked:  # Lightning calls no callback if it lacks "callbacks"
             self._state_in({"global_step": trainer.global_step})
-        check_loader(trainer, loader)
+        rules.check_loader(trainer, loader)
         self.tracker.begin_run()
         loader.check()  # logs before the progress bar is drawn
         loops.let_ranks_stop_together(trainer)
@@ -217,14 +196,11 @@ class StreamingCallback(Callback):
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Give every sample of an optimizer step the same weight, also in an epoch's last, partial step."""
         current = self.tracker.current if self.tracker.is_attached else None
-        if (
-            current is not None
-            and pl_module.automatic_optimization
-            and not trainer.strategy.handles_gradient_accumulation
-        ):
-            weight = weight_of(current, self.tracker.settings)
-            if weight != 1 and loss.requires_grad:
-                loss.register_hook(lambda grad: grad * weight)
+        if current is None or not pl_module.automatic_optimization or trainer.strategy.handles_gradient_accumulation:
+            return
+        weight = rules.weight_of(current, self.tracker.settings)
+        if weight != 1 and loss.requires_grad:
+            loss.register_hook(lambda grad: grad * weight)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Commit the step that this batch completed; log the epoch's number of substituted samples over all ranks."""
@@ -232,10 +208,8 @@ class StreamingCallback(Callback):
             return
         self._sync(trainer)
         if self.tracker.loader.substitutes:
-            count = float(self._num_substituted)
-            pl_module.log(
-                "stream/num_substituted", count, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum"
-            )
+            options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True, "reduce_fx": "sum"}
+            pl_module.log("stream/num_substituted", float(self._num_substituted), **options)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Begin the order's next epoch with Lightning's, also where a limit or the model cut this one short.
@@ -264,9 +238,8 @@ class StreamingCallback(Callback):
         """
         step = trainer.global_step
         if step > self._seen_step:
-            self.tracker.stepped(
-                ends_epoch=trainer.is_last_batch, whole_steps=trainer.lightning_module.automatic_optimization
-            )
+            automatic = trainer.lightning_module.automatic_optimization
+            self.tracker.stepped(ends_epoch=trainer.is_last_batch, whole_steps=automatic)
             self._seen_step = step
 
     # Checkpoints
@@ -289,7 +262,8 @@ class StreamingCallback(Callback):
             return
         if loops.forget_fetched(trainer) and self.tracker.is_attached:
             self.tracker.detach()
-        loader = self._loader_for_state(trainer)
+        # Lightning has not set up its data yet.
+        loader = self.make_loader() if self.make_loader is not None else self._attach(trainer)
         self._was_asked = True
         if loader is None or (state := self._state_in(checkpoint)) is None:
             return
@@ -298,7 +272,7 @@ class StreamingCallback(Callback):
             position = position.next_epoch()  # the trainer's limit on an epoch is tighter now
         self._validated_step = state["validated_step"]
         at = self._loop_position(trainer, loader, position, checkpoint)
-        check_alignment(loader, at)
+        rules.check_alignment(loader, at)
         self._from = position
         self.tracker.resume(position)
         self._enters_at = at
@@ -308,9 +282,8 @@ class StreamingCallback(Callback):
     @staticmethod
     def _concerns_us(trainer: Any, checkpoint: Mapping[str, Any]) -> bool:
         """Whether a checkpoint is of a run over our data, as far as is known before the data is made."""
-        return bool(checkpoint.get("callbacks", {}).get(STATE_KEY)) or isinstance(
-            loops.data_source_of(trainer), StreamingDataLoader
-        )
+        has_position = bool(checkpoint.get("callbacks", {}).get(STATE_KEY))
+        return has_position or isinstance(loops.data_source_of(trainer), StreamingDataLoader)
 
     def _loop_position(
         self, trainer: Any, loader: StreamingDataLoader, position: Position, checkpoint: Mapping[str, Any]
@@ -332,9 +305,8 @@ class StreamingCallback(Callback):
         if state and "position" in state and (state["position"] is not None or checkpoint["global_step"] == 0):
             return {"validated_step": _NEVER, **state}
         others = loops.loader_states(checkpoint)
-        for other in others:
-            if is_mosaic_state(other):
-                return {"position": other, "validated_step": _NEVER}
+        if of_mosaic := [one for one in others if is_mosaic_state(one)]:
+            return {"position": of_mosaic[0], "validated_step": _NEVER}
         found = f" (it holds loader states with {sorted(map(str, others[0]))})" if others else ""
         self.tracker.report_missing(
             f"this one holds none of ours{found}: it was written without StreamingDataModule or StreamingCallback"

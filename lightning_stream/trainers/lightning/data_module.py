@@ -6,7 +6,8 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
@@ -61,6 +62,8 @@ class StreamingDataModule(LightningDataModule):
         TypeError: An argument that datasets do not have.
     """
 
+    trainer: Any
+
     def __init__(
         self,
         train: DatasetLike | None = None,
@@ -98,16 +101,11 @@ class StreamingDataModule(LightningDataModule):
             )
         given = {"train": train, "val": val, "test": test, "predict": predict}
         self.datasets = {name: _dataset(name, what) for name, what in given.items()}
-        self.global_batch_size = global_batch_size
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size
+        self.global_batch_size, self.batch_size, self.eval_batch_size = global_batch_size, batch_size, eval_batch_size
         self.num_workers = num_workers
         self.eval_num_workers = num_workers if eval_num_workers is None else eval_num_workers
-        self.tail = tail
-        self.pin_memory = pin_memory
-        self.replication = replication
-        self.prepare = prepare
-        self.on_mismatch: Literal["error", "warn"] = on_mismatch
+        self.tail, self.pin_memory, self.replication, self.prepare = tail, pin_memory, replication, prepare
+        self.on_mismatch = on_mismatch
         self._worker_arguments: dict[str, Any] = {
             "collate_fn": collate_fn,
             "timeout": timeout,
@@ -125,7 +123,7 @@ class StreamingDataModule(LightningDataModule):
             show_position=show_position,
             record_delivery=record_delivery,
         )
-        self.position_callback.make_loader = self._make_train_loader
+        self.position_callback.make_loader = partial(StreamingDataModule.train_dataloader, self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the loaders made so far: launchers copy the module to each process that they start."""
@@ -142,21 +140,29 @@ class StreamingDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Put the position's callback first, so that what ModelCheckpoint saves is up to date."""
         self._ignore_advice()
-        trainer: Any = self.trainer
-        if stage != "fit" or trainer is None:
+        if stage != "fit" or self.trainer is None:
             return
-        for other in [c for c in trainer.callbacks if isinstance(c, StreamingCallback)]:
+        callbacks = self.trainer.callbacks
+        for other in [one for one in callbacks if isinstance(one, StreamingCallback)]:
             if other.make_loader is None and not other.is_passive:
                 raise ValueError(
                     "one callback keeps the position, and StreamingDataModule brings its own: remove StreamingCallback "
                     "from the trainer's callbacks, and pass its settings (seed_steps=...) to StreamingDataModule"
                 )
-            trainer.callbacks.remove(other)  # of a fit before this one, perhaps with another data module
-        trainer.callbacks.insert(0, self.position_callback)
+            callbacks.remove(other)  # of a fit before this one, perhaps with another data module
+        callbacks.insert(0, self.position_callback)
 
     def train_dataloader(self) -> StreamingDataLoader:
         """A training loader; the one that the trainer asks for begins at the position trained up to."""
-        return self._make_train_loader()
+        return self._loader(
+            "train",
+            self.batch_size,
+            global_batch_size=self.global_batch_size,
+            accumulate=self._accumulate(),
+            num_workers=self.num_workers,
+            tail=self.tail,
+            on_mismatch=self.on_mismatch,
+        )
 
     def teardown(self, stage: str) -> None:
         """Let Lightning's warnings through again."""
@@ -178,15 +184,11 @@ class StreamingDataModule(LightningDataModule):
 
         While training without `val` it is the base class's own: Lightning then takes it that there is no validation.
         """
-        trainer: Any = self.trainer
-        if self.datasets["val"] is None and (trainer is None or trainer.state.fn == "fit"):
+        if self.datasets["val"] is None and (self.trainer is None or self.trainer.state.fn == "fit"):
             self._ignore_advice()  # Lightning warns next
             base: Callable[[], Any] = super().val_dataloader
             return base
-        return self._val_dataloader
-
-    def _val_dataloader(self) -> StreamingDataLoader:
-        return self._evaluation_loader("val")
+        return partial(self._evaluation_loader, "val")
 
     def test_dataloader(self) -> StreamingDataLoader:
         """Each test sample once, over any number of devices."""
@@ -207,26 +209,13 @@ class StreamingDataModule(LightningDataModule):
 
     def world(self) -> World:
         """This process among those of the trainer, or of the launcher where there is no trainer."""
-        trainer: Any = self.trainer
+        trainer = self.trainer
         if trainer is None:  # looked at without a trainer
             return detect_world(None, self.replication or 1)
-        return World(
-            rank=trainer.global_rank,
-            num_ranks=trainer.world_size,
-            ranks_per_node=trainer.world_size // max(1, trainer.num_nodes),
-            replication=self.replication or _replication_of(trainer),
-        )
-
-    def _make_train_loader(self) -> StreamingDataLoader:
-        return self._loader(
-            "train",
-            self.batch_size,
-            global_batch_size=self.global_batch_size,
-            accumulate=self._accumulate(),
-            num_workers=self.num_workers,
-            tail=self.tail,
-            on_mismatch=self.on_mismatch,
-        )
+        # Where ranks share their samples, the strategy names fewer replicas to a distributed sampler.
+        replication = self.replication or max(1, int(trainer.world_size) // sampler_replicas(trainer))
+        per_node = trainer.world_size // max(1, trainer.num_nodes)
+        return World(trainer.global_rank, trainer.world_size, per_node, replication)
 
     def _evaluation_loader(self, name: str) -> StreamingDataLoader:
         size = self.eval_batch_size or self.batch_size
@@ -236,21 +225,19 @@ class StreamingDataModule(LightningDataModule):
         return self._loader(name, size, evaluation=True, num_workers=self.eval_num_workers)
 
     def _loader(self, name: str, batch_size: int | None, **options: Any) -> StreamingDataLoader:
-        dataset, trainer = self.datasets[name], cast("Any", self.trainer)
+        dataset = self.datasets[name]
         if dataset is None:
             raise ValueError(f"the trainer asked for {name} data, but StreamingDataModule got none: pass {name}=")
         common = {"world": self.world(), "pin_memory": self._pins(), **self._worker_arguments}
         loader = StreamingDataLoader(dataset, batch_size, **common, **options)
         self._loaders.add(loader)
-        return loader_kept_as_it_is(loader) if trainer is not None and trainer.overfit_batches else loader
+        return loader_kept_as_it_is(loader) if self.trainer is not None and self.trainer.overfit_batches else loader
 
     def _accumulate(self) -> int:
-        trainer: Any = self.trainer
-        return 1 if trainer is None else int(trainer.accumulate_grad_batches)
+        return 1 if self.trainer is None else int(self.trainer.accumulate_grad_batches)
 
     def _pins(self) -> bool:
-        trainer: Any = self.trainer
-        device = None if trainer is None else getattr(trainer.strategy, "root_device", None)
+        device = None if self.trainer is None else getattr(self.trainer.strategy, "root_device", None)
         on_cuda = isinstance(device, torch.device) and device.type == "cuda"
         return on_cuda if self.pin_memory is None else self.pin_memory
 
@@ -267,8 +254,3 @@ def _dataset(name: str, given: DatasetLike | None) -> StreamingDataset | None:
             f"{type(given).__name__}"
         )
     return StreamingDataset(**given)
-
-
-def _replication_of(trainer: Any) -> int:
-    """How many ranks share their samples, by what the strategy tells a distributed sampler."""
-    return max(1, int(trainer.world_size) // sampler_replicas(trainer))

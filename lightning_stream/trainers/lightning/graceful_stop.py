@@ -108,15 +108,10 @@ class GracefulStop(Callback):
             bar.on_train_end(trainer, pl_module)  # else it is drawn once more, below what the program prints next
         raise TrainingInterrupted(self._signum or signal.SIGTERM, self._path)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Restore the signal handlers."""
-        self._restore()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Restore the signal handlers."""
-        self._restore()
-
-    def _restore(self) -> None:
         handlers, self._handlers = self._handlers, {}
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
+
+    on_exception = on_train_end

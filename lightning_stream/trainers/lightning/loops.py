@@ -31,21 +31,13 @@ TRIED_VERSIONS = ((2, 4), (2, 7))  # from, up to but excluding
 
 @dataclass(frozen=True)
 class LoopPosition:
-    """The position that Lightning's loops must have.
+    """The position that Lightning's loops must have."""
 
-    Attributes:
-        epoch: Epochs completed.
-        batch: Micro-batches of this epoch that were trained on, by this rank in this world.
-        num_batches: Micro-batches of a whole epoch, as the trainer limits it.
-        validation_due: Whether Lightning validates after this batch.
-        validated: Whether it has done so already.
-    """
-
-    epoch: int
-    batch: int
-    num_batches: int
-    validation_due: bool = False
-    validated: bool = False
+    epoch: int  # epochs completed
+    batch: int  # micro-batches of this epoch that were trained on, by this rank in this world
+    num_batches: int  # micro-batches of a whole epoch, as the trainer limits it
+    validation_due: bool = False  # whether Lightning validates after this batch
+    validated: bool = False  # whether it has done so already
 
     @property
     def runs_validation(self) -> bool:
@@ -87,8 +79,7 @@ def rewrite_loops(checkpoint: dict[str, Any], at: LoopPosition) -> None:
         StateError: The checkpoint's loops are not those of a tested version of Lightning.
     """
     try:
-        fit_loop = checkpoint["loops"]["fit_loop"]
-        _rewrite(fit_loop, at, int(checkpoint["global_step"]))
+        _rewrite(checkpoint["loops"]["fit_loop"], at, int(checkpoint["global_step"]))
     except (KeyError, TypeError) as error:
         raise StateError(
             "the counters in a Lightning checkpoint must follow the data's position, but this checkpoint, of Lightning "

@@ -10,22 +10,17 @@ from typing import Any
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
-from lightning_stream.loading.settings import BatchSettings
+from lightning_stream.loading.source import BatchSettings
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.trainers.lightning.loops import LoopPosition, lacks_last
 
 
 def check_callbacks(trainer: Any) -> None:
-    """Refuse callbacks that hang several ranks, or change the global batch.
-
-    Raises:
-        ValueError: Says which one, why, and what to do instead.
-    """
+    """Refuse callbacks that hang several ranks, or change the global batch."""
     for callback in trainer.callbacks:
         name = type(callback).__name__
-        if trainer.world_size > 1 and (
-            name == "OnExceptionCheckpoint" or getattr(callback, "save_on_exception", False)
-        ):
+        saves = name == "OnExceptionCheckpoint" or getattr(callback, "save_on_exception", False)
+        if saves and trainer.world_size > 1:
             raise ValueError(
                 f"{name} saves on an exception, which may come on one rank only; saving is collective, so the other "
                 f"of the {trainer.world_size} ranks would wait for ever. Remove it: the last periodic checkpoint "
@@ -40,11 +35,7 @@ def check_callbacks(trainer: Any) -> None:
 
 
 def check_loader(trainer: Any, loader: StreamingDataLoader) -> None:
-    """Refuse a loader whose batches are not what the trainer takes them for.
-
-    Raises:
-        ValueError: It accumulates otherwise than the trainer, or shuffles where the same batches are wanted each epoch.
-    """
+    """Refuse a loader that accumulates otherwise than the trainer, or shuffles where epochs are alike."""
     if trainer.lightning_module.automatic_optimization:
         _check_accumulation(trainer, loader)
     if trainer.overfit_batches and loader.settings().order.shuffle:
@@ -73,11 +64,7 @@ def _check_accumulation(trainer: Any, loader: StreamingDataLoader) -> None:
 
 
 def check_alignment(loader: StreamingDataLoader, at: LoopPosition) -> None:
-    """Refuse to resume where Lightning would step in the middle of global batches.
-
-    Raises:
-        StateError: The global batch changed at a position from which its accumulation cannot be counted.
-    """
+    """Refuse to resume where Lightning would step in the middle of global batches, whose size has changed."""
     if at.batch % loader.accumulate and at.batch != at.num_batches:
         raise StateError(
             f"Lightning steps at every {loader.accumulate}th micro-batch counted from the epoch's beginning, but the "

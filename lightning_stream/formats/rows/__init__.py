@@ -1,1 +1,0 @@
-"""Row shards: JSON lines, CSV, TSV and XSV."""
