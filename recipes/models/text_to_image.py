@@ -1,12 +1,14 @@
 """A small text-conditional diffusion model of images, shaped like latent diffusion.
 
 It predicts v (Salimans and Ho, 2022) under a cosine schedule (Nichol and Dhariwal, 2021), and draws by DDIM (Song et
-al., 2021) with classifier-free guidance (Ho and Salimans, 2022). A latent is a patch of 4 x 4 pixels.
+al., 2021) with classifier-free guidance (Ho and Salimans, 2022). A latent is a patch of 2 x 2 pixels.
 """
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -18,13 +20,13 @@ from recipes.data.captions import CAPTION_PAD, CaptionData, caption_tokens
 from recipes.models.base import Batch, ExactMean, LossOutput, RecipeModule
 from recipes.report import image_grid
 
-PATCH = 4
+PATCH = 2
 LATENT_CHANNELS = 3 * PATCH**2
-_TIME_FEATURES = 64
+_TIME_FEATURES = _TEXT_WIDTH = 64
 
 
 def to_latents(images: Tensor) -> Tensor:
-    """Latents float[n, 48, h / 4, w / 4] in [-1, 1] of images uint8[n, 3, h, w]."""
+    """Latents float[n, 12, h / 2, w / 2] in [-1, 1] of images uint8[n, 3, h, w]."""
     return functional.pixel_unshuffle(images.float() / 127.5 - 1, PATCH)
 
 
@@ -39,34 +41,68 @@ def signal_and_noise(time: Tensor) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-class Denoiser(nn.Module):
-    """A transformer over latents (`side` per side of the image), caption and time, which predicts v."""
+class ResidualBlock(nn.Module):
+    """Two convolutions; the condition scales and shifts the channels between them."""
 
-    def __init__(self, side: int, caption_length: int, d_model: int, n_layers: int, n_heads: int) -> None:
+    def __init__(self, channels_in: int, channels: int, condition: int) -> None:
         super().__init__()
-        self.latents_in = nn.Linear(LATENT_CHANNELS, d_model)
-        self.token_embedding = nn.Embedding(256, d_model, padding_idx=CAPTION_PAD)
-        self.time_mlp = nn.Sequential(nn.Linear(_TIME_FEATURES, d_model), nn.SiLU(), nn.Linear(d_model, d_model))
-        self.positions = nn.Parameter(torch.randn(side**2 + caption_length, d_model) * 0.02)
-        self.caption_length = caption_length
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(d_model, n_heads, 4 * d_model, 0.0, "gelu", batch_first=True, norm_first=True)
-            for _ in range(n_layers)
+        self.before = nn.Sequential(
+            nn.GroupNorm(8, channels_in), nn.SiLU(), nn.Conv2d(channels_in, channels, 3, padding=1)
         )
-        self.out = nn.Sequential(nn.LayerNorm(d_model), nn.Linear(d_model, LATENT_CHANNELS))
-        self.skip = nn.Linear(d_model, LATENT_CHANNELS)  # v holds the noise, which the latents have: copy it from there
+        self.norm, self.modulation = nn.GroupNorm(8, channels, affine=False), nn.Linear(condition, 2 * channels)
+        self.after = nn.Conv2d(channels, channels, 3, padding=1)
+        self.skip = nn.Conv2d(channels_in, channels, 1)
+        nn.init.zeros_(self.after.weight)
+
+    def forward(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        scale, shift = self.modulation(condition)[:, :, None, None].chunk(2, 1)
+        changed = functional.silu(self.norm(self.before(hidden)) * (1 + scale) + shift)
+        return self.skip(hidden) + self.after(changed)
+
+
+class UNet(nn.Module):
+    """A U-Net over latents, which predicts v for a caption and a time; ``channels`` of each level, all multiples of 8.
+
+    Half the width and height of one level is the next.
+    """
+
+    def __init__(self, caption_length: int, channels: Sequence[int]) -> None:
+        super().__init__()
+        first, last, width = channels[0], channels[-1], 2 * channels[0]
+        self.caption_length = caption_length
+        self.token_embedding = nn.Embedding(256, _TEXT_WIDTH, padding_idx=CAPTION_PAD)
+        self.positions = nn.Parameter(torch.randn(caption_length, _TEXT_WIDTH) * 0.1)
+        self.text = nn.TransformerEncoderLayer(
+            _TEXT_WIDTH, 4, 4 * _TEXT_WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.caption = nn.Linear(_TEXT_WIDTH * caption_length, width)
+        self.time = nn.Sequential(nn.Linear(_TIME_FEATURES, width), nn.SiLU(), nn.Linear(width, width))
+        self.latents_in = nn.Conv2d(LATENT_CHANNELS, first, 3, padding=1)
+        levels = [*pairwise(channels)]
+        self.down = nn.ModuleList(ResidualBlock(here, here, width) for here, _ in levels)
+        self.shrink = nn.ModuleList(nn.Conv2d(here, below, 3, 2, 1) for here, below in levels)
+        self.middle = nn.ModuleList(ResidualBlock(last, last, width) for _ in range(2))
+        self.grow = nn.ModuleList(nn.ConvTranspose2d(below, here, 4, 2, 1) for here, below in levels[::-1])
+        self.up = nn.ModuleList(ResidualBlock(2 * here, here, width) for here, _ in levels[::-1])
+        self.out = nn.Sequential(nn.GroupNorm(8, first), nn.SiLU(), nn.Conv2d(first, LATENT_CHANNELS, 3, padding=1))
+        self.skip = nn.Linear(width, LATENT_CHANNELS)  # v holds the noise, which the latents have: copy it from there
 
     def forward(self, latents: Tensor, time: Tensor, tokens: Tensor) -> Tensor:
-        """Predict v, float[n, 48, side, side], of such latents at times float[n] with captions uint8[n, length]."""
+        """Predict v, in the shape of the latents, at times float[n] with captions uint8[n, length]."""
         steps = torch.arange(_TIME_FEATURES // 2, device=time.device) / (_TIME_FEATURES // 2 - 1)
         waves = time[:, None] * 1000 * torch.exp(-math.log(1000) * steps)
-        timing = self.time_mlp(torch.cat([waves.sin(), waves.cos()], 1))
-        pixels = self.latents_in(latents.flatten(2).transpose(1, 2))
-        hidden = torch.cat([pixels, self.token_embedding(tokens.long())], 1) + self.positions + timing[:, None]
-        for block in self.blocks:
-            hidden = block(hidden)
-        predicted = self.out(hidden[:, : pixels.shape[1]]).transpose(1, 2).reshape(latents.shape)
-        return predicted + self.skip(timing)[:, :, None, None] * latents
+        timing = self.time(torch.cat([waves.sin(), waves.cos()], 1))
+        caption = self.caption(self.text(self.token_embedding(tokens.long()) + self.positions).flatten(1))
+        condition = functional.silu(timing + caption)
+        hidden, saved = self.latents_in(latents), []
+        for block, shrink in zip(self.down, self.shrink, strict=True):
+            saved.append(block(hidden, condition))
+            hidden = shrink(saved[-1])
+        for block in self.middle:
+            hidden = block(hidden, condition)
+        for block, grow in zip(self.up, self.grow, strict=True):
+            hidden = block(torch.cat([grow(hidden), saved.pop()], 1), condition)
+        return self.out(hidden) + self.skip(timing)[:, :, None, None] * latents
 
 
 class TextToImage(RecipeModule):
@@ -80,11 +116,11 @@ class TextToImage(RecipeModule):
     shown = ("train/loss", "val/loss")
 
     def __init__(
-        self, *, d_model: int = 96, n_layers: int = 4, n_heads: int = 4, cond_dropout: float = 0.1,
+        self, *, block_out_channels: Sequence[int] = (48, 96), cond_dropout: float = 0.1,
         guidance_scale: float = 2.0, num_inference_steps: int = 25, **shared: Any,
     ) -> None:  # fmt: skip
         super().__init__(**shared)
-        self.sizes, self.side = (d_model, n_layers, n_heads), 0
+        self.channels, self.side = tuple(block_out_channels), 0
         self.cond_dropout, self.guidance_scale = cond_dropout, guidance_scale
         self.num_inference_steps = num_inference_steps
 
@@ -92,10 +128,14 @@ class TextToImage(RecipeModule):
         return {"loss": ExactMean()}
 
     def make_network(self, data: CaptionData) -> nn.Module:
-        if data.image_size % PATCH:
-            raise ValueError(f"data.image_size must be a multiple of {PATCH}; found {data.image_size}.")
+        least = PATCH * 2 ** (len(self.channels) - 1)
+        if data.image_size % least or any(one % 8 for one in self.channels):
+            found = f"{data.image_size} pixels and {[*self.channels]}"
+            raise ValueError(
+                f"data.image_size must be a multiple of {least}, and model.block_out_channels of 8; found {found}."
+            )
         self.side = data.image_size // PATCH
-        return Denoiser(self.side, data.caption_length, *self.sizes)
+        return UNet(data.caption_length, self.channels)
 
     def compute_loss(self, batch: Batch) -> LossOutput:
         """The mean squared error of v in each image."""
@@ -114,7 +154,8 @@ class TextToImage(RecipeModule):
         found = dict.fromkeys(data.val_dataset[index]["caption"] for index in range(min(64, data.val_dataset.size)))
         captions = [caption for caption in [*found][:5] for _ in range(4)]
         images = [image.permute(1, 2, 0).numpy() for image in self.generate(captions)]
-        image_grid(images, captions, folder / "generated.png", "Drawn for captions of the validation split", columns=4)
+        texts = [fill(caption, 20) for caption in captions]
+        image_grid(images, texts, folder / "generated.png", "Drawn for captions of the validation split", columns=4)
         return {"picture": folder / "generated.png"}
 
     @torch.inference_mode()

@@ -81,13 +81,13 @@ def test_the_shards_depend_on_the_settings_and_not_on_where_the_checkout_is(tmp_
 def test_latents_are_the_image() -> None:
     images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
     latents = to_latents(images)
-    assert latents.shape == (2, 48, 4, 4)
+    assert latents.shape == (2, 12, 8, 8)
     assert (to_images(latents).int() - images.int()).abs().max() <= 1
 
 
 def test_a_validation_sample_has_the_same_loss_in_any_batch(tmp_path: Path) -> None:
     data = captions(tmp_path, "synthetic", synthetic_count=20)
-    model = TextToImage(d_model=16, n_layers=1, n_heads=2)
+    model = TextToImage(block_out_channels=(8, 16))
     model.build(data)
     model.eval()
     loaded = [data.val_dataset.transform(data.train_dataset[index]) for index in range(4)]  # type: ignore[misc]
@@ -102,7 +102,7 @@ def test_a_validation_sample_has_the_same_loss_in_any_batch(tmp_path: Path) -> N
 def test_train_py_learns_from_synthetic_shapes_and_draws(tmp_path: Path) -> None:
     summary = train(
         tmp_path / "laion", "data=laion", "data.synthetic_count=60", "data.val_fraction=0.2", "data.image_size=16",
-        "data.global_batch_size=8", "data.num_workers=0", "model.d_model=32", "model.n_layers=1", "model.n_heads=2",
+        "data.global_batch_size=8", "data.num_workers=0", "model.block_out_channels=[8,16]",
         "model.num_inference_steps=4", "model.learning_rate=0.01", "trainer.max_epochs=2",
     )  # fmt: skip
     assert summary["history"]["1"]["val/loss"] < summary["history"]["0"]["val/loss"]

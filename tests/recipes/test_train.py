@@ -117,6 +117,7 @@ def test_a_run_never_replaces_the_checkpoints_of_an_earlier_one(
     assert before in [(each / "last.ckpt").read_bytes() for each in kept]
 
 
+@pytest.mark.filterwarnings("default")  # those inside MLflow
 @pytest.mark.parametrize("changed", ["logger=none", "+trainer.fast_dev_run=true", "logger=mlflow"])
 def test_a_logger_without_a_folder_is_no_error(flowers: Flowers, changed: str) -> None:
     if changed == "logger=mlflow":
