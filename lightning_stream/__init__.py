@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_stream.formats.encodings import register_encoding
     from lightning_stream.formats.encodings.jpeg import decode_jpeg
     from lightning_stream.loader import StreamingDataLoader
+    from lightning_stream.loading.packing import Packing
     from lightning_stream.order import Position, World
     from lightning_stream.reading.stream import Stream
     from lightning_stream.spark import StreamToTorchDataset as StreamToTorchDataset
@@ -41,6 +42,7 @@ _NAMES = {
     "formats.encodings": "register_encoding",
     "formats.encodings.jpeg": "decode_jpeg",
     "loader": "StreamingDataLoader",
+    "loading.packing": "Packing",
     "order": "Position World",
     "reading.stream": "Stream",
     "spark": "StreamToTorchDataset dataframe_to_mds",
@@ -63,7 +65,7 @@ __getattr__, __dir__ = lazy_names(__name__, _NAMES, _EXTRAS)
 
 # Those of `import *`, which must not fail where a trainer or Spark is not installed; `dir()` has all names.
 __all__ = [
-    "CSVWriter", "JSONWriter", "LightningStreamError", "LocalDataset", "MDSWriter", "Position", "PositionTracker",
-    "Stream", "StreamingDataLoader", "StreamingDataset", "TSVWriter", "World", "XSVWriter", "decode_jpeg",
-    "merge_index", "read_position", "register_encoding", "start_at", "verify_delivery",
+    "CSVWriter", "JSONWriter", "LightningStreamError", "LocalDataset", "MDSWriter", "Packing", "Position",
+    "PositionTracker", "Stream", "StreamingDataLoader", "StreamingDataset", "TSVWriter", "World", "XSVWriter",
+    "decode_jpeg", "merge_index", "read_position", "register_encoding", "start_at", "verify_delivery",
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from lightning_stream.errors import suggesting
 from lightning_stream.formats.sizes import parse_bytes, parse_count, whole
 from lightning_stream.loading.distributed import Dimensions, WorldLike
 from lightning_stream.loading.indexed import IndexedSamples, Readable, refuse_overrides
+from lightning_stream.loading.packing import Packing
 from lightning_stream.loading.plain import PlainIterations
 from lightning_stream.loading.source import SampleSource, Transform
 from lightning_stream.order import MosaicConfig, OrderConfig
@@ -83,6 +84,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         start_by_range: Whether samples whose shards are still being fetched may be read by byte ranges: the first
             batches need not wait for whole shards. The bytes are compared with the shard once that is fetched and
             verified: a difference ends the run.
+        pack: How documents are packed into rows of one length, see `Packing`; a batch then has rows.
         stream_config: Further arguments of the stream that is made of `remote` and `local`, e.g.
             ``{"options": {"endpoint_url": ...}}``.
         stream_name: Only ``"stream"``: streams of a class of your own are passed as `streams`.
@@ -133,6 +135,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         on_bad_shard: Policy = "raise",
         quarantine: str | os.PathLike[str] | None = None,
         start_by_range: bool = False,
+        pack: Packing | None = None,
         version: str | None = None,
     ) -> None:
         refuse_overrides(type(self))
@@ -167,7 +170,8 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             "epoch_size": None if epoch_size is None else parse_count(epoch_size, "epoch_size") or None,
             "mosaic": mosaic if shuffle_algo in MOSAIC_ALGORITHMS else None,
         }
-        OrderConfig.resolve(batch_size=1, device_batch_size=1, **order_arguments)  # refuses wrong values now
+        rows = None if pack is None else pack.rows("")
+        OrderConfig.resolve(batch_size=1, device_batch_size=1, packing=rows, **order_arguments)  # refuses wrong values
         config = CacheConfig(
             limit_bytes=self.cache_limit, validate_hash=validate_hash, keep_zip=bool(keep_zip), shared=shared_cache
         )
@@ -189,6 +193,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             world=world,
             replication=self.replication,
             data_dimension=data_dimension,
+            packing=pack,
         )
         self._streaming_plain = PlainIterations(self.batch_size)
 
@@ -224,6 +229,8 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
 
     def __len__(self) -> int:
         """Samples of one replica in a full epoch."""
+        if self._streaming_source.packing is not None:
+            raise TypeError("the epochs of packed rows differ in length, so the dataset has none; see Packing")
         num_samples = self._streaming_plain.order(self._streaming_source).num_samples
         return math.ceil(num_samples / self._streaming_source.detect_world().num_replicas)
 

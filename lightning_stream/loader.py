@@ -180,12 +180,30 @@ class StreamingDataLoader(DataLoader[Any]):
         return self._source.order(settings.order)
 
     def __len__(self) -> int:
-        """Micro-batches of this rank in a full epoch, including those consumed already."""
-        return len(self.settings().micro_batches(self._source, Start()))
+        """Micro-batches of this rank in a full epoch, including those consumed already.
+
+        Raises:
+            TypeError: Samples are packed into rows, and each epoch has another number of them; see `num_batches`.
+        """
+        if self._source.packing is not None:
+            raise TypeError(
+                "the epochs of packed rows differ in length, so the loader has none. num_batches(epoch) counts the "
+                "batches of an epoch; a trainer that needs a number takes max_steps"
+            )
+        return self.num_batches(0)
+
+    def num_batches(self, epoch: int) -> int:
+        """Micro-batches of this rank in one epoch. Where samples are packed into rows, this plans all of its rows."""
+        return len(self.settings().micro_batches(self._source, Start(epoch)))
 
     def batches_before(self, position: Position) -> int:
         """Micro-batches of this rank that count as done at a position: those of a full epoch less those to come."""
-        return len(self) - len(self.micro_batches_from(position))
+        if self._source.packing is None:
+            return len(self) - len(self.micro_batches_from(position))
+        changes = position.batch_changes or ((0, position.batch_size),)
+        ends = [*(begin for begin, _ in changes[1:]), position.position]
+        steps = sum(-(-(end - begin) // size) for (begin, size), end in zip(changes, ends, strict=True))
+        return steps * self.accumulate
 
     def micro_batches_from(self, position: Position) -> MicroBatches:
         """This rank's micro-batches from a position to the end of its epoch, by number."""
@@ -290,7 +308,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
     @property
     def num_samples(self) -> int:
-        """Samples of an epoch over all replicas, padding excluded."""
+        """Samples of an epoch over all replicas, padding excluded; where they are packed into rows, the documents."""
         return self._run(self.settings()).num_samples
 
     @property
@@ -368,7 +386,8 @@ class StreamingDataLoader(DataLoader[Any]):
     def resumed_at(self, position: Position) -> str:
         """The sentence that announces a resume at a position."""
         position = self.normalised(position)
-        return resumed_at(position, self.batches_before(position) // self.accumulate, self.num_samples)
+        total = None if self._source.packing is not None else self.num_samples
+        return resumed_at(position, self.batches_before(position) // self.accumulate, total)
 
     def continue_from(self, position: Position) -> None:
         """Start the next iteration at a position."""

@@ -256,8 +256,10 @@ class Progress:
         epoch, begin, total = self._summed
         if epoch != position.epoch or begin > position.position:
             begin, total = 0, 0
-        grown = ledger.expected(run.epoch(position.epoch), begin, position.position)
-        return self.builds_on(replace(position, ledger=(total + grown) % ledger.MODULUS))
+        order = position.order_in(run)
+        grown = ledger.expected(order, begin, position.position)
+        landmark = order.landmark(position.position)
+        return self.builds_on(replace(position, ledger=(total + grown) % ledger.MODULUS, landmark=landmark))
 
     def builds_on(self, proven: Position) -> Position:
         """Continue with the ledger's sum of this position, instead of summing again what came before."""

@@ -158,7 +158,8 @@ class PlainIterations:
         if began is not None and num_samples == 0 and from_beginning:
             return position.next_epoch().to_state()  # asked between epochs: the one that was iterated is over
         reached = num_samples if from_beginning else start.position + num_samples
-        return position.advanced(run, min(reached, run.num_samples)).to_state()
+        order = run.epoch(start.epoch)
+        return position.advanced(run, reached if order.exists(reached) else order.num_samples).to_state()
 
     def load_state_dict(self, source: SampleSource, state: Mapping[str, Any] | None) -> None:
         """Let the next iteration start at a state.
@@ -184,12 +185,13 @@ class PlainIterations:
         settings = self.settings(source, state)
         self._loaded = here = position_in(state, source, settings)
         if not settings.world.rank:
-            step, num_samples = here.position // settings.global_batch_size, source.order(here.order).num_samples
+            step = here.position // settings.global_batch_size
+            num_samples = None if source.packing is not None else source.order(here.order).num_samples
             _log.info(resumed_at(here, step, num_samples))
         start = Start.of(here)
         reached = int(state["sample_in_epoch"] if is_mosaic_state(state) else state["position"])
         if reached and start.epoch > int(state["epoch"]):
-            start = Start(int(state["epoch"]), self.order(source).num_samples)
+            start = Start(int(state["epoch"]), self.order(source).epoch(int(state["epoch"])).num_samples)
         self._shared.upcoming = start
 
 

@@ -24,10 +24,11 @@ def order_in(state: Mapping[str, Any]) -> OrderConfig | None:
     return None if is_mosaic_state(state) else Position.from_state(state).order
 
 
-def resumed_at(position: Position, step: int, num_samples: int) -> str:
-    """The sentence that announces where a training run resumed."""
-    here, total = f"{position.position:,}", f"{num_samples:,}"
-    return f"Resumed at epoch {position.epoch}, step {step:,} ({here} of {total} samples of this epoch)."
+def resumed_at(position: Position, step: int, num_samples: int | None) -> str:
+    """The sentence that announces where a training run resumed; None where samples are packed into rows."""
+    here = f"{position.position:,}"
+    done = f"{here} rows of this epoch" if num_samples is None else f"{here} of {num_samples:,} samples of this epoch"
+    return f"Resumed at epoch {position.epoch}, step {step:,} ({done})."
 
 
 def position_in(
@@ -49,7 +50,8 @@ def position_in(
     run = source.order(mosaic_config(state, settings.order) if ours is None else settings.order)
     accepted = [] if ours is None else ours.check(run, tail=tail, on_mismatch=on_mismatch)
     try:
-        if ours is not None and not accepted and ours.position <= _CHECKED_POSITIONS and not ours.is_proven(run):
+        is_checked = ours is not None and ours.position <= _CHECKED_POSITIONS and run.config.packing is None
+        if ours is not None and is_checked and not accepted and not ours.is_proven(run):
             raise StateError(
                 f"A state's ledger must be the sum of the samples before its position, but that of epoch {ours.epoch}, "
                 f"position {ours.position} is another. The state is damaged; load another checkpoint."

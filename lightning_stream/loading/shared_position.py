@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import context, reduction
 from threading import Lock
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from lightning_stream.order import Position
+from lightning_stream.order.batching.packed import Landmark
 
 _MAX_WORKERS = 1024
 _NEXT, _CURRENT, _KEY, _BEGUN = slice(0, 2), slice(2, 4), 4, slice(5, 5 + _MAX_WORKERS)  # an epoch and a position each
@@ -28,15 +29,19 @@ _NUM_BYTES = _BEGUN.stop * 8
 
 @dataclass(frozen=True)
 class Start:
-    """Where an iteration starts: an epoch, and samples of it that were consumed already (all replicas)."""
+    """Where an iteration starts: an epoch, and samples of it that were consumed already (all replicas).
+
+    A landmark makes a start inside an epoch of packed rows fast; a `SharedPosition` does not keep it.
+    """
 
     epoch: int = 0
     position: int = 0
+    landmark: Landmark | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, position: Position) -> Start:
         """Where a run at this position continues."""
-        return cls(position.epoch, position.position)
+        return cls(position.epoch, position.position, position.landmark)
 
 
 class SharedPosition:

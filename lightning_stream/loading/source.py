@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.loading.collate import collate_columns, collate_samples
 from lightning_stream.loading.distributed import Dimensions, WorldLike, detect_world
+from lightning_stream.loading.packing import Packing, read_rows, split_rows
 from lightning_stream.loading.randomness import SeededCall, preserved_generators, seed_sample
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, Tail, World
@@ -41,6 +42,8 @@ class BatchSettings:
     def plan(self, source: SampleSource, start: Start) -> BatchPlan:
         """The global batches from a start to the end of its epoch."""
         order, size = source.order(self.order).epoch(start.epoch), self.global_batch_size
+        if start.landmark is not None:
+            order.learn(start.landmark)
         return BatchPlan(order, batch_size=size, world=self.world, tail=self.tail, start=start.position)
 
     def micro_batches(self, source: SampleSource, start: Start) -> MicroBatches:
@@ -62,6 +65,7 @@ class SampleSource:
     world: WorldLike = None
     replication: int | None = None
     data_dimension: Dimensions = "dp"
+    packing: Packing | None = None  # how samples are packed into rows
     _seeded: SeededCall | None = field(default=None, init=False, repr=False)
     orders: dict[OrderConfig, RunOrder] = field(default_factory=dict, repr=False)  # the latest; shared by copies
 
@@ -85,8 +89,11 @@ class SampleSource:
         `resumed` has the settings of a state that the run continues from; they fill in before any default does.
         """
         size = device_batch_size * accumulate * world.num_replicas
+        arguments = dict(self.order_arguments)
+        if self.packing is not None:
+            arguments["packing"] = self.packing.rows(self.reader.lengths_digest(self.packing.lengths_name))
         order = OrderConfig.resolve(
-            batch_size=size, device_batch_size=device_batch_size, world=world, resumed=resumed, **self.order_arguments
+            batch_size=size, device_batch_size=device_batch_size, world=world, resumed=resumed, **arguments
         )
         return BatchSettings(world, device_batch_size, size, tail, order)
 
@@ -94,7 +101,8 @@ class SampleSource:
         """The order of a training run with these settings; the latest is kept."""
         found = self.orders.get(config)
         if found is None:
-            found = RunOrder(self.snapshot, tuple(map(weights_of, self.reader.streams)), config)
+            lengths = None if self.packing is None else self.reader.lengths(self.packing.lengths_name)
+            found = RunOrder(self.snapshot, tuple(map(weights_of, self.reader.streams)), config, lengths)
             self.orders.clear()
             self.orders[config] = found
         return found
@@ -112,15 +120,26 @@ class SampleSource:
         subclass that reads samples in its own way.
         """
         if self.transform is None and collate is None and self.read_one is None:
-            return collate_columns(self.reader.batch(batch.delivered))
+            return collate_columns(self._columns(batch))
         samples = self.samples(batch)
         if collate is None:
             return collate_samples(samples)
-        with preserved_generators(), self._named("collating", batch.delivered[:8].tolist()):
+        with preserved_generators(), self._named("collating", batch.sample_ids[:8].tolist()):
             return collate(samples, batch.epoch, int(batch.positions[0]))
 
+    def _columns(self, batch: MicroBatch) -> dict[str, Any]:
+        if batch.rows is None:
+            return self.reader.batch(batch.delivered)
+        assert self.packing is not None
+        return read_rows(self.reader, batch.rows, self.packing)
+
     def samples(self, batch: MicroBatch) -> list[Any]:
-        """Read and transform the samples of one micro-batch."""
+        """Read and transform the samples of one micro-batch: its rows, where samples are packed into rows."""
+        if batch.rows is not None:
+            rows, ids_of = split_rows(self._columns(batch)), np.split(batch.rows.ids, batch.rows.edges[1:-1])
+            with preserved_generators():
+                places = zip(rows, ids_of, batch.positions.tolist(), strict=True)
+                return [self._transformed(row, ids.tolist(), batch.epoch, at) for row, ids, at in places]
         ids = batch.delivered.tolist()
         if self.transform is None and self.read_one is None:
             return [self.reader.sample(sample_id) for sample_id in ids]
@@ -134,9 +153,12 @@ class SampleSource:
             seed_sample(self.seed, epoch, position)
             with self._named("reading", [sample_id]):
                 sample = self.read_one(sample_id)
+        return self._transformed(sample, [sample_id], epoch, position)
+
+    def _transformed(self, sample: Any, ids: list[int], epoch: int, position: int) -> Any:
         if self._seeded is None:
             return sample
-        with self._named("transforming", [sample_id]):
+        with self._named("transforming", ids):
             return self._seeded(sample, epoch, position)
 
     @contextmanager

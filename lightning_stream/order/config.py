@@ -12,6 +12,7 @@ from lightning_stream.order.batching.base import EpochOrder
 from lightning_stream.order.mosaic.epoch import MosaicEpoch
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.mosaic.shuffles import SHUFFLES
+from lightning_stream.order.packing import RowPacking
 from lightning_stream.order.rules import broken, count, one_of
 from lightning_stream.order.world import World
 
@@ -62,6 +63,7 @@ class OrderConfig:
     sampling_granularity: int = 1  # samples taken from a shard at a time where a stream is only partly drawn
     epoch_size: int | None = None  # samples of an epoch over all streams; None for the sum that the weights give
     mosaic: MosaicConfig | None = None  # settings of the orders of mosaicml-streaming; None for the native order
+    packing: RowPacking | None = None  # how samples are packed into rows; None: positions count samples
 
     def __post_init__(self) -> None:
         problems = broken(vars(self), _RULES)
@@ -69,6 +71,11 @@ class OrderConfig:
         fixes = method.fixes if method else {}
         problems += [sentence for name, sentence in fixes.items() if getattr(self, name) is None]
         problems += [] if self.mosaic is None else broken(vars(self.mosaic), _MOSAIC_RULES)
+        if self.packing is not None and (self.mosaic is not None or self.batching_method not in _PACKED_METHODS):
+            found = self.algorithm if self.mosaic is not None else self.batching_method
+            problems.append(
+                f"Rows are packed from the native order with {' or '.join(_PACKED_METHODS)}, not {found!r}."
+            )
         if problems:
             raise ValueError("The order settings must be valid. " + " ".join(problems))
 
@@ -88,6 +95,7 @@ class OrderConfig:
         sampling_granularity: int = 1,
         epoch_size: int | None = None,
         mosaic: MosaicConfig | None = None,
+        packing: RowPacking | None = None,
         resumed: OrderConfig | None = None,
         world: World | None = None,
     ) -> OrderConfig:
@@ -128,6 +136,7 @@ class OrderConfig:
             sampling_granularity=sampling_granularity,
             epoch_size=epoch_size,
             mosaic=mosaic,
+            packing=packing,
         )
 
     @property
@@ -137,7 +146,8 @@ class OrderConfig:
 
     def to_state(self) -> dict[str, Any]:
         """The settings as a dict of plain values."""
-        return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        state = {_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        return {name: value for name, value in state.items() if name != "packing" or value}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> OrderConfig:
@@ -146,6 +156,8 @@ class OrderConfig:
             values = _known(OrderConfig, state)
             if values.get("mosaic") is not None:
                 values["mosaic"] = MosaicConfig(**_known(MosaicConfig, values["mosaic"]))
+            if values.get("packing") is not None:
+                values["packing"] = RowPacking(**_known(RowPacking, values["packing"]))
             return cls(**values)
         except (TypeError, ValueError, AttributeError) as error:
             raise StateError(
@@ -176,7 +188,7 @@ def _resolve_mosaic(
     )
 
 
-def _known(kind: type[OrderConfig | MosaicConfig], values: object) -> dict[str, Any]:
+def _known(kind: type[OrderConfig | MosaicConfig | RowPacking], values: object) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         raise TypeError(f"expected a mapping of settings, found {type(values).__name__}.")
     names = {_KEYS.get(field.name, field.name): field.name for field in fields(kind)}
@@ -185,6 +197,7 @@ def _known(kind: type[OrderConfig | MosaicConfig], values: object) -> dict[str, 
     return {names[key]: value for key, value in values.items()}
 
 
+_PACKED_METHODS = ("random", "stratified")
 _RULES = {
     "algorithm": one_of("window", *MOSAIC_ALGORITHMS),
     "batching_method": one_of(*METHODS),

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.order.batching.base import BatchPlan
 from lightning_stream.order.ledger import Substitution
+from lightning_stream.order.packing import RowSpans
 from lightning_stream.order.rank_split import ReplicaBatch
 
 _PLANNED_SAMPLES = 1 << 14  # planned together: fewer cost more each, more would keep the first batch waiting
@@ -37,6 +38,12 @@ class MicroBatch(Place):
     positions: NDArray[np.int64]  # int64[n], their positions in the epoch
     filler: NDArray[np.bool_]  # bool[n], True for padding: a repeat that must not count
     substitutions: tuple[Substitution, ...] = ()  # delivered in place of some `ids` that could not be read
+    rows: RowSpans | None = None  # what the rows hold, where samples are packed into rows; then `ids` are fingerprints
+
+    @property
+    def sample_ids(self) -> NDArray[np.int64]:
+        """The samples that must be read."""
+        return self.delivered if self.rows is None else self.rows.ids
 
     @property
     def delivered(self) -> NDArray[np.int64]:
@@ -61,8 +68,9 @@ class MicroBatch(Place):
         """The samples that count; one row of padding if there are none, since a batch cannot be empty."""
         if not self.filler.any():
             return self
-        keep = ~self.filler if self.num_samples else np.arange(self.filler.size) == 0
-        return replace(self, ids=self.ids[keep], positions=self.positions[keep], filler=self.filler[keep])
+        keep = np.flatnonzero(~self.filler) if self.num_samples else np.zeros(1, dtype=np.int64)
+        rows = None if self.rows is None else self.rows.take(keep)
+        return replace(self, ids=self.ids[keep], positions=self.positions[keep], filler=self.filler[keep], rows=rows)
 
 
 class MicroBatches:
@@ -82,8 +90,11 @@ class MicroBatches:
 
     def __init__(self, plan: BatchPlan, device_batch_size: int, padding: bool = True) -> None:
         self.plan, self._size, self._padding = plan, device_batch_size, padding
-        self._pieces = plan.num_micro_batches(0, device_batch_size) if plan.num_whole_batches else 0
-        self._num_whole = plan.num_whole_batches * self._pieces
+        self._pieces = plan.num_micro_batches(0, device_batch_size) if plan.is_whole(0) else 1
+
+    @cached_property
+    def _num_whole(self) -> int:
+        return self.plan.num_whole_batches * self._pieces
 
     @cached_property
     def _rest_ends(self) -> list[int]:
@@ -97,10 +108,10 @@ class MicroBatches:
 
     def _locate(self, j: int) -> tuple[int, int, int]:
         """Global batch of micro-batch j, its number within that batch, and how many the batch has."""
+        if j >= 0 and self.plan.is_whole(j // self._pieces):
+            return j // self._pieces, j % self._pieces, self._pieces
         if not 0 <= j < len(self):
             raise IndexError(f"micro-batches count from 0 to {len(self) - 1} here; found {j}")
-        if j < self._num_whole:
-            return j // self._pieces, j % self._pieces, self._pieces
         rest = bisect_right(self._rest_ends, j)
         first = self._rest_ends[rest - 1] if rest else self._num_whole
         return self.plan.num_whole_batches + rest, j - first, self._rest_ends[rest] - first
@@ -110,7 +121,7 @@ class MicroBatches:
         k, piece, count = self._locate(j)
         begin, end = self.plan.bounds(k)
         is_last = piece == count - 1
-        return Place(self.plan.order.epoch, begin, end, is_last, is_last and k == self.plan.num_batches - 1)
+        return Place(self.plan.order.epoch, begin, end, is_last, is_last and not self.plan.has(k + 1))
 
     def __getitem__(self, j: int) -> MicroBatch:
         """Micro-batch j, planned on its own. O(samples of its global batch)."""
@@ -134,11 +145,12 @@ class MicroBatches:
     def _own(self, first: int, step: int) -> Iterator[tuple[int, int, int, int]]:
         """For each global batch of a walk: its first micro-batch in the walk, and the result of `_locate` for that."""
         j = first
-        while j < len(self):
+        while self.plan.is_whole(j // self._pieces) or j < len(self):
             k, piece, count = self._locate(j)
             yield j, k, piece, count
             j += -(-(count - piece) // step) * step
 
     def _made(self, j: int, share: ReplicaBatch) -> MicroBatch:
-        made = MicroBatch(**vars(self.place(j)), ids=share.ids, positions=share.positions, filler=share.filler)
+        place = vars(self.place(j))
+        made = MicroBatch(**place, ids=share.ids, positions=share.positions, filler=share.filler, rows=share.rows)
         return made if self._padding else made.without_padding()

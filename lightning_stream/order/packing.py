@@ -15,13 +15,14 @@ fewest possible rows in nearly every window: what padding there is lies in the l
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.rules import Rule, broken, one_of
+from lightning_stream.order.rules import TEXT, Rule, broken, one_of
 from lightning_stream.order.rules import count as whole_number
 
 LongDocuments = Literal["split", "truncate", "drop"]
@@ -30,7 +31,7 @@ _MOST_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Packing:
+class RowPacking:
     """How documents are packed into rows.
 
     Args:
@@ -39,17 +40,20 @@ class Packing:
         long_documents: What happens to documents of more than S tokens. ``"split"`` cuts them after every S tokens, and
             all pieces stay in their window; ``"truncate"`` keeps the first S tokens; ``"drop"`` omits them.
 
+        lengths: A digest of the documents' lengths, by which a state recognises other data.
+
     Raises:
         ValueError: A value that is not allowed; all of them are named.
 
     Example::
 
-        Packing(row_length=2048, long_documents="truncate")
+        RowPacking(row_length=2048, long_documents="truncate")
     """
 
     row_length: int
     window: int = 16384
     long_documents: LongDocuments = "split"
+    lengths: str = ""
 
     def __post_init__(self) -> None:
         if problems := broken(vars(self), _RULES):
@@ -60,7 +64,51 @@ _RULES: dict[str, Rule] = {
     "row_length": whole_number(1, _MOST_TOKENS),
     "window": whole_number(1, _MOST_TOKENS),
     "long_documents": one_of(*LONG_DOCUMENTS),
+    "lengths": TEXT,
 }
+
+
+@dataclass(frozen=True, eq=False)
+class RowSpans:
+    """Rows as spans of samples: row r holds the spans [edges[r], edges[r + 1]).
+
+    Attributes:
+        edges: int64[rows + 1].
+        ids: int64[spans], the sample of each span.
+        first, num_tokens: int64[spans]; a span is the tokens [first, first + num_tokens) of its sample.
+    """
+
+    edges: NDArray[np.int64]
+    ids: NDArray[np.int64]
+    first: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.edges) - 1
+
+    def take(self, rows: NDArray[np.int64]) -> RowSpans:
+        """These rows, int64[n], in this order."""
+        edges, at = _taken(self.edges, rows)
+        return RowSpans(edges, self.ids[at], self.first[at], self.num_tokens[at])
+
+    @classmethod
+    def joined(cls, parts: Sequence[RowSpans]) -> RowSpans:
+        """The rows of all parts, one part after another."""
+        if len(parts) == 1:
+            return parts[0]
+        none = np.empty(0, dtype=np.int64)
+        edges = np.cumsum(np.concatenate([[0], *(np.diff(one.edges) for one in parts)]), dtype=np.int64)
+        columns = zip((none,) * 3, *((one.ids, one.first, one.num_tokens) for one in parts), strict=True)
+        return cls(edges, *map(np.concatenate, columns))
+
+
+def _taken(edges: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The edges of some rows by themselves, and where their spans are."""
+    counts = np.diff(edges)[rows]
+    found = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(counts, out=found[1:])
+    return found, np.repeat(edges[rows] - found[:-1], counts) + np.arange(found[-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,9 +150,7 @@ class PackedRows:
 
     def take(self, rows: NDArray[np.int64]) -> PackedRows:
         """These rows (int64[n]), in this order."""
-        counts = np.diff(self.edges)[rows]
-        edges = np.concatenate([[0], np.cumsum(counts)])
-        at = np.repeat(self.edges[rows] - edges[:-1], counts) + np.arange(edges[-1])
+        edges, at = _taken(self.edges, rows)
         spans = (self.document[at], self.first[at], self.num_tokens[at])
         return PackedRows(self.row_length, edges, *spans, self.num_long, self.lost_tokens)
 
@@ -114,10 +160,10 @@ def pack_window(lengths: NDArray[np.integer], row_length: int, long_documents: L
 
     Args:
         lengths: Tokens of each document, 1-d; empty documents appear in no row.
-        row_length, long_documents: See `Packing`.
+        row_length, long_documents: See `RowPacking`.
 
     Raises:
-        ValueError: Lengths below 0, or settings that `Packing` refuses.
+        ValueError: Lengths below 0, or settings that `RowPacking` refuses.
 
     Example::
 
@@ -126,7 +172,7 @@ def pack_window(lengths: NDArray[np.integer], row_length: int, long_documents: L
         rows.document.tolist()  # [0, 1, 1, 2, 4]
         rows.first.tolist()     # [0, 6, 0, 0, 0]
     """
-    packing = Packing(row_length, long_documents=long_documents)
+    packing = RowPacking(row_length, long_documents=long_documents)
     pieces = _cut(lengths, packing)
     row_of, num_rows = _place(pieces.num_tokens, row_length)
     spans = len(row_of)
@@ -151,7 +197,7 @@ class _Pieces(NamedTuple):
     lost_tokens: int
 
 
-def _cut(lengths: NDArray[np.integer], packing: Packing) -> _Pieces:
+def _cut(lengths: NDArray[np.integer], packing: RowPacking) -> _Pieces:
     """Apply the rule for long documents."""
     if lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer) or (lengths < 0).any():
         raise ValueError(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.batching.base import BatchPlan, EpochOrder
+from lightning_stream.order.batching.packed import PackedOrder
 from lightning_stream.order.config import OrderConfig
 from lightning_stream.order.draw import Draw, ShardDraws, StreamWeights, choose_per_stream
 from lightning_stream.order.permutation import stable_argsort
@@ -21,6 +23,8 @@ _KEPT_EPOCHS = 2
 class RunOrder:
     """The order of a run: every epoch's samples as a pure function of data, weights (one per stream) and settings.
 
+    ``lengths`` has the length of every sample by its id; only ``config.packing`` needs it.
+
     Raises:
         ValueError: The weights cannot be met.
 
@@ -30,17 +34,31 @@ class RunOrder:
         run.epoch(0).ids(0, 8)  # the sample ids of the first global batch
     """
 
-    def __init__(self, snapshot: Snapshot, weights: Sequence[StreamWeights], config: OrderConfig) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        weights: Sequence[StreamWeights],
+        config: OrderConfig,
+        lengths: NDArray[np.integer] | None = None,
+    ) -> None:
         self.snapshot, self.weights, self.config = snapshot, tuple(weights), config
+        if (config.packing is None) != (lengths is None):
+            raise ValueError("An order of packed rows needs the lengths of all samples; found only one of both.")
+        self.lengths = np.empty(0, dtype=np.uint32) if lengths is None else lengths
         chosen = choose_per_stream(snapshot, self.weights, config.epoch_size, config.seed)
         balanced = config.sampling_method == "balanced"
         self._draw = Draw(snapshot, chosen, config.seed, balanced, config.sampling_granularity)
         self._constant_draws: dict[tuple[int, ...], ShardDraws] = {}
         self._epochs: dict[int, EpochOrder] = {}
 
-    def __reduce__(self) -> tuple[type[RunOrder], tuple[Snapshot, tuple[StreamWeights, ...], OrderConfig]]:
-        """Pickle the settings alone."""
-        return RunOrder, (self.snapshot, self.weights, self.config)
+    def __reduce__(self) -> tuple[type[RunOrder], tuple[Any, ...]]:
+        """Pickle the settings, and the lengths if there are any."""
+        return RunOrder, (
+            self.snapshot,
+            self.weights,
+            self.config,
+            None if self.config.packing is None else self.lengths,
+        )
 
     @property
     def num_samples(self) -> int:
@@ -51,7 +69,11 @@ class RunOrder:
         """The order of one epoch; the last few are kept. O(parts)."""
         if epoch < 0:
             raise ValueError(f"Epochs count from 0; found {epoch}.")
-        return kept(self._epochs, epoch, partial(self.config.batching, self), _KEPT_EPOCHS)
+        return kept(self._epochs, epoch, self._epoch, _KEPT_EPOCHS)
+
+    def _epoch(self, epoch: int) -> EpochOrder:
+        order = self.config.batching(self, epoch)
+        return order if self.config.packing is None else PackedOrder(self, order)
 
     def active_shards(self) -> int:
         """Shards in use at once, over all nodes."""
@@ -88,7 +110,7 @@ def prefetch_shards(plan: BatchPlan, snapshot: Snapshot, k_begin: int, k_end: in
     """The shards that this rank needs for global batches [k_begin, k_end), in the order of first use."""
     if k_begin >= k_end:
         return np.empty(0, dtype=np.int64)
-    shards = np.concatenate([snapshot.shards_of(plan.share(k).ids) for k in range(k_begin, k_end)])
+    shards = np.concatenate([snapshot.shards_of(plan.share(k).sample_ids) for k in range(k_begin, k_end)])
     _, first = np.unique(shards, return_index=True)
     first.sort()
     return shards[first]

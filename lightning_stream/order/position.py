@@ -11,7 +11,8 @@ from zlib import crc32
 
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError, VersionMismatch
 from lightning_stream.order import ledger as ledgers
-from lightning_stream.order.batching.base import BatchPlan
+from lightning_stream.order.batching.base import BatchPlan, EpochOrder
+from lightning_stream.order.batching.packed import Landmark
 from lightning_stream.order.config import ORDER_VERSION, OrderConfig
 from lightning_stream.order.draw import weights_digest
 from lightning_stream.order.plan import RunOrder
@@ -61,6 +62,7 @@ class Position:
         order, weights, snapshot: The run's order settings, the digest of its streams' weights, and its data.
         ledger: Sum of the ledger hashes of positions [0, position) of this epoch, modulo 2**64.
         batch_changes: ``(position, B from there on)``, beginning with position 0, if B changed in this epoch; else ().
+        landmark: Where samples are packed into rows: what makes a resume fast, see `PackedOrder.landmark`; else None.
 
     Example::
 
@@ -77,6 +79,7 @@ class Position:
     snapshot: SnapshotSummary
     ledger: int = 0
     batch_changes: tuple[tuple[int, int], ...] = ()
+    landmark: Landmark | None = field(default=None, compare=False)
 
     @classmethod
     def start(cls, run: RunOrder, *, batch_size: int, tail: Tail, epoch: int = 0) -> Position:
@@ -88,29 +91,39 @@ class Position:
         """The position after training up to ``position`` of the same epoch. O(samples advanced), for the ledger."""
         if position < self.position:
             raise ValueError(f"A position only moves forward in its epoch, but {position} is before {self.position}.")
-        grown = ledgers.expected(run.epoch(self.epoch), self.position, position)
+        grown = ledgers.expected(self.order_in(run), self.position, position)
         return replace(self, position=position, ledger=(self.ledger + grown) % ledgers.MODULUS)
+
+    def order_in(self, run: RunOrder) -> EpochOrder:
+        """The order of this position's epoch. A landmark of this data and these settings makes it fast to read here."""
+        order = run.epoch(self.epoch)
+        is_known = (self.order, self.weights, self.snapshot.digest) == (
+            run.config, weights_digest(run.weights), run.snapshot.digest
+        )  # fmt: skip
+        if self.landmark is not None and is_known:
+            order.learn(self.landmark)
+        return order
 
     def next_epoch(self) -> Position:
         """The beginning of the next epoch."""
-        return replace(self, epoch=self.epoch + 1, position=0, ledger=0, batch_changes=())
+        return replace(self, epoch=self.epoch + 1, position=0, ledger=0, batch_changes=(), landmark=None)
 
     def normalised(self, run: RunOrder, *, batch_size: int, tail: Tail, world: World | None = None) -> Position:
         """This position in the run that loads it: with its data, settings, B and tail, and the ledger of its order.
 
         It is the beginning of the next epoch if this one has no batch left.
         """
-        order = run.epoch(self.epoch)
-        ended = self.position >= order.num_samples
+        order = self.order_in(run)
+        ended = not order.reaches(self.position + 1) and self.position >= order.num_samples
         if not ended:
             plan = BatchPlan(order, batch_size=batch_size, world=world, tail=tail, start=self.position)
-            ended = self.position > 0 and plan.num_batches == 0
+            ended = self.position > 0 and not plan.has(0)
         here = self.next_epoch() if ended else self
         changes = here.batch_changes
         if batch_size != here.batch_size and here.position:
             changes = (*(changes or ((0, here.batch_size),)), (here.position, batch_size))
         new = Position.start(run, batch_size=batch_size, tail=tail, epoch=here.epoch)
-        here = replace(new, position=here.position, ledger=here.ledger, batch_changes=changes)
+        here = replace(new, position=here.position, ledger=here.ledger, batch_changes=changes, landmark=here.landmark)
         if (self.order, self.weights, self.snapshot) == (new.order, new.weights, new.snapshot):
             return here
         return replace(new, batch_changes=changes).advanced(run, here.position)
@@ -138,7 +151,7 @@ class Position:
             raise (SnapshotMismatch if data else SettingsMismatch)(" ".join(found))
         if on_mismatch == "warn":
             return found
-        if run.config.mosaic is None and self.position > run.num_samples:
+        if run.config.mosaic is None and run.config.packing is None and self.position > run.num_samples:
             raise _damaged([f"position is {self.position}, but an epoch has {run.num_samples} samples."])
         return []
 
@@ -203,6 +216,8 @@ class Position:
             "snapshot": self.snapshot.to_state(),
             "ledger": f"{self.ledger:016x}",
         }
+        if self.landmark is not None and self.landmark.epoch == self.epoch and self.landmark.windows:
+            state["landmark"] = [list(pair) for pair in self.landmark.windows]
         return {**state, "checksum": _checksum(state)}
 
     @classmethod
@@ -228,6 +243,7 @@ class Position:
             snapshot=SnapshotSummary(data["digest"], data["samples"], data["shards"], versions),
             ledger=int(state["ledger"], 16),
             batch_changes=tuple((int(at), int(size)) for at, size in state["batch_changes"]),
+            landmark=Landmark(state["epoch"], tuple((int(at), int(rows)) for at, rows in state.get("landmark") or ())),
         )
 
 
@@ -279,11 +295,13 @@ def _damaged(problems: list[str]) -> StateError:
     )
 
 
-def _is_changes(value: object) -> bool:
-    def is_change(pair: object) -> bool:
-        return isinstance(pair, list | tuple) and len(pair) == 2 and is_count(pair[0], 0) and is_count(pair[1], 1)
+def _is_pairs(value: object, least: int) -> bool:
+    """Whether this is a list of pairs of counts, of which the second is at least so much."""
 
-    return isinstance(value, list | tuple) and all(map(is_change, value))
+    def is_pair(pair: object) -> bool:
+        return isinstance(pair, list | tuple) and len(pair) == 2 and is_count(pair[0], 0) and is_count(pair[1], least)
+
+    return isinstance(value, list | tuple) and all(map(is_pair, value))
 
 
 _VERSION_RULES = {"version": count(1), "order_version": count(1)}
@@ -300,7 +318,8 @@ _RULES = {
     "epoch": count(0, MOST_EPOCHS),
     "position": count(),
     "batch_size": count(1),
-    "batch_changes": Rule("a list of [position, batch size] pairs", _is_changes),
+    "batch_changes": Rule("a list of [position, batch size] pairs", lambda value: _is_pairs(value, 1)),
+    "landmark": Rule("None or a list of [window, rows] pairs", lambda value: value is None or _is_pairs(value, 0)),
     "tail": one_of(*TAILS),
     "order": Rule("a dict of order settings", lambda value: isinstance(value, Mapping)),
     "weights": TEXT,

@@ -9,6 +9,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.order.packing import RowSpans
+
 Tail = Literal["pad", "drop", "exact"]
 TAILS: tuple[Tail, ...] = ("pad", "drop", "exact")
 
@@ -22,10 +24,16 @@ class ReplicaBatch:
     filler: NDArray[np.bool_]  # bool[n], True for padding: a repeat that no count, metric or ledger includes
     device_block: int = 1  # samples that must stay together in a micro-batch (1 unless ``device_per_stream``)
     ends: tuple[int, ...] | None = None  # where the micro-batches end, if the order itself fixes that
+    rows: RowSpans | None = None  # what the rows hold, where samples are packed into rows; then `ids` are fingerprints
 
     def __len__(self) -> int:
         """Samples, padding included."""
         return len(self.ids)
+
+    @property
+    def sample_ids(self) -> NDArray[np.int64]:
+        """The samples that must be read."""
+        return self.ids if self.rows is None else self.rows.ids
 
     @property
     def num_samples(self) -> int:
@@ -42,13 +50,17 @@ class ReplicaBatch:
         if len(self) < count:
             at = np.minimum(np.arange(count), len(self) - 1)
             filler = self.filler[at] | (np.arange(count) >= len(self))
-            return ReplicaBatch(self.ids[at], self.positions[at], filler).micro_batches(count)
+            return self._take(at, filler).micro_batches(count)
         block = self.device_block if ceil_div(len(self), self.device_block) >= count else 1
         blocks = ceil_div(len(self), block)
         ends = [min(blocks * i // count * block, len(self)) for i in range(count + 1)]
         if self.ends is not None and len(self.ends) == count:
             ends = [0, *self.ends]
-        return [ReplicaBatch(self.ids[a:b], self.positions[a:b], self.filler[a:b], block) for a, b in pairwise(ends)]
+        return [self._take(np.arange(a, b), self.filler[a:b], block) for a, b in pairwise(ends)]
+
+    def _take(self, at: NDArray[np.int64], filler: NDArray[np.bool_], block: int = 1) -> ReplicaBatch:
+        rows = None if self.rows is None else self.rows.take(at)
+        return ReplicaBatch(self.ids[at], self.positions[at], filler, block, rows=rows)
 
 
 def num_micro_batches(num_samples: int, batch_size: int, num_replicas: int) -> int:

@@ -99,6 +99,10 @@ class IndexOrder:
             at += count - inside
         return pieces[1] if len(pieces) == 2 else np.concatenate(pieces)
 
+    def split(self, most: int) -> list[IndexOrder]:  # noqa: ARG002
+        """One sequence: see `WindowOrder.split`."""
+        return [self]
+
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         """All positions belong to the one canonical node."""
         return np.zeros(max(end - begin, 0), dtype=np.int64)
@@ -127,25 +131,45 @@ class WindowOrder:
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
         """Sample ids at positions [begin, end). Small ranges are cut from a chunk that is read at once, for speed."""
         if end - begin > _CHUNK or begin >= end:
-            return self._read(begin, end)
+            return self.read(begin, end)
         pieces = []
         for first in range(begin // _CHUNK * _CHUNK, end, _CHUNK):
-            ids = kept(self._chunks, first, lambda at: self._read(at, min(at + _CHUNK, self.num_samples)), 2)
+            ids = kept(self._chunks, first, lambda at: self.read(at, min(at + _CHUNK, self.num_samples)), 2)
             pieces.append(ids[max(begin - first, 0) : end - first])
         return np.concatenate(pieces)
 
-    def _read(self, begin: int, end: int) -> NDArray[np.int64]:
-        out = np.empty(max(end - begin, 0), dtype=np.int64)
+    def read(self, begin: int, end: int, step: int = 1) -> NDArray[np.int64]:
+        """Sample ids at positions begin, begin + step, ... below ``end``; ``step`` divides C."""
         count = self.canonical_nodes
-        for first in range(begin, min(begin + count, end)):
+        out = np.empty(max((end - begin + step - 1) // step, 0), dtype=np.int64)
+        for k, first in enumerate(range(begin, min(begin + count, end), step)):
             node, index = first % count, first // count
             stop = index + (end - first + count - 1) // count
-            out[first - begin :: count] = kept(self._nodes, node, partial(NodeWindow, self), count).ids(index, stop)
+            out[k :: count // step] = kept(self._nodes, node, partial(NodeWindow, self), count).ids(index, stop)
         return out
+
+    def split(self, most: int) -> list[EveryNth]:
+        """As many sequences as possible, at most ``most``, of equally many canonical nodes each."""
+        nodes = self.canonical_nodes
+        count = max(count for count in range(1, min(nodes, most) + 1) if nodes % count == 0)
+        return [EveryNth(self, first, count) for first in range(count)]
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         """The canonical node of each position: p mod C."""
         return np.arange(begin, max(end, begin), dtype=np.int64) % self.canonical_nodes
+
+
+class EveryNth:
+    """The samples at positions first, first + step, ... of an order: those of some of its canonical nodes."""
+
+    def __init__(self, whole: WindowOrder, first: int, step: int) -> None:
+        self._whole, self._first, self._step = whole, first, step
+        self.num_samples = len(range(first, whole.num_samples, step))
+
+    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Sample ids at positions [begin, end) of this sequence."""
+        first, step = self._first + self._step * begin, self._step
+        return self._whole.read(first, min(self._first + step * end, self._whole.num_samples), step)
 
 
 SampleOrder = IndexOrder | WindowOrder

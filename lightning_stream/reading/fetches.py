@@ -43,7 +43,7 @@ class NextUse:
     """
 
     def __init__(self, order: EpochOrder, snapshot: Snapshot, horizon: int = _HORIZON) -> None:
-        self._order, self._snapshot, self._horizon = order, snapshot, horizon
+        self._order, self._snapshot, self._horizon = order, snapshot, max(1, horizon // order.samples_per_position)
         nothing = np.zeros(0, np.int64)
         # Replaced as one, since several threads ask: begin, end, shards ascending, and the positions of each ascending.
         self._part: tuple[int, int, NDArray[np.int64], NDArray[np.int64]] = (0, 0, nothing, nothing)
@@ -63,12 +63,13 @@ class NextUse:
 
     def _looked_up(self, at: int) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
         begin, end = self._part[:2]
-        num_samples = self._order.num_samples
-        if at < begin or (end < num_samples and at + self._horizon // 2 > end):
-            begin, end = at, min(at + self._horizon, num_samples)
-            shards = self._snapshot.shards_of(self._order.ids(begin, end))
+        if at < begin or (self._order.exists(end) and at + self._horizon // 2 > end):
+            begin, end = at, at + self._horizon
+            end = end if self._order.exists(end - 1) else self._order.num_samples
+            ids, positions = self._order.samples(begin, end)
+            shards = self._snapshot.shards_of(ids)
             by_shard = np.argsort(shards, kind="stable")
-            self._part = (begin, end, shards[by_shard], by_shard + begin)
+            self._part = (begin, end, shards[by_shard], positions[by_shard])
         return self._part
 
 

@@ -58,7 +58,7 @@ def read_ahead(
         while not reader.has_all_open or waiting:
             allowed = 0 if reader.has_all_open else furthest if reader.could_fetch_more() else depth
             if len(waiting) <= allowed and (info := next(infos, None)) is not None:
-                waiting.append((info, reader.read_ahead(info.ids)))
+                waiting.append((info, reader.read_ahead(info.sample_ids)))
                 continue
             if not waiting:
                 break

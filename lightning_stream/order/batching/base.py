@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -15,6 +15,8 @@ from lightning_stream.order.rank_split import TAILS, ReplicaBatch, Tail, num_mic
 from lightning_stream.order.world import World
 
 if TYPE_CHECKING:
+    from lightning_stream.order.batching.packed import Landmark, Samples
+    from lightning_stream.order.packing import RowSpans
     from lightning_stream.order.plan import RunOrder
     from lightning_stream.order.snapshot import Snapshot
 
@@ -53,33 +55,53 @@ class BatchPlan:
         self.world = World() if world is None else world
         if problems := self._problems():
             raise ValueError("The batches of an epoch cannot be planned. " + " ".join(problems))
-        self._cut()
 
     def __reduce__(self) -> tuple[partial[BatchPlan], tuple[EpochOrder]]:
         """Pickle what the plan was made of, not what was computed from it."""
         given = {"batch_size": self.batch_size, "world": self.world, "tail": self.tail, "start": self.start}
         return partial(BatchPlan, **given), (self.order,)  # type: ignore[arg-type]
 
-    def _cut(self) -> None:
-        # This many batches, from the first on, have exactly B samples; those of the epoch's remainder follow.
-        self.num_whole_batches = max(0, self.order.full_end - self.start) // self.batch_size
-        at = self.start + self.num_whole_batches * self.batch_size
-        self._ends: tuple[int, ...] = ()  # of the batches behind them
-        if self.tail != "drop" and at < self.order.num_samples:
-            self._ends = self._remainder_ends(at)
+    @cached_property
+    def _cuts(self) -> tuple[int, tuple[int, ...]]:
+        return self._cut()
 
-    def _remainder_ends(self, at: int, least: int = 0) -> tuple[int, ...]:
+    @property
+    def num_whole_batches(self) -> int:
+        """How many batches, from the first on, have exactly B samples; those of the epoch's remainder follow."""
+        return self._cuts[0]
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        """The ends of the batches of the remainder."""
+        return self._cuts[1]
+
+    def _cut(self) -> tuple[int, tuple[int, ...]]:
+        whole = max(0, self.order.full_end - self.start) // self.batch_size
+        at = self.start + whole * self.batch_size
+        ends = self._remainder_ends(at, whole) if self.tail != "drop" and at < self.order.num_samples else ()
+        return whole - (bool(ends) and ends[0] <= at), ends
+
+    def _remainder_ends(self, at: int, whole: int, least: int = 0) -> tuple[int, ...]:
         """The ends of the batches behind position ``at``, where no full batch is left before ``full_end``.
 
-        ``"exact"`` moves the last border back, to ``least`` at most, where fewer samples than replicas lie behind it.
+        ``"exact"`` moves the last border back, to ``least`` at most, where fewer samples than replicas lie behind it;
+        an end at ``at`` or before it is that of the last of the ``whole`` batches.
         """
         total = self.order.num_samples
         ends = (*range(at + self.batch_size, total, self.batch_size), total)
-        border, is_alone = total - self.world.num_replicas, len(ends) == 1 and not self.num_whole_batches
+        border, is_alone = total - self.world.num_replicas, len(ends) == 1 and not whole
         if self.tail != "exact" or is_alone or border < least or border >= (at, *ends)[-2]:
             return ends
-        self.num_whole_batches -= len(ends) == 1
         return (*ends[:-2], border, ends[-1])
+
+    def is_whole(self, k: int) -> bool:
+        """Whether global batch ``k`` has exactly B samples, and no tail changes it. Cheap far from the epoch's end."""
+        margin = self.world.num_replicas if self.tail == "exact" else 0
+        return self.order.reaches(self.start + (k + 1) * self.batch_size + margin) or k < self.num_whole_batches
+
+    def has(self, k: int) -> bool:
+        """Whether there is a global batch ``k``. Cheap far from the epoch's end."""
+        return self.is_whole(k) or k < self.num_batches
 
     @property
     def num_batches(self) -> int:
@@ -98,11 +120,12 @@ class BatchPlan:
 
     def bounds(self, k: int) -> tuple[int, int]:
         """First position of global batch ``k`` (counted from ``start``), and the one behind its last."""
-        if not 0 <= k < self.num_batches:
+        if k < 0 or not self.has(k):
             raise ValueError(f"Global batches count from 0 to {self.num_batches - 1} here; found {k}.")
-        first = self.start + min(k, self.num_whole_batches) * self.batch_size
-        if k < self.num_whole_batches:
+        if self.is_whole(k):
+            first = self.start + k * self.batch_size
             return first, first + self.batch_size
+        first = self.start + self.num_whole_batches * self.batch_size
         at = k - self.num_whole_batches
         return (self._ends[at - 1] if at else first), self._ends[at]
 
@@ -116,14 +139,17 @@ class BatchPlan:
         world = self.world
         canonical = self.order.canonical(begin, end)
         offsets, filler = split(canonical, world.num_replicas, world.replica, equal=self.tail != "exact")
-        return ReplicaBatch(self.order.ids(begin, end)[offsets], begin + offsets, filler)
+        ids, rows = self.order.select(begin, end, offsets)
+        return ReplicaBatch(ids, begin + offsets, filler, rows=rows)
 
     def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:
         """As :meth:`share` of each, ascending, but full ones are planned together: 16 of 1024 in 60 % of the time."""
         for k in (*ks[:1], *ks[-1:]):
             self.bounds(k)
+        if len(ks) < 2 or not self.order.splits_samples:
+            return [self.share(k) for k in ks]
         count = bisect_left(ks, self.num_whole_batches)
-        if count < 2 or not self.order.splits_samples:
+        if count < 2:
             return [self.share(k) for k in ks]
         size, replicas, replica = self.batch_size, self.world.num_replicas, self.world.replica
         first, end = self.start + ks[0] * size, self.start + (ks[count - 1] + 1) * size
@@ -146,12 +172,12 @@ class BatchPlan:
 
     def _problems(self) -> list[str]:
         """One sentence for each reason why this order cannot be cut this way."""
-        problems, total = [], self.order.num_samples
+        problems = []
         batch_size, replicas = self.batch_size, self.world.num_replicas
         if self.tail not in TAILS:
             problems.append(f"tail must be one of {', '.join(TAILS)}, not {self.tail!r}.")
-        if not 0 <= self.start <= total:
-            problems.append(f"start must be within the epoch, [0, {total}], not {self.start}.")
+        if self.start < 0 or not (self.order.reaches(self.start) or self.start <= self.order.num_samples):
+            problems.append(f"start must be within the epoch, [0, {self.order.num_samples}], not {self.start}.")
         if batch_size < 1:
             problems.append(f"batch_size (B) must be at least 1, not {batch_size}.")
         elif batch_size % replicas:
@@ -186,6 +212,7 @@ class EpochOrder(ABC):
     # Whether a whole global batch is grouped by canonical node and split over the replicas sample by sample.
     splits_samples: ClassVar[bool] = True
     plan_type: ClassVar[type[BatchPlan]] = BatchPlan  # how the epoch is cut into global batches
+    samples_per_position: int = 1  # about so many, where samples are packed into rows
 
     def __init__(self, run: RunOrder, epoch: int) -> None:
         self.epoch, self.num_samples, self.full_end = epoch, run.num_samples, run.num_samples
@@ -204,6 +231,36 @@ class EpochOrder(ABC):
     @abstractmethod
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
         """Sample ids at positions [begin, end): int64[end - begin]. O(range + window)."""
+
+    def reaches(self, position: int) -> bool:
+        """Whether the positions before this one are cut into global batches of B one after another.
+
+        Where samples are packed into rows, the number of all rows is not known before: then this is far cheaper.
+        """
+        return position <= self.full_end
+
+    def exists(self, position: int) -> bool:
+        """Whether the epoch has this position."""
+        return position < self.num_samples
+
+    def select(self, begin: int, end: int, offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], RowSpans | None]:
+        """The ids of some positions in [begin, end), counted from ``begin``; and what their rows hold, if packed."""
+        return self.ids(begin, end)[offsets], None
+
+    def samples(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The samples that positions [begin, end) need, and the position of each."""
+        return self.ids(begin, end), np.arange(begin, end, dtype=np.int64)
+
+    def sequences(self, least: int) -> Sequence[Samples]:  # noqa: ARG002
+        """The sequences that are packed apart, of at least so many samples each if there is more than one."""
+        return [self]
+
+    def landmark(self, position: int) -> Landmark | None:  # noqa: ARG002
+        """What a state holds so that a resume at this position is fast; None where every position is."""
+        return None
+
+    def learn(self, landmark: Landmark) -> None:  # noqa: B027 - most have nothing to learn
+        """Use a landmark of this epoch."""
 
     @abstractmethod
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
@@ -225,6 +282,9 @@ class RandomOrder(EpochOrder):
     @classmethod
     def shard_groups(cls, snapshot: Snapshot) -> Sequence[NDArray[np.int64]]:
         return (snapshot.sizes,)  # all shards are one group
+
+    def sequences(self, least: int) -> Sequence[Samples]:
+        return self._samples.split(max(1, self.num_samples // least))
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
         self.check_range(begin, end)

@@ -113,7 +113,7 @@ class StratifiedOrder(InterleavedOrder):
 class _PerStreamBatches(BatchPlan):
     order: PerStreamOrder
 
-    def _remainder_ends(self, at: int, least: int = 0) -> tuple[int, ...]:  # noqa: ARG002
+    def _remainder_ends(self, at: int, whole: int, least: int = 0) -> tuple[int, ...]:  # noqa: ARG002
         """Each stream's remainder is a batch; ``"exact"`` moves no border: the batch before is another stream's."""
         return tuple(end for end in self.order.remainder_ends.tolist() if end > at)
 
@@ -145,10 +145,10 @@ class _BlockBatches(BatchPlan):
 
     order: DevicePerStreamOrder
 
-    def _remainder_ends(self, at: int, least: int = 0) -> tuple[int, ...]:
+    def _remainder_ends(self, at: int, whole: int, least: int = 0) -> tuple[int, ...]:
         order, block = self.order, self.order.stretch_length
         if block == 1 or self.tail == "exact":
-            return super()._remainder_ends(at, least if block == 1 else order.full_end)
+            return super()._remainder_ends(at, whole, least if block == 1 else order.full_end)
         edges = [*range(at + block, order.full_end + 1, block), *order.remainder_ends.tolist()]
         edges = [end for end in edges if end > at]
         per_batch = self.batch_size // block

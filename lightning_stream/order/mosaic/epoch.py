@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,15 +76,22 @@ class _MosaicBatches(BatchPlan):
 
     order: MosaicEpoch
 
-    def _cut(self) -> None:
+    def __init__(self, order: EpochOrder, **given: Any) -> None:
+        super().__init__(order, **given)
+        _ = self._cuts  # refuses a world in which this epoch cannot be cut
+
+    def is_whole(self, k: int) -> bool:
+        return k < self.num_whole_batches
+
+    def _cut(self) -> tuple[int, tuple[int, ...]]:
         self._table, self._first = self._find_table()
         shape = self._table.rows.shape
         self._accumulate = self.batch_size // (shape[1] * shape[2])
         self._shift = self.start - int(self._table.edges[self._first])
         edges = np.append(self._table.edges[self._first : -1 : self._accumulate], self._table.edges[-1])
         short = np.diff(edges) != self.batch_size
-        self.num_whole_batches = int(short.argmax()) if short.any() else len(short)
-        self._ends = () if self.tail == "drop" else tuple((self._shift + edges[self.num_whole_batches + 1 :]).tolist())
+        whole = int(short.argmax()) if short.any() else len(short)
+        return whole, () if self.tail == "drop" else tuple((self._shift + edges[whole + 1 :]).tolist())
 
     def _find_table(self) -> tuple[EpochTable, int]:
         """The epoch in this world, and which of its batches comes first."""

@@ -1,0 +1,151 @@
+"""Documents packed into rows of one length: the user's settings, and the arrays of a batch of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.errors import FormatError
+from lightning_stream.order.packing import LongDocuments, RowPacking, RowSpans
+from lightning_stream.reading.reader import SampleReader
+
+_SIGNED = {"u2": np.dtype(np.int32), "u4": np.dtype(np.int64)}  # torch lacks most operations for these
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How documents are packed into rows of one length; then a sample of the run is a row.
+
+    Each window of documents is packed by best-fit decreasing, so rows have hardly any padding. The rows are a pure
+    function of data and settings: the same in every world, and after every resume.
+
+    Args:
+        column: The column of tokens: a 1-d array of integers in each sample. Its lengths must be known without reading
+            it, see `MDSWriter(lengths=...)`.
+        row_length: S, tokens of a row.
+        window: Documents that are packed together. More of them leave less padding: half a row for each window.
+        long_documents: What happens to documents of more than S tokens. ``"split"`` cuts them after every S tokens;
+            ``"truncate"`` keeps the first S tokens; ``"drop"`` omits them.
+        columns: Further columns with one number for each token, such as a loss mask. They are packed alike.
+        labels: Whether batches have ``labels``: the tokens, but -100 for the first token of each document and for
+            padding.
+        cu_seqlens: Whether batches have ``cu_seqlens`` and ``max_seqlen``, as variable-length attention takes them.
+        pad_token: The token that fills the end of a row.
+        lengths: Name of the lengths in the dataset; None for the name of the column.
+
+    A batch of B rows has, all int32 but the tokens:
+
+    - ``input_ids`` [B, S], in the stored dtype (int32 for uint16, int64 for uint32);
+    - ``position_ids`` [B, S]: places in the document, counted from its first token in the row;
+    - ``document_ids`` [B, S]: the number of the document in the row; padding counts as one more document;
+    - ``num_tokens`` [B]: tokens of each row, padding excluded.
+
+    Example::
+
+        StreamingDataset("s3://bucket/tokens", shuffle=True, pack=Packing(column="tokens", row_length=2048))
+    """
+
+    column: str = "tokens"
+    row_length: int = 2048
+    window: int = 16384
+    long_documents: LongDocuments = "split"
+    columns: tuple[str, ...] = ()
+    labels: bool = False
+    cu_seqlens: bool = False
+    pad_token: int = 0
+    lengths: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", tuple(self.columns))  # a list of a config file
+        self.rows("")  # refuses wrong values
+
+    def rows(self, lengths_digest: str) -> RowPacking:
+        """What decides which rows there are."""
+        return RowPacking(self.row_length, self.window, self.long_documents, lengths_digest)
+
+    @property
+    def lengths_name(self) -> str:
+        """The name of the lengths in the dataset."""
+        return self.lengths or self.column
+
+
+def read_rows(reader: SampleReader, rows: RowSpans, packing: Packing) -> dict[str, NDArray[Any]]:
+    """Read the documents of some rows into the arrays that `Packing` describes."""
+    shape = len(rows), packing.row_length
+    begins = _begins(rows, packing.row_length)
+    batch: dict[str, NDArray[Any]] = {}
+    ids, which = np.unique(rows.ids, return_inverse=True)
+    columns = reader.batch(ids)
+    lengths = reader.lengths(packing.lengths_name)[ids]
+    for name in (packing.column, *packing.columns):
+        if name not in columns:
+            raise ValueError(f"pack: the dataset has no column {name!r}; it has {', '.join(columns)}.")
+        values = [np.asarray(value) for value in columns[name]]
+        _check(name, values, ids, lengths)
+        dtype = values[0].dtype
+        fill = packing.pad_token if name == packing.column else 0
+        flat: NDArray[Any] = np.full((shape[0] * shape[1],), fill, dtype=_SIGNED.get(dtype.str[1:], dtype))
+        spans = zip(which.tolist(), rows.first.tolist(), rows.num_tokens.tolist(), begins.tolist(), strict=True)
+        for document, first, count, begin in spans:
+            flat[begin : begin + count] = values[document][first : first + count]
+        batch["input_ids" if name == packing.column else name] = flat.reshape(shape)
+    return {**batch, **_layout(rows, begins, batch["input_ids"], packing)}
+
+
+def split_rows(batch: dict[str, NDArray[Any]]) -> list[dict[str, Any]]:
+    """The rows of a batch one by one, for a transform or a collate function; without what belongs to whole batches."""
+    per_row = {name: values for name, values in batch.items() if name not in ("cu_seqlens", "max_seqlen")}
+    return [{name: values[row] for name, values in per_row.items()} for row in range(len(batch["input_ids"]))]
+
+
+def _begins(rows: RowSpans, row_length: int) -> NDArray[np.int64]:
+    """Where each span begins in the rows, counted through all of them."""
+    ends = np.cumsum(rows.num_tokens)
+    row = np.repeat(np.arange(len(rows)), np.diff(rows.edges))
+    before = np.concatenate([[0], ends])[rows.edges[:-1]]  # tokens in the rows before
+    begins: NDArray[np.int64] = ends - rows.num_tokens - before[row] + row * row_length
+    return begins
+
+
+def _layout(
+    rows: RowSpans, begins: NDArray[np.int64], tokens: NDArray[Any], packing: Packing
+) -> dict[str, NDArray[Any]]:
+    """What follows from the places of the documents alone."""
+    num_rows, row_length = tokens.shape
+    counts = np.add.reduceat(rows.num_tokens, rows.edges[:-1]) if num_rows else np.empty(0, dtype=np.int64)
+    # Padding is one more segment, at the end of its row.
+    padded = np.flatnonzero(counts < row_length)
+    pad_begins = padded * row_length + counts[padded]
+    segments = np.sort(np.concatenate([begins, pad_begins]))
+    edges = np.append(segments, num_rows * row_length)
+    sizes = np.diff(edges)
+    first_of_row = np.searchsorted(segments, np.arange(num_rows) * row_length)
+    in_row = np.arange(len(segments)) - first_of_row[segments // row_length]
+    position = np.arange(num_rows * row_length) - np.repeat(segments, sizes)
+    found: dict[str, NDArray[Any]] = {
+        "position_ids": position.astype(np.int32).reshape(tokens.shape),
+        "document_ids": np.repeat(in_row.astype(np.int32), sizes).reshape(tokens.shape),
+        "num_tokens": counts.astype(np.int32),
+    }
+    if packing.labels:
+        labels = tokens.astype(np.int64)
+        labels.reshape(-1)[segments] = -100
+        labels[np.arange(row_length) >= counts[:, None]] = -100
+        found["labels"] = labels
+    if packing.cu_seqlens:
+        found["cu_seqlens"] = edges.astype(np.int32)
+        found["max_seqlen"] = np.array(sizes.max(initial=0), dtype=np.int32)
+    return found
+
+
+def _check(name: str, values: list[NDArray[Any]], ids: NDArray[np.int64], lengths: NDArray[np.integer]) -> None:
+    """Refuse documents that do not have the lengths that the rows were planned with."""
+    for sample_id, value, length in zip(ids.tolist(), values, lengths.tolist(), strict=True):
+        if value.ndim != 1 or len(value) != length or value.dtype.kind not in "iufb":
+            raise FormatError(
+                f"Sample {sample_id}, column {name!r}: packing takes a 1-d array of {length} numbers, as the dataset's "
+                f"lengths have it; found {value.dtype}{list(value.shape)}. Write the lengths of this data again."
+            )
