@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
+from lightning_stream.formats.encodings.base import FlatArrays
 from lightning_stream.order.packing import LongDocuments, RowPacking, RowSpans
 from lightning_stream.reading.reader import SampleReader
 
-_SIGNED = {"u2": np.dtype(np.int32), "u4": np.dtype(np.int64)}  # torch lacks most operations for these
+_SIGNED: dict[str, type[np.signedinteger[Any]]] = {
+    "u2": np.int32,
+    "u4": np.int64,
+}  # torch lacks most operations for these
 
 
 @dataclass(frozen=True)
@@ -74,25 +79,43 @@ class Packing:
 
 def read_rows(reader: SampleReader, rows: RowSpans, packing: Packing) -> dict[str, NDArray[Any]]:
     """Read the documents of some rows into the arrays that `Packing` describes."""
-    shape = len(rows), packing.row_length
-    begins = _begins(rows, packing.row_length)
-    batch: dict[str, NDArray[Any]] = {}
     ids, which = np.unique(rows.ids, return_inverse=True)
-    columns = reader.batch(ids)
     lengths = reader.lengths(packing.lengths_name)[ids]
-    for name in (packing.column, *packing.columns):
-        if name not in columns:
-            raise ValueError(f"pack: the dataset has no column {name!r}; it has {', '.join(columns)}.")
-        values = [np.asarray(value) for value in columns[name]]
-        _check(name, values, ids, lengths)
-        dtype = values[0].dtype
-        fill = packing.pad_token if name == packing.column else 0
-        flat: NDArray[Any] = np.full((shape[0] * shape[1],), fill, dtype=_SIGNED.get(dtype.str[1:], dtype))
-        spans = zip(which.tolist(), rows.first.tolist(), rows.num_tokens.tolist(), begins.tolist(), strict=True)
-        for document, first, count, begin in spans:
-            flat[begin : begin + count] = values[document][first : first + count]
-        batch["input_ids" if name == packing.column else name] = flat.reshape(shape)
+    names = dict.fromkeys((packing.column, *packing.columns))
+    begins = _begins(rows, packing.row_length)
+
+    def copied(columns: Mapping[str, FlatArrays], memory: memoryview) -> dict[str, NDArray[Any]]:
+        found = {}
+        for name in names:
+            _check(name, columns[name], ids, lengths)
+            fill = packing.pad_token if name == packing.column else 0
+            found["input_ids" if name == packing.column else name] = _placed(
+                columns[name], memory, rows, which, begins, (len(rows), packing.row_length), fill
+            )
+        return found
+
+    batch = reader.use_flat(ids, [*names], copied)
     return {**batch, **_layout(rows, begins, batch["input_ids"], packing)}
+
+
+def _placed(
+    values: FlatArrays,
+    memory: memoryview,
+    rows: RowSpans,
+    which: NDArray[np.intp],
+    begins: NDArray[np.int64],
+    shape: tuple[int, int],
+    fill: int,
+) -> NDArray[Any]:
+    """Copy spans of arrays (``which`` array each is of) to their places in the rows."""
+    size = values.dtype.itemsize
+    placed: NDArray[Any] = np.full(shape, fill, dtype=values.dtype)
+    target = placed.reshape(-1).view(np.uint8).data
+    sources, lengths, targets = values.begins[which] + rows.first * size, rows.num_tokens * size, begins * size
+    for source, length, at in zip(sources.tolist(), lengths.tolist(), targets.tolist(), strict=True):
+        target[at : at + length] = memory[source : source + length]
+    wider = _SIGNED.get(values.dtype.str[1:])
+    return placed if wider is None else placed.astype(wider)
 
 
 def split_rows(batch: dict[str, NDArray[Any]]) -> list[dict[str, Any]]:
@@ -124,9 +147,10 @@ def _layout(
     sizes = np.diff(edges)
     first_of_row = np.searchsorted(segments, np.arange(num_rows) * row_length)
     in_row = np.arange(len(segments)) - first_of_row[segments // row_length]
-    position = np.arange(num_rows * row_length) - np.repeat(segments, sizes)
+    position = np.arange(num_rows * row_length, dtype=np.int32)
+    position -= np.repeat(segments.astype(np.int32), sizes)
     found: dict[str, NDArray[Any]] = {
-        "position_ids": position.astype(np.int32).reshape(tokens.shape),
+        "position_ids": position.reshape(tokens.shape),
         "document_ids": np.repeat(in_row.astype(np.int32), sizes).reshape(tokens.shape),
         "num_tokens": counts.astype(np.int32),
     }
@@ -141,11 +165,12 @@ def _layout(
     return found
 
 
-def _check(name: str, values: list[NDArray[Any]], ids: NDArray[np.int64], lengths: NDArray[np.integer]) -> None:
+def _check(name: str, values: FlatArrays, ids: NDArray[np.int64], lengths: NDArray[np.integer]) -> None:
     """Refuse documents that do not have the lengths that the rows were planned with."""
-    for sample_id, value, length in zip(ids.tolist(), values, lengths.tolist(), strict=True):
-        if value.ndim != 1 or len(value) != length or value.dtype.kind not in "iufb":
-            raise FormatError(
-                f"Sample {sample_id}, column {name!r}: packing takes a 1-d array of {length} numbers, as the dataset's "
-                f"lengths have it; found {value.dtype}{list(value.shape)}. Write the lengths of this data again."
-            )
+    wrong = np.flatnonzero(values.counts != lengths)
+    if len(wrong):
+        k = int(wrong[0])
+        raise FormatError(
+            f"Sample {ids[k]}, column {name!r}: a document must have as many values as its length; found "
+            f"{values.counts[k]}, and its length is {lengths[k]}. Write the lengths of this data again."
+        )

@@ -71,11 +71,10 @@ class OrderConfig:
         fixes = method.fixes if method else {}
         problems += [sentence for name, sentence in fixes.items() if getattr(self, name) is None]
         problems += [] if self.mosaic is None else broken(vars(self.mosaic), _MOSAIC_RULES)
-        if self.packing is not None and (self.mosaic is not None or self.batching_method not in _PACKED_METHODS):
-            found = self.algorithm if self.mosaic is not None else self.batching_method
-            problems.append(
-                f"Rows are packed from the native order with {' or '.join(_PACKED_METHODS)}, not {found!r}."
-            )
+        kind = method if self.mosaic is None else MosaicEpoch
+        if self.packing is not None and kind is not None and not kind.can_be_packed:
+            able = [name for name, one in METHODS.items() if one.can_be_packed]
+            problems.append(f"Rows are packed from the native order with batching_method {' or '.join(able)}.")
         if problems:
             raise ValueError("The order settings must be valid. " + " ".join(problems))
 
@@ -197,7 +196,6 @@ def _known(kind: type[OrderConfig | MosaicConfig | RowPacking], values: object) 
     return {names[key]: value for key, value in values.items()}
 
 
-_PACKED_METHODS = ("random", "stratified")
 _RULES = {
     "algorithm": one_of("window", *MOSAIC_ALGORITHMS),
     "batching_method": one_of(*METHODS),

@@ -12,22 +12,29 @@ import resource
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.cache import Lease, ShardCache
 from lightning_stream.errors import CacheError, LockTimeoutError
+from lightning_stream.formats.encodings.base import FlatArrays
 from lightning_stream.formats.index.schema import ShardEntry
-from lightning_stream.formats.mds.gather import SpanTable
+from lightning_stream.formats.mds.gather import SpanTable, flat_arrays
+from lightning_stream.formats.mds.layout import RecordLayout
+from lightning_stream.formats.memory import AddressWindow
 from lightning_stream.formats.shard import Batch, Buffers, Shard
 from lightning_stream.order import EpochOrder, Snapshot
 from lightning_stream.reading.range_reads import SampleRanges
 from lightning_stream.threads import DaemonPool, follow
+
+T = TypeVar("T")
+UseFlat: TypeAlias = Callable[[Mapping[str, FlatArrays], memoryview], T]
+"""A function of 1-d arrays as they lie in memory, and of that memory, which it must not keep."""
 
 _WAITERS = 32  # threads that wait for other processes' fetches
 _LOCK_S = 1.0  # the lock is held for microseconds
@@ -134,6 +141,19 @@ class OpenShards:
         if batch is not None:
             self._use(numbers)
         return batch
+
+    def flat_arrays(
+        self, numbers: NDArray[np.int64], indices: NDArray[np.int64], names: Sequence[str], use: UseFlat[T]
+    ) -> T | None:
+        """The result of ``use`` with where the numbers of some columns lie; None if they cannot be used there."""
+
+        def used(layout: RecordLayout, window: AddressWindow, spans: NDArray[np.int64]) -> T | None:
+            found = flat_arrays(layout, window, spans, indices, names)
+            return None if found is None else use(found, window.view)
+
+        result = self._table.read(numbers, indices, used)
+        self._use(numbers)
+        return result
 
     def _use(self, numbers: int | NDArray[np.int64]) -> None:
         self._clock += 1

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order import Snapshot
-from lightning_stream.reading.fetches import Announced, NextUse
-from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.fetches import Announced, NextUse, UseFlat
+from lightning_stream.reading.reader import SampleReader, T
 
 
 class SubsetReader(SampleReader):
@@ -37,6 +37,10 @@ class SubsetReader(SampleReader):
     def batch(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Gather samples of the subset as columns."""
         return self.whole.batch(self._ids[ids], out)
+
+    def use_flat(self, ids: NDArray[np.int64], names: Sequence[str], use: UseFlat[T]) -> T:
+        """Read the 1-d arrays of samples of the subset."""
+        return self.whole.use_flat(self._ids[ids], names, use)
 
     def read_ahead(self, ids: NDArray[np.int64]) -> Announced | None:
         """Begin to fetch the shards of these samples, except those whose few samples in the subset come by ranges."""

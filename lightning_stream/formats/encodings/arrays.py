@@ -16,7 +16,7 @@ from safetensors.numpy import load, save
 
 from lightning_stream.formats.memory import AddressWindow, Int64s
 
-from .base import Bytes2d, Encoding, NumericLayout, ViewEncoding, as_bytes, describe, type_name
+from .base import Bytes2d, Encoding, FlatArrays, NumericLayout, ViewEncoding, as_bytes, describe, type_name
 
 _CODES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32",
@@ -83,6 +83,25 @@ class _AnyArray(ViewEncoding):
             return None
         return list(window.take_as(dtype, offsets + head, width - head).reshape(len(offsets), *shape))
 
+    def flat_arrays(self, window: AddressWindow, offsets: Int64s, sizes: int | Int64s) -> FlatArrays | None:
+        """Read the heads, all that are alike at once."""
+        dtype, at = self.dtype, offsets
+        if dtype is None:
+            codes = window.take(at, 1)[:, 0]
+            dtype, at = _DTYPES.get(int(codes[0])), at + 1
+            if (codes != codes[0]).any():
+                return None
+        kinds = window.take(at, 1)[:, 0]
+        begins, counts = np.empty_like(at), np.empty_like(at)
+        for kind in np.unique(kinds).tolist():
+            here, width = np.flatnonzero(kinds == kind), 1 << (kind & 3)
+            if kind >> 2 != 1:
+                return None
+            counts[here] = window.take(at[here] + 1, width).view(f"<u{width}")[:, 0]
+            begins[here] = at[here] + 1 + width
+        fits = dtype is not None and (begins - offsets + counts * dtype.itemsize == sizes).all()
+        return FlatArrays(dtype, begins, counts) if dtype is not None and fits else None
+
     def _read_head(self, data: bytes | memoryview) -> tuple[np.dtype[Any], tuple[int, ...], int]:
         """Return dtype, shape, and where the values begin; ValueError if they do not fit the bytes."""
         dtype, at = self.dtype, 0
@@ -125,6 +144,11 @@ class _FixedArray(ViewEncoding):
     def decode(self, data: bytes | memoryview) -> NDArray[Any]:
         values: NDArray[Any] = np.frombuffer(data, self.layout.dtype).reshape(self.layout.shape).copy()
         return values
+
+    def flat_arrays(self, window: AddressWindow, offsets: Int64s, sizes: int | Int64s) -> FlatArrays | None:  # noqa: ARG002
+        """All have the same length."""
+        dtype, shape = self.layout
+        return FlatArrays(dtype, offsets, np.full_like(offsets, shape[0])) if len(shape) == 1 else None
 
 
 class _Tensors(ViewEncoding):

@@ -24,6 +24,17 @@ class NumericLayout(NamedTuple):
     shape: tuple[int, ...]
 
 
+class FlatArrays(NamedTuple):
+    """1-d arrays of one dtype as they lie in memory: where the numbers of each begin, and how many there are.
+
+    ``begins`` and ``counts`` are int64[n].
+    """
+
+    dtype: np.dtype[Any]
+    begins: Int64s
+    counts: Int64s
+
+
 class Encoding:
     """One way to store one value. Subclass it, or use an object with ``encode``, ``decode``, ``size`` and ``safe``.
 
@@ -101,6 +112,10 @@ class Encoding:
         Returns:
             n values, always as a list or always as an array. After None or an error, `decode` gets them one by one.
         """
+        return None
+
+    def flat_arrays(self, window: AddressWindow, offsets: Int64s, sizes: int | Int64s) -> FlatArrays | None:
+        """Where the numbers lie if all these values are 1-d arrays of one dtype; else None. It copies nothing."""
         return None
 
 

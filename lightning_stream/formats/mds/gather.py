@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
+from lightning_stream.formats.encodings.base import FlatArrays
 from lightning_stream.formats.mds.layout import Column, RecordLayout
 from lightning_stream.formats.memory import AddressWindow, Int64s
 from lightning_stream.formats.shard import DECODE_ERRORS, Batch, Buffers, Mapped, Ragged, Shard, corrupt_error
 
+T = TypeVar("T")
 _Sizes: TypeAlias = "int | Int64s"
 _Out: TypeAlias = "Buffers | None"
 _Where = Callable[[int], str]
@@ -106,6 +108,21 @@ def gather_rows(
     if unknown := set(out) - set(values):
         raise ValueError(f"out: no column {min(unknown)!r}; there are {', '.join(values)}.")
     return values
+
+
+def flat_arrays(
+    layout: RecordLayout, window: AddressWindow, spans: Int64s, indices: Int64s, names: Sequence[str]
+) -> dict[str, FlatArrays] | None:
+    """Where the numbers of some columns lie in the window; None if a column is not of 1-d arrays of one dtype."""
+    places, bad_row = _locate(layout, window, spans, indices)
+    if bad_row is not None:
+        return None
+    found: dict[str, FlatArrays] = {}
+    for column, (at, size) in zip(layout.columns, places, strict=True):
+        make = getattr(column.encoding, "flat_arrays", None) if column.decodes_as_stored else None
+        if column.name in names and make is not None and (flat := make(window, at, size)) is not None:
+            found[column.name] = flat
+    return found if found.keys() == {*names} else None
 
 
 def _check_range(values: Int64s, limit: int | Int64s, what: str) -> None:
@@ -262,8 +279,18 @@ class SpanTable:
         self._spans[number] = span
         self._changes += 1
 
-    def gather(self, numbers: NDArray[np.int64], indices: NDArray[np.int64], out: Buffers | None) -> Batch | None:
-        """As `gather`, for samples ``indices[k]`` of shards ``numbers[k]``.
+    def gather(self, numbers: Int64s, indices: Int64s, out: Buffers | None) -> Batch | None:
+        """As `gather`, for samples ``indices[k]`` of shards ``numbers[k]``; None as `read`."""
+
+        def gathered(layout: RecordLayout, window: AddressWindow, spans: Int64s) -> Batch:
+            return gather_rows(layout, window, spans, numbers, indices, self._where, out)
+
+        return self.read(numbers, indices, gathered)
+
+    def read(
+        self, numbers: Int64s, indices: Int64s, use: Callable[[RecordLayout, AddressWindow, Int64s], T]
+    ) -> T | None:
+        """The result of ``use`` with the layout, the window and the spans of samples, which stay mapped meanwhile.
 
         None if not all of these samples are here, or if the table was changed meanwhile.
         """
@@ -274,9 +301,9 @@ class SpanTable:
         here = np.count_nonzero(indices.view(np.uint64) < spans[3].view(np.uint64))  # negative indices are huge then
         if layout is None or layout is not self._layout or self._window is None or here < len(indices):
             return None
-        batch = gather_rows(layout, self._window, spans, numbers, indices, self._where, out)
+        found = use(layout, self._window, spans)
         del keeps_mapped
-        return batch
+        return found
 
     def _where(self, number: int) -> str:
         held = self._held.get(number)

@@ -24,6 +24,7 @@ class Column(NamedTuple):
     decode_many: Callable[..., Any] | None
     gathered: bool  # plain numbers, without a decoder of the caller
     ragged: bool  # arrays that may have different shapes, decoded as stored
+    decodes_as_stored: bool = True  # whether there is no decoder of the caller
 
 
 class RecordLayout:
@@ -75,6 +76,6 @@ def _column(name: str, encoding: Encoding, size: int | None, chosen: Decoder | N
         takes_bytes = encoding.decode if chosen is None else chosen
         decode = lambda data: takes_bytes(bytes(data))  # noqa: E731
     if chosen is not None:
-        return Column(name, encoding, size, decode, None, gathered=False, ragged=False)
+        return Column(name, encoding, size, decode, None, gathered=False, ragged=False, decodes_as_stored=False)
     many, ragged = getattr(encoding, "decode_many", None), getattr(encoding, "ragged", False)
     return Column(name, encoding, size, decode, many, getattr(encoding, "layout", None) is not None, ragged)

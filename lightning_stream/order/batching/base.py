@@ -211,6 +211,7 @@ class EpochOrder(ABC):
     mixes_streams: ClassVar[bool] = False
     # Whether a whole global batch is grouped by canonical node and split over the replicas sample by sample.
     splits_samples: ClassVar[bool] = True
+    can_be_packed: ClassVar[bool] = True  # whether its samples can be packed into rows
     plan_type: ClassVar[type[BatchPlan]] = BatchPlan  # how the epoch is cut into global batches
     samples_per_position: int = 1  # about so many, where samples are packed into rows
 

@@ -132,6 +132,7 @@ class PerStreamOrder(InterleavedOrder):
     """Global batches of B samples of one stream, interleaved; then each stream's remainder as a batch of its own."""
 
     plan_type: ClassVar[type[BatchPlan]] = _PerStreamBatches
+    can_be_packed: ClassVar[bool] = False  # a batch is of one stream, and rows are of several documents
     fixes: ClassVar[Mapping[str, str]] = {
         "batch_size": "per_stream makes every global batch from one stream: it needs a batch size from the start."
     }
@@ -197,6 +198,7 @@ class DevicePerStreamOrder(InterleavedOrder):
     """Device blocks of m samples of one stream, interleaved; then each stream's remainder as a short block."""
 
     plan_type: ClassVar[type[BatchPlan]] = _BlockBatches
+    can_be_packed: ClassVar[bool] = False
     fixes: ClassVar[Mapping[str, str]] = {
         "device_block": "device_per_stream needs the batch size per device from the start."
     }
