@@ -26,6 +26,11 @@ class SubsetReader(SampleReader):
         """The chosen samples alone, with a digest of their own."""
         return self._snapshot
 
+    def _read_lengths(self, name: str) -> NDArray[np.uint32]:
+        found = self.whole.lengths(name)[self._ids]
+        found.setflags(write=False)
+        return found
+
     def sample(self, sample_id: int) -> dict[str, Any]:
         """Read one sample of the subset."""
         return self.whole.sample(int(self._ids[sample_id]))
