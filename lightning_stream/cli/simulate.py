@@ -134,6 +134,6 @@ def _active_shards(order: RunOrder, world: World, options: argparse.Namespace) -
         nodes[rank.node].append(plan)
     most = 0
     for plans in nodes.values():
-        ids = [plan.share(k).ids for k in range(plans[0].num_batches) for plan in plans]
+        ids = [plan.share(k).sample_ids for k in range(plans[0].num_batches) for plan in plans]
         most = max(most, max_active(order.snapshot.shards_of(np.concatenate(ids)), ahead * len(plans)))
     return most

@@ -61,10 +61,10 @@ def cache_need(
 ) -> CacheNeed:
     """The bytes a node's cache must hold at once; `window` replaces the run's own."""
     if window is not None:
-        run = RunOrder(run.snapshot, run.weights, replace(run.config, window=window))
+        run = RunOrder(run.snapshot, run.weights, replace(run.config, window=window), run.lengths)
     nodes, active = settings.world.num_nodes, run.active_shards()
     sizes = np.sort(np.concatenate([index.raw_bytes for index in reader.indexes]))[::-1]
-    span = ahead.span * settings.device_batch_size * settings.world.num_replicas
+    span = ahead.span * settings.device_batch_size * settings.world.num_replicas * run.epoch(0).samples_per_position
     entering = min(_entering(run, span), len(sizes) - active)
     packed = _packed_ratio(reader)
     kept = packed if reader.defaults.config.keep_zip else 0.0
@@ -109,7 +109,7 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
     """
     reader.require_samples()
     size, tail = settings.global_batch_size, settings.tail
-    if not BatchPlan(run.epoch(0), batch_size=size, world=settings.world, tail=tail).num_batches:
+    if not BatchPlan(run.epoch(0), batch_size=size, world=settings.world, tail=tail).has(0):
         raise ValueError(
             f"an epoch must have a batch, but tail={tail!r} leaves none of {run.num_samples} samples in global batches "
             f"of {size}. Choose a smaller batch, or tail='pad' or 'exact'"

@@ -65,12 +65,12 @@ def estimate_factor(run: RunOrder, *, epoch: int, batch_size: int, world: World)
     """How often a byte will be downloaded on average, estimated from the canonical nodes that each node reads."""
     order = run.epoch(epoch)
     plan = BatchPlan(order, batch_size=batch_size, world=world, tail="drop")
-    if run.config.mosaic is not None or not plan.num_whole_batches:
+    if run.config.mosaic is not None or not plan.is_whole(0):
         return 1.0
     replicas = np.arange(batch_size) * world.num_replicas // batch_size
     readers = _readers(world)
     reads: set[tuple[int, int]] = set()
-    for k in range(min(plan.num_whole_batches, _ESTIMATED_BATCHES)):
+    for k in filter(plan.is_whole, range(_ESTIMATED_BATCHES)):
         nodes = np.sort(order.canonical(*plan.bounds(k)))
         pairs = np.unique(np.stack([nodes, replicas], axis=1), axis=0)
         reads.update((canonical, node) for canonical, replica in pairs.tolist() for node in readers[replica])
@@ -134,4 +134,4 @@ def _replica_reads(
             yield replica, dealt[:, replica].reshape(-1)
     for k in range(whole, plans[0].num_batches):
         for replica, plan in enumerate(plans):
-            yield replica, plan.share(k).ids
+            yield replica, plan.share(k).sample_ids

@@ -133,7 +133,8 @@ class MicroBatches:
 
         Worker w of n delivers those from w on in steps of n, as torch expects.
         """
-        together = max(1, _PLANNED_SAMPLES // (self.plan.batch_size * step))
+        size = self.plan.batch_size * self.plan.order.samples_per_position
+        together = max(1, _PLANNED_SAMPLES // (size * step))
         own = self._own(first, step)
         while some := list(islice(own, together)):
             shares = self.plan.shares([k for _, k, _, _ in some])

@@ -44,7 +44,7 @@ class RunOrder:
         self.snapshot, self.weights, self.config = snapshot, tuple(weights), config
         if (config.packing is None) != (lengths is None):
             raise ValueError("An order of packed rows needs the lengths of all samples; found only one of both.")
-        self.lengths = np.empty(0, dtype=np.uint32) if lengths is None else lengths
+        self.lengths = lengths
         chosen = choose_per_stream(snapshot, self.weights, config.epoch_size, config.seed)
         balanced = config.sampling_method == "balanced"
         self._draw = Draw(snapshot, chosen, config.seed, balanced, config.sampling_granularity)

@@ -243,7 +243,7 @@ class Position:
             snapshot=SnapshotSummary(data["digest"], data["samples"], data["shards"], versions),
             ledger=int(state["ledger"], 16),
             batch_changes=tuple((int(at), int(size)) for at, size in state["batch_changes"]),
-            landmark=Landmark(state["epoch"], tuple((int(at), int(rows)) for at, rows in state.get("landmark") or ())),
+            landmark=Landmark(state["epoch"], tuple(tuple(one) for one in state.get("landmark") or ())),
         )
 
 
@@ -295,13 +295,13 @@ def _damaged(problems: list[str]) -> StateError:
     )
 
 
-def _is_pairs(value: object, least: int) -> bool:
-    """Whether this is a list of pairs of counts, of which the second is at least so much."""
+def _are_counts(value: object, least: tuple[int, ...]) -> bool:
+    """Whether this is a list of lists of counts, each with a number of at least so much in each place."""
 
-    def is_pair(pair: object) -> bool:
-        return isinstance(pair, list | tuple) and len(pair) == 2 and is_count(pair[0], 0) and is_count(pair[1], least)
+    def is_one(one: object) -> bool:
+        return isinstance(one, list | tuple) and len(one) == len(least) and all(map(is_count, one, least))
 
-    return isinstance(value, list | tuple) and all(map(is_pair, value))
+    return isinstance(value, list | tuple) and all(map(is_one, value))
 
 
 _VERSION_RULES = {"version": count(1), "order_version": count(1)}
@@ -318,8 +318,11 @@ _RULES = {
     "epoch": count(0, MOST_EPOCHS),
     "position": count(),
     "batch_size": count(1),
-    "batch_changes": Rule("a list of [position, batch size] pairs", lambda value: _is_pairs(value, 1)),
-    "landmark": Rule("None or a list of [window, rows] pairs", lambda value: value is None or _is_pairs(value, 0)),
+    "batch_changes": Rule("a list of [position, batch size] pairs", lambda value: _are_counts(value, (0, 1))),
+    "landmark": Rule(
+        "None or a list of [window, rows before, rows behind]",
+        lambda value: value is None or _are_counts(value, (0, 0, 0)),
+    ),
     "tail": one_of(*TAILS),
     "order": Rule("a dict of order settings", lambda value: isinstance(value, Mapping)),
     "weights": TEXT,

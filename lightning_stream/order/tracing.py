@@ -77,7 +77,8 @@ def trace(run: RunOrder, position: Position, step: int, *, world: World | None =
     before = 0
     for plan, steps in _stretches(run, position, world):
         if 0 <= step - before < steps:
-            (begin, end), ids = plan.bounds(step - before), plan.ids(step - before)
+            begin, end = plan.bounds(step - before)
+            ids, _ = plan.order.samples(begin, end)
             shards, streams = run.snapshot.shards_of(ids), run.snapshot.streams_of(ids)
             return TracedBatch(position.epoch, step, begin, end, ids, shards, streams)
         before += steps

@@ -1,8 +1,10 @@
-"""An order of packed rows: every token once, in the same rows wherever it is read from."""
+"""An epoch of packed rows: every token once, in the same rows and batches wherever it is read from."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,159 +12,236 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights
-from lightning_stream.order.packed_order import PackedOrder, RowPosition, RowRange, RowSpans
-from lightning_stream.order.packing import Packing
+from lightning_stream.errors import StateError
+from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Snapshot, StreamWeights, World
+from lightning_stream.order.batching.packed import PackedSequence, fingerprints
+from lightning_stream.order.micro_batches import MicroBatches
+from lightning_stream.order.packing import RowPacking, RowSpans
 from lightning_stream.order.permutation import RngStream, random_u64
 
-prop = settings(max_examples=100, deadline=None, derandomize=True)
+prop = settings(max_examples=60, deadline=None, derandomize=True)
 lengths_of = st.lists(st.integers(0, 25), min_size=1, max_size=80)
-packings = st.builds(Packing, st.integers(1, 20), st.integers(1, 30))
+packings = st.builds(RowPacking, st.integers(1, 20), st.integers(1, 30), st.sampled_from(["split", "truncate"]))
+tails = st.sampled_from(["pad", "drop", "exact"])
 
 
-class Recorded:
-    """An order of samples that remembers which positions were asked for."""
-
-    def __init__(self, ids):
-        self._ids = np.asarray(ids, dtype=np.int64)
-        self.num_samples = len(self._ids)
-        self.asked = []
-
-    def ids(self, begin, end):
-        self.asked.append((begin, end))
-        return self._ids[begin:end]
-
-
-def order_of(num_samples, seed=5):
-    return Recorded(np.argsort(random_u64(RngStream.SAMPLES, seed, size=num_samples)))
-
-
-def packed_of(lengths, packing, **given):
-    return PackedOrder(order_of(len(lengths)), np.array(lengths, dtype=np.uint32), packing, **{"key": (7, 0), **given})
+def run_of(lengths, packing, *, shards=7, batch_size=8, shuffle=True, streams=1, **given):
+    sizes = np.diff(np.linspace(0, len(lengths), shards + 1).astype(int)).tolist()
+    per_stream = [sizes[k::streams] for k in range(streams)]
+    config = OrderConfig.resolve(batch_size=batch_size, shuffle=shuffle, packing=packing, **given)
+    return RunOrder(Snapshot.of(per_stream), [StreamWeights()] * streams, config, np.array(lengths, dtype=np.uint32))
 
 
 def rows_of(spans):
-    """Each row as a list of (sample, first token, tokens)."""
+    """Each row as a tuple of (sample, first token, tokens)."""
     flat = list(zip(spans.ids.tolist(), spans.first.tolist(), spans.num_tokens.tolist(), strict=True))
-    edges = spans.edges.tolist()
-    return [flat[a:b] for a, b in pairwise(edges)]
+    return [tuple(flat[a:b]) for a, b in pairwise(spans.edges.tolist())]
 
 
-def all_rows(packed):
-    return rows_of(RowSpans.of(packed.walk(RowPosition())))
+def epoch_rows(run, epoch=0):
+    order = run.epoch(epoch)
+    return rows_of(order.spans(np.arange(order.num_samples)))
 
 
-@prop
-@given(lengths_of, packings)
-def test_every_token_of_an_epoch_is_in_one_row(lengths, packing):
-    packed = packed_of(lengths, packing)
-    tokens = [(i, first + t) for row in all_rows(packed) for i, first, count in row for t in range(count)]
-    assert sorted(tokens) == [(i, t) for i, length in enumerate(lengths) for t in range(length)]
+def kept_tokens(lengths, packing):
+    most = packing.row_length if packing.long_documents == "truncate" else 10**9
+    return [(i, t) for i, length in enumerate(lengths) for t in range(min(length, most))]
 
 
 @prop
-@given(lengths_of, packings)
-def test_a_span_names_the_position_of_its_sample_and_stays_in_its_window(lengths, packing):
-    packed = packed_of(lengths, packing)
-    drawn = order_of(len(lengths)).ids(0, len(lengths))
-    for rows in packed.walk(RowPosition()):
-        spans = RowSpans.of([rows])
-        assert np.array_equal(drawn[spans.positions], spans.ids)
-        assert set((spans.positions // packing.window).tolist()) == {rows.window.number}
+@given(lengths_of, packings, st.booleans(), st.sampled_from(["random", "stratified"]))
+def test_every_token_of_an_epoch_is_in_one_row(lengths, packing, shuffle, method):
+    run = run_of(lengths, packing, shuffle=shuffle, streams=2, batching_method=method)
+    tokens = [(i, first + t) for row in epoch_rows(run) for i, first, count in row for t in range(count)]
+    assert sorted(tokens) == kept_tokens(lengths, packing)
+
+
+@prop
+@given(lengths_of, packings, tails, st.integers(1, 4), st.integers(1, 4))
+def test_the_shares_of_any_world_are_the_same_global_batches(lengths, packing, tail, replicas, per_replica):
+    batch_size = replicas * per_replica
+    alone = MicroBatches(BatchPlan(run_of(lengths, packing).epoch(0), batch_size=batch_size, tail=tail), batch_size)
+    wanted = {b.begin: sorted(rows_of(b.without_padding().rows)) for b in alone.walk()}
+    worlds = [World(rank, replicas) for rank in range(replicas)]
+    plans = [BatchPlan(run_of(lengths, packing).epoch(0), batch_size=batch_size, tail=tail, world=w) for w in worlds]
+    shares = [list(MicroBatches(plan, max(1, per_replica // 2)).walk()) for plan in plans]
+    assert len({len(each) for each in shares}) == 1
+    rows = [(p, row) for each in shares for b in each for p, row in counted(b)]
+    assert sorted(p for p, _ in rows) == list(range(len(rows)))
+    if tail != "exact":  # which moves the last border with the number of replicas
+        found = {begin: sorted(row for p, row in rows if begin <= p < begin + batch_size) for begin in wanted}
+        assert found == wanted
+
+
+def counted(batch):
+    return [
+        (p, row)
+        for p, row, filler in zip(batch.positions.tolist(), rows_of(batch.rows), batch.filler.tolist(), strict=True)
+        if not filler
+    ]
 
 
 @prop
 @given(lengths_of, packings, st.data())
-def test_a_seek_plans_the_window_of_its_position_alone(lengths, packing, data):
-    packed = packed_of(lengths, packing)
-    windows = [one.window.number for one in packed_of(lengths, packing).walk(RowPosition())]
-    if windows:
-        number = data.draw(st.sampled_from(windows))
-        next(packed.walk(RowPosition(number, 0)))
-        size = packing.window
-        assert packed._order.asked == [(number * size, min((number + 1) * size, len(lengths)))]
+def test_a_state_resumes_with_the_same_rows_in_a_new_process(lengths, packing, data):
+    run = run_of(lengths, packing)
+    whole = epoch_rows(run, 1)
+    at = data.draw(st.integers(0, len(whole)))
+    before = Position.start(run, batch_size=8, tail="pad", epoch=1).advanced(run, at)
+    state = json.dumps(replace(before, landmark=run.epoch(1).landmark(at)).to_state())
+    position = Position.from_state(json.loads(state))
+    order = position.order_in(run_of(lengths, packing))
+    assert rows_of(order.spans(np.arange(at, len(whole)))) == whole[at:]
+    assert order.num_samples == len(whole)
+    assert rows_of(order.spans(np.arange(len(whole)))) == whole, "and what is before the landmark can be read too"
 
 
-@prop
-@given(lengths_of, packings)
-def test_rows_are_numbered_over_the_epoch(lengths, packing):
-    packed = packed_of(lengths, packing)
-    positions = [RowPosition(one.window.number, row) for one in packed.walk(RowPosition()) for row in range(one.end)]
-    assert [packed.position_of(number) for number in range(len(positions))] == positions
-    assert [packed.row_number(position) for position in positions] == list(range(len(positions)))
-    assert packed.num_rows == len(positions) == packed.first_rows[-1]
-    with pytest.raises(ValueError, match="Rows count from 0"):
-        packed.position_of(len(positions))
+def test_a_resume_plans_one_window_of_the_sequences_that_a_rank_reads():
+    lengths, packing = np.arange(4000) % 61, RowPacking(128, 100)
+    run = run_of(lengths, packing)
+    landmark = run.epoch(0).landmark(600)
+    again = run_of(lengths, packing).epoch(0)
+    again.learn(landmark)
+    plan = BatchPlan(again, batch_size=8, world=World(1, 4), start=600)
+    assert len(plan.share(0)) == 2
+    assert [len(one._windows) for one in again._sequences] == [0, 0, 1, 1, 0, 0, 0, 0]
 
 
-def test_saved_numbers_of_rows_spare_the_planning():
-    lengths, packing = np.arange(100) % 13, Packing(16, 10)
-    packed = packed_of(lengths, packing)
-    assert packed.first_rows.tolist() == [0]
-    packed.row_number(RowPosition(4, 0))
-    assert len(packed.first_rows) == 5
-    other = packed_of(lengths, packing, first_rows=packed.first_rows)
-    assert other.num_rows == packed_of(lengths, packing).num_rows
-    assert other._order.asked[0] == (40, 50)
+def test_a_landmark_of_another_epoch_or_other_data_is_ignored():
+    lengths, packing = np.arange(4000) % 61, RowPacking(128, 100)
+    run, other = run_of(lengths, packing), run_of(lengths[::-1], packing)
+    wanted = epoch_rows(run, 1)
+    again = run_of(lengths, packing)
+    again.epoch(1).learn(run.epoch(0).landmark(600))
+    assert epoch_rows(again, 1) == wanted
+    foreign = replace(Position.start(other, batch_size=8, tail="pad"), landmark=other.epoch(0).landmark(600))
+    elsewhere = replace(foreign, snapshot=replace(foreign.snapshot, digest="0" * 32))
+    assert rows_of(elsewhere.order_in(run).spans(np.arange(600, 640))) == epoch_rows(run)[600:640]
 
 
-@pytest.mark.parametrize("first_rows", [[], [1, 2], [0, 3, 2], [0] * 12])
-def test_numbers_of_rows_of_another_epoch_are_refused(first_rows):
-    with pytest.raises(ValueError, match="first_rows must rise from 0 and have at most 11 numbers"):
-        packed_of(np.ones(100), Packing(16, 10), first_rows=np.array(first_rows, dtype=np.int64))
+def test_a_state_has_at_most_1_kb():
+    lengths = random_u64(RngStream.SAMPLES, 3, size=200_000) % np.uint64(700)
+    run = run_of(lengths, RowPacking(512, 256, lengths="0" * 32), batch_size=64, shards=200)
+    at = run.epoch(0).num_samples - 5
+    state = replace(Position.start(run, batch_size=64, tail="pad"), position=at, landmark=run.epoch(0).landmark(at))
+    assert len(json.dumps(state.to_state())) <= 1024
 
 
-def test_seed_epoch_and_window_each_permute_the_rows_and_nothing_else():
-    lengths, packing = [5] * 400, Packing(10, 200)
-    plain = packed_of(lengths, packing, key=None)
-    orders = {}
-    for key in ((7, 0), (7, 1), (8, 0), None):
-        packed = packed_of(lengths, packing, key=key)
-        for number in (0, 1):
-            rows = rows_of(RowSpans.of([RowRange(packed.window(number), 0, 100)]))
-            in_order = rows_of(RowSpans.of([RowRange(plain.window(number), 0, 100)]))
-            assert sorted(rows) == sorted(in_order)
-            orders[key, number] = tuple(in_order.index(row) for row in rows)
-    assert orders[None, 0] == orders[None, 1] == tuple(range(100))
-    assert len(set(orders.values())) == 7
+@pytest.mark.parametrize("landmark", [[[1]], [[0, -1, 2]], "all", [[1.5, 2, 3]]])
+def test_a_damaged_landmark_is_refused(landmark):
+    run = run_of([5] * 40, RowPacking(10, 10))
+    state = {**Position.start(run, batch_size=8, tail="pad").to_state(), "landmark": landmark}
+    with pytest.raises(StateError, match="landmark must be None or a list of"):
+        Position.from_state(state)
+
+
+def test_other_packings_and_lengths_are_other_settings():
+    run = run_of([5] * 40, RowPacking(10, 10, lengths="a"))
+    position = Position.start(run, batch_size=8, tail="pad")
+    for packing in (RowPacking(12, 10, lengths="a"), RowPacking(10, 10, lengths="b"), RowPacking(10, 9, lengths="a")):
+        with pytest.raises(StateError, match="packing was RowPacking"):
+            position.check(run_of([5] * 40, packing))
+    position.check(run_of([5] * 40, RowPacking(10, 10, lengths="a")))
+
+
+def test_while_all_sequences_have_rows_a_batch_has_equally_many_of_each():
+    run = run_of(np.arange(4000) * 7919 % 97, RowPacking(128, 100), batch_size=32)
+    order = run.epoch(0)
+    counts = [np.bincount(order.canonical(k * 32, k * 32 + 32), minlength=16).tolist() for k in range(30)]
+    assert counts == [[2] * 16] * 30
+
+
+def test_a_small_epoch_is_packed_in_fewer_sequences():
+    few, many = run_of([5] * 40, RowPacking(10, 100)), run_of([5] * 4000, RowPacking(10, 100))
+    assert len(few.epoch(0)._sequences) == 1
+    assert len(many.epoch(0)._sequences) == 8
+
+
+def test_nodes_that_are_packed_apart_keep_their_shards_to_themselves():
+    snapshot = Snapshot.of([[200] * 320])
+    lengths = (random_u64(RngStream.SAMPLES, 3, size=snapshot.num_samples) % np.uint64(400)).astype(np.uint32)
+
+    def downloads(window):
+        config = OrderConfig.resolve(batch_size=64, shuffle=True, packing=RowPacking(512, window))
+        order = RunOrder(snapshot, [StreamWeights()], config, lengths).epoch(0)
+        plans = [BatchPlan(order, batch_size=64, world=World(rank, 4, 1)) for rank in range(4)]
+        used = [np.unique(snapshot.shards_of(np.concatenate([p.share(k).sample_ids for k in range(p.num_batches)])))
+                for p in plans]  # fmt: skip
+        return sum(map(len, used)) / snapshot.num_shards
+
+    assert downloads(window=64_000) == 4  # one sequence of all nodes
+    assert downloads(window=1000) < 1.2
+
+
+def test_only_the_last_batches_need_the_number_of_rows():
+    run = run_of(np.arange(40_000) % 61, RowPacking(128, 100))
+    batches = MicroBatches(BatchPlan(run.epoch(0), batch_size=8), 8)
+    assert next(batches.walk()).begin == 0
+    assert batches[200].begin == 1600
+    assert not any(one.is_counted for one in run.epoch(0)._sequences)
+    assert len(list(batches.walk())) == len(batches)
 
 
 def test_the_rows_of_an_epoch_never_change():
     lengths = random_u64(RngStream.SAMPLES, 3, size=5000) % np.uint64(700)
-    run = RunOrder(Snapshot.of([[500] * 10]), [StreamWeights()], OrderConfig.resolve(batch_size=64, shuffle=True))
-    packed = PackedOrder(run.epoch(2), lengths.astype(np.uint32), Packing(512, 1024), key=(9176, 2))
-    spans = RowSpans.of(packed.walk(RowPosition()))
-    columns = np.concatenate([spans.edges, spans.ids, spans.positions, spans.first, spans.num_tokens]).astype("<i8")
-    assert hashlib.sha256(columns.tobytes()).hexdigest()[:16] == "732640d45ae203f5"
+    run = run_of(lengths, RowPacking(512, 256), shards=10, batch_size=64)
+    order = run.epoch(2)
+    spans = order.spans(np.arange(order.num_samples))
+    columns = np.concatenate([spans.edges, spans.ids, spans.first, spans.num_tokens]).astype("<i8")
+    assert hashlib.sha256(columns.tobytes()).hexdigest()[:16] == "9d3fbb3b3127ee55"
+    assert hashlib.sha256(order.ids(0, order.num_samples).astype("<i8").tobytes()).hexdigest()[:16] == "72611b01c5b3debe"
+
+
+@prop
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=6), st.data())
+def test_a_fingerprint_differs_for_any_other_row(spans, data):
+    def fingerprint(row):
+        return fingerprints(RowSpans(np.array([0, len(row)]), *map(np.array, zip(*row, strict=True))))[0]
+
+    other = data.draw(st.permutations(spans))
+    if list(other) != spans:
+        assert fingerprint(other) != fingerprint(spans)
+    k, part = data.draw(st.integers(0, len(spans) - 1)), data.draw(st.integers(0, 2))
+    changed = [list(one) for one in spans]
+    changed[k][part] += 1
+    assert fingerprint(changed) != fingerprint(spans)
+    assert 0 <= fingerprint(spans) < 2**63
+
+
+class Ids:
+    def __init__(self, ids):
+        self._ids, self.num_samples = np.asarray(ids, dtype=np.int64), len(ids)
+
+    def ids(self, begin, end):
+        return self._ids[begin:end]
+
+
+def test_a_sample_that_is_drawn_twice_is_packed_twice():
+    rows = PackedSequence(Ids([0, 1, 0]), np.array([3, 4]), RowPacking(8, 8), None)
+    assert rows.count(10) == 2
+    assert rows_of(rows.spans(np.arange(2))) == [((0, 0, 3), (1, 0, 4)), ((0, 0, 3),)]
+
+
+def test_windows_of_empty_documents_have_no_rows():
+    rows = PackedSequence(Ids(range(6)), np.array([0, 0, 3, 3, 0, 0]), RowPacking(8, 2), None)
+    assert rows.count(10) == 1
+    assert rows_of(rows.spans(np.array([0]))) == [((2, 0, 3), (3, 0, 3))]
 
 
 def test_lengths_may_be_memory_mapped(tmp_path):
     lengths = (np.arange(300) % 40).astype("<u4")
     lengths.tofile(tmp_path / "lengths.bin")
     mapped = np.memmap(tmp_path / "lengths.bin", dtype="<u4", mode="r")
-    packed = PackedOrder(order_of(300), mapped, Packing(32, 100), key=(7, 0))
-    assert all_rows(packed) == all_rows(packed_of(lengths, Packing(32, 100)))
+    run = run_of(lengths, RowPacking(32, 100))
+    again = RunOrder(run.snapshot, run.weights, run.config, mapped)
+    assert epoch_rows(again) == epoch_rows(run)
 
 
-def test_a_sample_that_is_drawn_twice_is_packed_twice():
-    packed = PackedOrder(Recorded([0, 1, 0]), np.array([3, 4]), Packing(8, 8))
-    assert all_rows(packed) == [[(0, 0, 3), (1, 0, 4)], [(0, 0, 3)]]
-
-
-def test_windows_of_empty_documents_have_no_rows():
-    packed = PackedOrder(Recorded(range(6)), np.array([0, 0, 3, 3, 0, 0]), Packing(8, 2))
-    assert [one.window.number for one in packed.walk(RowPosition())] == [1]
-    assert packed.first_rows.tolist() == [0]
-    assert packed.num_rows == 1
-
-
-@pytest.mark.parametrize("start", [RowPosition(0, 99), RowPosition(0, -1), RowPosition(-1, 0)])
-def test_positions_outside_the_epoch_are_refused(start):
-    with pytest.raises(ValueError, match=r"the position is row|Windows count from 0"):
-        next(packed_of([5] * 10, Packing(10, 4)).walk(start))
-
-
-@pytest.mark.parametrize("lengths", [np.ones((2, 2), np.int64), np.ones(4)])
-def test_lengths_of_another_kind_are_refused(lengths):
-    with pytest.raises(ValueError, match="Lengths must be a 1-d array of integers; found"):
-        PackedOrder(order_of(4), lengths, Packing(8))
+def test_packing_needs_lengths_and_a_method_whose_samples_can_be_packed():
+    run = run_of([5] * 10, RowPacking(10))
+    with pytest.raises(ValueError, match="An order of packed rows needs the lengths"):
+        RunOrder(run.snapshot, run.weights, run.config)
+    with pytest.raises(ValueError, match="batching_method random or stratified"):
+        run_of([5] * 10, RowPacking(10), batching_method="per_stream")
+    with pytest.raises(ValueError, match="batching_method random or stratified"):
+        run_of([5] * 10, RowPacking(10), algorithm="py1e")

@@ -1,4 +1,4 @@
-"""Packing the documents of one window: no token is lost or repeated, and the rows are those of best-fit decreasing."""
+"""RowPacking the documents of one window: no token is lost or repeated, and the rows are those of best-fit decreasing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_stream.order.packing import LONG_DOCUMENTS, Packing, pack_window
+from lightning_stream.order.packing import LONG_DOCUMENTS, RowPacking, pack_window
 from lightning_stream.order.permutation import RngStream, random_u64
 
 prop = settings(max_examples=300, deadline=None, derandomize=True)
@@ -155,4 +155,4 @@ def test_lengths_that_are_no_lengths_are_refused(lengths):
 
 def test_all_wrong_settings_are_named_together():
     with pytest.raises(ValueError, match=r"row_length .* not 0.*window .* not 0.*long_documents .* not 'cut'"):
-        Packing(row_length=0, window=0, long_documents="cut")
+        RowPacking(row_length=0, window=0, long_documents="cut")

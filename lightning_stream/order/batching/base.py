@@ -218,6 +218,11 @@ class EpochOrder(ABC):
     def __init__(self, run: RunOrder, epoch: int) -> None:
         self.epoch, self.num_samples, self.full_end = epoch, run.num_samples, run.num_samples
 
+    @property
+    def documents(self) -> EpochOrder:
+        """The order of samples: this one, unless they are packed into rows."""
+        return self
+
     @classmethod
     def shard_groups(cls, snapshot: Snapshot) -> Sequence[NDArray[np.int64]]:
         """The shard sizes of each set of shards that has an order of its own: here each stream."""

@@ -10,7 +10,7 @@ nodes, and every machine would download all the data.
     sequence 1   b0 b1 b2 b3 b4 b5       row       a0 b0 a1 b1 a2 b2 a3 b3 a4 b4 b5
 
 How many rows a window has is known once it was planned. So rows are counted from the beginning of the epoch, or from a
-`Landmark` that a state holds: for each sequence a window, and the rows before it.
+`Landmark` that a state holds.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _ROWS_AT_ONCE = 1 << 14  # of which the spans are in memory together
 
 @dataclass(frozen=True)
 class Landmark:
-    """What is known of an epoch's rows: for each sequence a window, and how many of the sequence's rows are before it.
+    """What is known of an epoch's rows: for each sequence a window, and the sequence's rows before it and behind it.
 
     () is the beginning of the epoch.
     """
 
     epoch: int = 0
-    windows: tuple[tuple[int, int], ...] = ()
+    windows: tuple[tuple[int, int, int], ...] = ()
 
 
 class Samples(Protocol):
@@ -99,16 +99,19 @@ class PackedSequence:
             self._firsts.append(self._firsts[-1] + len(self._window(number).rows))
         return min(rows, self.num_counted)
 
-    def learn(self, window: int, rows: int) -> None:
-        """Count on from a window with so many rows before it, unless more is known already."""
-        if rows > self.num_counted and window <= self.num_windows:
-            self._base, self._firsts = window, [rows]
+    def learn(self, window: int, before: int, behind: int) -> None:
+        """Count on from a window with so many rows before it and behind it, unless more is known already."""
+        if behind > self.num_counted and window < self.num_windows:
+            self._base, self._firsts = window, [before, behind]
+        elif before > self.num_counted and window == self.num_windows:
+            self._base, self._firsts = window, [before]
 
-    def landmark(self, row: int) -> tuple[int, int]:
-        """The window of a row, and the rows before it; for a row that was not counted yet, where counting continues."""
+    def landmark(self, row: int) -> tuple[int, int, int]:
+        """The window of a row, the rows before it, and those before the next window; behind the last row, the end."""
         self._reach(row)
-        at = int(np.searchsorted(self._firsts, row, side="right")) - 1
-        return self._base + at, self._firsts[at]
+        self.count(row + 1)
+        at = min(int(np.searchsorted(self._firsts, row, side="right")), len(self._firsts)) - 1
+        return self._base + at, self._firsts[at], self._firsts[min(at + 1, len(self._firsts) - 1)]
 
     def spans(self, rows: NDArray[np.int64]) -> RowSpans:
         """The spans of some rows of the sequence, int64[n], in this order."""
@@ -162,17 +165,22 @@ class PackedOrder(EpochOrder):
     splits_samples = False  # the spans of a rank's rows alone are looked up
 
     def __init__(self, run: RunOrder, documents: EpochOrder) -> None:
-        config, packing = run.config, run.config.packing
+        config, packing, lengths = run.config, run.config.packing, run.lengths
         assert packing is not None
-        self.epoch, self.documents = documents.epoch, documents
+        assert lengths is not None
+        self.epoch, self._documents = documents.epoch, documents
         key = (config.seed, self.epoch) if config.shuffle else None
         sequences = documents.sequences(packing.window)
         self._sequences = [
-            PackedSequence(one, run.lengths, packing, key and (*key, number)) for number, one in enumerate(sequences)
+            PackedSequence(one, lengths, packing, key and (*key, number)) for number, one in enumerate(sequences)
         ]
-        mean = int(run.lengths[:: ceil_div(max(1, len(run.lengths)), _SAMPLED)].mean()) if len(run.lengths) else 1
+        mean = int(lengths[:: ceil_div(max(1, len(lengths)), _SAMPLED)].mean()) if len(lengths) else 1
         self.samples_per_position = max(1, packing.row_length // max(1, mean))
         self._turns = [_Turn(0, 0, tuple(number for number, one in enumerate(sequences) if one.num_samples))]
+
+    @property
+    def documents(self) -> EpochOrder:
+        return self._documents
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]
@@ -227,8 +235,8 @@ class PackedOrder(EpochOrder):
     def learn(self, landmark: Landmark) -> None:
         """Count rows from a landmark of this epoch, instead of from the beginning; one of another epoch is ignored."""
         if landmark.epoch == self.epoch and len(landmark.windows) == len(self._sequences):
-            for one, (window, rows) in zip(self._sequences, landmark.windows, strict=True):
-                one.learn(window, rows)
+            for one, known in zip(self._sequences, landmark.windows, strict=True):
+                one.learn(*known)
 
     def _locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The sequence of each position, and its row there. The positions were reached before."""

@@ -167,6 +167,7 @@ class MosaicEpoch(EpochOrder):
     """One epoch in an order of mosaicml-streaming; `ids` has the order of the world that the training run began in."""
 
     plan_type: ClassVar[type[BatchPlan]] = _MosaicBatches
+    can_be_packed: ClassVar[bool] = False
     splits_samples: ClassVar[bool] = False
 
     def __init__(self, run: RunOrder, epoch: int) -> None:

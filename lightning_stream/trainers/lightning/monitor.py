@@ -156,7 +156,9 @@ class SampleLog(Callback):
         self._is_batch_open = False
         batch = streaming_loader(trainer, "SampleLog").last_batch
         assert batch is not None  # the trainer trains on it
-        self._ids += batch.ids[~batch.filler].tolist()
+        if batch.num_samples:
+            counted = batch.without_padding()
+            self._ids += (counted.ids if counted.rows is None else counted.rows.ids).tolist()
         if trainer.global_step > self._step_before:
             line = {"step": trainer.global_step, "epoch": batch.epoch, "ids": self._ids}
             with self._path.open("a") as file:
