@@ -3,9 +3,9 @@
     python benchmarks/pack_plan.py [--documents 1000000] [--mean 700] [--sigma 1.2]
 
 Targets, in windows of 16,384 documents: padding of at most 0.1 % for rows of 8,192 tokens and 0.2 % for rows of 32,768,
-at least 500,000 documents per CPU-s, and a seek of at most 50 ms. Times are CPU seconds of this one process:
+at least 500,000 documents per CPU-s, and a resume within 50 ms. Times are CPU seconds of this one process:
 
-    lightning_stream   PackedOrder over a shuffled order, with the reading of memory-mapped lengths
+    lightning_stream   the rows of a shuffled epoch, with the reading of memory-mapped lengths
     one by one         the same best-fit decreasing, one piece after another, a bit mask over the rooms of the open rows
     first fit of 8     no windows; the first of 8 open rows with room; where none has room, the fullest one is closed
     next fit           no windows; one open row
@@ -26,9 +26,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights
-from lightning_stream.order.packed_order import PackedOrder, RowPosition
-from lightning_stream.order.packing import Packing
+from lightning_stream import Packing
+from lightning_stream.order import BatchPlan, EpochOrder, OrderConfig, RunOrder, Snapshot, StreamWeights, World
+from lightning_stream.order.batching.packed import Landmark
+from lightning_stream.order.packing import RowPacking
 
 ROW_LENGTHS, WINDOWS = (2048, 8192, 32768), (4096, 16384, 65536)
 
@@ -87,21 +88,29 @@ class Data:
     def __init__(self, lengths: np.ndarray) -> None:
         self.lengths, documents = lengths, len(lengths)
         sizes = np.diff(np.append(np.arange(0, documents, 20_000), documents))
-        self.run = RunOrder(Snapshot.of([sizes]), [StreamWeights()], OrderConfig.resolve(batch_size=256, shuffle=True))
-        self.shuffled = lengths[self.run.epoch(0).ids(0, documents)]
+        self.snapshot = Snapshot.of([sizes])
+        config = OrderConfig.resolve(batch_size=256, shuffle=True)
+        self.shuffled = lengths[RunOrder(self.snapshot, [StreamWeights()], config).epoch(0).ids(0, documents)]
 
-    def packed(self, row_length: int, window: int) -> PackedOrder:
-        run, packing = self.run, Packing(row_length, window)
-        order = RunOrder(run.snapshot, run.weights, run.config).epoch(0)  # a new one: nothing of it is planned
-        return PackedOrder(order, self.lengths, packing, key=(run.config.seed, 0))
+    def packed(self, row_length: int, window: int) -> EpochOrder:
+        """A new order, of which nothing is planned yet."""
+        packing = RowPacking(row_length, window)
+        config = OrderConfig.resolve(batch_size=256, shuffle=True, packing=packing)
+        return RunOrder(self.snapshot, [StreamWeights()], config, self.lengths).epoch(0)
 
-    def seek_ms(self, row_length: int, window: int, count: int = 12) -> list[float]:
-        """Times to the first rows in windows all over the epoch, each planned by a new object."""
-        found = []
+    def resume_ms(self, row_length: int, window: int, num_machines: int, count: int = 12) -> list[float]:
+        """Times to the first global batch of one machine, at places all over the epoch, each in a new order."""
+        known, found = self.packed(row_length, window), []
         for i in range(count):
-            packed = self.packed(row_length, window)
-            position = RowPosition(packed.num_windows * i // count)
-            found.append(cpu_seconds(lambda packed=packed, at=position: len(next(packed.walk(at))))[0] * 1e3)
+            start = known.num_samples * i // count
+            landmark, packed = known.landmark(start), self.packed(row_length, window)
+
+            def first(packed: EpochOrder = packed, landmark: Landmark = landmark, start: int = start) -> int:
+                packed.learn(landmark)
+                plan = BatchPlan(packed, batch_size=256, world=World(0, num_machines), start=start)
+                return len(plan.share(0))
+
+            found.append(cpu_seconds(first)[0] * 1e3)
         return sorted(found)
 
 
@@ -115,15 +124,18 @@ def measure(data: Data, row_length: int) -> None:
     print(f"\nrows of {row_length:,} tokens\n  {'':<18}{'window':>8}{'documents/CPU-s':>18}{'padding':>12}")
     for window in WINDOWS:
         packed = data.packed(row_length, window)
-        show("lightning_stream", f"{window:,}", data.lengths, row_length, lambda packed=packed: packed.num_rows)
+        show("lightning_stream", f"{window:,}", data.lengths, row_length, lambda packed=packed: packed.num_samples)
     windows = np.split(data.shuffled, range(16384, len(data.shuffled), 16384))
     pieces = [pieces_of(one, row_length) for one in windows]
     show("one by one", "16,384", data.lengths, row_length, lambda: one_by_one(pieces, row_length))
     flat = list(chain.from_iterable(pieces))
     show("first fit of 8", "", data.lengths, row_length, lambda: first_fit(flat, row_length, 8))
     show("next fit", "", data.lengths, row_length, lambda: first_fit(flat, row_length, 1))
-    times = data.seek_ms(row_length, 16384)
-    print(f"  a seek to a window of 16,384 documents takes {statistics.median(times):.1f} ms, {times[-1]:.1f} at most")
+    window = Packing(row_length=row_length).rows("").window
+    for machines in (1, 16):
+        times = data.resume_ms(row_length, window, machines)
+        median, most = statistics.median(times), times[-1]
+        print(f"  resume with windows of {window:,} on {machines} machines: {median:.1f} ms, {most:.1f} at most")
 
 
 def main() -> None:

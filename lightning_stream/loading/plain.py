@@ -122,7 +122,7 @@ class PlainIterations:
         ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), source.predownload, size)
         self._num_yielded = 0
         for batch in ahead:
-            for sample in readable(source, batch, source.samples)[0]:
+            for sample in readable(source, batch, batches.plan.order, source.samples)[0]:
                 self._num_yielded += 1
                 yield sample
 

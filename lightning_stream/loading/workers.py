@@ -55,8 +55,9 @@ class Pipeline(IterableDataset[tuple[Any, MicroBatch]]):
         source, size = self.source, self.settings.device_batch_size
         batches = self.settings.micro_batches(source, start)
         ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), source.predownload, size)
+        order = batches.plan.order
         for planned in ahead:
-            batch = readable(source, planned, lambda made: source.batch(made, self.collate))
+            batch = readable(source, planned, order, lambda made: source.batch(made, self.collate))
             yield batch if self.slots is None else self.slots.put(index, batch)
 
 

@@ -15,19 +15,21 @@ fewest possible rows in nearly every window: what padding there is lies in the l
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.order.permutation import mix64
 from lightning_stream.order.rules import TEXT, Rule, broken, one_of
 from lightning_stream.order.rules import count as whole_number
 
 LongDocuments = Literal["split", "truncate", "drop"]
 LONG_DOCUMENTS: tuple[LongDocuments, ...] = ("split", "truncate", "drop")
 _MOST_TOKENS = 2**31 - 1
+_STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,24 @@ class RowSpans:
         """Rows."""
         return len(self.edges) - 1
 
+    def __iter__(self) -> Iterator[RowSpans]:
+        """Yield the rows one by one."""
+        return (self.take(np.array([row])) for row in range(len(self)))
+
     def take(self, rows: NDArray[np.int64]) -> RowSpans:
         """These rows, int64[n], in this order."""
         edges, at = _taken(self.edges, rows)
         return RowSpans(edges, self.ids[at], self.first[at], self.num_tokens[at])
+
+    def fingerprints(self) -> NDArray[np.int64]:
+        """int64[rows] in [0, 2**63): a number for each row, another one for any other spans or another order."""
+        place = np.arange(len(self.ids)) - np.repeat(self.edges[:-1], np.diff(self.edges))
+        mixed = mix64(place.astype(np.uint64))
+        for column in (self.ids, self.first, self.num_tokens):
+            mixed = mix64(mixed + column.astype(np.uint64) * _STEP)
+        sums = np.add.reduceat(mixed, self.edges[:-1]) if len(self) else np.empty(0, dtype=np.uint64)
+        found: NDArray[np.int64] = (sums >> np.uint64(1)).astype(np.int64)
+        return found
 
     @classmethod
     def joined(cls, parts: Sequence[RowSpans]) -> RowSpans:

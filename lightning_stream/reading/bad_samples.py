@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError, NotFoundError
+from lightning_stream.order.batching.base import EpochOrder
 from lightning_stream.order.ledger import Substitution, replacements
 from lightning_stream.order.micro_batches import MicroBatch
+from lightning_stream.order.packing import RowSpans
 from lightning_stream.reading.reader import SampleReader
 
 T = TypeVar("T")
@@ -104,30 +106,59 @@ class BadData:
             f"bad. The last reason: {self.found[drawn]}"
         )
 
-    def replaced(self, reader: SampleReader, info: MicroBatch) -> MicroBatch:
-        """The micro-batch with substitutes for samples that cannot be read; the same object if there are none."""
+    def replaced(self, reader: SampleReader, info: MicroBatch, order: EpochOrder) -> MicroBatch:
+        """The micro-batch with substitutes for samples that cannot be read; the same object if there are none.
+
+        A packed row with a document that cannot be read is replaced as a whole, by another row of its window.
+        """
+        if info.rows is not None:
+            return self._replaced_rows(reader, info, info.rows, order)
         substitutions = []
         for position, drawn in zip(info.positions.tolist(), info.ids.tolist(), strict=True):
             if self.is_bad(reader, drawn):
                 delivered = self._replacement(reader, info.epoch, position, drawn)
                 substitutions.append(Substitution(position, drawn, delivered))
-                if drawn not in self.listed:
-                    self.listed.add(drawn)
-                    self._quarantine(reader, info.epoch, substitutions[-1])
+                self._quarantine(reader, info.epoch, position, drawn, delivered)
         return replace(info, substitutions=tuple(substitutions)) if substitutions else info
 
-    def _quarantine(self, reader: SampleReader, epoch: int, one: Substitution) -> None:
-        """Add a line for a sample, in one write, since other processes append to the file too."""
+    def _replaced_rows(self, reader: SampleReader, info: MicroBatch, rows: RowSpans, order: EpochOrder) -> MicroBatch:
+        substitutions, found = [], []
+        for row, position, drawn in zip(rows, info.positions.tolist(), info.ids.tolist(), strict=True):
+            bad = [sample_id for sample_id in row.ids.tolist() if self.is_bad(reader, sample_id)]
+            found.append(row if not bad else self._readable_row(reader, order, position, bad[0]))
+            if bad:
+                substitutions.append(Substitution(position, drawn, int(found[-1].fingerprints()[0])))
+            for sample_id in bad:
+                self._quarantine(reader, info.epoch, position, sample_id, None)
+        if not substitutions:
+            return info
+        return replace(info, rows=RowSpans.joined(found), substitutions=tuple(substitutions))
+
+    def _readable_row(self, reader: SampleReader, order: EpochOrder, position: int, drawn: int) -> RowSpans:
+        """The row to deliver at a position instead of one with a bad document: the same in every world."""
+        for row in order.alternatives(position, self.policy.seed):
+            if not any(self.is_bad(reader, sample_id) for sample_id in row.ids.tolist()):
+                return row
+        raise FormatError(
+            f"sample {drawn} cannot be read, and no other row of its window could be read either: too much of the data "
+            f"is bad. The last reason: {self.found[drawn]}"
+        )
+
+    def _quarantine(self, reader: SampleReader, epoch: int, position: int, drawn: int, delivered: int | None) -> None:
+        """Add a line for a sample, in one write, since other processes append to the file too; once for each sample."""
+        if drawn in self.listed:
+            return
+        self.listed.add(drawn)
         path = Path(self.policy.quarantine or reader.caches[0].folder / "quarantine.jsonl")
-        snapshot, ids = reader.snapshot, np.array([one.drawn])
+        snapshot, ids = reader.snapshot, np.array([drawn])
         line = {
-            "sample": one.drawn,
+            "sample": drawn,
             "stream": snapshot.stream_names[int(snapshot.streams_of(ids)[0])],
             "shard": reader.entry(int(snapshot.shards_of(ids)[0]))[1].raw.basename,
             "epoch": epoch,
-            "position": one.position,
-            "delivered": one.delivered,
-            "reason": self.found[one.drawn],
+            "position": position,
+            "delivered": delivered,
+            "reason": self.found[drawn],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -137,22 +168,25 @@ class BadData:
             os.close(file)
 
 
-def readable(dataset: HasBadData, info: MicroBatch, read: Callable[[MicroBatch], T]) -> tuple[T, MicroBatch]:
+def readable(
+    dataset: HasBadData, info: MicroBatch, order: EpochOrder, read: Callable[[MicroBatch], T]
+) -> tuple[T, MicroBatch]:
     """Read a micro-batch under the dataset's policy: the result, and the micro-batch with its substitutions.
 
     Raises FormatError or NotFoundError where data cannot be read and the policy is to raise.
     """
     bad, reader = dataset.bad_data, dataset.reader
-    if not bad.suspects(reader, info.ids):
+    if not bad.suspects(reader, info.sample_ids):
         try:
             return read(info), info
         except _BAD:
-            whole = bad.replaced(reader, info) if bad.policy.substitutes else info
+            whole = bad.replaced(reader, info, order) if bad.policy.substitutes else info
             if whole is info:
                 raise  # all samples can be read: the user's own code failed
     else:
-        whole = bad.replaced(reader, info)
-    announced = reader.read_ahead(np.array([one.delivered for one in whole.substitutions]))
+        whole = bad.replaced(reader, info, order)
+    instead = np.array([one.delivered for one in whole.substitutions]) if whole.rows is None else whole.sample_ids
+    announced = reader.read_ahead(instead)
     try:
         return read(whole), whole
     finally:

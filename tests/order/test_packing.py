@@ -1,4 +1,4 @@
-"""RowPacking the documents of one window: no token is lost or repeated, and the rows are those of best-fit decreasing."""
+"""Packing the documents of one window: no token is lost or repeated, and the rows are those of best-fit decreasing."""
 
 from __future__ import annotations
 

@@ -257,6 +257,10 @@ class EpochOrder(ABC):
         """The samples that positions [begin, end) need, and the position of each."""
         return self.ids(begin, end), np.arange(begin, end, dtype=np.int64)
 
+    def alternatives(self, position: int, seed: int) -> RowSpans:  # noqa: ARG002
+        """Rows to try where the one at a position cannot be read: 16 of its window at random, or none."""
+        raise TypeError("Only packed rows have alternatives.")
+
     def sequences(self, least: int) -> Sequence[Samples]:  # noqa: ARG002
         """The sequences that are packed apart, of at least so many samples each if there is more than one."""
         return [self]
@@ -288,6 +292,10 @@ class RandomOrder(EpochOrder):
     @classmethod
     def shard_groups(cls, snapshot: Snapshot) -> Sequence[NDArray[np.int64]]:
         return (snapshot.sizes,)  # all shards are one group
+
+    def alternatives(self, position: int, seed: int) -> RowSpans:  # noqa: ARG002
+        """Rows to try where the one at a position cannot be read: 16 of its window at random, or none."""
+        raise TypeError("Only packed rows have alternatives.")
 
     def sequences(self, least: int) -> Sequence[Samples]:
         return self._samples.split(max(1, self.num_samples // least))

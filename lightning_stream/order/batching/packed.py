@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.order.batching.base import EpochOrder
 from lightning_stream.order.packing import PackedRows, RowPacking, RowSpans, pack_window
-from lightning_stream.order.permutation import RngStream, mix64, permutation
+from lightning_stream.order.permutation import RngStream, permutation, random_u64
 from lightning_stream.order.rank_split import ceil_div
 from lightning_stream.order.window import kept
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightning_stream.order.plan import RunOrder
 
 _KEPT_WINDOWS = 3
-_STEP = np.uint64(0x9E3779B97F4A7C15)
+_ALTERNATIVES = 16
 _SAMPLED = 1 << 12  # lengths that are averaged
 _ROWS_AT_ONCE = 1 << 14  # of which the spans are in memory together
 
@@ -127,6 +127,12 @@ class PackedSequence:
             places.append(place)
         joined = RowSpans.joined(found)
         return joined if len(found) == 1 else joined.take(np.argsort(np.concatenate(places)))
+
+    def neighbours(self, row: int) -> RowSpans:
+        """All rows of the window of a row, but itself."""
+        window, first, _ = self.landmark(row)
+        count = len(self._window(window).rows)
+        return self.spans(np.delete(np.arange(first, first + count), row - first))
 
     def _reach(self, row: int) -> None:
         """Count again from the beginning, if a row is before the landmark that the counting began at."""
@@ -266,11 +272,11 @@ class PackedOrder(EpochOrder):
         offsets: NDArray[np.int64],
     ) -> tuple[NDArray[np.int64], RowSpans | None]:
         rows = self.spans(begin + offsets)
-        return fingerprints(rows), rows
+        return rows.fingerprints(), rows
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
         pieces = [
-            fingerprints(self.spans(np.arange(first, min(first + _ROWS_AT_ONCE, end), dtype=np.int64)))
+            self.spans(np.arange(first, min(first + _ROWS_AT_ONCE, end), dtype=np.int64)).fingerprints()
             for first in range(begin, end, _ROWS_AT_ONCE)
         ]
         return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
@@ -279,21 +285,15 @@ class PackedOrder(EpochOrder):
         rows = self.spans(np.arange(begin, end, dtype=np.int64))
         return rows.ids, begin + np.repeat(np.arange(len(rows)), np.diff(rows.edges))
 
+    def alternatives(self, position: int, seed: int) -> RowSpans:
+        sequence, row = self._locate(np.array([position], dtype=np.int64))
+        rows = self._sequences[int(sequence[0])].neighbours(int(row[0]))
+        if not len(rows):
+            return rows
+        numbers = random_u64(RngStream.SUBSTITUTE, seed, self.epoch, position, size=_ALTERNATIVES)
+        return rows.take((numbers % np.uint64(len(rows))).astype(np.int64))
+
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         if not self.reaches(end):
             raise ValueError(f"Positions must be within the epoch, [0, {self._counted}); found [{begin}, {end}).")
         return self._locate(np.arange(begin, end, dtype=np.int64))[0]
-
-
-def fingerprints(rows: RowSpans) -> NDArray[np.int64]:
-    """int64[rows] in [0, 2**63): a number for each row that differs if any of its spans does, or their order."""
-    with np.errstate(over="ignore"):
-        place = np.arange(len(rows.ids), dtype=np.uint64) - np.repeat(
-            rows.edges[:-1].astype(np.uint64), np.diff(rows.edges)
-        )
-        mixed = mix64(rows.ids.astype(np.uint64) + mix64(place))
-        mixed = mix64(mixed + rows.first.astype(np.uint64) * _STEP)
-        mixed = mix64(mixed + rows.num_tokens.astype(np.uint64) * _STEP)
-        sums = np.add.reduceat(mixed, rows.edges[:-1]) if len(rows) else np.empty(0, dtype=np.uint64)
-    found: NDArray[np.int64] = (sums >> np.uint64(1)).astype(np.int64)
-    return found
