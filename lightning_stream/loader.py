@@ -18,6 +18,7 @@ from lightning_stream.loading.collate import collate_samples
 from lightning_stream.loading.distributed import WorldLike, detect_world
 from lightning_stream.loading.iteration import Driver, LoaderIterator, Progress, driver_of
 from lightning_stream.loading.loader_arguments import check_arguments, check_classes
+from lightning_stream.loading.packing import Packing
 from lightning_stream.loading.randomness import SeededCall
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
 from lightning_stream.loading.shared_position import Start
@@ -182,15 +183,14 @@ class StreamingDataLoader(DataLoader[Any]):
     def __len__(self) -> int:
         """Micro-batches of this rank in a full epoch, including those consumed already.
 
-        Raises:
-            TypeError: Samples are packed into rows, and each epoch has another number of them; see `num_batches`.
+        Where samples are packed into rows, epochs differ: these are those of the epoch that the position is in.
         """
-        if self._source.packing is not None:
-            raise TypeError(
-                "the epochs of packed rows differ in length, so the loader has none. num_batches(epoch) counts the "
-                "batches of an epoch; a trainer that needs a number takes max_steps"
-            )
-        return self.num_batches(0)
+        return self.num_batches(0 if self.packing is None or self.evaluation else self.position.epoch)
+
+    @property
+    def packing(self) -> Packing | None:
+        """How samples are packed into rows; None if they are not."""
+        return self._source.packing
 
     def num_batches(self, epoch: int) -> int:
         """Micro-batches of this rank in one epoch. Where samples are packed into rows, this plans all of its rows."""
@@ -198,7 +198,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def batches_before(self, position: Position) -> int:
         """Micro-batches of this rank that count as done at a position: those of a full epoch less those to come."""
-        if self._source.packing is None:
+        if self.packing is None:
             return len(self) - len(self.micro_batches_from(position))
         changes = position.batch_changes or ((0, position.batch_size),)
         ends = [*(begin for begin, _ in changes[1:]), position.position]
@@ -386,7 +386,7 @@ class StreamingDataLoader(DataLoader[Any]):
     def resumed_at(self, position: Position) -> str:
         """The sentence that announces a resume at a position."""
         position = self.normalised(position)
-        total = None if self._source.packing is not None else self.num_samples
+        total = None if self.packing is not None else self.num_samples
         return resumed_at(position, self.batches_before(position) // self.accumulate, total)
 
     def continue_from(self, position: Position) -> None:

@@ -96,6 +96,7 @@ class PositionTracker:
         self._settings: BatchSettings | None = None
         self._own: LoaderIterator | None = None  # the iteration of a plain loop
         self._owns: Callable[[LoaderIterator], bool] = self._is_own
+        self.loaded: Callable[[], None] | None = None  # called after a state was loaded
         self.is_resumed = self.is_of_mosaic = self.is_attached = self._has_said = False
         if loader is not None:
             self.attach(loader)
@@ -204,6 +205,8 @@ class PositionTracker:
             whole = self.loader.micro_batches_from(replace(here, epoch=epoch, position=0)).plan.order
             reached = int(state["sample_in_epoch"] if self.is_of_mosaic else state["position"])
             self.move_to(replace(here, epoch=epoch, position=min(reached, whole.num_samples)))
+        if self.loaded is not None:
+            self.loaded()
 
     def move_to(self, position: Position) -> None:
         """Set where the run is."""

@@ -47,7 +47,9 @@ def loader_of(folder, *, world=(0, 1), pack=None, size=12, **given):
 def documents_in(batch):
     """The documents of a batch: (row, tokens) of each, cut where `document_ids` changes, without padding."""
     found = []
-    for row, (tokens, ids, count) in enumerate(zip(batch["input_ids"], batch["document_ids"], batch["num_tokens"], strict=True)):
+    for row, (tokens, ids, count) in enumerate(
+        zip(batch["input_ids"], batch["document_ids"], batch["num_tokens"], strict=True)
+    ):
         edges = [0, *(np.flatnonzero(np.diff(ids[:count])) + 1).tolist(), int(count)]
         found += [(row, tokens[a:b].tolist()) for a, b in pairwise(edges)]
     return found
@@ -183,7 +185,12 @@ def test_a_transform_and_a_collate_function_get_rows(folder):
     found = batches()
     assert [sorted(map(tuple, tokens.tolist())) for tokens, _ in found] == [rows_in([batch]) for batch in plain]
     drawn = {tuple(row.tolist()): x for tokens, xs in found for row, x in zip(tokens, xs, strict=True)}
-    shared = {tuple(row.tolist()): x for r in (0, 1) for tokens, xs in batches(r, 2) for row, x in zip(tokens, xs, strict=True)}
+    shared = {
+        tuple(row.tolist()): x
+        for r in (0, 1)
+        for tokens, xs in batches(r, 2)
+        for row, x in zip(tokens, xs, strict=True)
+    }
     assert shared == drawn
 
 

@@ -35,8 +35,10 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         self.tracker.counts = False  # until a trainer joins
         self.loader = loader
         self.tracker.attach(loader, owns=self._begins)
+        self.tracker.loaded = lambda: self._follow_length(private.state_that_loads(loader))
         self._trainer: Any = None
         self._epoch_clock = self._batch_clock = 0
+        self._sized_epoch = 0  # the epoch whose length Composer knows
         self._num_substituted = 0  # in the batches that this rank has trained on
         self._pretended = False  # to Composer, that it has trained on a batch
 
@@ -87,9 +89,33 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
     def _limit(self, trainer: Any) -> int | None:
         """Batches of an epoch, where the trainer takes fewer than there are."""
         length = trainer.state.dataloader_len
+        if self.loader.packing is not None and not self._is_subset(trainer.state):
+            if length is not None and int(length) < self.loader.num_batches(self.tracker.position.epoch):
+                raise ValueError(
+                    f"the epochs of packed rows differ in length, and Composer would end this one after {length} "
+                    f"batches of {len(self.loader)}. Pass the trainer a DataSpec of data_spec(...), not the loader"
+                )
+            return None
         return int(length) if length is not None and int(length) < len(self.loader) else None
 
+    def _is_subset(self, state: State) -> bool:
+        """Whether the user lets each epoch take fewer batches: Composer has asked for the length of the first epoch."""
+        length = state.dataloader_len
+        return length is not None and int(length) < min(map(self.loader.num_batches, {0, self._sized_epoch}))
+
+    def _follow_length(self, state: State | None) -> None:
+        """Let Composer expect as many batches as this epoch has, where the epochs of packed rows differ."""
+        if self.loader.packing is not None and state is not None and not self._is_subset(state):
+            self._sized_epoch = self.tracker.position.epoch
+            state.dataloader_len = -1  # then it asks for the length again
+
     # Composer's events
+
+    def epoch_start(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
+        """Follow the length of the epoch."""
+        if state.train_dataloader is self.loader:
+            self._sync()
+            self._follow_length(state)
 
     def batch_start(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
         """Take up the batch of this number."""

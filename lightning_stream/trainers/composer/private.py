@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from composer import Trainer
+from composer import State, Trainer
 from composer.trainer.trainer import TrainerMode
 from composer.utils import reproducibility
 
@@ -27,6 +27,17 @@ def trainer_that_asks(loader: Any) -> Any | None:
     trainer = frame.f_locals.get("self")
     trains = frame.f_locals.get("trainer_mode") == TrainerMode.TRAIN
     return trainer if trains and isinstance(trainer, Trainer) and trainer.state.train_dataloader is loader else None
+
+
+def state_that_loads(loader: Any) -> Any | None:
+    """The state of the trainer that is loading a checkpoint, and trains on this loader; None where there is none."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, State) and found.train_dataloader is loader:
+            return found
+        frame = frame.f_back
+    return None
 
 
 def restore_random_state(trainer: Any) -> None:

@@ -171,15 +171,17 @@ class StreamingCallback(Callback):
         if self.show_position:
             self._hide_position = loops.show_in_bar(trainer, self.tracker)
         at, self._enters_at = self._enters_at, None
+        loops.follow_length(trainer, loader, self.tracker.position.epoch if at is None else at.epoch)
         is_inside = at is not None and at.epoch == self.tracker.position.epoch
         self.tracker.begin_epoch(at.batch if at is not None and is_inside else 0)  # as Lightning counts from here
         if at is not None:
             loops.enter(trainer, at)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Follow the loader that Lightning made for this epoch, if it made one."""
-        if self.tracker.is_attached:
-            self._attach(trainer)
+        """Follow the loader that Lightning made for this epoch, if it made one, and the epoch's length."""
+        loader = self._attach(trainer) if self.tracker.is_attached else None
+        if loader is not None:
+            loops.follow_length(trainer, loader, self.tracker.position.epoch)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Take up the batch of this number."""
@@ -268,7 +270,7 @@ class StreamingCallback(Callback):
         if loader is None or (state := self._state_in(checkpoint)) is None:
             return
         position = loader.first_position() if state["position"] is None else loader.accept(state["position"])
-        if loader.batches_before(position) >= loops.limited(len(loader), trainer.limit_train_batches):
+        if loader.batches_before(position) >= loops.limited(loader.num_batches(position.epoch), trainer.limit_train_batches):
             position = position.next_epoch()  # the trainer's limit on an epoch is tighter now
         self._validated_step = state["validated_step"]
         at = self._loop_position(trainer, loader, position, checkpoint)
@@ -289,12 +291,13 @@ class StreamingCallback(Callback):
         self, trainer: Any, loader: StreamingDataLoader, position: Position, checkpoint: Mapping[str, Any]
     ) -> LoopPosition:
         """Where Lightning's loops are; the end of an epoch, and a validation, that have not run come first."""
-        num_batches = loops.limited(len(loader), trainer.limit_train_batches)
+        num_batches = loops.limited(loader.num_batches(position.epoch), trainer.limit_train_batches)
         done = loader.batches_before(position)
         validated = self._validated_step == int(checkpoint["global_step"])
         here = LoopPosition(position.epoch, done, num_batches, validated=validated)
         if done == 0 and position.epoch > 0:  # the epoch before is over, but perhaps not its validation and its end
-            before = replace(here, epoch=position.epoch - 1, batch=num_batches)
+            num_batches = loops.limited(loader.num_batches(position.epoch - 1), trainer.limit_train_batches)
+            before = replace(here, epoch=position.epoch - 1, batch=num_batches, num_batches=num_batches)
             before = replace(before, validation_due=loops.validation_is_due(trainer, before))
             is_due = before.runs_validation or loops.epoch_end_is_due(checkpoint, position.epoch)
             return before if is_due else here

@@ -281,6 +281,22 @@ def limited(num_batches: int, limit: float) -> int:
     return min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
 
 
+def follow_length(trainer: Any, loader: StreamingDataLoader, epoch: int) -> None:
+    """Let Lightning expect as many batches as an epoch has, where the epochs of packed rows differ.
+
+    It asks for a loader's length once, and would end a longer epoch there.
+    """
+    loop, combined = trainer.fit_loop, trainer.fit_loop._combined_loader  # noqa: SLF001
+    if loader.packing is None or combined is None:
+        return
+    num_batches = limited(loader.num_batches(epoch), trainer.limit_train_batches)
+    combined.limits, loop.max_batches = [num_batches], num_batches
+    if loop._data_fetcher is not None:  # noqa: SLF001
+        loop._data_fetcher.length = num_batches  # noqa: SLF001
+    if isinstance(trainer.val_check_interval, float):
+        trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
+
+
 def validation_is_due(trainer: Any, at: LoopPosition) -> bool:
     """Whether Lightning validates after this batch, by its own rules; time-based intervals never count as due."""
     interval = trainer.val_check_interval

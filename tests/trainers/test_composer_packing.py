@@ -1,0 +1,95 @@
+"""Packed rows under Composer: every row once, although the epochs differ in length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("composer", reason="Composer is not installed: uv sync --no-dev --extra composer")
+
+from composer import Trainer
+from composer.models import ComposerModel
+
+from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset, data_spec
+
+pytestmark = pytest.mark.filterwarnings("ignore:Cannot split tensor")
+PACK = Packing(row_length=64, window=50, labels=True)
+
+
+class Model(ComposerModel):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(100, 4), torch.nn.Linear(4, 100)
+        self.seen: list[Any] = []
+
+    def forward(self, batch: Any) -> Any:
+        self.seen += [tuple(row.tolist()) for row in batch["input_ids"]]
+        return self.head(self.embedding(batch["input_ids"]))
+
+    def loss(self, scores: Any, batch: Any) -> Any:
+        return torch.nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    rng, path = np.random.default_rng(0), str(tmp_path_factory.mktemp("documents"))
+    columns = {"tokens": "ndarray:int32"}
+    with MDSWriter(out=path, columns=columns, size_limit=1 << 13, lengths={"tokens": len}) as writer:
+        for size in rng.integers(1, 150, 400):
+            writer.write({"tokens": rng.integers(1, 100, size).astype(np.int32)})
+    return path
+
+
+def fit(
+    folder: str, checkpoints: Path, load_path: str | None = None, bare: bool = False, **given: Any
+) -> tuple[Any, int]:
+    dataset, model = StreamingDataset(local=folder, shuffle=True, pack=PACK), Model()
+    loader: Any = (
+        StreamingDataLoader(dataset, global_batch_size=12) if bare else data_spec(dataset, global_batch_size=12)
+    )
+    trainer = Trainer(
+        model=model, train_dataloader=loader, optimizers=torch.optim.SGD(model.parameters(), lr=1e-3), device="cpu",
+        save_folder=str(checkpoints), save_filename="step-{batch}.pt", save_interval="4ba", save_overwrite=True,
+        save_num_checkpoints_to_keep=-1, load_path=load_path, progress_bar=False,
+        **{"max_duration": "3ep", **given},
+    )  # fmt: skip
+    trainer.fit()
+    steps = int(trainer.state.timestamp.batch)
+    trainer.close()
+    return model.seen, steps
+
+
+@pytest.fixture(scope="module")
+def whole(folder: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, int, Path]:
+    checkpoints = tmp_path_factory.mktemp("whole")
+    return (*fit(folder, checkpoints), checkpoints)
+
+
+def test_epochs_of_different_lengths_are_trained_to_their_ends(folder: str, whole: tuple[Any, int, Path]) -> None:
+    loader = StreamingDataLoader(StreamingDataset(local=folder, shuffle=True, pack=PACK), global_batch_size=12)
+    lengths = [loader.num_batches(epoch) for epoch in range(3)]
+    assert len(set(lengths)) > 1, "the test needs epochs of different lengths"
+    assert whole[1] == sum(lengths)
+
+
+@pytest.mark.parametrize("step", [8, 40, 44, 84, 88, 124])
+def test_a_resume_continues_at_the_next_row(
+    folder: str, whole: tuple[Any, int, Path], tmp_path: Path, step: int
+) -> None:
+    seen, steps, checkpoints = whole
+    resumed, again = fit(folder, tmp_path, str(checkpoints / f"step-{step}.pt"))
+    assert again == steps
+    assert resumed == seen[len(seen) - len(resumed) :]
+    assert len(seen) - len(resumed) <= step * 12
+
+
+def test_a_bare_loader_is_trained_to_the_ends_too(folder: str, whole: tuple[Any, int, Path], tmp_path: Path) -> None:
+    assert fit(folder, tmp_path, bare=True) == whole[:2]
+
+
+def test_a_subset_of_each_epoch_is_kept(folder: str, tmp_path: Path) -> None:
+    assert fit(folder, tmp_path, train_subset_num_batches=5)[1] == 15

@@ -1,0 +1,98 @@
+"""Packed rows under Lightning: every row once, although the epochs differ in length."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+L = pytest.importorskip("lightning")
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+
+from lightning_stream import MDSWriter, Packing, StreamingDataModule, StreamingDataset  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed")
+PACK = Packing(row_length=64, window=50, labels=True)
+
+
+class Model(L.LightningModule):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(100, 4), torch.nn.Linear(4, 100)
+        self.seen: dict[int, list[Any]] = defaultdict(list)
+        self.validated = 0
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        self.seen[self.current_epoch] += [tuple(row.tolist()) for row in batch["input_ids"]]
+        scores, labels = self.head(self.embedding(batch["input_ids"])), batch["labels"]
+        return torch.nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.validated += len(batch["input_ids"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    rng, path = np.random.default_rng(0), str(tmp_path_factory.mktemp("documents"))
+    columns = {"tokens": "ndarray:int32"}
+    with MDSWriter(out=path, columns=columns, size_limit=1 << 13, lengths={"tokens": len}) as writer:
+        for size in rng.integers(1, 150, 400):
+            writer.write({"tokens": rng.integers(1, 100, size).astype(np.int32)})
+    return path
+
+
+def fit(folder: str, checkpoints: Path, ckpt_path: str | None = None, **given: Any) -> tuple[Model, Any]:
+    data = StreamingDataModule(
+        train=StreamingDataset(local=folder, shuffle=True, pack=PACK),
+        val=StreamingDataset(local=folder, pack=PACK),
+        global_batch_size=12,
+    )
+    keep = ModelCheckpoint(dirpath=checkpoints, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(accelerator="cpu", devices=1, callbacks=[keep], **{"max_epochs": 3, **quiet, **given})
+    model = Model()
+    trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+    return model, trainer
+
+
+@pytest.fixture(scope="module")
+def whole(folder: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Any, Path]:
+    checkpoints = tmp_path_factory.mktemp("whole")
+    return (*fit(folder, checkpoints), checkpoints)
+
+
+def test_epochs_of_different_lengths_are_trained_to_their_ends(whole: tuple[Model, Any, Path]) -> None:
+    model, trainer, _ = whole
+    loader = trainer.train_dataloader
+    lengths = [loader.num_batches(epoch) for epoch in range(3)]
+    assert len(set(lengths)) > 1, "the test needs epochs of different lengths"
+    assert trainer.global_step == sum(lengths)
+    rows = [loader.micro_batches_from(loader.first_position()).plan.order.num_samples]
+    assert len(set(model.seen[0])) == rows[0]
+    assert model.validated > 0
+
+
+@pytest.mark.parametrize("step", [8, 40, 44, 84, 88, 124])
+def test_a_resume_continues_at_the_next_row(
+    folder: str, whole: tuple[Model, Any, Path], tmp_path: Path, step: int
+) -> None:
+    model, trainer, checkpoints = whole
+    resumed, again = fit(folder, tmp_path, str(checkpoints / f"step={step}.ckpt"))
+    assert again.global_step == trainer.global_step
+    for epoch, rows in resumed.seen.items():
+        assert rows == model.seen[epoch][-len(rows) :]
+    seen = sum(map(len, resumed.seen.values()))
+    assert sum(map(len, model.seen.values())) - seen <= step * 12
+
+
+def test_a_limit_and_a_share_of_the_epoch_hold_in_every_epoch(folder: str, tmp_path: Path) -> None:
+    assert fit(folder, tmp_path, limit_train_batches=5, max_epochs=2)[1].global_step == 10
+    _, trainer = fit(folder, tmp_path, limit_train_batches=0.5, val_check_interval=0.5, max_epochs=2)
+    assert trainer.global_step == sum(trainer.train_dataloader.num_batches(epoch) // 2 for epoch in range(2))
