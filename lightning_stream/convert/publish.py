@@ -17,8 +17,8 @@ from lightning_stream.formats.index.lengths import with_lengths
 from lightning_stream.shared_files import FileLock
 from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.stores.drafts import sweep_drafts
-from lightning_stream.writer.place import MANIFEST as MANIFEST
 from lightning_stream.writer.place import LENGTHS, OURS, DatasetPlace, digest_of, is_remote
+from lightning_stream.writer.place import MANIFEST as MANIFEST
 
 _FILES = rf"shard\.[0-9]+\.[0-9a-f]{{16}}\.mds(\.[a-z0-9]+)?|index\.json|{LENGTHS}"
 _PARTS = re.compile(rf"part-[0-9]{{5,}}/({_FILES})|{CONTROL}/.*")
