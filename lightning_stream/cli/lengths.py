@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--num-workers", type=int, metavar="N", help="processes (default: one per processor)")
     parser.add_argument("--overwrite", action="store_true", help="replace lengths of this name")
+    parser.add_argument("--allow-unsafe-types", action="store_true", help="decode pkl, which runs code of the data")
     add_store_options(parser)
 
 
@@ -58,6 +59,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
             overwrite=options.overwrite,
             progress_bar=sys.stderr.isatty(),
             store_options=options.store_options,
+            allow_unsafe_types=options.allow_unsafe_types,
         )
         lengths = {name: summary(numbers) for name, numbers in added.items()}
         described.append({"url": dataset.store.url, "lengths": lengths})

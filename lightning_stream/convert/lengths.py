@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,18 @@ from numpy.typing import NDArray
 from lightning_stream.cache import ShardCache
 from lightning_stream.convert.pool import Progress, num_processes, refuse_in_worker, run_partitions
 from lightning_stream.errors import FormatError, NotFoundError
-from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.formats.index import INDEX_NAME, Index, ShardEntry
 from lightning_stream.formats.index.lengths import with_lengths
 from lightning_stream.formats.shard import open_shard
 from lightning_stream.stores import LocalStore, open_store
-from lightning_stream.writer.lengths import LengthFunctions, Lengths, check_functions, measure_batch, put_lengths
+from lightning_stream.writer.lengths import (
+    LengthFunctions,
+    Lengths,
+    check_functions,
+    check_measurable,
+    measure_batch,
+    put_lengths,
+)
 from lightning_stream.writer.place import DatasetPlace, Place
 
 _PARTITION_BYTES = 64 << 20
@@ -35,6 +42,7 @@ def add_lengths(
     overwrite: bool = False,
     progress_bar: bool = False,
     store_options: Mapping[str, Any] | None = None,
+    allow_unsafe_types: bool = False,
 ) -> Lengths:
     """Add lengths to a dataset: every sample is read once, and then files of numbers and the index are put.
 
@@ -52,6 +60,7 @@ def add_lengths(
         overwrite: Replace lengths of these names.
         progress_bar: Show a line that counts partitions and rows on stderr.
         store_options: Options of the store.
+        allow_unsafe_types: Whether to decode the ``pkl`` encoding, which runs code that the data names.
 
     Returns:
         The numbers by name, uint32[num_samples] each, in the order of the samples.
@@ -70,10 +79,12 @@ def add_lengths(
     place.begin("append")
     index = place.base
     assert index is not None
+    for schema in index.schemas:
+        check_measurable(functions, schema.names)
     held = _held(index, functions, overwrite)
     partitions = _partitions(index)
     report = Progress(len(partitions), "reading") if progress_bar else lambda _: None
-    task = _Measuring(os.fspath(out), store_options, functions).run
+    task = _Measuring(os.fspath(out), store_options, functions, allow_unsafe_types).run
     done = run_partitions(task, partitions, num_processes(num_workers), report)
     parts = [done[partition.number][""].lengths for partition in partitions]
     found = {name: np.concatenate([np.empty(0, np.uint32), *(part[name] for part in parts)]) for name in functions}
@@ -116,8 +127,8 @@ class _Measured:
 def _partitions(index: Index) -> list[_Shards]:
     groups = (np.cumsum(index.raw_bytes) - index.raw_bytes) // _PARTITION_BYTES
     firsts = np.flatnonzero(np.diff(groups, prepend=-1)).tolist()
-    edges = zip(firsts, [*firsts[1:], len(index)], strict=True)
-    return [_Shards(k, tuple(map(index.entry, range(begin, end)))) for k, (begin, end) in enumerate(edges)]
+    parts = enumerate(pairwise([*firsts, len(index)]))
+    return [_Shards(k, tuple(map(index.entry, range(begin, end)))) for k, (begin, end) in parts]
 
 
 @dataclass(frozen=True)
@@ -127,6 +138,7 @@ class _Measuring:
     url: str
     store_options: Mapping[str, Any] | None
     functions: LengthFunctions
+    allow_unsafe_types: bool
 
     def run(self, partition: _Shards) -> dict[str, _Measured]:
         store = open_store(self.url, self.store_options)
@@ -144,20 +156,12 @@ class _Measuring:
         }
 
     def _of_shard(self, entry: ShardEntry, folder: Path) -> Sequence[Lengths]:
-        columns = entry.schema.columns
-        unread = []
-        if self.functions.keys() <= columns.keys():  # what would run code is not decoded if no function needs it
-            unread = [name for name in columns.keys() - self.functions.keys() if not _is_safe(entry, name)]
-        shard = open_shard(entry, folder, decoders=dict.fromkeys(unread, bytes))
+        shard = open_shard(entry, folder, allow_unsafe_types=self.allow_unsafe_types)
         try:
             return [
-                measure_batch(self.functions, shard.columns(rows), len(rows), tuple(columns))
+                measure_batch(self.functions, shard.columns(rows), len(rows), entry.schema.names)
                 for rows in np.array_split(np.arange(entry.num_samples), -(-entry.num_samples // _ROWS) or 1)
                 if len(rows)
             ]
         finally:
             shard.close()
-
-
-def _is_safe(entry: ShardEntry, column: str) -> bool:
-    return entry.format != "mds" or get_encoding(entry.schema.columns[column]).safe
