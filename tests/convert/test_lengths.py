@@ -81,7 +81,9 @@ def test_lengths_decide_whether_a_dataset_is_reused(rows_file: Path, tmp_path: P
     for other in (None, {"text": letters}):
         with pytest.raises(FileExistsError, match="another conversion's dataset: lengths was "):
             convert(rows_file, out, num_workers=1, lengths=other)
-    with pytest.raises(ValueError, match=r"lengths={'txt': len} needs a column of that name; the columns are k, x, text"):
+    with pytest.raises(
+        ValueError, match=r"lengths={'txt': len} needs a column of that name; the columns are k, x, text"
+    ):
         convert(rows_file, tmp_path / "other", num_workers=1, lengths={"txt": len})
     with pytest.raises(TypeError, match="lengths must be functions by name"):
         convert(rows_file, tmp_path / "other", lengths={"text": 3})  # type: ignore[dict-item]
