@@ -47,7 +47,7 @@ def add_lengths(
     """Add lengths to a dataset: every sample is read once, and then files of numbers and the index are put.
 
     The samples stay as they are, and so does the digest by which a resumed run knows its data. Readers see the lengths
-    when they open the dataset the next time.
+    when they open the dataset the next time. Of several versions, only the newest gets them.
 
     Example::
 
@@ -116,6 +116,9 @@ class _Shards:
 
     number: int
     entries: tuple[ShardEntry, ...]
+
+    def __str__(self) -> str:
+        return f"the lengths of {self.entries[0].raw.basename} to {self.entries[-1].raw.basename}"
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,9 @@ def read_lengths(caches: Sequence[ShardCache], indexes: Sequence[Index], name: s
 def _of_stream(cache: ShardCache, index: Index, name: str) -> list[_Lengths]:
     files: Sequence[FileEntry] | None = index.lengths.get(name)
     if files is not None:
-        return [_mapped(cache.side_file(file), file) for file in files]
+        with DaemonPool(_THREADS, "lengths") as pool:
+            paths = [pool.submit(cache.side_file, file) for file in files]
+            return [_mapped(path.result(), file) for path, file in zip(paths, files, strict=True)]
     if cache.in_place or all(_fixed_length(schema, name) is not None for schema in index.schemas):
         return [_from_shards(cache, index, name)]
     made = FileEntry(f"{length_file_stem(name)}.{index.digest[:16]}.bin", 4 * index.num_samples)

@@ -76,7 +76,7 @@ def put_lengths(
         files[name] = held.get(name, ())
         if not len(numbers):
             continue
-        data = numbers.astype("<u4").tobytes()
+        data = numbers.astype("<u4", copy=False).view(np.uint8).data
         basename = place.name_of(f"{length_file_stem(name)}.{len(files[name]):05}.bin", [data])
         place.put_shard(basename, [data])
         files[name] += (FileEntry(basename, len(data), digest_parts(hashes or hashes_to_write(None), [data])),)

@@ -89,6 +89,28 @@ def test_remote_lengths_are_fetched_once_per_machine_and_nothing_else_is(tmp_pat
     assert asked(server) == []
 
 
+class Hooked(Stream):
+    """A stream that downloads files in its own way."""
+
+    def _download_file(self, from_basename: str, to_basename: str | None = None) -> str:
+        downloaded.append(from_basename)
+        return super()._download_file(from_basename, to_basename)
+
+
+downloaded: list[str] = []
+
+
+def test_a_stream_that_downloads_by_itself_gets_the_files_of_lengths_too(tmp_path: Path) -> None:
+    for name, lengths in (("with", {"tokens": len}), ("without", None)):
+        write(tmp_path / name, lengths=lengths)
+    downloaded.clear()
+    dataset = StreamingDataset(streams=[Hooked(tmp_path / "with", local=tmp_path / "cache")])
+    np.testing.assert_array_equal(dataset.lengths("tokens"), TRUTH)
+    assert downloaded == ["index.json", "lengths.tokens.00000.bin"]
+    with pytest.raises(NotFoundError, match="a store that reads ranges"):
+        StreamingDataset(streams=[Hooked(tmp_path / "without", local=tmp_path / "other")]).lengths("tokens")
+
+
 def test_a_pickled_reader_does_not_carry_the_numbers(tmp_path: Path) -> None:
     dataset = StreamingDataset(local=write(tmp_path / "set", lengths={"tokens": len}))
     before = len(pickle.dumps(dataset.reader))
