@@ -111,6 +111,17 @@ def test_a_stream_that_downloads_by_itself_gets_the_files_of_lengths_too(tmp_pat
         StreamingDataset(streams=[Hooked(tmp_path / "without", local=tmp_path / "other")]).lengths("tokens")
 
 
+def test_lengths_stay_in_the_cache_while_shards_are_evicted(tmp_path: Path) -> None:
+    folder = write(tmp_path / "set", lengths={"tokens": len}, hashes=["sha1", "xxh3_64"])
+    options = {"cache_limit": 30_000, "validate_hash": "sha1"}
+    dataset = StreamingDataset(remote=folder, local=tmp_path / "cache", **options)
+    found = dataset.lengths("tokens")
+    for k in range(NUM_SAMPLES):
+        assert len(dataset[k]["tokens"]) == found[k]
+    assert len(list((tmp_path / "cache").glob("*.mds"))) < dataset.num_shards
+    assert (tmp_path / "cache" / "lengths.tokens.00000.bin").stat().st_size == 4 * NUM_SAMPLES
+
+
 def test_a_pickled_reader_does_not_carry_the_numbers(tmp_path: Path) -> None:
     dataset = StreamingDataset(local=write(tmp_path / "set", lengths={"tokens": len}))
     before = len(pickle.dumps(dataset.reader))
