@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from lightning_stream.convert.conversion import Conversion
 from lightning_stream.convert.files import Uris
-from lightning_stream.convert.pool import is_worker
+from lightning_stream.convert.pool import num_processes, refuse_in_worker
 from lightning_stream.convert.publish import ConversionResult, read_manifest
 from lightning_stream.convert.sources.choose import open_source
 from lightning_stream.convert.sources.inputs import Inputs
@@ -119,11 +119,7 @@ def convert(
         LightningStreamError: Workers died several times.
     """
     begin = time.perf_counter()
-    if is_worker():
-        raise RuntimeError(
-            "a worker process imports the script that its functions are in, and convert() ran there again. Put what "
-            "the script does under: if __name__ == '__main__'."
-        )
+    refuse_in_worker("convert()")
     for name in former:
         now = f"; it is now {_FORMER[name]!r}" if name in _FORMER else ""
         raise TypeError(f"convert() has no argument {name!r}{now}.")
@@ -153,7 +149,7 @@ def convert(
         lengths=check_functions(lengths),
     )
     conversion.source.reader.is_strict = columns is None or conversion.transform.function is not None
-    result = _converted(conversion, _processes(num_workers), progress_bar)
+    result = _converted(conversion, num_processes(num_workers), progress_bar)
     return replace(result, seconds=time.perf_counter() - begin)
 
 
@@ -187,11 +183,3 @@ def _checked_out(out: Any) -> Any:
     if not uri:
         raise ValueError(f"out must name a folder or a URL; got {out!r}. Pass one.")
     return uri.rstrip("/") if is_remote(uri) else str(LocalStore.from_url(uri, {}).folder)
-
-
-def _processes(num_workers: int | None) -> int:
-    if num_workers is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if num_workers < 1:
-        raise ValueError(f"num_workers must be 1 or more (1 writes in this process); got {num_workers}.")
-    return num_workers

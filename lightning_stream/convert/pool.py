@@ -18,24 +18,33 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from lightning_stream.convert.partition import Receipt
 from lightning_stream.errors import LightningStreamError
 
-Task = Callable[[Any], dict[str, Receipt]]  # writes a partition, and returns its receipts by split; picklable
+
+class Counted(Protocol):
+    """What a process returns of a partition: a receipt, or the like."""
+
+    @property
+    def num_samples(self) -> int:
+        """The samples of the partition."""
+
+
+T = TypeVar("T", bound=Counted)
+Task = Callable[[Any], dict[str, T]]  # writes a partition, and returns its receipts by split; picklable
 _PARENT = "LIGHTNING_STREAM_CONVERT_PARENT"
 _MAX_TRIES = 3
 _task: Any = None  # in a worker process: what it does with each partition
 
 
 def run_partitions(
-    task: Task, partitions: Sequence[Any], num_workers: int, report: Callable[[dict[str, Receipt]], None]
-) -> dict[int, dict[str, Receipt]]:
+    task: Task[T], partitions: Sequence[Any], num_workers: int, report: Callable[[dict[str, T]], None]
+) -> dict[int, dict[str, T]]:
     """Write all partitions, in this process if one is enough; return their receipts by number."""
-    done: dict[int, dict[str, Receipt]] = {}
+    done: dict[int, dict[str, T]] = {}
 
-    def take(partition: Any, receipts: dict[str, Receipt]) -> None:
+    def take(partition: Any, receipts: dict[str, T]) -> None:
         done[partition.number] = receipts
         report(receipts)
 
@@ -86,9 +95,22 @@ def _run_pool(
         alive.close()
 
 
-def is_worker() -> bool:
-    """Return whether this process was started by `run_partitions`."""
-    return os.environ.get(_PARENT, str(os.getpid())) != str(os.getpid())
+def num_processes(num_workers: int | None) -> int:
+    """Return the number of processes that ``num_workers`` asks for; None asks for one per processor."""
+    if num_workers is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if num_workers < 1:
+        raise ValueError(f"num_workers must be 1 or more (1 uses this process); got {num_workers}.")
+    return num_workers
+
+
+def refuse_in_worker(what: str) -> None:
+    """Raise RuntimeError in a process that `run_partitions` started."""
+    if os.environ.get(_PARENT, str(os.getpid())) != str(os.getpid()):
+        raise RuntimeError(
+            f"a worker process imports the script that its functions are in, and {what} ran there again. Put what the "
+            "script does under: if __name__ == '__main__'."
+        )
 
 
 @contextmanager
@@ -123,7 +145,7 @@ def _end_with(alive: Connection) -> None:
         os._exit(1)
 
 
-def _run_one(partition: bytes) -> dict[str, Receipt] | str:
+def _run_one(partition: bytes) -> dict[str, Any] | str:
     """Write a partition. An error that cannot be sent to the parent is returned as text."""
     try:
         return _task(pickle.loads(partition))  # type: ignore[no-any-return]  # noqa: S301 - our own
@@ -135,7 +157,7 @@ def _run_one(partition: bytes) -> dict[str, Receipt] | str:
         raise
 
 
-def _pickled(task: Task) -> bytes:
+def _pickled(task: Task[Any]) -> bytes:
     """The task as bytes; with cloudpickle where its functions cannot be imported."""
     failure: Exception | None = None
     try:
@@ -163,7 +185,7 @@ class Progress:
         self._num_partitions, self._phase, self._begin = num_partitions, phase, time.monotonic()
         self._done = self._rows = 0
 
-    def __call__(self, receipts: Mapping[str, Receipt]) -> None:
+    def __call__(self, receipts: Mapping[str, Counted]) -> None:
         """Count a partition."""
         self._done += 1
         self._rows += sum(receipt.num_samples for receipt in receipts.values())
