@@ -22,10 +22,11 @@ Transform = Callable[[dict[str, Any]], Any]
 class RecipeData(StreamingDataModule):
     """Streams the datasets ``train`` and ``val``; `prepare_data` converts them from a source on one process per run.
 
-    A subclass defines `convert_source`, and passes its own `settings` that the shards depend on, and the `transforms`
-    of the training and the validation samples; see `recipes.data.table` for a short one. configs/shared/data.yaml
-    describes the arguments. `remote` has a folder for each `source` and its settings; without a source it is itself a
-    converted dataset with train/ and val/. `source` is a path, a URL, or a word that the subclass knows.
+    A subclass defines `convert_source`, and passes its own `settings` that the shards depend on, the `transforms` of
+    the training and the validation samples, and other arguments of the `dataset`; see `recipes.data.table` for a short
+    one. configs/shared/data.yaml describes the arguments. `remote` has a folder for each `source` and its settings;
+    without a source it is itself a converted dataset with train/ and val/. `source` is a path, a URL, or a word that
+    the subclass knows.
     """
 
     token_column = "input_ids"  # its elements are tokens, for trainers that count tokens
@@ -37,7 +38,7 @@ class RecipeData(StreamingDataModule):
         cache_limit: int | str | None = None, num_canonical_nodes: int | None = None, shuffle: bool = True,
         seed: int = 1, num_workers: int = 0, persistent_workers: bool = True,
         settings: Mapping[str, Any] | None = None, transforms: Sequence[Transform | None] = (None, None),
-        **loading: Any,
+        dataset: Mapping[str, Any] | None = None, **loading: Any,
     ) -> None:  # fmt: skip
         is_word = source is None or (source.isidentifier() and not Path(source).exists())
         self.name, self.source = name, source if is_word else absolute(str(source))
@@ -49,6 +50,7 @@ class RecipeData(StreamingDataModule):
         folder = "" if source is None else "/" + re.sub(r"[^\w.-]+", "-", f"{last}-{digest}")
         self.uri, cache = absolute(remote).rstrip("/") + folder, absolute(local) + folder
         common = {"cache_limit": cache_limit, "num_canonical_nodes": num_canonical_nodes, "shuffle_seed": seed}
+        common |= dataset or {}
         train, val = (
             {"remote": f"{self.uri}/{split}", "local": f"{cache}/{split}", "transform": transform, **common}
             for split, transform in zip(("train", "val"), transforms, strict=True)

@@ -1,7 +1,7 @@
-"""Text as streamed blocks of tokens: documents are tokenized and packed into blocks once, and no token is lost.
+"""Text as rows of tokens: documents are tokenized once, and packed into rows as they are streamed.
 
-A block is a sample ``{"tokens": uint16[seq_len], "documents": int32[seq_len]}`` (uint32 for large vocabularies). Each
-document begins with the bos token. ``documents`` numbers the document of each token, for masking; padding has -1.
+A sample is a document, ``{"tokens": uint16[n]}`` (uint32 for large vocabularies), which begins with the bos token. A
+batch has rows of ``seq_len`` tokens, see `lightning_stream.Packing`.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from lightning_stream import Stream, StreamingDataset
+from lightning_stream import Packing, Stream, StreamingDataset
 from lightning_stream.convert import Inputs
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.stores import open_store
@@ -24,7 +24,6 @@ from recipes.data.base import PARTITION, SYNTHETIC, RecipeData
 from recipes.data.synthetic_text import story
 
 BYTES = "bytes"
-PADDING = -1
 _BOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "<s>", "</s>", "<eos>", "[SEP]")
 _TEXT_FILES = (".txt", ".text", ".md")
 
@@ -71,16 +70,15 @@ AnyTokenizer: TypeAlias = "ByteTokenizer | FileTokenizer"
 
 
 @dataclass(frozen=True)
-class PackBlocks:
-    """Packs the documents of a partition into blocks of one length; `convert` calls it in its workers.
+class Tokenize:
+    """Tokenizes the documents of a partition; `convert` calls it in its workers.
 
-    With a `split`, only its documents are packed: a hash of the text puts `val_fraction` of them into ``val``. A source
+    With a `split`, only its documents are kept: a hash of the text puts `val_fraction` of them into ``val``. A source
     that `is_single`, one document, is cut in two at a line's end. The `fingerprint` is the tokenizer's.
     """
 
     tokenizer: str = BYTES
     bos_token: str | None = None
-    seq_len: int = 128
     text_key: str = "text"
     separator: str | None = None
     val_fraction: float = 0.0
@@ -92,21 +90,11 @@ class PackBlocks:
         return ByteTokenizer() if self.tokenizer == BYTES else FileTokenizer(self.tokenizer, self.bos_token)
 
     def __call__(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, NDArray[Any]]]:
-        """Pack a partition; its last block is padded."""
+        """Tokenize a partition."""
         tokenizer = self.load_tokenizer()
-        bos, left = tokenizer.bos_token, np.empty((2, 0), np.int64)  # tokens, and the number of each one's document
-        for number, text in enumerate(self.texts(rows)):
-            tokens = np.concatenate([[bos], tokenizer.encode(text)])
-            left = np.concatenate([left, [tokens, np.full(len(tokens), number)]], 1)
-            whole = left.shape[1] // self.seq_len * self.seq_len
-            yield from self._blocks(left[:, :whole], tokenizer.vocab_size)
-            left = left[:, whole:]
-        padding = np.repeat([[bos], [PADDING]], -left.shape[1] % self.seq_len, 1)
-        yield from self._blocks(np.concatenate([left, padding], 1), tokenizer.vocab_size)
-
-    def _blocks(self, both: NDArray[np.int64], vocab_size: int) -> Iterator[dict[str, NDArray[Any]]]:
-        for tokens, documents in both.reshape(2, -1, self.seq_len).swapaxes(0, 1):
-            yield {"tokens": tokens.astype(token_dtype(vocab_size)), "documents": documents.astype(np.int32)}
+        for text in self.texts(rows):
+            tokens = np.concatenate([[tokenizer.bos_token], tokenizer.encode(text)])
+            yield {"tokens": tokens.astype(token_dtype(tokenizer.vocab_size))}
 
     def texts(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         """The documents of the split."""
@@ -140,9 +128,7 @@ def read_story(number: int, seed: int) -> list[dict[str, str]]:
 
 
 class TextData(RecipeData):
-    """Streams blocks of tokens; configs/data/text.yaml describes the settings."""
-
-    token_column = "tokens"
+    """Streams rows of packed documents; configs/data/text.yaml describes the settings."""
 
     def __init__(
         self, *, separator: str | None = None, text_key: str = "text", train_files: str | None = None,
@@ -152,47 +138,47 @@ class TextData(RecipeData):
         if (train_files is None) != (val_files is None):
             raise ValueError("set both data.train_files and data.val_files, or neither; found one of them.")
         separator = separator and separator.replace("\\n", "\n")  # as it arrives from a command line
-        self.pack = PackBlocks(tokenizer, bos_token, seq_len, text_key, separator)
+        self.tokenize, self.pack = Tokenize(tokenizer, bos_token, text_key, separator), Packing(row_length=seq_len)
         self.files = {"train": train_files, "val": val_files}
         self.synthetic = (synthetic_count, synthetic_seed)
-        super().__init__(settings={**asdict(self.pack), **self.files, "synthetic": self.synthetic}, **shared)
+        settings = {**asdict(self.tokenize), **self.files, "synthetic": self.synthetic}
+        super().__init__(settings=settings, dataset={"pack": self.pack}, **shared)
 
     @cached_property
     def tokenizer(self) -> AnyTokenizer:
-        return self.pack.load_tokenizer()
+        return self.tokenize.load_tokenizer()
 
     @property
     def title(self) -> str:
         made = "synthetic stories" if self.source == SYNTHETIC else self.source or self.uri
-        return f"blocks of {self.pack.seq_len} tokens from {made}"
+        return f"rows of {self.pack.row_length} tokens from {made}"
 
     def prepare_data(self) -> None:
-        """Convert the source once; refuse a dataset of another tokenizer or another length of blocks."""
+        """Convert the source once; refuse a dataset of another tokenizer."""
         super().prepare_data()
-        expected = {"tokenizer": self.tokenizer.fingerprint, "seq_len": self.pack.seq_len}
+        expected = {"tokenizer": self.tokenizer.fingerprint}
         found = json.loads(open_store(self.uri).read("text.json"))
         if found != expected:
-            advice = "Set data.tokenizer, data.bos_token and data.seq_len to theirs."
-            raise FormatError(f"the blocks at {self.uri} were made with {found}; found {expected}. {advice}")
+            advice = "Set data.tokenizer and data.bos_token to theirs."
+            raise FormatError(f"the tokens at {self.uri} were made with {found}; found {expected}. {advice}")
 
     def convert_source(self) -> None:
-        """Write the blocks of both splits."""
-        fingerprint, length = self.tokenizer.fingerprint, self.pack.seq_len
-        dtype = token_dtype(self.tokenizer.vocab_size)
-        columns = {"tokens": f"ndarray:{dtype}:{length}", "documents": f"ndarray:int32:{length}"}
-        is_single = self.pack.separator is None and Path(str(self.source)).suffix in _TEXT_FILES
-        pack = replace(self.pack, fingerprint=fingerprint, val_fraction=self.val_fraction or 0.0, is_single=is_single)
+        """Write the documents of both splits."""
+        fingerprint, dtype = self.tokenizer.fingerprint, token_dtype(self.tokenizer.vocab_size)
+        written: dict[str, Any] = {"columns": {"tokens": f"ndarray:{dtype}"}, "lengths": {"tokens": len}}
+        is_single = self.tokenize.separator is None and Path(str(self.source)).suffix in _TEXT_FILES
+        fraction = self.val_fraction or 0.0
+        tokenize = replace(self.tokenize, fingerprint=fingerprint, val_fraction=fraction, is_single=is_single)
         for split, pattern in self.files.items():
-            of_split = replace(pack, split=None if pattern else split)
+            of_split = replace(tokenize, split=None if pattern else split)
             try:
                 source = self._files(pattern)
                 size: dict[str, Any] = {"partition_bytes": PARTITION} if isinstance(source, Inputs) else {}
-                self.convert(source, split, columns=columns, transform_partition=of_split, **size)
+                self.convert(source, split, transform_partition=of_split, **written, **size)
             except ValueError as error:
                 advice = "Both splits need documents: set data.separator, data.val_fraction or the patterns."
                 raise FormatError(f"the {split} split cannot be written: {error} {advice}") from error
-        made = {"tokenizer": fingerprint, "seq_len": length}
-        open_store(self.uri).put("text.json", json.dumps(made).encode())
+        open_store(self.uri).put("text.json", json.dumps({"tokenizer": fingerprint}).encode())
 
     def _files(self, pattern: str | None) -> Any:
         """What `convert` reads."""
@@ -208,7 +194,7 @@ class TextData(RecipeData):
 
 
 class TextMixture(TextData):
-    """Several texts as one stream: trained on in proportions; validation has each block of all once.
+    """Several texts as one stream: trained on in proportions; validation has each document of all once.
 
     configs/data/mix.yaml describes the settings.
     """
@@ -226,7 +212,7 @@ class TextMixture(TextData):
             own = {key: value for key, value in part.items() if key != "proportion"}
             paths = {"remote": f"{remote}/{name}", "local": f"{local}/{name}", "name": name}
             self.parts[name] = TextData(**{**shared, **paths, **own})
-        common = {"shuffle_seed": shared.get("seed", 1)}
+        common = {"shuffle_seed": shared.get("seed", 1), "pack": self.pack}
         common |= {name: shared.get(name) for name in ("cache_limit", "num_canonical_nodes")}
         order = {"shuffle": shared.get("shuffle", True), "batching_method": batching_method, "epoch_size": epoch_size}
         self.datasets["train"] = StreamingDataset(streams=self._streams("train", proportions), **order, **common)

@@ -1,4 +1,4 @@
-"""A small GPT: it learns to predict the next token of streamed blocks, and writes a sample of text at the end."""
+"""A small GPT: it learns to predict the next token of packed documents, and writes a sample of text at the end."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import Metric
 
-from recipes.data.text import PADDING, TextData
+from recipes.data.text import TextData
 from recipes.models.base import Batch, ExactMean, LossOutput, RecipeModule
 
 _SHOWN_CHARACTERS = 300
@@ -76,7 +76,7 @@ class Perplexity(ExactMean):
 
 
 class LanguageModel(RecipeModule):
-    """Learns to predict the next token inside blocks of packed documents.
+    """Learns to predict the next token inside rows of packed documents.
 
     The bos token is predicted too: so the model learns where a document ends. Padding is neither attended to nor
     predicted. With `mask_documents` positions and attention restart with each document.
@@ -99,16 +99,16 @@ class LanguageModel(RecipeModule):
 
     def make_network(self, data: TextData) -> nn.Module:
         self.bos_token = data.tokenizer.bos_token
-        return GPT(data.tokenizer.vocab_size, data.pack.seq_len, *self.sizes)
+        return GPT(data.tokenizer.vocab_size, data.pack.row_length, *self.sizes)
 
     def compute_loss(self, batch: Batch) -> LossOutput:
-        """The mean cross-entropy of each block; the metrics count tokens."""
-        tokens, documents = batch["tokens"].long(), batch["documents"]
+        """The mean cross-entropy of each row; the metrics count tokens."""
+        tokens, documents = batch["input_ids"].long(), batch["document_ids"]
         logits = self.network(tokens, documents if self.mask_documents else None)[:, :-1]
         targets = tokens[:, 1:]
         losses = functional.cross_entropy(logits.transpose(1, 2).float(), targets, reduction="none")
-        continues = documents[:, 1:] == documents[:, :-1]
-        counts = (continues | (targets == self.bos_token)) & (documents[:, 1:] != PADDING)
+        is_real = torch.arange(1, tokens.shape[1], device=tokens.device) < batch["num_tokens"][:, None]
+        counts = ((documents[:, 1:] == documents[:, :-1]) | (targets == self.bos_token)) & is_real
         means = (losses * counts).sum(1) / counts.sum(1).clamp(min=1)
         right = (logits.argmax(2) == targets).float()
         return LossOutput(

@@ -50,9 +50,9 @@ class ComposerTrainer:
         sizes: dict[str, Any] = {"global_batch_size": data.global_batch_size, "tail": data.tail}
         train = data_spec(data.train_dataset, token_column=data.token_column, **sizes, **workers)
         val = data_spec(data.val_dataset, batch_size=data.eval_batch_size, evaluation=True, **workers)
-        optimizer, epoch_steps = model.optimizer(), len(train.dataloader)
-        is_limited = self.max_steps >= 0 and (self.max_epochs < 0 or self.max_steps < self.max_epochs * epoch_steps)
-        steps = self.max_steps if is_limited else self.max_epochs * epoch_steps
+        optimizer, steps = model.optimizer(), sum(map(train.dataloader.num_batches, range(self.max_epochs)))
+        is_limited = self.max_steps >= 0 and (self.max_epochs < 0 or self.max_steps < steps)
+        steps = self.max_steps if is_limited else steps
         trainer = Trainer(
             model=_ComposerRecipe(model), train_dataloader=train, eval_dataloader=val, optimizers=optimizer,
             schedulers=model.schedule(optimizer, steps), step_schedulers_every_batch=True, eval_interval=every,
@@ -69,7 +69,7 @@ class ComposerTrainer:
         computed = {
             f"{stage}/{name}": float(metric.compute()) for stage, metrics in found for name, metric in metrics.items()
         }
-        model.history[max(0, -(-int(last.batch) // epoch_steps) - 1)] = computed
+        model.history[max(0, int(last.epoch) - (int(last.batch_in_epoch) == 0))] = computed
         if self.logger:
             self.logger.log_metrics(computed, step=int(last.batch))
         trainer.close()

@@ -118,7 +118,8 @@ class TorchTrainer:
         self.loss: nn.Module = _Loss(model)
         if self.world.num_ranks > 1:
             self.loss = DistributedDataParallel(self.loss, device_ids=[self.device.index] if on_gpu else None)
-        steps = self.max_epochs * -(-len(self.loader) // accumulate)
+        steps = sum(-(-self.loader.num_batches(epoch) // accumulate) for epoch in range(self.max_epochs))
+        steps = -1 if self.max_epochs < 0 else steps
         self.total_steps = min(limit for limit in (steps, self.max_steps) if limit >= 0)
         self.optimizer = model.optimizer()
         self.schedule = model.schedule(self.optimizer, self.total_steps)

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync")
 from support.recipe_runs import train
 
-from recipes.data.text import PADDING, TextData
+from recipes.data.text import TextData
 from recipes.models.gpt import GPT, LanguageModel, Perplexity
 
 TINY = (
@@ -55,8 +55,8 @@ def test_the_end_of_a_document_is_predicted_and_padding_is_not() -> None:
     model = LanguageModel()
     model.bos_token, model.network = 256, Uniform()  # type: ignore[assignment]
     tokens = torch.tensor([[5, 6, 256, 7, 8, 256, 256, 256]], dtype=torch.uint16)
-    documents = torch.tensor([[0, 0, 1, 1, 1, PADDING, PADDING, PADDING]], dtype=torch.int32)
-    output = model.compute_loss({"tokens": tokens, "documents": documents})
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2]], dtype=torch.int32)
+    output = model.compute_loss({"input_ids": tokens, "document_ids": documents, "num_tokens": torch.tensor([5])})
     assert output.losses.tolist() == pytest.approx([math.log(257)])
     model.update_metrics("val", output)
     assert int(model.metrics_of("val")["loss"].sums[1]) == 4  # 6, the end of the first document, 7, 8

@@ -1,11 +1,10 @@
-"""Documents are packed into blocks without losing a token, and come out of the shards as they were."""
+"""Documents are tokenized without losing a token, and come out of the shards as they were."""
 
 from __future__ import annotations
 
 import gzip
 import json
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync")
 from lightning_stream import LocalDataset, StreamingDataLoader
 from lightning_stream.errors import FormatError, NotFoundError
 from recipes.data.synthetic_text import story
-from recipes.data.text import PADDING, ByteTokenizer, FileTokenizer, PackBlocks, TextData, TextMixture, token_dtype
+from recipes.data.text import ByteTokenizer, FileTokenizer, TextData, TextMixture, Tokenize, token_dtype
 
 STORIES = [story(number) for number in range(30)]
 
 
 def text(folder: Path, source: Path | str | None, **settings: Any) -> TextData:
-    """Converted text in blocks of 32 bytes."""
+    """Converted text, in rows of 32 bytes."""
     paths = {"remote": str(folder / "shards"), "local": str(folder / "cache"), "conversion_workers": 1}
     given = None if source is None else str(source)
     data = TextData(**{"source": given, "seq_len": 32, "val_fraction": 0.3, "size_limit": "4kb", **paths, **settings})
@@ -35,27 +34,27 @@ def text(folder: Path, source: Path | str | None, **settings: Any) -> TextData:
 
 def documents(data: TextData, split: str) -> list[str]:
     """The documents of a split, in order."""
-    blocks = LocalDataset(f"{data.uri}/{split}")[:]
-    tokens = np.concatenate([block["tokens"] for block in blocks])
-    kept = tokens[np.concatenate([block["documents"] for block in blocks]) != PADDING]
-    begins = [*np.flatnonzero(kept == ByteTokenizer.bos_token), len(kept)]
-    return [ByteTokenizer().decode(kept[begin + 1 : end].tolist()) for begin, end in pairwise(begins)]
+    samples = LocalDataset(f"{data.uri}/{split}")[:]
+    assert all(sample["tokens"][0] == ByteTokenizer.bos_token for sample in samples)
+    return [ByteTokenizer().decode(sample["tokens"][1:].tolist()) for sample in samples]
 
 
 def json_lines(texts: list[str]) -> bytes:
     return "".join(json.dumps({"text": one, "url": "x"}) + "\n" for one in texts).encode()
 
 
-@given(st.lists(st.text(min_size=1).filter(str.strip), max_size=8), st.integers(1, 9))
-def test_unpacked_blocks_are_the_documents(texts: list[str], seq_len: int) -> None:
-    blocks = list(PackBlocks(seq_len=seq_len)({"text": one} for one in texts))
-    assert all(block["tokens"].shape == block["documents"].shape == (seq_len,) for block in blocks)
-    assert all(block["tokens"].dtype == np.uint16 for block in blocks)
-    tokens = np.concatenate([np.empty(0, np.uint16), *(block["tokens"] for block in blocks)])
-    numbers = np.concatenate([np.empty(0, np.int32), *(block["documents"] for block in blocks)])
-    assert [tokens[numbers == n].tolist() for n in range(len(texts))] == [[256, *one.encode()] for one in texts]
-    assert (numbers == PADDING).sum() < seq_len
+@given(st.lists(st.text(min_size=1).filter(str.strip), max_size=8))
+def test_each_document_is_its_tokens_behind_the_bos_token(texts: list[str]) -> None:
+    found = [sample["tokens"] for sample in Tokenize()({"text": one} for one in texts)]
+    assert [tokens.tolist() for tokens in found] == [[256, *one.encode()] for one in texts]
+    assert all(tokens.dtype == np.uint16 for tokens in found)
     assert (token_dtype(1 << 16), token_dtype((1 << 16) + 1)) == ("uint16", "uint32")
+
+
+def test_an_epoch_of_rows_has_every_token_once(tmp_path: Path) -> None:
+    data = text(tmp_path, "synthetic", synthetic_count=30)
+    lengths = [int(batch["num_tokens"].sum()) for batch in StreamingDataLoader(data.train_dataset, 1, tail="drop")]
+    assert sum(lengths) == int(data.train_dataset.lengths("tokens").sum())
 
 
 @pytest.mark.parametrize("separator", ["\n\n", "\\n\\n"], ids=["from Python", "from a command line"])
@@ -122,8 +121,10 @@ def test_what_is_not_text_is_an_error(tmp_path: Path) -> None:
 def test_converted_text_is_read_with_the_tokenizer_that_made_it(tmp_path: Path) -> None:
     made = text(tmp_path, "synthetic", synthetic_count=30)
     assert text(tmp_path, None, remote=made.uri).train_dataset.size == made.train_dataset.size
-    with pytest.raises(FormatError, match=r"were made with .*'seq_len': 32.* found .*'seq_len': 64"):
-        text(tmp_path, None, remote=made.uri, seq_len=64)
+    assert text(tmp_path, None, remote=made.uri, seq_len=64).pack.row_length == 64
+    (Path(made.uri) / "text.json").write_text('{"tokenizer": "other"}')
+    with pytest.raises(FormatError, match=r"were made with .*'other'.* found .*'bytes'"):
+        text(tmp_path, None, remote=made.uri)
     with pytest.raises(NotFoundError):
         text(tmp_path, None, remote=str(tmp_path / "nothing"))
 
@@ -152,26 +153,22 @@ def test_a_hugging_face_tokenizer_file_is_read(tmp_path: Path) -> None:
     assert int(np.max(data.train_dataset[0]["tokens"])) < data.tokenizer.vocab_size
 
 
-def test_a_mixture_has_each_parts_share_in_each_batch_and_validates_each_block_once(tmp_path: Path) -> None:
+def test_a_mixture_has_each_parts_share_of_documents_and_validates_each_row_once(tmp_path: Path) -> None:
     parts = {"much": {"proportion": 3}, "little": {"synthetic_seed": 2}}
     paths = {"remote": str(tmp_path / "shards"), "local": str(tmp_path / "cache"), "conversion_workers": 1}
     settings = {"source": "synthetic", "synthetic_count": 60, "seq_len": 32, "size_limit": "8kb"}
     data = TextMixture(parts=parts, **paths, **settings)
     data.prepare_data()
     train, val = data.train_dataset, data.val_dataset
-    loader = StreamingDataLoader(train, 8)
+    loader = StreamingDataLoader(train, 8, tail="drop")
     counts = Counter[int]()
     for _ in loader:
         batch = loader.last_batch
         assert batch is not None
-        ids = batch.delivered[~batch.filler]
-        of_much = int((train.snapshot.streams_of(ids) == 0).sum())
-        assert abs(of_much - 6 * len(ids) / 8) <= 2
-        counts.update({0: of_much, 1: len(ids) - of_much})
-    assert counts[0] == pytest.approx(3 * counts[1], rel=0.02)
-    evaluation = StreamingDataLoader(val, 8, evaluation=True)
-    seen = [one for _ in evaluation for one in evaluation.last_batch.delivered.tolist()]  # type: ignore[union-attr]
-    assert sorted(seen) == list(range(val.size))
+        counts.update(train.snapshot.streams_of(np.unique(batch.sample_ids)).tolist())
+    assert counts[0] == pytest.approx(3 * counts[1], rel=0.1)
+    tokens = [int(batch["num_tokens"].sum()) for batch in StreamingDataLoader(val, 8, evaluation=True)]
+    assert sum(tokens) == int(val.lengths("tokens").sum())
     for wrong in ({}, {"much": {"proportion": 0}}):
         with pytest.raises(ValueError, match="a proportion above 0"):
             TextMixture(parts=wrong, **paths)
