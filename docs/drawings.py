@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World
+from lightning_stream.order.packing import pack_window
 from lightning_stream.order.quality import measure
 
 COLORS = {"a": "#5b6ee1", "b": "#e0793b", "c": "#2f9e77", "d": "#b8478f"}  # one for each rank or canonical node
@@ -176,7 +177,32 @@ def draw_quality() -> Drawing:
     return drawing
 
 
+def draw_packing() -> Drawing:
+    """Documents of a window in their order, and the rows that they are packed into."""
+    lengths = (np.random.default_rng(4).lognormal(3.1, 0.8, 22)).astype(np.int64).clip(4, 90)
+    row_length, unit = 64, 6
+    rows = pack_window(lengths, row_length)
+    drawing = Drawing(760, 74 + 20 * len(rows) + 26)
+    drawing.text(10, 18, "22 documents, in the order of the epoch; their widths are their tokens", anchor="start")
+    scale, at = 720 / lengths.sum(), 10.0
+    for number, length in enumerate(lengths.tolist()):
+        drawing.rect(at, 26, length * scale - 1, 18, "abcd"[number % 4])
+        at += length * scale
+    drawing.text(10, 66, f"{len(rows)} rows of {row_length} tokens", anchor="start")
+    for row in range(len(rows)):
+        left, top = 180, 74 + 20 * row
+        drawing.path(f"M{left} {top}h{row_length * unit}v16h-{row_length * unit}z", "axis")
+        for span in range(rows.edges[row], rows.edges[row + 1]):
+            number, width = int(rows.document[span]), int(rows.num_tokens[span]) * unit
+            drawing.rect(left, top, width - 1, 16, "abcd"[number % 4])
+            drawing.text(left + width / 2, top + 12, str(number), kind="n")
+            left += width
+    drawing.text(180 + row_length * unit / 2, 74 + 20 * len(rows) + 16, "tokens of a row; the empty ends are padding")
+    return drawing
+
+
 DRAWINGS = {
+    "packing": draw_packing,
     "window": draw_window,
     "worlds": draw_worlds,
     "resume": draw_resume,
