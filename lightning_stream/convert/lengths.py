@@ -101,7 +101,7 @@ def _held(index: Index, functions: LengthFunctions, overwrite: bool) -> dict[str
     except FormatError:
         if not overwrite:
             raise
-        return {}  # they can be used by nobody
+        return {}  # no reader can use them
     there = [name for name in functions if name in held]
     if there and not overwrite:
         raise FileExistsError(
