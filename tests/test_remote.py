@@ -289,16 +289,16 @@ def test_options_reach_the_remote_of_a_pair_under_any_url(tmp_path: Path) -> Non
 
 def test_lengths_are_added_in_a_bucket_and_fetched_once(bucket: Bucket, tmp_path: Path) -> None:
     url = f"s3://bucket/lengths-{tmp_path.name}"
-    write(url, compression="zstd")
+    write(url, count=60, compression="zstd")
 
     def late(name: str) -> int:
         if name == "sample 7":
-            write(url, NUM_SAMPLES, 3, append=True)
+            write(url, 60, 3, append=True)
         return len(name)
 
     with pytest.raises((ConflictError, FileExistsError), match="another writer is or was at work"):
         add_lengths(url, {"name": late}, num_workers=1)
-    wanted = [len(f"sample {number}") for number in range(NUM_SAMPLES + 3)]
+    wanted = [len(f"sample {number}") for number in range(63)]
     assert add_lengths(url, {"name": len}, num_workers=2)["name"].tolist() == wanted
     names = [name for name in bucket.names(url.removeprefix("s3://bucket/")) if name.startswith("lengths.")]
     assert len(names) == 1
