@@ -20,6 +20,7 @@ from lightning_stream.formats.index import INDEX_NAME, Index, ShardEntry
 from lightning_stream.formats.index.lengths import with_lengths
 from lightning_stream.formats.shard import open_shard
 from lightning_stream.stores import LocalStore, open_store
+from lightning_stream.threads import DaemonPool
 from lightning_stream.writer.lengths import (
     LengthFunctions,
     Lengths,
@@ -30,7 +31,8 @@ from lightning_stream.writer.lengths import (
 )
 from lightning_stream.writer.place import DatasetPlace, Place
 
-_PARTITION_BYTES = 64 << 20
+_PARTITION_BYTES = 64 << 20  # the shards of a partition are fetched at the same time
+_FETCH_THREADS = 4
 _ROWS = 256  # read at a time, so that a few images are decoded at once
 
 
@@ -101,7 +103,7 @@ def _held(index: Index, functions: LengthFunctions, overwrite: bool) -> dict[str
     except FormatError:
         if not overwrite:
             raise
-        return {}  # they can be used by nobody
+        return {}  # no reader can use them
     there = [name for name in functions if name in held]
     if there and not overwrite:
         raise FileExistsError(
@@ -146,12 +148,16 @@ class _Measuring:
     def run(self, partition: _Shards) -> dict[str, _Measured]:
         store = open_store(self.url, self.store_options)
         found: list[Lengths] = []
-        with tempfile.TemporaryDirectory(prefix="lightning_stream-") as folder:
-            for entry in partition.entries:
-                in_place = isinstance(store, LocalStore) and entry.compressed is None
-                cache = ShardCache(store, None if in_place else folder)
-                found += self._of_shard(entry, cache.ensure(entry))
-                cache.evict(entry)
+        with (
+            tempfile.TemporaryDirectory(prefix="lightning_stream-") as folder,
+            DaemonPool(_FETCH_THREADS, "fetch") as pool,
+        ):
+            in_place, copied = ShardCache(store), ShardCache(store, folder)
+            is_local = isinstance(store, LocalStore)
+            caches = (in_place if is_local and entry.compressed is None else copied for entry in partition.entries)
+            fetches = [pool.submit(cache.ensure, entry) for cache, entry in zip(caches, partition.entries, strict=True)]
+            for entry, fetch in zip(partition.entries, fetches, strict=True):
+                found += self._of_shard(entry, fetch.result())
         lengths = {name: np.concatenate([each[name] for each in found]) for name in self.functions} if found else {}
         num_samples = sum(entry.num_samples for entry in partition.entries)
         return {

@@ -32,7 +32,7 @@ def check_functions(functions: Any) -> dict[str, Callable[[Any], int]]:
 
 
 def check_measurable(functions: LengthFunctions, columns: Collection[str]) -> None:
-    """Raise ValueError where ``len`` would get a whole sample, for want of a column: it would count the columns."""
+    """Raise ValueError if ``len`` would get a whole sample, since no column has its name: it would count columns."""
     for name, function in functions.items():
         if function is len and name not in columns:
             raise ValueError(

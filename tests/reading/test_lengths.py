@@ -228,6 +228,15 @@ def test_the_only_column_of_variable_size_needs_one_range_per_shard_once(tmp_pat
     assert not list((tmp_path / "cache").glob("*.mds"))
 
 
+def test_lengths_from_shards_without_hashes_are_never_those_of_other_data(tmp_path: Path, server: WebServer) -> None:
+    for sizes in ([3, 9], [9, 3]):
+        with MDSWriter(out=tmp_path / str(sizes) / "set", columns={"x": "bytes"}, hashes=[]) as writer:
+            writer.write_batch({"x": [b"x" * size for size in sizes]})
+        dataset = StreamingDataset(remote=serve(server, tmp_path / str(sizes) / "set"), local=tmp_path / "cache")
+        assert dataset.lengths("x").tolist() == sizes
+        assert not dataset.lengths("x").flags.writeable
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "float64"])
 def test_arrays_of_every_size_have_their_number_of_items(tmp_path: Path, dtype: str) -> None:
     sizes = [1, 2, 254, 255, 256, 257, 258, 259, 260, 65534, 65535, 65536, 65537, 65538, 3]
@@ -283,7 +292,7 @@ def test_a_dataset_without_lengths_names_both_remedies_and_what_there_is(tmp_pat
     assert "'tokens' is json" in text
     assert "Add them with `lightning-stream lengths PATH --column tokens`" in text
     assert "lengths={'tokens': len}" in text
-    assert text.endswith("There are the lengths other, tokens.")
+    assert text.endswith("Known lengths: other, tokens.")
     with pytest.raises(NotFoundError, match="has no lengths and no column of this name, but id, tokens"):
         StreamingDataset(local=folders[0]).lengths("frames")
     for folder in folders[1:4]:
