@@ -14,6 +14,7 @@ PUBLIC = {
     "LightningStreamError",
     "LocalDataset",
     "MDSWriter",
+    "Packing",
     "Position",
     "PositionTracker",
     "RunMonitor",
