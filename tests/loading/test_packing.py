@@ -135,6 +135,15 @@ def test_epochs_have_other_rows_and_states_between_them(folder):
     assert rows_in(resumed) == rows_in(second)
 
 
+def test_a_loader_has_the_length_of_the_epoch_that_it_is_in(folder):
+    loader = loader_of(folder)
+    lengths = [loader.num_batches(epoch) for epoch in range(3)]
+    for length in lengths:
+        assert len(loader) == length
+        assert sum(1 for _ in loader) == length
+    assert len(set(lengths)) > 1
+
+
 def test_an_evaluation_has_every_row_once_on_any_number_of_devices(folder):
     whole = rows_in(loader_of(folder, evaluation=True))
     loaders = [loader_of(folder, evaluation=True, world=(rank, 3)) for rank in range(3)]
@@ -282,7 +291,7 @@ def test_lengths_that_do_not_fit_the_documents_are_an_error(folder):
 
 def test_mistakes_get_a_clear_error(folder):
     with pytest.raises(TypeError, match="epochs of packed rows differ in length"):
-        len(loader_of(folder))
+        len(dataset_of(folder))
     with pytest.raises(ValueError, match="no column 'nothing'"):
         next(iter(loader_of(folder, pack=Packing(row_length=LENGTH, columns=["nothing"]))))
     with pytest.raises(ValueError, match="row_length must be an integer from 1"):
