@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.order.balance import Balance, balanced_share
 from lightning_stream.order.rank_split import TAILS, ReplicaBatch, Tail, num_micro_batches, split
 from lightning_stream.order.world import World
 
@@ -32,6 +34,7 @@ class BatchPlan:
         tail: What happens to the last partial batch: ``"pad"`` fills it up with repeats, ``"drop"`` omits it,
             ``"exact"`` splits it unevenly, with samples of the batch before where it has fewer than there are replicas.
         start: The position that the plan starts from; any, since B may have changed.
+        balance: Gives every replica samples of nearly equal cost; None splits without regard to costs.
 
     Raises:
         ValueError: B does not divide over the replicas, contradicts the order, or ``start`` is outside the epoch.
@@ -47,9 +50,17 @@ class BatchPlan:
         return super().__new__(order.plan_type)
 
     def __init__(
-        self, order: EpochOrder, *, batch_size: int, world: World | None = None, tail: Tail = "pad", start: int = 0
+        self,
+        order: EpochOrder,
+        *,
+        batch_size: int,
+        world: World | None = None,
+        tail: Tail = "pad",
+        start: int = 0,
+        balance: Balance | None = None,
     ) -> None:
         self.order, self.batch_size, self.tail, self.start = order, batch_size, tail, start
+        self.balance = balance
         self.world = World() if world is None else world
         if problems := self._problems():
             raise ValueError("The batches of an epoch cannot be planned. " + " ".join(problems))
@@ -57,8 +68,8 @@ class BatchPlan:
 
     def __reduce__(self) -> tuple[partial[BatchPlan], tuple[EpochOrder]]:
         """Pickle what the plan was made of, not what was computed from it."""
-        given = {"batch_size": self.batch_size, "world": self.world, "tail": self.tail, "start": self.start}
-        return partial(BatchPlan, **given), (self.order,)  # type: ignore[arg-type]
+        names = ("batch_size", "world", "tail", "start", "balance")
+        return partial(BatchPlan, **{name: getattr(self, name) for name in names}), (self.order,)
 
     def _cut(self) -> None:
         # This many batches, from the first on, have exactly B samples; those of the epoch's remainder follow.
@@ -114,16 +125,20 @@ class BatchPlan:
         """This replica's part of global batch ``k``."""
         begin, end = self.bounds(k)
         world = self.world
-        canonical = self.order.canonical(begin, end)
-        offsets, filler = split(canonical, world.num_replicas, world.replica, equal=self.tail != "exact")
-        return ReplicaBatch(self.order.ids(begin, end)[offsets], begin + offsets, filler)
+        ids, canonical, equal = self.order.ids(begin, end), self.order.canonical(begin, end), self.tail != "exact"
+        if self.balance is not None:
+            costs, count = self.balance.whole_costs(ids), self.num_micro_batches(k, self.balance.device_batch_size)
+            share = balanced_share(ids, canonical, costs, world, equal=equal, num_micro_batches=count)
+            return replace(share, positions=begin + share.positions)
+        offsets, filler = split(canonical, world.num_replicas, world.replica, equal=equal)
+        return ReplicaBatch(ids[offsets], begin + offsets, filler)
 
     def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:
         """As :meth:`share` of each, ascending, but full ones are planned together: 16 of 1024 in 60 % of the time."""
         for k in (*ks[:1], *ks[-1:]):
             self.bounds(k)
         count = bisect_left(ks, self.num_whole_batches)
-        if count < 2 or not self.order.splits_samples:
+        if count < 2 or not self.order.splits_samples or self.balance is not None:
             return [self.share(k) for k in ks]
         size, replicas, replica = self.batch_size, self.world.num_replicas, self.world.replica
         first, end = self.start + ks[0] * size, self.start + (ks[count - 1] + 1) * size
@@ -152,6 +167,11 @@ class BatchPlan:
             problems.append(f"tail must be one of {', '.join(TAILS)}, not {self.tail!r}.")
         if not 0 <= self.start <= total:
             problems.append(f"start must be within the epoch, [0, {total}], not {self.start}.")
+        if self.balance is not None and not self.order.splits_samples:
+            problems.append(
+                "This order assigns samples to replicas itself, so balance must be None. Omit it, or choose another "
+                "batching_method or shuffle_algo."
+            )
         if batch_size < 1:
             problems.append(f"batch_size (B) must be at least 1, not {batch_size}.")
         elif batch_size % replicas:
