@@ -53,6 +53,18 @@ class RunOrder:
             raise ValueError(f"Epochs count from 0; found {epoch}.")
         return kept(self._epochs, epoch, partial(self.config.batching, self), _KEPT_EPOCHS)
 
+    def where(self, sample_id: int, epoch: int) -> NDArray[np.int64]:
+        """All positions of an epoch that have this sample, ascending: int64[times drawn], without planning the epoch.
+
+        Raises:
+            ValueError: There is no such sample or epoch.
+
+        Example: ``run.epoch(0).ids(p, p + 1)`` is ``[7]`` for each ``p`` of ``run.where(7, epoch=0)``.
+        """
+        if not 0 <= sample_id < self.snapshot.num_samples:
+            raise ValueError(f"Sample ids count from 0 to {self.snapshot.num_samples - 1} here; found {sample_id}.")
+        return np.array(self.epoch(epoch).positions(sample_id), dtype=np.int64)
+
     def active_shards(self) -> int:
         """Shards in use at once, over all nodes."""
         return self.config.batching.active_shards(self)

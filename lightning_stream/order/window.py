@@ -12,15 +12,22 @@ active shards of 400 (random: 92).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.draw import Draw, ShardDraws
-from lightning_stream.order.permutation import RngStream, permutation, random_u64, stable_argsort
+from lightning_stream.order.permutation import (
+    RngStream,
+    permutation,
+    place_in_permutation,
+    random_u64,
+    stable_argsort,
+)
 
 _CHUNK = 1 << 12
 _MOST_PARTS = 2**28
@@ -83,6 +90,27 @@ class Parts:
         ids = kept(self._subsets, part, lambda _: self._draw.ids(self._epoch, shard, subset, 0, subset), 2)
         return ids[before : subset - behind]
 
+    def numbers_of(self, sample_id: int) -> list[int]:
+        """The numbers, as in :meth:`find`, under which a sample is drawn, ascending."""
+        shard, inside = (int(one[0]) for one in self._draw.snapshot.locate(np.array([sample_id])))
+        entry = int(self._entry_of[shard])
+        if entry < 0:
+            return []
+        count, size = int(self.drawn.count[entry]), int(self._sizes[entry])
+        begin, (passes, subset) = int(self._ends[entry]) - count, divmod(count, size)
+        numbers = [begin + number * size + inside for number in range(passes)]
+        if subset:
+            at = np.flatnonzero(self.ids(int(self._last[entry]), 0, 0) == sample_id)
+            numbers += (begin + passes * size + at).tolist()
+        return numbers
+
+    @cached_property
+    def _entry_of(self) -> NDArray[np.int64]:
+        """Where each shard is among the drawn ones; -1 for one that is not drawn."""
+        entry_of = np.full(self._draw.snapshot.num_shards, -1, dtype=np.int64)
+        entry_of[self.drawn.shard] = np.arange(len(self.drawn.shard))
+        return entry_of
+
 
 class IndexOrder:
     """``shuffle=False``: index order. One canonical node, since neighbours share their shard without any grouping."""
@@ -98,6 +126,10 @@ class IndexOrder:
             pieces.append(self._parts.ids(part, inside, max(0, count - inside - (end - at))))
             at += count - inside
         return pieces[1] if len(pieces) == 2 else np.concatenate(pieces)
+
+    def positions(self, sample_id: int) -> list[int]:
+        """All positions of a sample, ascending."""
+        return self._parts.numbers_of(sample_id)
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         """All positions belong to the one canonical node."""
@@ -140,8 +172,20 @@ class WindowOrder:
         for first in range(begin, min(begin + count, end)):
             node, index = first % count, first // count
             stop = index + (end - first + count - 1) // count
-            out[first - begin :: count] = kept(self._nodes, node, partial(NodeWindow, self), count).ids(index, stop)
+            out[first - begin :: count] = self._node(node).ids(index, stop)
         return out
+
+    def _node(self, node: int) -> NodeWindow:
+        return kept(self._nodes, node, partial(NodeWindow, self), self.canonical_nodes)
+
+    def positions(self, sample_id: int) -> list[int]:
+        """All positions of a sample, ascending. O(samples of two shards), and O(parts) the first time in a node."""
+        size, longer = divmod(self.num_samples, self.canonical_nodes)
+        found = []
+        for number in self.parts.numbers_of(sample_id):
+            node = number // (size + 1) if number < longer * (size + 1) else (number - longer) // size
+            found.append(self._node(node).index_of(number) * self.canonical_nodes + node)
+        return sorted(found)
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         """The canonical node of each position: p mod C."""
@@ -163,15 +207,21 @@ class NodeWindow:
         end = begin + size + (node < longer)
         (self._first, self._before, _), (last, inside, count) = parts.find(begin), parts.find(end - 1)
         self._behind = count - inside - 1  # samples of the last part that the next node has, as `_before` of the first
-        shards, sizes = parts.span(self._first, last + 1)
-        sizes[0] -= self._before
-        sizes[-1] -= self._behind
+        self._num_parts = last + 1 - self._first
+        shards, sizes = self._span()
         group = shards // nodes - whole.first_group
         # The part at each place of the epoch, counted from the first, and where each mixing block ends.
         self._order = spread_parts(self._key, group, whole.num_groups, nodes, self._window)
         self._ends = block_ends(sizes[self._order], self._window)
         self._permuted: dict[int, tuple[NDArray[np.int64], tuple[int, ...]]] = {}
         self._mixing_blocks: dict[int, NDArray[np.int64]] = {}
+
+    def _span(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The shard of each part, and its samples in this node."""
+        shards, sizes = self._parts.span(self._first, self._first + self._num_parts)
+        sizes[0] -= self._before
+        sizes[-1] -= self._behind
+        return shards, sizes
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
         """Sample ids at this node's indices [begin, end)."""
@@ -201,6 +251,36 @@ class NodeWindow:
         ids = self._parts.ids(self._first + part, before, behind)
         ids = ids[permutation(RngStream.SAMPLES, *self._key, place, size=len(ids))]
         return ids, piece_begins(len(ids), min(place, self._window), self._window)  # all later places are alike
+
+    def index_of(self, number: int) -> int:
+        """The index in this node of the sample that has this number among the drawn ones, see `Parts.find`.
+
+        The inverse of :meth:`ids`, without its sorts: first through the permutation of the part, to its piece and the
+        mixing block of that, then through the permutation of the block.
+        """
+        part, inside, _ = self._parts.find(number)
+        places, sizes = self._places
+        place = int(places[part - self._first])
+        inside -= self._before if part == self._first else 0
+        size, last = int(sizes[place]), self._num_parts - 1
+        at = place_in_permutation(RngStream.SAMPLES, *self._key, place, size=size, index=inside)
+        begins = piece_begins(size, min(place, self._window), self._window)
+        block = min(place + bisect_right(begins, at) - 1, last)
+        before = at - begins[block - place]
+        for earlier in range(max(0, block - self._window + 1), place):
+            size = int(sizes[earlier])
+            begins = piece_begins(size, min(earlier, self._window), self._window)
+            before += (size if block == last else begins[block - earlier + 1]) - begins[block - earlier]
+        begin, end = (int(self._ends[block - 1]) if block else 0), int(self._ends[block])
+        key = (*self._key, block)
+        return begin + place_in_permutation(RngStream.MIXING_BLOCK, *key, size=end - begin, index=before)
+
+    @cached_property
+    def _places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The place of each part, and the size of the part at each place."""
+        places = np.empty_like(self._order)
+        places[self._order] = np.arange(self._num_parts)
+        return places, self._span()[1][self._order]
 
 
 def block_ends(sizes: NDArray[np.int64], window: int) -> NDArray[np.int64]:

@@ -229,6 +229,10 @@ class EpochOrder(ABC):
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         """The canonical node of each position in [begin, end): what ranks are grouped by."""
 
+    @abstractmethod
+    def positions(self, sample_id: int) -> list[int]:
+        """All positions of a sample, ascending: the inverse of :meth:`ids`."""
+
     def check_range(self, begin: int, end: int) -> None:
         """Raise ValueError for positions outside the epoch."""
         if not 0 <= begin <= end <= self.num_samples:
@@ -253,3 +257,6 @@ class RandomOrder(EpochOrder):
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         self.check_range(begin, end)
         return self._samples.canonical(begin, end)
+
+    def positions(self, sample_id: int) -> list[int]:
+        return self._samples.positions(sample_id)
