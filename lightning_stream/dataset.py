@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,8 @@ from lightning_stream.formats.sizes import parse_bytes, parse_count, whole
 from lightning_stream.loading.distributed import Dimensions, WorldLike
 from lightning_stream.loading.indexed import IndexedSamples, Readable, refuse_overrides
 from lightning_stream.loading.plain import PlainIterations
-from lightning_stream.loading.source import SampleSource, Transform
-from lightning_stream.order import MosaicConfig, OrderConfig
+from lightning_stream.loading.source import Cost, LengthCosts, SampleSource, Transform
+from lightning_stream.order import MosaicConfig, Occurrence, OrderConfig
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.rules import broken, count
@@ -80,6 +80,12 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             decoded: the same one in every world, so that all ranks keep step.
         on_bad_shard: The same where a shard is missing in the store, or has other bytes than the index says.
         quarantine: File that lists what was bad, a JSON object a line; None for one in the first cache folder.
+        balance: Which samples of a global batch each replica computes: None for those of its own canonical nodes,
+            ``"tokens"`` for equally many tokens, or a function from lengths (int64[n]) to costs (n numbers, the same
+            on every machine), e.g. ``lambda tokens: tokens * tokens``, for equal costs. Global batches, numbers of
+            samples and states are the same with any of them, and every machine reads the shards that it reads without:
+            `num_canonical_nodes` = 1 balances over all machines, but each of them reads all shards.
+        lengths: The length of every sample by its id (int64[n]), which `balance` needs.
         start_by_range: Whether samples whose shards are still being fetched may be read by byte ranges: the first
             batches need not wait for whole shards. The bytes are compared with the shard once that is fetched and
             verified: a difference ends the run.
@@ -134,6 +140,8 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         quarantine: str | os.PathLike[str] | None = None,
         start_by_range: bool = False,
         version: str | None = None,
+        balance: Literal["tokens"] | Cost | None = None,
+        lengths: NDArray[np.integer] | None = None,
     ) -> None:
         refuse_overrides(type(self))
         uris = {"remote": remote, "local": local, "split": split, "version": version}
@@ -167,7 +175,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             "epoch_size": None if epoch_size is None else parse_count(epoch_size, "epoch_size") or None,
             "mosaic": mosaic if shuffle_algo in MOSAIC_ALGORITHMS else None,
         }
-        OrderConfig.resolve(batch_size=1, device_batch_size=1, **order_arguments)  # refuses wrong values now
+        order = OrderConfig.resolve(batch_size=1, device_batch_size=1, **order_arguments)  # refuses wrong values now
         config = CacheConfig(
             limit_bytes=self.cache_limit, validate_hash=validate_hash, keep_zip=bool(keep_zip), shared=shared_cache
         )
@@ -189,6 +197,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             world=world,
             replication=self.replication,
             data_dimension=data_dimension,
+            costs=_costs(balance, lengths, order),
         )
         self._streaming_plain = PlainIterations(self.batch_size)
 
@@ -254,6 +263,16 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         Accelerate calls it before each iteration, with a count of its own.
         """
         self._streaming_plain.set_epoch(self, self._streaming_source, epoch)
+
+    def where(self, sample_id: int, epochs: Iterable[int] | None = None) -> list[Occurrence]:
+        """When and where the training run sees a sample, done or to come: ``(epoch, step, rank, micro_batch, row)``.
+
+        It is computed, not recorded: for this world and batch size, and the changes of the batch size in the current
+        epoch, which is what `epochs` defaults to. Padding does not count.
+
+        Example: ``dataset.where(7, epochs=range(3))`` is ``[Occurrence(epoch=0, step=12, rank=3, ...), ...]``.
+        """
+        return self._streaming_plain.where(self._streaming_source, sample_id, epochs)
 
     def warm(self, steps: int) -> int:
         """Fetch, before training, the shards of this rank's first optimizer steps from where the next iteration starts.
@@ -327,6 +346,23 @@ def _whole_numbers(**given: float | None) -> list[int | None]:
     if problems := broken(numbers, rules):
         raise ValueError(" ".join(problems))
     return list(numbers.values())
+
+
+def _costs(balance: str | Cost | None, lengths: NDArray[np.integer] | None, order: OrderConfig) -> LengthCosts | None:
+    if balance is None:
+        return None
+    if not order.batching.splits_samples:
+        raise ValueError(
+            f"this order assigns samples to ranks itself; found balance={balance!r} with "
+            f"batching_method={order.batching_method!r} and shuffle_algo={order.algorithm!r}. Omit balance, or choose "
+            "another order"
+        )
+    if lengths is None or not (callable(balance) or balance == "tokens"):
+        raise ValueError(
+            f"balance is None, 'tokens' or a function, and needs the lengths of the samples; found balance={balance!r} "
+            f"and {'no' if lengths is None else 'their'} lengths. Pass lengths=, and correct balance"
+        )
+    return LengthCosts(lengths, balance if callable(balance) else None)
 
 
 def _streams(

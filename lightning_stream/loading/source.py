@@ -17,7 +17,19 @@ from lightning_stream.loading.collate import collate_columns, collate_samples
 from lightning_stream.loading.distributed import Dimensions, WorldLike, detect_world
 from lightning_stream.loading.randomness import SeededCall, preserved_generators, seed_sample
 from lightning_stream.loading.shared_position import Start
-from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, Tail, World
+from lightning_stream.order import (
+    Balance,
+    BatchPlan,
+    Delivery,
+    Occurrence,
+    OrderConfig,
+    Position,
+    RunOrder,
+    Snapshot,
+    Tail,
+    World,
+    where,
+)
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.reading.bad_samples import BadData
 from lightning_stream.reading.reader import SampleReader
@@ -25,6 +37,7 @@ from lightning_stream.reading.stream import weights_of
 from lightning_stream.reading.subset import SubsetReader
 
 Transform = Callable[..., Any]
+Cost = Callable[[NDArray[np.int64]], NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -37,15 +50,38 @@ class BatchSettings:
     tail: Tail  # what happens to the last partial batch of an epoch
     order: OrderConfig
     padding: bool = True  # whether a rank gets padding beside samples of its own, so that all ranks have equal shapes
+    balance: Balance | None = None  # what decides which samples of a global batch a rank gets, beside their places
 
     def plan(self, source: SampleSource, start: Start) -> BatchPlan:
         """The global batches from a start to the end of its epoch."""
         order, size = source.order(self.order).epoch(start.epoch), self.global_batch_size
-        return BatchPlan(order, batch_size=size, world=self.world, tail=self.tail, start=start.position)
+        return BatchPlan(
+            order, batch_size=size, world=self.world, tail=self.tail, start=start.position, balance=self.balance
+        )
+
+    def where(
+        self, source: SampleSource, position: Position, sample_id: int, epochs: Iterable[int] | None
+    ) -> list[Occurrence]:
+        """When and where the run of this position sees a sample, see `lightning_stream.order.where`."""
+        delivery = Delivery(self.world, self.device_batch_size, self.padding, self.balance)
+        return where(source.order(position.order), position, sample_id, delivery, epochs)
 
     def micro_batches(self, source: SampleSource, start: Start) -> MicroBatches:
         """This rank's micro-batches from a start to the end of its epoch."""
         return MicroBatches(self.plan(source, start), self.device_batch_size, self.padding)
+
+
+@dataclass(frozen=True, eq=False)
+class LengthCosts:
+    """What samples cost, by their ids: their lengths, or what a function makes of these."""
+
+    lengths: NDArray[np.integer]  # of all samples
+    cost: Cost | None = None
+
+    def __call__(self, ids: NDArray[np.int64]) -> NDArray[Any]:
+        """The costs of these samples."""
+        lengths = self.lengths[ids].astype(np.int64)
+        return lengths if self.cost is None else self.cost(lengths)
 
 
 @dataclass
@@ -62,6 +98,7 @@ class SampleSource:
     world: WorldLike = None
     replication: int | None = None
     data_dimension: Dimensions = "dp"
+    costs: LengthCosts | None = None  # what shares are balanced by
     _seeded: SeededCall | None = field(default=None, init=False, repr=False)
     orders: dict[OrderConfig, RunOrder] = field(default_factory=dict, repr=False)  # the latest; shared by copies
 
@@ -88,7 +125,17 @@ class SampleSource:
         order = OrderConfig.resolve(
             batch_size=size, device_batch_size=device_batch_size, world=world, resumed=resumed, **self.order_arguments
         )
-        return BatchSettings(world, device_batch_size, size, tail, order)
+        return BatchSettings(world, device_batch_size, size, tail, order, balance=self._balance(device_batch_size))
+
+    def _balance(self, device_batch_size: int) -> Balance | None:
+        if self.costs is None:
+            return None
+        if len(self.costs.lengths) != self.snapshot.num_samples:
+            raise ValueError(
+                f"a balance needs the length of every sample; found {len(self.costs.lengths)} lengths of "
+                f"{self.snapshot.num_samples} samples. Pass as many lengths as the dataset has samples"
+            )
+        return Balance(self.costs, device_batch_size)
 
     def order(self, config: OrderConfig) -> RunOrder:
         """The order of a training run with these settings; the latest is kept."""
@@ -102,8 +149,9 @@ class SampleSource:
     def subset(self, ids: Iterable[int] | NDArray[np.int64]) -> SampleSource:
         """Some samples of this source, with an order of their own."""
         chosen = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
-        bad_data = BadData(self.bad_data.policy)
-        return replace(self, reader=SubsetReader(self.reader, chosen), bad_data=bad_data, orders={})
+        bad_data, costs = BadData(self.bad_data.policy), self.costs
+        costs = None if costs is None else replace(costs, lengths=costs.lengths[chosen])
+        return replace(self, reader=SubsetReader(self.reader, chosen), bad_data=bad_data, costs=costs, orders={})
 
     def batch(self, batch: MicroBatch, collate: SeededCall | None) -> Any:
         """Read, transform and collate one micro-batch.

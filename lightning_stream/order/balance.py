@@ -16,12 +16,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heapreplace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.rank_split import ReplicaBatch, ceil_div
 from lightning_stream.order.world import World
+
+if TYPE_CHECKING:
+    from lightning_stream.order.plan import RunOrder
 
 _LARGEST = 2**32  # the sums of as many costs as a batch has fit into 64 bits
 _MOST_EXCHANGES = 32
@@ -122,6 +126,11 @@ def num_groups(canonical_nodes: int, world: World) -> int:
     """
     machines = math.gcd(world.num_nodes, world.num_replicas)
     return canonical_nodes if machines % canonical_nodes == 0 else machines
+
+
+def can_balance(run: RunOrder, world: World) -> bool:
+    """Whether any group has several replicas."""
+    return num_groups(run.config.canonical_nodes if run.config.shuffle else 1, world) < world.num_replicas
 
 
 def balanced_share(

@@ -71,6 +71,11 @@ class BatchPlan:
         names = ("batch_size", "world", "tail", "start", "balance")
         return partial(BatchPlan, **{name: getattr(self, name) for name in names}), (self.order,)
 
+    def of(self, world: World, balance: Balance | None) -> BatchPlan:
+        """The same global batches, for another rank or another balance."""
+        size, tail, start = self.batch_size, self.tail, self.start
+        return BatchPlan(self.order, batch_size=size, world=world, tail=tail, start=start, balance=balance)
+
     def _cut(self) -> None:
         # This many batches, from the first on, have exactly B samples; those of the epoch's remainder follow.
         self.num_whole_batches = max(0, self.order.full_end - self.start) // self.batch_size
