@@ -153,6 +153,7 @@ def _delivered(plan: BatchPlan, k: int, at: int, delivery: Delivery) -> Iterator
             rows = np.arange(len(piece)) if delivery.padding else np.flatnonzero(~piece.filler)
             own = (piece.positions[rows] == at) & ~piece.filler[rows]
             yield from ((rank, number, row) for row in np.flatnonzero(own).tolist())
+        return  # a position is on one replica
 
 
 def _stretches(run: RunOrder, position: Position, world: World | None) -> list[tuple[BatchPlan, int]]:
