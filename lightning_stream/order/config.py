@@ -12,7 +12,7 @@ from lightning_stream.order.batching.base import EpochOrder
 from lightning_stream.order.mosaic.epoch import MosaicEpoch
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.mosaic.shuffles import SHUFFLES
-from lightning_stream.order.rules import broken, count, one_of
+from lightning_stream.order.rules import Rule, broken, count, one_of
 from lightning_stream.order.world import World
 
 ORDER_VERSION = 1
@@ -62,6 +62,7 @@ class OrderConfig:
     sampling_granularity: int = 1  # samples taken from a shard at a time where a stream is only partly drawn
     epoch_size: int | None = None  # samples of an epoch over all streams; None for the sum that the weights give
     mosaic: MosaicConfig | None = None  # settings of the orders of mosaicml-streaming; None for the native order
+    forgotten: str | None = None  # the digest of the samples in whose places others are delivered, see `Forgotten`
 
     def __post_init__(self) -> None:
         problems = broken(vars(self), _RULES)
@@ -69,6 +70,8 @@ class OrderConfig:
         fixes = method.fixes if method else {}
         problems += [sentence for name, sentence in fixes.items() if getattr(self, name) is None]
         problems += [] if self.mosaic is None else broken(vars(self.mosaic), _MOSAIC_RULES)
+        if self.mosaic is not None and self.forgotten is not None:
+            problems.append("Samples can be forgotten in the native order only: forgotten must be None in this one.")
         if problems:
             raise ValueError("The order settings must be valid. " + " ".join(problems))
 
@@ -88,6 +91,7 @@ class OrderConfig:
         sampling_granularity: int = 1,
         epoch_size: int | None = None,
         mosaic: MosaicConfig | None = None,
+        forgotten: str | None = None,
         resumed: OrderConfig | None = None,
         world: World | None = None,
     ) -> OrderConfig:
@@ -128,6 +132,7 @@ class OrderConfig:
             sampling_granularity=sampling_granularity,
             epoch_size=epoch_size,
             mosaic=mosaic,
+            forgotten=forgotten,
         )
 
     @property
@@ -137,7 +142,8 @@ class OrderConfig:
 
     def to_state(self) -> dict[str, Any]:
         """The settings as a dict of plain values."""
-        return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        state = {_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        return {name: value for name, value in state.items() if name != "forgotten" or value}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> OrderConfig:
@@ -196,6 +202,7 @@ _RULES = {
     "device_block": count(1, _MOST_SAMPLES, optional=True),
     "batch_size": count(1, _MOST_SAMPLES, optional=True),
     "epoch_size": count(1, optional=True),
+    "forgotten": Rule("None or a string", lambda value: value is None or isinstance(value, str)),
     "seed": count(),
 }
 _MOSAIC_RULES = {

@@ -27,6 +27,7 @@ class RngStream(IntEnum):
     SUBSTITUTE = 8
     SHORTFALL = 9
     STRATA = 10
+    FORGOTTEN = 20
 
 
 def random_u64(purpose: RngStream, *numbers: int, size: int) -> NDArray[np.uint64]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from lightning_stream.order.batching.base import BatchPlan, EpochOrder
 from lightning_stream.order.config import OrderConfig
 from lightning_stream.order.draw import Draw, ShardDraws, StreamWeights, choose_per_stream
+from lightning_stream.order.forget import Forgotten
 from lightning_stream.order.permutation import stable_argsort
 from lightning_stream.order.snapshot import Snapshot
 from lightning_stream.order.window import IndexOrder, Parts, SampleOrder, WindowOrder, deal_shards, kept
@@ -21,6 +22,8 @@ _KEPT_EPOCHS = 2
 class RunOrder:
     """The order of a run: every epoch's samples as a pure function of data, weights (one per stream) and settings.
 
+    ``forgotten`` are samples in whose places others are delivered; ``config.forgotten`` has their digest.
+
     Raises:
         ValueError: The weights cannot be met.
 
@@ -30,17 +33,29 @@ class RunOrder:
         run.epoch(0).ids(0, 8)  # the sample ids of the first global batch
     """
 
-    def __init__(self, snapshot: Snapshot, weights: Sequence[StreamWeights], config: OrderConfig) -> None:
-        self.snapshot, self.weights, self.config = snapshot, tuple(weights), config
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        weights: Sequence[StreamWeights],
+        config: OrderConfig,
+        *,
+        forgotten: Forgotten | None = None,
+    ) -> None:
+        self.snapshot, self.weights, self.config, self.forgotten = snapshot, tuple(weights), config, forgotten
+        if config.forgotten != (None if forgotten is None else forgotten.digest):
+            raise ValueError(
+                f"The forgotten samples of an order must be those of its settings, which have digest "
+                f"{config.forgotten}; found {forgotten and forgotten.digest}. Pass the same ones."
+            )
         chosen = choose_per_stream(snapshot, self.weights, config.epoch_size, config.seed)
         balanced = config.sampling_method == "balanced"
-        self._draw = Draw(snapshot, chosen, config.seed, balanced, config.sampling_granularity)
+        self._draw = Draw(snapshot, chosen, config.seed, balanced, config.sampling_granularity, forgotten)
         self._constant_draws: dict[tuple[int, ...], ShardDraws] = {}
         self._epochs: dict[int, EpochOrder] = {}
 
-    def __reduce__(self) -> tuple[type[RunOrder], tuple[Snapshot, tuple[StreamWeights, ...], OrderConfig]]:
+    def __reduce__(self) -> tuple[partial[RunOrder], tuple[Snapshot, tuple[StreamWeights, ...], OrderConfig]]:
         """Pickle the settings alone."""
-        return RunOrder, (self.snapshot, self.weights, self.config)
+        return partial(RunOrder, forgotten=self.forgotten), (self.snapshot, self.weights, self.config)
 
     @property
     def num_samples(self) -> int:

@@ -80,7 +80,11 @@ class Parts:
         return self.drawn.shard[entry], np.minimum(size, count - number * size)
 
     def ids(self, part: int, before: int, behind: int) -> NDArray[np.int64]:
-        """Sample ids of one part, ascending, without so many at its begin and at its end."""
+        """Sample ids of one part in the order in which they are drawn, without so many at its begin and at its end."""
+        return self._draw.delivered(self._epoch, self._drawn(part, before, behind))
+
+    def _drawn(self, part: int, before: int, behind: int) -> NDArray[np.int64]:
+        """The drawn ids of a part, ascending: those of :meth:`ids`, unless they are forgotten."""
         entry = part if self._single else int(np.searchsorted(self._last, part))
         shard, size = int(self.drawn.shard[entry]), int(self._sizes[entry])
         subset = int(self.drawn.count[entry]) % size
@@ -91,7 +95,11 @@ class Parts:
         return ids[before : subset - behind]
 
     def numbers_of(self, sample_id: int) -> list[int]:
-        """The numbers, as in :meth:`find`, under which a sample is drawn, ascending."""
+        """The numbers, as in :meth:`find`, under which a sample is delivered, ascending."""
+        drawn = self._draw.drawn_for(self._epoch, sample_id)
+        return sorted(number for one in drawn for number in self._numbers_drawn(one))
+
+    def _numbers_drawn(self, sample_id: int) -> list[int]:
         shard, inside = (int(one[0]) for one in self._draw.snapshot.locate(np.array([sample_id])))
         entry = int(self._entry_of[shard])
         if entry < 0:
@@ -100,7 +108,7 @@ class Parts:
         begin, (passes, subset) = int(self._ends[entry]) - count, divmod(count, size)
         numbers = [begin + number * size + inside for number in range(passes)]
         if subset:
-            at = np.flatnonzero(self.ids(int(self._last[entry]), 0, 0) == sample_id)
+            at = np.flatnonzero(self._drawn(int(self._last[entry]), 0, 0) == sample_id)
             numbers += (begin + passes * size + at).tolist()
         return numbers
 

@@ -195,11 +195,6 @@ class MosaicEpoch(EpochOrder):
         known = self._first.flat[begin:end]
         return np.concatenate([known, np.full(max(end - begin, 0) - len(known), PADDING, dtype=np.int64)])
 
-    def positions(self, sample_id: int) -> list[int]:
-        """All positions of a sample, ascending. O(samples)."""
-        found: list[int] = np.flatnonzero(self._first.flat == sample_id).tolist()
-        return found
-
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         """Zeros: the order itself assigns samples to ranks."""
         return np.zeros(max(end - begin, 0), dtype=np.int64)
