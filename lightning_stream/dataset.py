@@ -20,9 +20,10 @@ from lightning_stream.formats.sizes import parse_bytes, parse_count, whole
 from lightning_stream.loading.distributed import Dimensions, WorldLike
 from lightning_stream.loading.indexed import IndexedSamples, Readable, refuse_overrides
 from lightning_stream.loading.plain import PlainIterations
-from lightning_stream.loading.source import Cost, LengthCosts, SampleSource, Transform
+from lightning_stream.loading.source import Cost, SampleSource, Transform, length_costs
 from lightning_stream.order import MosaicConfig, Occurrence, OrderConfig
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
+from lightning_stream.order.forget import Replay
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.rules import broken, count
 from lightning_stream.reading.bad_samples import Policy, bad_data
@@ -86,6 +87,8 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             samples and states are the same with any of them, and every machine reads the shards that it reads without:
             `num_canonical_nodes` = 1 balances over all machines, but each of them reads all shards.
         lengths: The length of every sample by its id (int64[n]), which `balance` needs.
+        forget: Ids of samples that are never delivered, but others of their streams in their places. A run continues so
+            from a state before it saw any of them: `plan_replay` finds the newest.
         start_by_range: Whether samples whose shards are still being fetched may be read by byte ranges: the first
             batches need not wait for whole shards. The bytes are compared with the shard once that is fetched and
             verified: a difference ends the run.
@@ -142,6 +145,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         version: str | None = None,
         balance: Literal["tokens"] | Cost | None = None,
         lengths: NDArray[np.integer] | None = None,
+        forget: Iterable[int] | None = None,
     ) -> None:
         refuse_overrides(type(self))
         uris = {"remote": remote, "local": local, "split": split, "version": version}
@@ -197,7 +201,8 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             world=world,
             replication=self.replication,
             data_dimension=data_dimension,
-            costs=_costs(balance, lengths, order),
+            costs=length_costs(balance, lengths, order),
+            forget=None if forget is None else np.asarray([*forget], dtype=np.int64),
         )
         self._streaming_plain = PlainIterations(self.batch_size)
 
@@ -274,6 +279,16 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         """
         return self._streaming_plain.where(self._streaming_source, sample_id, epochs)
 
+    def plan_replay(self, ids: Iterable[int], states: Sequence[Mapping[str, Any]]) -> Replay:
+        """What it takes that a run has never seen some samples: the newest of its states that is before all of them.
+
+        Continue from it with ``forget=ids``: the run is then the same as if it had begun so. Samples delivered in place
+        of bad ones are not searched.
+
+        Example: ``states[dataset.plan_replay([7], states).checkpoint]``
+        """
+        return self._streaming_source.plan_replay(ids, states)
+
     def warm(self, steps: int) -> int:
         """Fetch, before training, the shards of this rank's first optimizer steps from where the next iteration starts.
 
@@ -346,23 +361,6 @@ def _whole_numbers(**given: float | None) -> list[int | None]:
     if problems := broken(numbers, rules):
         raise ValueError(" ".join(problems))
     return list(numbers.values())
-
-
-def _costs(balance: str | Cost | None, lengths: NDArray[np.integer] | None, order: OrderConfig) -> LengthCosts | None:
-    if balance is None:
-        return None
-    if not order.batching.splits_samples:
-        raise ValueError(
-            f"this order assigns samples to ranks itself; found balance={balance!r} with "
-            f"batching_method={order.batching_method!r} and shuffle_algo={order.algorithm!r}. Omit balance, or choose "
-            "another order"
-        )
-    if lengths is None or not (callable(balance) or balance == "tokens"):
-        raise ValueError(
-            f"balance is None, 'tokens' or a function, and needs the lengths of the samples; found balance={balance!r} "
-            f"and {'no' if lengths is None else 'their'} lengths. Pass lengths=, and correct balance"
-        )
-    return LengthCosts(lengths, balance if callable(balance) else None)
 
 
 def _streams(

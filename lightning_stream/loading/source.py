@@ -5,9 +5,10 @@ A worker process gets one; it never calls the dataset back, except where a subcl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from lightning_stream.order import (
     World,
     where,
 )
+from lightning_stream.order.forget import Forgotten, Replay, forgetting, plan_replay
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.reading.bad_samples import BadData
 from lightning_stream.reading.reader import SampleReader
@@ -84,6 +86,24 @@ class LengthCosts:
         return lengths if self.cost is None else self.cost(lengths)
 
 
+def length_costs(balance: object, lengths: NDArray[np.integer] | None, order: OrderConfig) -> LengthCosts | None:
+    """What `StreamingDataset(balance=...)` balances by, with the lengths of all samples; None where it is None."""
+    if balance is None:
+        return None
+    if not order.batching.splits_samples:
+        raise ValueError(
+            f"this order assigns samples to ranks itself; found balance={balance!r} with "
+            f"batching_method={order.batching_method!r} and shuffle_algo={order.algorithm!r}. Omit balance, or choose "
+            "another order"
+        )
+    if lengths is None or not (callable(balance) or balance == "tokens"):
+        raise ValueError(
+            f"balance is None, 'tokens' or a function, and needs the lengths of the samples; found balance={balance!r} "
+            f"and {'no' if lengths is None else 'their'} lengths. Pass lengths=, and correct balance"
+        )
+    return LengthCosts(lengths, balance if callable(balance) else None)
+
+
 @dataclass
 class SampleSource:
     """What a dataset reads, in which order, and what becomes of a sample; see also `StreamingDataset`."""
@@ -99,6 +119,7 @@ class SampleSource:
     replication: int | None = None
     data_dimension: Dimensions = "dp"
     costs: LengthCosts | None = None  # what shares are balanced by
+    forget: NDArray[np.int64] | None = None  # ids of samples in whose places others are delivered
     _seeded: SeededCall | None = field(default=None, init=False, repr=False)
     orders: dict[OrderConfig, RunOrder] = field(default_factory=dict, repr=False)  # the latest; shared by copies
 
@@ -122,8 +143,9 @@ class SampleSource:
         `resumed` has the settings of a state that the run continues from; they fill in before any default does.
         """
         size = device_batch_size * accumulate * world.num_replicas
+        arguments = {**self.order_arguments, "forgotten": self.forgotten and self.forgotten.digest}
         order = OrderConfig.resolve(
-            batch_size=size, device_batch_size=device_batch_size, world=world, resumed=resumed, **self.order_arguments
+            batch_size=size, device_batch_size=device_batch_size, world=world, resumed=resumed, **arguments
         )
         return BatchSettings(world, device_batch_size, size, tail, order, balance=self._balance(device_batch_size))
 
@@ -141,17 +163,43 @@ class SampleSource:
         """The order of a training run with these settings; the latest is kept."""
         found = self.orders.get(config)
         if found is None:
-            found = RunOrder(self.snapshot, tuple(map(weights_of, self.reader.streams)), config)
+            forgotten = None if config.forgotten is None else self.forgotten
+            found = RunOrder(self.snapshot, tuple(map(weights_of, self.reader.streams)), config, forgotten=forgotten)
+            if forgotten is not None:  # nor may they be delivered in place of bad samples
+                self.bad_data.found.update(dict.fromkeys(forgotten.ids.tolist(), "it is forgotten"))
             self.orders.clear()
             self.orders[config] = found
         return found
 
+    @cached_property
+    def forgotten(self) -> Forgotten | None:
+        """The forgotten samples; None if there are none."""
+        return None if self.forget is None else Forgotten.of(self.snapshot, self.forget)
+
+    def plan_replay(self, ids: Iterable[int] | NDArray[np.int64], states: Sequence[Mapping[str, Any]]) -> Replay:
+        """Which of these states a run continues from that forgets samples, see `StreamingDataset.plan_replay`."""
+        positions, own = [Position.from_state(state) for state in states], self.forgotten and self.forgotten.digest
+        orders = {replace(one.order, forgotten=own) for one in positions}
+        if len(orders) != 1:
+            raise ValueError(
+                f"the states of one training run have one order; found {len(orders)} different ones in {len(states)} "
+                "states. Pass the states of one run"
+            )
+        run = self.order(orders.pop())
+        for one in positions:
+            began = replace(one.order, forgotten=None if one.order.forgotten == own else one.order.forgotten)
+            replace(one, order=began).check(forgetting(run, None))
+        return plan_replay(run, ids, positions)
+
     def subset(self, ids: Iterable[int] | NDArray[np.int64]) -> SampleSource:
         """Some samples of this source, with an order of their own."""
         chosen = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
-        bad_data, costs = BadData(self.bad_data.policy), self.costs
-        costs = None if costs is None else replace(costs, lengths=costs.lengths[chosen])
-        return replace(self, reader=SubsetReader(self.reader, chosen), bad_data=bad_data, costs=costs, orders={})
+        reader, own = SubsetReader(self.reader, chosen), np.sort(chosen)
+        costs, forget = self.costs, self.forget
+        costs = None if costs is None else replace(costs, lengths=costs.lengths[own])
+        forget = None if forget is None or not np.isin(own, forget).any() else np.flatnonzero(np.isin(own, forget))
+        bad_data = BadData(self.bad_data.policy)
+        return replace(self, reader=reader, bad_data=bad_data, costs=costs, forget=forget, orders={})
 
     def batch(self, batch: MicroBatch, collate: SeededCall | None) -> Any:
         """Read, transform and collate one micro-batch.

@@ -147,11 +147,13 @@ def plan_replay(run: RunOrder, ids: Iterable[int] | NDArray[np.int64], checkpoin
     if run.forgotten is not None:
         forgotten = Forgotten.of(run.snapshot, np.concatenate([run.forgotten.ids, forgotten.ids]))
     first = first_seen(run, forgotten, newest)
-    clean = [at for at in reached if first is None or at <= first]
-    here = max(clean, default=(0, 0))
+    # Of a state with other forgotten samples, nobody can say what it has not seen.
+    known = [number for number, one in enumerate(checkpoints) if one.order.forgotten in (None, forgotten.digest)]
+    clean = [number for number in known if first is None or reached[number] <= first]
+    index = max(clean, key=lambda number: reached[number], default=None)
+    here = (0, 0) if index is None else reached[index]
     between = sum(run.epoch(epoch).num_samples for epoch in range(here[0], newest[0]))
     epoch, position = first or (None, None)
-    index = reached.index(here) if clean else None
     return Replay(epoch, position, index, between + newest[1] - here[1], forgotten)
 
 

@@ -102,9 +102,10 @@ def test_a_replay_can_be_asked_for_again():
     run = run_of()
     first, second = int(ids_of(run)[100]), int(ids_of(run)[40])
     again = forgetting(run, Forgotten.of(run.snapshot, [first]))
-    positions = [Position.start(again, batch_size=12, tail="pad").advanced(again, at) for at in (36, 60, 120, 144)]
+    ends = [(run, 24), (again, 36), (run, 12), (run, 96), (again, 144)]
+    positions = [Position.start(one, batch_size=12, tail="pad").advanced(one, at) for one, at in ends]
     replay = plan_replay(again, [second], positions)
-    assert (replay.epoch, replay.position, replay.checkpoint, replay.num_samples) == (0, 40, 0, 144 - 36)
+    assert (replay.epoch, replay.position, replay.checkpoint, replay.num_samples) == (0, 40, 0, 144 - 24)
     assert replay.forgotten.ids.tolist() == sorted([first, second])
 
 
