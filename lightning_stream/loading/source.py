@@ -178,7 +178,8 @@ class SampleSource:
 
     def plan_replay(self, ids: Iterable[int] | NDArray[np.int64], states: Sequence[Mapping[str, Any]]) -> Replay:
         """Which of these states a run continues from that forgets samples, see `StreamingDataset.plan_replay`."""
-        positions, own = [Position.from_state(state) for state in states], self.forgotten and self.forgotten.digest
+        positions = [Position.from_state(state) for state in states]
+        own = None if self.forgotten is None else self.forgotten.digest
         orders = {replace(one.order, forgotten=own) for one in positions}
         if len(orders) != 1:
             raise ValueError(
