@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.rank_split import ReplicaBatch, ceil_div
+from lightning_stream.order.rank_split import ceil_div
 from lightning_stream.order.world import World
 
 if TYPE_CHECKING:
@@ -133,21 +133,20 @@ def can_balance(run: RunOrder, world: World) -> bool:
     return num_groups(run.config.canonical_nodes if run.config.shuffle else 1, world) < world.num_replicas
 
 
-def balanced_share(
-    ids: NDArray[np.int64],
+def balanced_split(
     canonical: NDArray[np.int64],
     costs: NDArray[np.int64],
     world: World,
     *,
     equal: bool,
     num_micro_batches: int,
-) -> ReplicaBatch:
-    """One replica's part of a global batch of samples ``ids``; its positions count from the begin of the batch.
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], tuple[int, ...]]:
+    """As `rank_split.split`, for the replica of ``world``; and where its micro-batches end.
 
-    As `rank_split.split`, but only the groups of :func:`num_groups` are grouped by canonical node; inside them,
-    costs decide. Padding repeats the cheapest sample of the replica.
+    Only the groups of :func:`num_groups` are grouped by canonical node. Inside them, costs decide. Padding repeats the
+    cheapest sample of the replica.
     """
-    num_samples, replicas = len(ids), world.num_replicas
+    num_samples, replicas = len(canonical), world.num_replicas
     grouped = np.argsort(canonical, kind="stable")
     per_group = replicas // num_groups(len(np.unique(canonical)), world)
     group, number = divmod(world.replica, per_group)
@@ -160,8 +159,7 @@ def balanced_share(
         near = own[costs[own].argmin()] if len(own) else grouped[min(edges[0], num_samples - 1)]
         own = np.append(own, near)
     order, ends = _cut(costs[own], min(num_micro_batches, length))
-    own = own[order]
-    return ReplicaBatch(ids[own], own, filler[order], ends=ends)
+    return own[order], filler[order], ends
 
 
 def _cut(costs: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], tuple[int, ...]]:

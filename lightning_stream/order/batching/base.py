@@ -5,14 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.balance import Balance, balanced_share
+from lightning_stream.order.balance import Balance, balanced_split
 from lightning_stream.order.rank_split import TAILS, ReplicaBatch, Tail, num_micro_batches, split
 from lightning_stream.order.world import World
 
@@ -132,12 +131,12 @@ class BatchPlan:
         begin, end = self.bounds(k)
         world = self.world
         ids, canonical, equal = self.order.ids(begin, end), self.order.canonical(begin, end), self.tail != "exact"
-        if self.balance is not None:
-            costs, count = self.balance.whole_costs(ids), self.num_micro_batches(k, self.balance.device_batch_size)
-            share = balanced_share(ids, canonical, costs, world, equal=equal, num_micro_batches=count)
-            return replace(share, positions=begin + share.positions)
-        offsets, filler = split(canonical, world.num_replicas, world.replica, equal=equal)
-        return ReplicaBatch(ids[offsets], begin + offsets, filler)
+        if self.balance is None:
+            offsets, filler = split(canonical, world.num_replicas, world.replica, equal=equal)
+            return ReplicaBatch(ids[offsets], begin + offsets, filler)
+        costs, count = self.balance.whole_costs(ids), self.num_micro_batches(k, self.balance.device_batch_size)
+        offsets, filler, ends = balanced_split(canonical, costs, world, equal=equal, num_micro_batches=count)
+        return ReplicaBatch(ids[offsets], begin + offsets, filler, ends=ends)
 
     def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:
         """As :meth:`share` of each, ascending, but full ones are planned together: 16 of 1024 in 60 % of the time."""
