@@ -144,7 +144,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         start_by_range: bool = False,
         version: str | None = None,
         balance: Literal["tokens"] | Cost | None = None,
-        lengths: NDArray[np.integer] | None = None,
+        lengths: Sequence[int] | NDArray[np.integer] | None = None,
         forget: Iterable[int] | None = None,
     ) -> None:
         refuse_overrides(type(self))

@@ -86,7 +86,9 @@ class LengthCosts:
         return lengths if self.cost is None else self.cost(lengths)
 
 
-def length_costs(balance: object, lengths: NDArray[np.integer] | None, order: OrderConfig) -> LengthCosts | None:
+def length_costs(
+    balance: object, lengths: Sequence[int] | NDArray[np.integer] | None, order: OrderConfig
+) -> LengthCosts | None:
     """What `StreamingDataset(balance=...)` balances by, with the lengths of all samples; None where it is None."""
     if balance is None:
         return None
@@ -101,7 +103,7 @@ def length_costs(balance: object, lengths: NDArray[np.integer] | None, order: Or
             f"balance is None, 'tokens' or a function, and needs the lengths of the samples; found balance={balance!r} "
             f"and {'no' if lengths is None else 'their'} lengths. Pass lengths=, and correct balance"
         )
-    return LengthCosts(lengths, balance if callable(balance) else None)
+    return LengthCosts(np.asarray(lengths), balance if callable(balance) else None)
 
 
 @dataclass
