@@ -97,7 +97,8 @@ def deal(costs: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np.int6
 def _exchanged(costs: NDArray[np.int64], groups: NDArray[np.int64]) -> NDArray[np.int64]:
     """Groups (int64[groups, size]) after exchanges between the most expensive and the cheapest one, the next two, ...
 
-    Each pair exchanges the two things that make the pair most equal. This ends within 0.1 % of the bound.
+    Each pair exchanges the two things that make the pair most equal, until the most expensive group is within 0.1 % of
+    the lower bound, or no exchange helps.
     """
     half = len(groups) // 2
     bound = max(int(costs.sum()) // len(groups), int(costs.max()))

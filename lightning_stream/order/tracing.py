@@ -57,13 +57,17 @@ class Explanation:
 
 
 class Occurrence(NamedTuple):
-    """One time that a training run sees a sample; all numbers count from 0."""
+    """One time that a training run sees a sample; all numbers count from 0.
+
+    ``step`` counts in the epoch, ``micro_batch`` in the step, and ``row`` in the micro-batch. With replication, ``rank`` is
+    the first of the ranks that get it.
+    """
 
     epoch: int
-    step: int  # in the epoch
-    rank: int  # with replication the first of the ranks that get it
-    micro_batch: int  # in the step
-    row: int  # in the micro-batch
+    step: int
+    rank: int
+    micro_batch: int
+    row: int
 
 
 @dataclass(frozen=True)
