@@ -59,8 +59,8 @@ class Explanation:
 class Occurrence(NamedTuple):
     """One time that a training run sees a sample; all numbers count from 0.
 
-    ``step`` counts in the epoch, ``micro_batch`` in the step, and ``row`` in the micro-batch. With replication, ``rank`` is
-    the first of the ranks that get it.
+    ``step`` counts in the epoch, ``micro_batch`` in the step, and ``row`` in the micro-batch. With replication,
+    ``rank`` is the first of the ranks that get it.
     """
 
     epoch: int
