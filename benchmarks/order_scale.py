@@ -2,9 +2,9 @@
 
     python benchmarks/order_scale.py [--shards 1000000] [--samples-per-shard 1000]
 
-Targets: planning under 0.2 s and 150 MB, a seek to anywhere under 50 ms, at least 10 million ids per second, and at most 1 ms to
-find where a sample is. Times are CPU seconds of the one process (all of this is single-threaded), so that other work on
-the machine counts less.
+Targets: planning under 0.2 s and 150 MB, a seek to anywhere under 50 ms, at least 10 million ids per second, and at
+most 1 ms to find where a sample is. Times are CPU seconds of the one process (all of this is single-threaded), so that
+other work on the machine counts less.
 """
 
 from __future__ import annotations
