@@ -14,7 +14,8 @@ from lightning_stream.order.draw import Draw, ShardDraws, StreamWeights, choose_
 from lightning_stream.order.forget import Forgotten
 from lightning_stream.order.permutation import stable_argsort
 from lightning_stream.order.snapshot import Snapshot
-from lightning_stream.order.window import IndexOrder, Parts, SampleOrder, WindowOrder, deal_shards, kept
+from lightning_stream.order.spread import deal_shards
+from lightning_stream.order.window import IndexOrder, Parts, SampleOrder, WindowOrder, kept
 
 _KEPT_EPOCHS = 2
 
