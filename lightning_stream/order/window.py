@@ -5,7 +5,7 @@ a new order each epoch; each is permuted and cut into w pieces, and mixing block
 part enters and one leaves with each block. The window fills with half pieces, and the last block holds all that the
 last parts have left. (README.md has a drawing.)
 
-Which shards are active together is random, but the active ones always span all the data (`spread.spread_parts`). On data
+Which shards are active together is random, but the active ones always span all the data (`spread_parts`). On data
 sorted on disk a batch then touches nearly as many disk segments as a truly random one: 88 of 100 instead of 69 with 128
 active shards of 400 (random: 92).
 """
