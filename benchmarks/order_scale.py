@@ -2,8 +2,9 @@
 
     python benchmarks/order_scale.py [--shards 1000000] [--samples-per-shard 1000]
 
-Targets: planning under 0.2 s and 150 MB, a seek to anywhere under 50 ms, at least 10 million ids per second. Times are
-CPU seconds of the one process (all of this is single-threaded), so that other work on the machine counts less.
+Targets: planning under 0.2 s and 150 MB, a seek to anywhere under 50 ms, at least 10 million ids per second, and at
+most 1 ms to find where a sample is. Times are CPU seconds of the one process (all of this is single-threaded), so that
+other work on the machine counts less.
 """
 
 from __future__ import annotations
@@ -54,12 +55,18 @@ def measure(method: str, shards: int, samples: int) -> list[tuple[str, str]]:
     count = 16 if method == "random" else 4
     reading = seconds(lambda: [ready.order.ids(middle + i * CHUNK, middle + (i + 1) * CHUNK) for i in range(count)])
     shares = seconds(lambda: [ready.share(k) for k in range(2000)])
+    run = RunOrder(snapshot, [StreamWeights()] * streams, config)
+    samples_asked = [num_samples * i // 200 for i in range(200)]
+    found = [run.where(sample_id, 0) for sample_id in samples_asked]
+    asking = sorted(seconds(lambda one=one: run.where(one, 0)) for one in samples_asked)
+    assert [run.epoch(0).ids(int(at[0]), int(at[0]) + 1)[0] for at in found] == samples_asked
     return [
         ("planning and first batch, s (best, worst of 3)", f"{planning[0]:.3f}, {planning[-1]:.3f}"),
         ("memory grown by it, MB", f"{grown:.0f}"),
         ("seek, ms (median, worst of 22)", f"{statistics.median(seeks) * 1e3:.1f}, {seeks[-1] * 1e3:.1f}"),
         ("ids read, million per s", f"{count * CHUNK / reading / 1e6:.1f}"),
         ("one rank's share of a batch of 1024, microseconds", f"{shares / 2000 * 1e6:.0f}"),
+        ("where a sample is, ms (median, worst of 200)", f"{asking[100] * 1e3:.3f}, {asking[-1] * 1e3:.3f}"),
     ]
 
 

@@ -21,9 +21,10 @@ from lightning_stream.loading.distributed import Dimensions, WorldLike
 from lightning_stream.loading.indexed import IndexedSamples, Readable, refuse_overrides
 from lightning_stream.loading.packing import Packing
 from lightning_stream.loading.plain import PlainIterations
-from lightning_stream.loading.source import SampleSource, Transform
-from lightning_stream.order import MosaicConfig, OrderConfig
+from lightning_stream.loading.source import Cost, SampleSource, Transform
+from lightning_stream.order import MosaicConfig, Occurrence, OrderConfig
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
+from lightning_stream.order.forget import Replay
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.rules import broken, count
 from lightning_stream.reading.bad_samples import Policy, bad_data
@@ -81,6 +82,13 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             decoded: the same one in every world, so that all ranks keep step.
         on_bad_shard: The same where a shard is missing in the store, or has other bytes than the index says.
         quarantine: File that lists what was bad, a JSON object a line; None for one in the first cache folder.
+        balance: Which samples of a global batch each replica computes: None for those of its own canonical nodes,
+            ``"tokens"`` for equally many tokens, or a function from lengths (int64[n]) to costs (n numbers, the same
+            on every machine), e.g. ``lambda tokens: tokens * tokens``, for equal costs. Global batches, numbers of
+            samples and states are the same with any of them, and every machine reads the shards that it reads without:
+            `num_canonical_nodes` = 1 balances over all machines, but each of them reads all shards.
+        forget: Ids of samples that are never delivered, but others of their streams in their places. A run continues so
+            from a state before it saw any of them: `plan_replay` finds the newest.
         start_by_range: Whether samples whose shards are still being fetched may be read by byte ranges: the first
             batches need not wait for whole shards. The bytes are compared with the shard once that is fetched and
             verified: a difference ends the run.
@@ -137,6 +145,8 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         start_by_range: bool = False,
         pack: Packing | None = None,
         version: str | None = None,
+        balance: str | Cost | None = None,
+        forget: Iterable[int] | None = None,
     ) -> None:
         refuse_overrides(type(self))
         uris = {"remote": remote, "local": local, "split": split, "version": version}
@@ -171,7 +181,12 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             "mosaic": mosaic if shuffle_algo in MOSAIC_ALGORITHMS else None,
         }
         rows = None if pack is None else pack.rows("")
-        OrderConfig.resolve(batch_size=1, device_batch_size=1, packing=rows, **order_arguments)  # refuses wrong values
+        order = OrderConfig.resolve(batch_size=1, device_batch_size=1, packing=rows, **order_arguments)
+        if balance is not None and not order.batching.can_be_balanced:
+            raise ValueError(
+                f"this order assigns samples to ranks itself; found balance={balance!r} with batching_method="
+                f"{batching_method!r} and shuffle_algo={shuffle_algo!r}. Omit balance, or choose another order"
+            )
         config = CacheConfig(
             limit_bytes=self.cache_limit, validate_hash=validate_hash, keep_zip=bool(keep_zip), shared=shared_cache
         )
@@ -194,6 +209,8 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             replication=self.replication,
             data_dimension=data_dimension,
             packing=pack,
+            balance=balance,
+            forget=None if forget is None else np.asarray([*forget], dtype=np.int64),
         )
         self._streaming_plain = PlainIterations(self.batch_size)
 
@@ -261,6 +278,26 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         Accelerate calls it before each iteration, with a count of its own.
         """
         self._streaming_plain.set_epoch(self, self._streaming_source, epoch)
+
+    def where(self, sample_id: int, epochs: Iterable[int] | None = None) -> list[Occurrence]:
+        """When and where the training run sees a sample, done or to come: ``(epoch, step, rank, micro_batch, row)``.
+
+        It is computed, not recorded: for this world and batch size, and the changes of the batch size in the current
+        epoch, which is what `epochs` defaults to. Padding does not count.
+
+        Example: ``dataset.where(7, epochs=range(3))`` is ``[Occurrence(epoch=0, step=12, rank=3, ...), ...]``.
+        """
+        return self._streaming_plain.where(self._streaming_source, sample_id, epochs)
+
+    def plan_replay(self, ids: Iterable[int], states: Sequence[Mapping[str, Any]]) -> Replay:
+        """What it takes that a run has never seen some samples: the newest of its states that is before all of them.
+
+        Continue from it with ``forget=ids``: the run is then the same as if it had begun so. Samples delivered in place
+        of bad ones are not searched.
+
+        Example: ``states[dataset.plan_replay([7], states).checkpoint]``
+        """
+        return self._streaming_source.plan_replay(ids, states)
 
     def warm(self, steps: int) -> int:
         """Fetch, before training, the shards of this rank's first optimizer steps from where the next iteration starts.

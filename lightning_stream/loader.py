@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from lightning_stream.loading.resume import order_in, position_in, resumed_at
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings
 from lightning_stream.loading.workers import MadeBatches, Pipeline, Workers
-from lightning_stream.order import OrderConfig, Position, RunOrder, Tail, World, explain, trace
+from lightning_stream.order import Occurrence, OrderConfig, Position, RunOrder, Tail, World, explain, trace
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.order.tracing import Explanation, TracedBatch
 from lightning_stream.reading.look_ahead import read_ahead_depth, warm
@@ -411,8 +411,9 @@ class StreamingDataLoader(DataLoader[Any]):
         return explain(self._run(settings := self.settings()), position or self.position, world=settings.world)
 
     def trace(self, step: int, position: Position | None = None) -> TracedBatch:
-        """The samples of one optimizer step of the epoch, done or to come; `step` counts from the epoch's start.
-
-        Its ids are those of all replicas, in position order; a batch has this rank's, grouped by canonical node.
-        """
+        """The samples of one step of the epoch (from 0), done or to come: of all replicas, in position order."""
         return trace(self._run(settings := self.settings()), position or self.position, step, world=settings.world)
+
+    def where(self, sample_id: int, epochs: Iterable[int] | None = None) -> list[Occurrence]:
+        """When and where the run sees a sample: in this epoch, or in `epochs`; see `StreamingDataset.where`."""
+        return self.settings().where(self._source, self.position, sample_id, epochs)

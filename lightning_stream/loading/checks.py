@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_stream.order import BatchPlan, RunOrder
+from lightning_stream.order.balance import can_balance
 from lightning_stream.order.downloads import estimate_factor, warning_about
 from lightning_stream.order.quality import Quality, measure
 from lightning_stream.order.snapshot import max_active
@@ -119,7 +120,13 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
         _check_limit(reader, run, settings, ahead, limit)
     if world.rank:
         return
-    if world.num_nodes > 1:
+    if settings.balance is not None and not can_balance(run, world):
+        _log.warning(
+            "Shares are balanced among the replicas of a machine, which has only one here, so that no machine "
+            "downloads more. num_canonical_nodes=1, set when a run starts, balances over all machines; each then "
+            "downloads all shards."
+        )
+    if world.num_nodes > 1 and (settings.balance is None or run.config.canonical_nodes > 1):
         factor = estimate_factor(run, epoch=0, batch_size=size, world=world)
         if sentence := warning_about(run, batch_size=size, world=world, factor=factor):
             _log.warning(sentence)

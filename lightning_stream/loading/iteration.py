@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -14,7 +14,7 @@ from weakref import WeakSet, ref
 from lightning_stream.errors import StateError
 from lightning_stream.loading.source import BatchSettings
 from lightning_stream.loading.workers import MadeBatches
-from lightning_stream.order import Position, RunOrder, ledger
+from lightning_stream.order import Occurrence, Position, RunOrder, ledger
 from lightning_stream.order.micro_batches import MicroBatch
 
 
@@ -51,6 +51,7 @@ class Loader(Protocol):
     def state_of(self, position: Position) -> dict[str, Any]: ...
     def state_after(self, num_samples: int | None) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None: ...
+    def where(self, sample_id: int, epochs: Iterable[int] | None = None) -> list[Occurrence]: ...
 
 
 class LoaderIterator:

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -21,7 +21,7 @@ from lightning_stream.loading.iteration import Loader
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
 from lightning_stream.loading.shared_position import SharedPosition, Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
-from lightning_stream.order import Position, RunOrder, Tail, is_mosaic_state
+from lightning_stream.order import Occurrence, Position, RunOrder, Tail, is_mosaic_state
 from lightning_stream.order.rank_split import TAILS
 from lightning_stream.reading.bad_samples import readable
 from lightning_stream.reading.look_ahead import read_ahead, warm
@@ -129,6 +129,15 @@ class PlainIterations:
     def warm(self, source: SampleSource, steps: int) -> int:
         """Fetch the shards of this rank's first optimizer steps from where the next iteration starts."""
         return warm(source.reader, self.settings(source).plan(source, self._shared.upcoming), steps)
+
+    def where(self, source: SampleSource, sample_id: int, epochs: Iterable[int] | None) -> list[Occurrence]:
+        """When and where the training run sees a sample, see `StreamingDataset.where`."""
+        if (owner := self._loader()) is not None:
+            return owner.where(sample_id, epochs)
+        settings, epoch = self.settings(source), self._shared.upcoming.epoch
+        run, size = source.order(settings.order), settings.global_batch_size
+        position = Position.start(run, batch_size=size, tail=settings.tail, epoch=epoch)
+        return settings.where(source, position, sample_id, epochs)
 
     def state_dict(self, source: SampleSource, num_samples: int | None, from_beginning: bool) -> dict[str, Any]:
         """The position after so many samples, see `StreamingDataset.state_dict`."""

@@ -5,9 +5,10 @@ A worker process gets one; it never calls the dataset back, except where a subcl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,20 @@ from lightning_stream.loading.distributed import Dimensions, WorldLike, detect_w
 from lightning_stream.loading.packing import Packing, read_rows, split_rows
 from lightning_stream.loading.randomness import SeededCall, preserved_generators, seed_sample
 from lightning_stream.loading.shared_position import Start
-from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, Tail, World
+from lightning_stream.order import (
+    Balance,
+    BatchPlan,
+    Delivery,
+    Occurrence,
+    OrderConfig,
+    Position,
+    RunOrder,
+    Snapshot,
+    Tail,
+    World,
+    where,
+)
+from lightning_stream.order.forget import Forgotten, Replay, forgetting, plan_replay
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.reading.bad_samples import BadData
 from lightning_stream.reading.reader import SampleReader
@@ -26,6 +40,7 @@ from lightning_stream.reading.stream import weights_of
 from lightning_stream.reading.subset import SubsetReader
 
 Transform = Callable[..., Any]
+Cost = Callable[[NDArray[np.int64]], NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -38,17 +53,42 @@ class BatchSettings:
     tail: Tail  # what happens to the last partial batch of an epoch
     order: OrderConfig
     padding: bool = True  # whether a rank gets padding beside samples of its own, so that all ranks have equal shapes
+    balance: Balance | None = None  # what decides which samples of a global batch a rank gets, beside their places
 
     def plan(self, source: SampleSource, start: Start) -> BatchPlan:
         """The global batches from a start to the end of its epoch."""
         order, size = source.order(self.order).epoch(start.epoch), self.global_batch_size
         if start.landmark is not None:
             order.learn(start.landmark)
-        return BatchPlan(order, batch_size=size, world=self.world, tail=self.tail, start=start.position)
+        return BatchPlan(
+            order, batch_size=size, world=self.world, tail=self.tail, start=start.position, balance=self.balance
+        )
+
+    def where(
+        self, source: SampleSource, position: Position, sample_id: int, epochs: Iterable[int] | None
+    ) -> list[Occurrence]:
+        """When and where the run of this position sees a sample, see `lightning_stream.order.where`."""
+        delivery = Delivery(self.world, self.device_batch_size, self.padding, self.balance)
+        return where(source.order(position.order), position, sample_id, delivery, epochs)
 
     def micro_batches(self, source: SampleSource, start: Start) -> MicroBatches:
         """This rank's micro-batches from a start to the end of its epoch."""
         return MicroBatches(self.plan(source, start), self.device_batch_size, self.padding)
+
+
+@dataclass(frozen=True, eq=False)
+class _Costs:
+    """What samples cost, by their ids."""
+
+    lengths: NDArray[np.integer]  # of all samples
+    cost: Cost
+
+    def __call__(self, ids: NDArray[np.int64]) -> NDArray[Any]:
+        return self.cost(self.lengths[ids].astype(np.int64))
+
+
+def _as_they_are(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    return lengths
 
 
 @dataclass
@@ -66,6 +106,8 @@ class SampleSource:
     replication: int | None = None
     data_dimension: Dimensions = "dp"
     packing: Packing | None = None  # how samples are packed into rows
+    balance: str | Cost | None = None  # what shares are balanced by: the name of lengths, or a cost of lengths
+    forget: NDArray[np.int64] | None = None  # ids of samples in whose places others are delivered
     _seeded: SeededCall | None = field(default=None, init=False, repr=False)
     orders: dict[OrderConfig, RunOrder] = field(default_factory=dict, repr=False)  # the latest; shared by copies
 
@@ -89,29 +131,65 @@ class SampleSource:
         `resumed` has the settings of a state that the run continues from; they fill in before any default does.
         """
         size = device_batch_size * accumulate * world.num_replicas
-        arguments = dict(self.order_arguments)
+        arguments = {**self.order_arguments, "forgotten": self.forgotten and self.forgotten.digest}
         if self.packing is not None:
             arguments["packing"] = self.packing.rows(self.reader.lengths_digest(self.packing.lengths_name))
         order = OrderConfig.resolve(
             batch_size=size, device_batch_size=device_batch_size, world=world, resumed=resumed, **arguments
         )
-        return BatchSettings(world, device_batch_size, size, tail, order)
+        return BatchSettings(world, device_batch_size, size, tail, order, balance=self._balance(device_batch_size))
+
+    def _balance(self, device_batch_size: int) -> Balance | None:
+        if self.balance is None:
+            return None
+        default = "tokens" if self.packing is None else self.packing.lengths_name
+        lengths = self.reader.lengths(self.balance if isinstance(self.balance, str) else default)
+        cost = _as_they_are if isinstance(self.balance, str) else self.balance
+        return Balance(_Costs(lengths, cost), device_batch_size, cost)
 
     def order(self, config: OrderConfig) -> RunOrder:
         """The order of a training run with these settings; the latest is kept."""
         found = self.orders.get(config)
         if found is None:
             lengths = None if self.packing is None else self.reader.lengths(self.packing.lengths_name)
-            found = RunOrder(self.snapshot, tuple(map(weights_of, self.reader.streams)), config, lengths)
+            forgotten = None if config.forgotten is None else self.forgotten
+            weights = tuple(map(weights_of, self.reader.streams))
+            found = RunOrder(self.snapshot, weights, config, lengths, forgotten=forgotten)
+            if forgotten is not None:  # nor may they be delivered in place of bad samples
+                self.bad_data.found.update(dict.fromkeys(forgotten.ids.tolist(), "it is forgotten"))
             self.orders.clear()
             self.orders[config] = found
         return found
 
+    @cached_property
+    def forgotten(self) -> Forgotten | None:
+        """The forgotten samples; None if there are none."""
+        return None if self.forget is None else Forgotten.of(self.snapshot, self.forget)
+
+    def plan_replay(self, ids: Iterable[int] | NDArray[np.int64], states: Sequence[Mapping[str, Any]]) -> Replay:
+        """Which of these states a run continues from that forgets samples, see `StreamingDataset.plan_replay`."""
+        positions = [Position.from_state(state) for state in states]
+        own = None if self.forgotten is None else self.forgotten.digest
+        orders = {replace(one.order, forgotten=own) for one in positions}
+        if len(orders) != 1:
+            raise ValueError(
+                f"the states of one training run have one order; found {len(orders)} different ones in {len(states)} "
+                "states. Pass the states of one run"
+            )
+        run = self.order(orders.pop())
+        for one in positions:
+            began = replace(one.order, forgotten=None if one.order.forgotten == own else one.order.forgotten)
+            replace(one, order=began).check(forgetting(run, None))
+        return plan_replay(run, ids, positions)
+
     def subset(self, ids: Iterable[int] | NDArray[np.int64]) -> SampleSource:
         """Some samples of this source, with an order of their own."""
         chosen = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
+        reader, own = SubsetReader(self.reader, chosen), np.sort(chosen)
+        forget = self.forget
+        forget = None if forget is None or not np.isin(own, forget).any() else np.flatnonzero(np.isin(own, forget))
         bad_data = BadData(self.bad_data.policy)
-        return replace(self, reader=SubsetReader(self.reader, chosen), bad_data=bad_data, orders={})
+        return replace(self, reader=reader, bad_data=bad_data, forget=forget, orders={})
 
     def batch(self, batch: MicroBatch, collate: SeededCall | None) -> Any:
         """Read, transform and collate one micro-batch.

@@ -5,6 +5,7 @@ Global batch k of epoch e is a pure function of (snapshot, weights, seed, e, ord
 
 from __future__ import annotations
 
+from lightning_stream.order.balance import Balance
 from lightning_stream.order.batching.base import BatchPlan, EpochOrder
 from lightning_stream.order.config import ORDER_VERSION, MosaicConfig, OrderConfig
 from lightning_stream.order.downloads import DownloadPlan, plan_downloads
@@ -14,12 +15,12 @@ from lightning_stream.order.plan import RunOrder, prefetch_shards
 from lightning_stream.order.position import Position
 from lightning_stream.order.rank_split import ReplicaBatch, Tail, num_micro_batches
 from lightning_stream.order.snapshot import Snapshot
-from lightning_stream.order.tracing import Explanation, TracedBatch, explain, trace
+from lightning_stream.order.tracing import Delivery, Explanation, Occurrence, TracedBatch, explain, trace, where
 from lightning_stream.order.world import World
 
 __all__ = [
-    "BatchPlan", "DownloadPlan", "EpochOrder", "Explanation", "MosaicConfig", "ORDER_VERSION", "OrderConfig",
-    "Position", "ReplicaBatch", "RunOrder", "Snapshot", "StreamWeights", "Tail", "TracedBatch", "World",
-    "choose_per_stream", "explain", "is_mosaic_state", "mosaic_config", "mosaic_position", "num_micro_batches",
-    "plan_downloads", "prefetch_shards", "trace", "weights_digest",
+    "Balance", "BatchPlan", "Delivery", "DownloadPlan", "EpochOrder", "Explanation", "MosaicConfig", "ORDER_VERSION",
+    "Occurrence", "OrderConfig", "Position", "ReplicaBatch", "RunOrder", "Snapshot", "StreamWeights", "Tail",
+    "TracedBatch", "World", "choose_per_stream", "explain", "is_mosaic_state", "mosaic_config", "mosaic_position",
+    "num_micro_batches", "plan_downloads", "prefetch_shards", "trace", "weights_digest", "where",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from lightning_stream.order.mosaic.epoch import MosaicEpoch
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.mosaic.shuffles import SHUFFLES
 from lightning_stream.order.packing import RowPacking
-from lightning_stream.order.rules import broken, count, one_of
+from lightning_stream.order.rules import Rule, broken, count, one_of
 from lightning_stream.order.world import World
 
 ORDER_VERSION = 1
@@ -64,6 +64,7 @@ class OrderConfig:
     epoch_size: int | None = None  # samples of an epoch over all streams; None for the sum that the weights give
     mosaic: MosaicConfig | None = None  # settings of the orders of mosaicml-streaming; None for the native order
     packing: RowPacking | None = None  # how samples are packed into rows; None: positions count samples
+    forgotten: str | None = None  # the digest of the samples in whose places others are delivered, see `Forgotten`
 
     def __post_init__(self) -> None:
         problems = broken(vars(self), _RULES)
@@ -75,6 +76,8 @@ class OrderConfig:
         if self.packing is not None and kind is not None and not kind.can_be_packed:
             able = [name for name, one in METHODS.items() if one.can_be_packed]
             problems.append(f"Rows are packed from the native order with batching_method {' or '.join(able)}.")
+        if self.mosaic is not None and self.forgotten is not None:
+            problems.append("Samples can be forgotten in the native order only: forgotten must be None in this one.")
         if problems:
             raise ValueError("The order settings must be valid. " + " ".join(problems))
 
@@ -95,6 +98,7 @@ class OrderConfig:
         epoch_size: int | None = None,
         mosaic: MosaicConfig | None = None,
         packing: RowPacking | None = None,
+        forgotten: str | None = None,
         resumed: OrderConfig | None = None,
         world: World | None = None,
     ) -> OrderConfig:
@@ -136,6 +140,7 @@ class OrderConfig:
             epoch_size=epoch_size,
             mosaic=mosaic,
             packing=packing,
+            forgotten=forgotten,
         )
 
     @property
@@ -146,7 +151,7 @@ class OrderConfig:
     def to_state(self) -> dict[str, Any]:
         """The settings as a dict of plain values."""
         state = {_KEYS.get(name, name): value for name, value in asdict(self).items()}
-        return {name: value for name, value in state.items() if name != "packing" or value}
+        return {name: value for name, value in state.items() if value or name not in ("packing", "forgotten")}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> OrderConfig:
@@ -207,6 +212,7 @@ _RULES = {
     "device_block": count(1, _MOST_SAMPLES, optional=True),
     "batch_size": count(1, _MOST_SAMPLES, optional=True),
     "epoch_size": count(1, optional=True),
+    "forgotten": Rule("None or a string", lambda value: value is None or isinstance(value, str)),
     "seed": count(),
 }
 _MOSAIC_RULES = {

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.order.forget import Forgotten
 from lightning_stream.order.permutation import RngStream, permutation
 from lightning_stream.order.rules import AMOUNT, MAX_NUMBER, short
 from lightning_stream.order.snapshot import Snapshot
@@ -55,6 +56,7 @@ class Draw:
     seed: int
     balanced: bool
     granularity: int
+    forgotten: Forgotten | None = None  # samples in whose places others are delivered
 
     @property
     def constant(self) -> bool:
@@ -76,6 +78,14 @@ class Draw:
         picks = permutation(RngStream.DRAW_SAMPLES, self.seed, self._key(epoch), shard, size=size)[:count]
         picks.sort()
         return picks[begin:end] + first
+
+    def delivered(self, epoch: int, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What is delivered for drawn ids: others for forgotten ones."""
+        return ids if self.forgotten is None else self.forgotten.replaced(ids, self.seed, epoch)
+
+    def drawn_for(self, epoch: int, sample_id: int) -> list[int]:
+        """The inverse of :meth:`delivered`: for which drawn ids a sample is delivered."""
+        return [sample_id] if self.forgotten is None else self.forgotten.delivered_as(sample_id, self.seed, epoch)
 
     def _key(self, epoch: int) -> int:
         return epoch if self.balanced else _FIXED

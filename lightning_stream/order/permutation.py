@@ -28,6 +28,7 @@ class RngStream(IntEnum):
     SHORTFALL = 9
     STRATA = 10
     ROWS = 11
+    FORGOTTEN = 20
 
 
 def random_u64(purpose: RngStream, *numbers: int, size: int) -> NDArray[np.uint64]:
@@ -41,6 +42,13 @@ def permutation(purpose: RngStream, *numbers: int, size: int) -> NDArray[np.int6
     keys = random_u64(purpose, *numbers, size=size)
     order = _argsort_scattered(keys) if size >= _WORTH_PACKING else None
     return stable_argsort(keys) if order is None else order
+
+
+def place_in_permutation(purpose: RngStream, *numbers: int, size: int, index: int) -> int:
+    """Where the permutation with this key has ``index``, without sorting: its rank among the random numbers."""
+    keys = random_u64(purpose, *numbers, size=size)
+    own = keys[index]
+    return int(np.count_nonzero(keys < own)) + int(np.count_nonzero(keys[:index] == own))
 
 
 def _argsort_scattered(keys: NDArray[np.uint64]) -> NDArray[np.int64] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,11 @@ from lightning_stream.order.batching.base import BatchPlan, EpochOrder
 from lightning_stream.order.batching.packed import PackedOrder
 from lightning_stream.order.config import OrderConfig
 from lightning_stream.order.draw import Draw, ShardDraws, StreamWeights, choose_per_stream
+from lightning_stream.order.forget import Forgotten
 from lightning_stream.order.permutation import stable_argsort
 from lightning_stream.order.snapshot import Snapshot
-from lightning_stream.order.window import IndexOrder, Parts, SampleOrder, WindowOrder, deal_shards, kept
+from lightning_stream.order.spread import deal_shards
+from lightning_stream.order.window import IndexOrder, Parts, SampleOrder, WindowOrder, kept
 
 _KEPT_EPOCHS = 2
 
@@ -24,6 +26,7 @@ class RunOrder:
     """The order of a run: every epoch's samples as a pure function of data, weights (one per stream) and settings.
 
     ``lengths`` has the length of every sample by its id; only ``config.packing`` needs it.
+    ``forgotten`` are samples in whose places others are delivered; ``config.forgotten`` has their digest.
 
     Raises:
         ValueError: The weights cannot be met.
@@ -40,25 +43,27 @@ class RunOrder:
         weights: Sequence[StreamWeights],
         config: OrderConfig,
         lengths: NDArray[np.integer] | None = None,
+        *,
+        forgotten: Forgotten | None = None,
     ) -> None:
         self.snapshot, self.weights, self.config = snapshot, tuple(weights), config
+        self.lengths, self.forgotten = lengths, forgotten
         if (config.packing is None) != (lengths is None):
             raise ValueError("An order of packed rows needs the lengths of all samples; found only one of both.")
-        self.lengths = lengths
+        if config.forgotten != (None if forgotten is None else forgotten.digest):
+            raise ValueError(
+                f"The forgotten samples of an order must be those of its settings, which have digest "
+                f"{config.forgotten}; found {forgotten and forgotten.digest}. Pass the same ones."
+            )
         chosen = choose_per_stream(snapshot, self.weights, config.epoch_size, config.seed)
         balanced = config.sampling_method == "balanced"
-        self._draw = Draw(snapshot, chosen, config.seed, balanced, config.sampling_granularity)
+        self._draw = Draw(snapshot, chosen, config.seed, balanced, config.sampling_granularity, forgotten)
         self._constant_draws: dict[tuple[int, ...], ShardDraws] = {}
         self._epochs: dict[int, EpochOrder] = {}
 
-    def __reduce__(self) -> tuple[type[RunOrder], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[partial[RunOrder], tuple[Any, ...]]:
         """Pickle the settings, and the lengths if there are any."""
-        return RunOrder, (
-            self.snapshot,
-            self.weights,
-            self.config,
-            None if self.config.packing is None else self.lengths,
-        )
+        return partial(RunOrder, forgotten=self.forgotten), (self.snapshot, self.weights, self.config, self.lengths)
 
     @property
     def num_samples(self) -> int:
@@ -74,6 +79,18 @@ class RunOrder:
     def _epoch(self, epoch: int) -> EpochOrder:
         order = self.config.batching(self, epoch)
         return order if self.config.packing is None else PackedOrder(self, order)
+
+    def where(self, sample_id: int, epoch: int) -> NDArray[np.int64]:
+        """All positions of an epoch that have this sample, ascending: int64[times drawn], without planning the epoch.
+
+        Raises:
+            ValueError: There is no such sample or epoch.
+
+        Example: ``run.epoch(0).ids(p, p + 1)`` is ``[7]`` for each ``p`` of ``run.where(7, epoch=0)``.
+        """
+        if not 0 <= sample_id < self.snapshot.num_samples:
+            raise ValueError(f"Sample ids count from 0 to {self.snapshot.num_samples - 1} here; found {sample_id}.")
+        return np.array(self.epoch(epoch).positions(sample_id), dtype=np.int64)
 
     def active_shards(self) -> int:
         """Shards in use at once, over all nodes."""

@@ -15,6 +15,7 @@ from lightning_stream.order.batching.base import BatchPlan, EpochOrder
 from lightning_stream.order.batching.packed import Landmark
 from lightning_stream.order.config import ORDER_VERSION, OrderConfig
 from lightning_stream.order.draw import weights_digest
+from lightning_stream.order.forget import first_seen
 from lightning_stream.order.plan import RunOrder
 from lightning_stream.order.rank_split import TAILS, Tail
 from lightning_stream.order.rules import TEXT, Rule, broken, count, is_count, one_of, short
@@ -190,6 +191,9 @@ class Position:
     def _setting_differences(self, run: RunOrder, tail: Tail | None) -> str:
         pairs = [] if tail is None else [("tail", self.tail, tail)]
         names = [setting.name for setting in fields(OrderConfig)]
+        if self.order.forgotten is None and run.forgotten is not None:
+            seen = first_seen(run, run.forgotten, (self.epoch, self.position))
+            names = names if seen else [name for name in names if name != "forgotten"]  # as if never seen, see `forget`
         pairs += [(name, getattr(self.order, name), getattr(run.config, name)) for name in names]
         found = [f"{name} was {old!r} and is {new!r} now." for name, old, new in pairs if old != new]
         if (new_weights := weights_digest(run.weights)) != self.weights:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.order.balance import Balance
 from lightning_stream.order.batching.base import BatchPlan
 from lightning_stream.order.plan import RunOrder
 from lightning_stream.order.position import Position
@@ -53,6 +56,33 @@ class Explanation:
         )
 
 
+class Occurrence(NamedTuple):
+    """One time that a training run sees a sample; all numbers count from 0.
+
+    ``step`` counts in the epoch, ``micro_batch`` in the step, and ``row`` in the micro-batch. With replication,
+    ``rank`` is the first of the ranks that get it.
+    """
+
+    epoch: int
+    step: int
+    rank: int
+    micro_batch: int
+    row: int
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """How global batches are delivered: to which ranks, and in which micro-batches; see `BatchPlan` and `MicroBatches`.
+
+    ``world`` may be that of any rank.
+    """
+
+    world: World
+    device_batch_size: int
+    padding: bool = True
+    balance: Balance | None = None
+
+
 def explain(run: RunOrder, position: Position, *, world: World | None = None) -> Explanation:
     """What comes after a position, with its own batch size and tail (the next epoch, if this one is over).
 
@@ -85,6 +115,50 @@ def trace(run: RunOrder, position: Position, step: int, *, world: World | None =
     raise ValueError(
         f"A step must be one of the epoch's: epoch {position.epoch} has {before} of them, not step {step}."
     )
+
+
+def where(
+    run: RunOrder, position: Position, sample_id: int, delivery: Delivery, epochs: Iterable[int] | None = None
+) -> list[Occurrence]:
+    """When and where a training run sees a sample, done or to come, in the epoch of the position or in ``epochs``.
+
+    There is no log: this is the inverse of the order. It holds for this world, and for the position's batch size and
+    its changes in that epoch. Padding does not count, nor do samples that ``tail="drop"`` omits.
+
+    Raises:
+        ValueError: There is no such sample or epoch; or the batches do not follow the order (see `BatchPlan`).
+    """
+    found: list[Occurrence] = []
+    for epoch in (position.epoch,) if epochs is None else epochs:
+        here = position if epoch == position.epoch else replace(position, epoch=epoch, position=0, batch_changes=())
+        stretches = _stretches(run, here, delivery.world)
+        if not all(plan.follows_order for plan, _ in stretches):
+            raise ValueError(
+                "This order of mosaicml-streaming has other batches on this number of nodes and ranks. Ask in the "
+                "world that the training run began in."
+            )
+        for at in run.where(sample_id, epoch).tolist():
+            before = 0
+            for plan, steps in stretches:
+                k = _steps_until(plan, at)
+                if k < steps and plan.bounds(k)[0] <= at:
+                    found += (Occurrence(epoch, before + k, *place) for place in _delivered(plan, k, at, delivery))
+                before += steps
+    return found
+
+
+def _delivered(plan: BatchPlan, k: int, at: int, delivery: Delivery) -> Iterator[tuple[int, int, int]]:
+    """The rank, micro-batch and row that get position ``at`` of global batch ``k``."""
+    for rank in range(0, delivery.world.num_ranks, delivery.world.replication):
+        share = plan.of(replace(delivery.world, rank=rank), delivery.balance).share(k)
+        if not ((share.positions == at) & ~share.filler).any():
+            continue
+        count = plan.num_micro_batches(k, delivery.device_batch_size)
+        for number, piece in enumerate(share.micro_batches(count)):
+            rows = np.arange(len(piece)) if delivery.padding else np.flatnonzero(~piece.filler)
+            own = (piece.positions[rows] == at) & ~piece.filler[rows]
+            yield from ((rank, number, row) for row in np.flatnonzero(own).tolist())
+        return  # a position is on one replica
 
 
 def _stretches(run: RunOrder, position: Position, world: World | None) -> list[tuple[BatchPlan, int]]:

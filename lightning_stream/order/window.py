@@ -12,15 +12,17 @@ active shards of 400 (random: 92).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.draw import Draw, ShardDraws
-from lightning_stream.order.permutation import RngStream, permutation, random_u64, stable_argsort
+from lightning_stream.order.permutation import RngStream, permutation, place_in_permutation
+from lightning_stream.order.spread import spread_parts
 
 _CHUNK = 1 << 12
 _MOST_PARTS = 2**28
@@ -73,7 +75,11 @@ class Parts:
         return self.drawn.shard[entry], np.minimum(size, count - number * size)
 
     def ids(self, part: int, before: int, behind: int) -> NDArray[np.int64]:
-        """Sample ids of one part, ascending, without so many at its begin and at its end."""
+        """Sample ids of one part in the order in which they are drawn, without so many at its begin and at its end."""
+        return self._draw.delivered(self._epoch, self._drawn(part, before, behind))
+
+    def _drawn(self, part: int, before: int, behind: int) -> NDArray[np.int64]:
+        """The drawn ids of a part, ascending: those of :meth:`ids`, unless they are forgotten."""
         entry = part if self._single else int(np.searchsorted(self._last, part))
         shard, size = int(self.drawn.shard[entry]), int(self._sizes[entry])
         subset = int(self.drawn.count[entry]) % size
@@ -82,6 +88,31 @@ class Parts:
         # Kept, since each batch needs it: a draw of half of a shard of 10^6 samples takes 18 ms.
         ids = kept(self._subsets, part, lambda _: self._draw.ids(self._epoch, shard, subset, 0, subset), 2)
         return ids[before : subset - behind]
+
+    def numbers_of(self, sample_id: int) -> list[int]:
+        """The numbers, as in :meth:`find`, under which a sample is delivered, ascending."""
+        drawn = self._draw.drawn_for(self._epoch, sample_id)
+        return sorted(number for one in drawn for number in self._numbers_drawn(one))
+
+    def _numbers_drawn(self, sample_id: int) -> list[int]:
+        shard, inside = (int(one[0]) for one in self._draw.snapshot.locate(np.array([sample_id])))
+        entry = int(self._entry_of[shard])
+        if entry < 0:
+            return []
+        count, size = int(self.drawn.count[entry]), int(self._sizes[entry])
+        begin, (passes, subset) = int(self._ends[entry]) - count, divmod(count, size)
+        numbers = [begin + number * size + inside for number in range(passes)]
+        if subset:
+            at = np.flatnonzero(self._drawn(int(self._last[entry]), 0, 0) == sample_id)
+            numbers += (begin + passes * size + at).tolist()
+        return numbers
+
+    @cached_property
+    def _entry_of(self) -> NDArray[np.int64]:
+        """Where each shard is among the drawn ones; -1 for one that is not drawn."""
+        entry_of = np.full(self._draw.snapshot.num_shards, -1, dtype=np.int64)
+        entry_of[self.drawn.shard] = np.arange(len(self.drawn.shard))
+        return entry_of
 
 
 class IndexOrder:
@@ -102,6 +133,10 @@ class IndexOrder:
     def split(self, most: int) -> list[IndexOrder]:  # noqa: ARG002
         """One sequence: see `WindowOrder.split`."""
         return [self]
+
+    def positions(self, sample_id: int) -> list[int]:
+        """All positions of a sample, ascending."""
+        return self._parts.numbers_of(sample_id)
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         """All positions belong to the one canonical node."""
@@ -145,7 +180,7 @@ class WindowOrder:
         for k, first in enumerate(range(begin, min(begin + count, end), step)):
             node, index = first % count, first // count
             stop = index + (end - first + count - 1) // count
-            out[k :: count // step] = kept(self._nodes, node, partial(NodeWindow, self), count).ids(index, stop)
+            out[k :: count // step] = self._node(node).ids(index, stop)
         return out
 
     def split(self, most: int) -> list[EveryNth]:
@@ -153,6 +188,18 @@ class WindowOrder:
         nodes = self.canonical_nodes
         count = max(count for count in range(1, min(nodes, most) + 1) if nodes % count == 0)
         return [EveryNth(self, first, count) for first in range(count)]
+
+    def _node(self, node: int) -> NodeWindow:
+        return kept(self._nodes, node, partial(NodeWindow, self), self.canonical_nodes)
+
+    def positions(self, sample_id: int) -> list[int]:
+        """All positions of a sample, ascending. O(samples of two shards), and O(parts) the first time in a node."""
+        size, longer = divmod(self.num_samples, self.canonical_nodes)
+        found = []
+        for number in self.parts.numbers_of(sample_id):
+            node = number // (size + 1) if number < longer * (size + 1) else (number - longer) // size
+            found.append(self._node(node).index_of(number) * self.canonical_nodes + node)
+        return sorted(found)
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         """The canonical node of each position: p mod C."""
@@ -187,15 +234,21 @@ class NodeWindow:
         end = begin + size + (node < longer)
         (self._first, self._before, _), (last, inside, count) = parts.find(begin), parts.find(end - 1)
         self._behind = count - inside - 1  # samples of the last part that the next node has, as `_before` of the first
-        shards, sizes = parts.span(self._first, last + 1)
-        sizes[0] -= self._before
-        sizes[-1] -= self._behind
+        self._num_parts = last + 1 - self._first
+        shards, sizes = self._span()
         group = shards // nodes - whole.first_group
         # The part at each place of the epoch, counted from the first, and where each mixing block ends.
         self._order = spread_parts(self._key, group, whole.num_groups, nodes, self._window)
         self._ends = block_ends(sizes[self._order], self._window)
         self._permuted: dict[int, tuple[NDArray[np.int64], tuple[int, ...]]] = {}
         self._mixing_blocks: dict[int, NDArray[np.int64]] = {}
+
+    def _span(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The shard of each part, and its samples in this node."""
+        shards, sizes = self._parts.span(self._first, self._first + self._num_parts)
+        sizes[0] -= self._before
+        sizes[-1] -= self._behind
+        return shards, sizes
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
         """Sample ids at this node's indices [begin, end)."""
@@ -225,6 +278,36 @@ class NodeWindow:
         ids = self._parts.ids(self._first + part, before, behind)
         ids = ids[permutation(RngStream.SAMPLES, *self._key, place, size=len(ids))]
         return ids, piece_begins(len(ids), min(place, self._window), self._window)  # all later places are alike
+
+    def index_of(self, number: int) -> int:
+        """The index in this node of the sample that has this number among the drawn ones, see `Parts.find`.
+
+        The inverse of :meth:`ids`, without its sorts: first through the permutation of the part, to its piece and the
+        mixing block of that, then through the permutation of the block.
+        """
+        part, inside, _ = self._parts.find(number)
+        places, sizes = self._places
+        place = int(places[part - self._first])
+        inside -= self._before if part == self._first else 0
+        size, last = int(sizes[place]), self._num_parts - 1
+        at = place_in_permutation(RngStream.SAMPLES, *self._key, place, size=size, index=inside)
+        begins = piece_begins(size, min(place, self._window), self._window)
+        block = min(place + bisect_right(begins, at) - 1, last)
+        before = at - begins[block - place]
+        for earlier in range(max(0, block - self._window + 1), place):
+            size = int(sizes[earlier])
+            begins = piece_begins(size, min(earlier, self._window), self._window)
+            before += (size if block == last else begins[block - earlier + 1]) - begins[block - earlier]
+        begin, end = (int(self._ends[block - 1]) if block else 0), int(self._ends[block])
+        key = (*self._key, block)
+        return begin + place_in_permutation(RngStream.MIXING_BLOCK, *key, size=end - begin, index=before)
+
+    @cached_property
+    def _places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The place of each part, and the size of the part at each place."""
+        places = np.empty_like(self._order)
+        places[self._order] = np.arange(self._num_parts)
+        return places, self._span()[1][self._order]
 
 
 def block_ends(sizes: NDArray[np.int64], window: int) -> NDArray[np.int64]:
@@ -260,73 +343,3 @@ def piece_begins(size: int, place: int, window: int) -> tuple[int, ...]:
     late = np.maximum(piece - filling, 0)
     begins = half * np.minimum(piece, filling) + even * late + np.minimum(late, longer)
     return tuple(begins.tolist())
-
-
-def deal_shards(seed: int, num_shards: int, canonical_nodes: int) -> NDArray[np.int64]:
-    """int64[num_shards]: each shard's place in the run-constant order that is cut into canonical nodes.
-
-    Of every C neighbouring shards each node gets one, another one from group to group, at random. So each node spans
-    the data evenly, in index order; neighbouring nodes get shards far apart.
-    """
-    num_groups = -(-num_shards // canonical_nodes)
-    group, inside = np.divmod(np.arange(num_shards, dtype=np.int64), canonical_nodes)
-    turns = (random_u64(RngStream.SHARDS, seed, size=num_groups) % np.uint64(canonical_nodes)).astype(np.int64)
-    node = (_far_apart(canonical_nodes)[inside] + turns[group]) % canonical_nodes
-    absent = np.ones(canonical_nodes, dtype=np.int64)  # nodes to which the last, incomplete group gives nothing
-    absent[node[canonical_nodes * (num_groups - 1) :]] = 0
-    place: NDArray[np.int64] = node * num_groups + group - (np.cumsum(absent) - absent)[node]
-    return place
-
-
-def _far_apart(count: int) -> NDArray[np.int64]:
-    """A permutation of ``range(count)`` whose neighbouring values lie at indices far apart (van der Corput's order)."""
-    bits = max(1, (count - 1).bit_length())
-    order: NDArray[np.int64] = np.argsort([int(f"{number:0{bits}b}"[::-1], 2) for number in range(count)])
-    return order
-
-
-def spread_parts(
-    key: tuple[int, int, int, int], group: NDArray[np.int64], num_groups: int, canonical_nodes: int, window: int
-) -> NDArray[np.int64]:
-    """int64[K]: a node's parts in the order of this epoch: at random, but all nodes' windows together span the data.
-
-    The groups are cut into strata, at most C * w. In each round a node takes up to w parts, one of each of w strata;
-    the seed assigns them, other ones to each node. From round to round a node moves to its neighbour's strata;
-    after C sweeps over all rounds it has taken every part once. So the C * w active parts come from different strata
-    (as long as the nodes' parts are of similar size).
-
-    ``key`` is (seed, epoch, stream, node); ``group`` is int64[K], the group of neighbouring shards of each part (see
-    :func:`deal_shards`), one of ``num_groups``; C and w are ``canonical_nodes`` and ``window``.
-    """
-    seed, epoch, stream, node = key
-    num_strata = min(canonical_nodes * window, max(num_groups, 1))
-    stratum = group * num_strata // max(num_groups, 1)
-    turn = _turns(seed, epoch, stream, num_strata)[stratum]
-    row, column = turn % canonical_nodes, turn // canonical_nodes
-    rounds = _ranks_within(key, stratum)
-    num_rounds = int(rounds.max(initial=0)) + 1
-    sweep = (row - node - rounds) % canonical_nodes
-    return np.argsort((sweep * num_rounds + rounds) * window + column)  # all differ: any sort gives the same
-
-
-@lru_cache(maxsize=8)
-def _turns(seed: int, epoch: int, stream: int, num_strata: int) -> NDArray[np.int64]:
-    """The random order of an epoch's strata, the same for all its nodes."""
-    return permutation(RngStream.STRATA, seed, epoch, stream, size=num_strata)
-
-
-def _ranks_within(key: tuple[int, int, int, int], stratum: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A random rank of each part among those of its stratum."""
-    if not len(stratum):
-        return stratum
-    order = np.argsort(stratum, kind="stable")
-    ordered = stratum[order]
-    first = np.searchsorted(ordered, np.arange(int(ordered[-1]) + 2))
-    inside = np.arange(len(ordered)) - first[ordered]
-    table = np.full((len(first) - 1, int(inside.max()) + 1), 2**64 - 1, dtype=np.uint64)
-    table[ordered, inside] = random_u64(RngStream.PARTS, *key, size=len(ordered)) >> np.uint64(1)
-    ranks = np.empty(table.shape, dtype=np.int64)
-    np.put_along_axis(ranks, stable_argsort(table), np.arange(table.shape[1])[None, :], axis=1)
-    within = np.empty_like(order)
-    within[order] = ranks[ordered, inside]
-    return within

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights
-from lightning_stream.order.window import block_ends, deal_shards, piece_begins, spread_parts
+from lightning_stream.order.spread import deal_shards, spread_parts
+from lightning_stream.order.window import block_ends, piece_begins
 
 prop = settings(max_examples=150, deadline=None, derandomize=True)
 

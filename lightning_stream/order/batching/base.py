@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.order.balance import Balance, balanced_split
 from lightning_stream.order.rank_split import TAILS, ReplicaBatch, Tail, num_micro_batches, split
 from lightning_stream.order.world import World
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_stream.order.snapshot import Snapshot
 
 _ALL_STREAMS = 2**32  # the key of the one order over all streams together
+_SEARCHED = 1 << 20  # positions at once
 
 
 class BatchPlan:
@@ -34,6 +36,7 @@ class BatchPlan:
         tail: What happens to the last partial batch: ``"pad"`` fills it up with repeats, ``"drop"`` omits it,
             ``"exact"`` splits it unevenly, with samples of the batch before where it has fewer than there are replicas.
         start: The position that the plan starts from; any, since B may have changed.
+        balance: Gives every replica samples of nearly equal cost; None splits without regard to costs.
 
     Raises:
         ValueError: B does not divide over the replicas, contradicts the order, or ``start`` is outside the epoch.
@@ -49,17 +52,30 @@ class BatchPlan:
         return super().__new__(order.plan_type)
 
     def __init__(
-        self, order: EpochOrder, *, batch_size: int, world: World | None = None, tail: Tail = "pad", start: int = 0
+        self,
+        order: EpochOrder,
+        *,
+        batch_size: int,
+        world: World | None = None,
+        tail: Tail = "pad",
+        start: int = 0,
+        balance: Balance | None = None,
     ) -> None:
         self.order, self.batch_size, self.tail, self.start = order, batch_size, tail, start
+        self.balance = balance
         self.world = World() if world is None else world
         if problems := self._problems():
             raise ValueError("The batches of an epoch cannot be planned. " + " ".join(problems))
 
     def __reduce__(self) -> tuple[partial[BatchPlan], tuple[EpochOrder]]:
         """Pickle what the plan was made of, not what was computed from it."""
-        given = {"batch_size": self.batch_size, "world": self.world, "tail": self.tail, "start": self.start}
-        return partial(BatchPlan, **given), (self.order,)  # type: ignore[arg-type]
+        names = ("batch_size", "world", "tail", "start", "balance")
+        return partial(BatchPlan, **{name: getattr(self, name) for name in names}), (self.order,)
+
+    def of(self, world: World, balance: Balance | None) -> BatchPlan:
+        """The same global batches, for another rank or another balance."""
+        size, tail, start = self.batch_size, self.tail, self.start
+        return BatchPlan(self.order, batch_size=size, world=world, tail=tail, start=start, balance=balance)
 
     @cached_property
     def _cuts(self) -> tuple[int, tuple[int, ...]]:
@@ -137,10 +153,16 @@ class BatchPlan:
         """This replica's part of global batch ``k``."""
         begin, end = self.bounds(k)
         world = self.world
-        canonical = self.order.canonical(begin, end)
-        offsets, filler = split(canonical, world.num_replicas, world.replica, equal=self.tail != "exact")
+        canonical, equal = self.order.canonical(begin, end), self.tail != "exact"
+        ends: tuple[int, ...] | None = None
+        if self.balance is None:
+            offsets, filler = split(canonical, world.num_replicas, world.replica, equal=equal)
+        else:
+            size = self.balance.device_batch_size
+            costs, count = self.balance.costs_of(self.order, begin, end), self.num_micro_batches(k, size)
+            offsets, filler, ends = balanced_split(canonical, costs, world, equal=equal, num_micro_batches=count)
         ids, rows = self.order.select(begin, end, offsets)
-        return ReplicaBatch(ids, begin + offsets, filler, rows=rows)
+        return ReplicaBatch(ids, begin + offsets, filler, ends=ends, rows=rows)
 
     def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:
         """As :meth:`share` of each, ascending, but full ones are planned together: 16 of 1024 in 60 % of the time."""
@@ -149,7 +171,7 @@ class BatchPlan:
         if len(ks) < 2 or not self.order.splits_samples:
             return [self.share(k) for k in ks]
         count = bisect_left(ks, self.num_whole_batches)
-        if count < 2:
+        if count < 2 or self.balance is not None:
             return [self.share(k) for k in ks]
         size, replicas, replica = self.batch_size, self.world.num_replicas, self.world.replica
         first, end = self.start + ks[0] * size, self.start + (ks[count - 1] + 1) * size
@@ -178,6 +200,11 @@ class BatchPlan:
             problems.append(f"tail must be one of {', '.join(TAILS)}, not {self.tail!r}.")
         if self.start < 0 or not (self.order.reaches(self.start) or self.start <= self.order.num_samples):
             problems.append(f"start must be within the epoch, [0, {self.order.num_samples}], not {self.start}.")
+        if self.balance is not None and not self.order.can_be_balanced:
+            problems.append(
+                "This order assigns samples to replicas itself, so balance must be None. Omit it, or choose another "
+                "batching_method or shuffle_algo."
+            )
         if batch_size < 1:
             problems.append(f"batch_size (B) must be at least 1, not {batch_size}.")
         elif batch_size % replicas:
@@ -212,6 +239,7 @@ class EpochOrder(ABC):
     # Whether a whole global batch is grouped by canonical node and split over the replicas sample by sample.
     splits_samples: ClassVar[bool] = True
     can_be_packed: ClassVar[bool] = True  # whether its samples can be packed into rows
+    can_be_balanced: ClassVar[bool] = True  # whether costs may decide which replica gets which sample
     plan_type: ClassVar[type[BatchPlan]] = BatchPlan  # how the epoch is cut into global batches
     samples_per_position: int = 1  # about so many, where samples are packed into rows
 
@@ -253,6 +281,10 @@ class EpochOrder(ABC):
         """The ids of some positions in [begin, end), counted from ``begin``; and what their rows hold, if packed."""
         return self.ids(begin, end)[offsets], None
 
+    def rows(self, begin: int, end: int) -> RowSpans | None:  # noqa: ARG002
+        """What the rows at positions [begin, end) hold; None where positions are samples."""
+        return None
+
     def samples(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The samples that positions [begin, end) need, and the position of each."""
         return self.ids(begin, end), np.arange(begin, end, dtype=np.int64)
@@ -275,6 +307,14 @@ class EpochOrder(ABC):
     @abstractmethod
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         """The canonical node of each position in [begin, end): what ranks are grouped by."""
+
+    def positions(self, sample_id: int) -> list[int]:
+        """All positions of a sample, ascending: the inverse of :meth:`ids`. Here O(samples), by a search."""
+        found: list[int] = []
+        for begin in range(0, self.num_samples, _SEARCHED):
+            ids = self.ids(begin, min(begin + _SEARCHED, self.num_samples))
+            found += (begin + np.flatnonzero(ids == sample_id)).tolist()
+        return found
 
     def check_range(self, begin: int, end: int) -> None:
         """Raise ValueError for positions outside the epoch."""
@@ -307,3 +347,6 @@ class RandomOrder(EpochOrder):
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         self.check_range(begin, end)
         return self._samples.canonical(begin, end)
+
+    def positions(self, sample_id: int) -> list[int]:
+        return self._samples.positions(sample_id)

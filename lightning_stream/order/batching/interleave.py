@@ -38,6 +38,7 @@ class InterleavedOrder(EpochOrder):
         self._stretches, remainder = np.divmod(sizes, stretch_length)
         self.full_end = int(self._stretches.sum()) * stretch_length
         seed = run.config.seed if jitter and run.config.shuffle else None
+        self._snapshot = run.snapshot
         self._interleave = Interleave(self._stretches, epoch, seed)
         self._remainder_streams = np.flatnonzero(remainder)
         self.remainder_ends = self.full_end + np.cumsum(remainder[self._remainder_streams])
@@ -55,6 +56,19 @@ class InterleavedOrder(EpochOrder):
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         return self._gather(begin, end, "canonical")  # by its stream's own index
+
+    def positions(self, sample_id: int) -> list[int]:
+        stream = int(self._snapshot.streams_of(np.array([sample_id]))[0])
+        return sorted(self._position_of(stream, index) for index in self._samples[stream].positions(sample_id))
+
+    def _position_of(self, stream: int, index: int) -> int:
+        """The inverse of :meth:`locate`."""
+        stretch, inside = divmod(index, self.stretch_length)
+        if stretch < self._stretches[stream]:
+            return self._interleave.find(stream, stretch) * self.stretch_length + inside
+        entry = int(np.searchsorted(self._remainder_streams, stream))
+        begin = int(self.remainder_ends[entry - 1]) if entry else self.full_end
+        return begin + index - int(self._stretches[stream]) * self.stretch_length
 
     def locate(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The stream of each position in [begin, end), and its index within that stream."""
@@ -204,6 +218,7 @@ class DevicePerStreamOrder(InterleavedOrder):
     }
     mixes_streams: ClassVar[bool] = True
     splits_samples: ClassVar[bool] = False
+    can_be_balanced: ClassVar[bool] = False
 
     def __init__(self, run: RunOrder, epoch: int) -> None:
         super().__init__(run, epoch, run.config.device_block or 1)
@@ -258,6 +273,14 @@ class Interleave:
         skipped = begin - int(low.sum())
         order = order[skipped : skipped + end - begin]
         return sequence[order], index[order]
+
+    def find(self, sequence: int, index: int) -> int:
+        """The number in the merge of this entry of a sequence: near its key times the total, see :meth:`_bounds`."""
+        key = float(self._keys(np.array([sequence]), np.array([index]))[0])
+        near, margin = int(key * self._total), len(self._lengths) + 2
+        begin = max(near - margin, 0)
+        sequences, indices = self.read(begin, min(near + margin, self._total))
+        return begin + int(np.flatnonzero((sequences == sequence) & (indices == index))[0])
 
     def _bounds(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Per sequence, a stretch that holds all its entries in [begin, end), all before it being earlier.

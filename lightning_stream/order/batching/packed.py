@@ -281,8 +281,11 @@ class PackedOrder(EpochOrder):
         ]
         return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
 
+    def rows(self, begin: int, end: int) -> RowSpans:
+        return self.spans(np.arange(begin, end, dtype=np.int64))
+
     def samples(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        rows = self.spans(np.arange(begin, end, dtype=np.int64))
+        rows = self.rows(begin, end)
         return rows.ids, begin + np.repeat(np.arange(len(rows)), np.diff(rows.edges))
 
     def alternatives(self, position: int, seed: int) -> RowSpans:

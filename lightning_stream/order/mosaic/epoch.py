@@ -169,6 +169,7 @@ class MosaicEpoch(EpochOrder):
     plan_type: ClassVar[type[BatchPlan]] = _MosaicBatches
     can_be_packed: ClassVar[bool] = False
     splits_samples: ClassVar[bool] = False
+    can_be_balanced: ClassVar[bool] = False
 
     def __init__(self, run: RunOrder, epoch: int) -> None:
         super().__init__(run, epoch)

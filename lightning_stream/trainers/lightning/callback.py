@@ -270,7 +270,9 @@ class StreamingCallback(Callback):
         if loader is None or (state := self._state_in(checkpoint)) is None:
             return
         position = loader.first_position() if state["position"] is None else loader.accept(state["position"])
-        if loader.batches_before(position) >= loops.limited(loader.num_batches(position.epoch), trainer.limit_train_batches):
+        if loader.batches_before(position) >= loops.limited(
+            loader.num_batches(position.epoch), trainer.limit_train_batches
+        ):
             position = position.next_epoch()  # the trainer's limit on an epoch is tighter now
         self._validated_step = state["validated_step"]
         at = self._loop_position(trainer, loader, position, checkpoint)

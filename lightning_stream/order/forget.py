@@ -1,0 +1,191 @@
+"""Samples that a training run must forget: what they affected, and the order in which others take their place.
+
+    positions   0  1  2  3  4  5  6  7 ...       7 is forgotten; checkpoints at 0, 4 and 8
+    run         4  9  2  0  5  7  8  1 ...       it was trained on at position 5
+    replay                  5  3  8  1 ...       continues from the checkpoint at 4, with 3 in the place of 7
+
+Nothing changes before the first affected position, so a replay from a checkpoint before it is exactly what a run does
+that has never had the forgotten samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.order.permutation import RngStream, mix64, random_u64
+from lightning_stream.order.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from lightning_stream.order.plan import RunOrder
+    from lightning_stream.order.position import Position
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_CHUNK = 1 << 18
+_WORTH_A_SCAN = 1000  # reading the order costs 0.1 us a position, and finding one sample about 100 us
+
+
+@dataclass(frozen=True, eq=False)
+class Forgotten:
+    """Samples that are forgotten, and those that take their places: others of the same stream, drawn by the seed.
+
+    Args:
+        snapshot: The data.
+        ids: The forgotten sample ids: int64[n], ascending, different.
+
+    Raises:
+        ValueError: Ids that do not exist; or a whole stream is forgotten, so that nothing can take its place.
+    """
+
+    snapshot: Snapshot
+    ids: NDArray[np.int64]
+    _skipped: NDArray[np.int64] = field(init=False, repr=False)
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, ids: Iterable[int] | NDArray[np.int64]) -> Forgotten:
+        """These samples, in any order."""
+        return cls(snapshot, np.unique(np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64)))
+
+    def __post_init__(self) -> None:
+        ids, snapshot = self.ids, self.snapshot
+        if not len(ids) or ids[0] < 0 or ids[-1] >= snapshot.num_samples:
+            raise ValueError(
+                f"Forgotten samples must be at least one of the {snapshot.num_samples} of the data; found "
+                f"{len(ids)} ids{f' from {ids[0]} to {ids[-1]}' if len(ids) else ''}."
+            )
+        forgotten = np.bincount(snapshot.streams_of(ids), minlength=snapshot.num_streams)
+        if (whole := (forgotten == snapshot.stream_samples) & (forgotten > 0)).any():
+            names = [snapshot.stream_names[number] for number in np.flatnonzero(whole).tolist()]
+            raise ValueError(
+                f"Other samples of a stream take the places of the forgotten ones, but all of {', '.join(names)} are "
+                "forgotten. Keep one, or remove the stream."
+            )
+        object.__setattr__(self, "_skipped", ids - np.arange(len(ids)))  # samples kept before each forgotten one
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that differ for any other samples."""
+        return hashlib.sha256(self.ids.astype("<i8").tobytes()).hexdigest()[:16]
+
+    def among(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """bool[n]: which of these ids are forgotten. O(n log forgotten)."""
+        at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
+        found: NDArray[np.bool_] = self.ids[at] == ids
+        return found
+
+    def replaced(self, ids: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.int64]:
+        """These ids, with others in the place of the forgotten ones: the same ones in all of an epoch."""
+        forgotten = self.among(ids)
+        if not forgotten.any():
+            return ids
+        ids = ids.copy()
+        ids[forgotten] = self.substitutes(ids[forgotten], seed, epoch)
+        return ids
+
+    def substitutes(self, ids: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.int64]:
+        """For each forgotten id, a sample of its stream that is kept."""
+        snapshot = self.snapshot
+        stream = snapshot.streams_of(ids)
+        first, count = snapshot.shard_offsets[snapshot.stream_offsets[stream]], snapshot.stream_samples[stream]
+        before, behind = np.searchsorted(self.ids, first), np.searchsorted(self.ids, first + count)
+        kept = (count - (behind - before)).astype(np.uint64)
+        salt = random_u64(RngStream.FORGOTTEN, seed, epoch, size=1)
+        number = (mix64(salt + ids.astype(np.uint64) * _STEP) % kept).astype(np.int64) + first - before
+        found: NDArray[np.int64] = number + np.searchsorted(self._skipped, number, side="right")
+        return found
+
+    def delivered_as(self, sample_id: int, seed: int, epoch: int) -> list[int]:
+        """The drawn ids for which this sample is delivered: its own, and those whose place it takes."""
+        if self.among(np.array([sample_id]))[0]:
+            return []
+        taken = self.ids[self.substitutes(self.ids, seed, epoch) == sample_id]
+        return [sample_id, *taken.tolist()]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What it takes to forget samples.
+
+    Attributes:
+        epoch, position: The first position of a forgotten sample that was trained on; None if there is none.
+        checkpoint: The index, among those given, of the newest checkpoint before it; None to begin from the start.
+        num_samples: Samples to train on again, up to the newest checkpoint.
+        forgotten: These samples, and those that the run has forgotten before.
+    """
+
+    epoch: int | None
+    position: int | None
+    checkpoint: int | None
+    num_samples: int
+    forgotten: Forgotten
+
+
+def plan_replay(run: RunOrder, ids: Iterable[int] | NDArray[np.int64], checkpoints: Sequence[Position]) -> Replay:
+    """Which checkpoint a run must continue from, so that it has never seen some samples.
+
+    ``run`` is the order that the checkpoints were written under; continue with :func:`forgetting` of it.
+
+    Raises:
+        ValueError: There is no checkpoint; or see `Forgotten`.
+
+    Example::
+
+        replay = plan_replay(run, [7], [Position.from_state(state) for state in states])
+        states[replay.checkpoint]         # the newest one that has not seen sample 7
+        forgetting(run, replay.forgotten) # the order that continues from it
+    """
+    if not checkpoints:
+        raise ValueError("A replay needs the states of the run's checkpoints; found none. Pass at least the newest.")
+    reached = [(one.epoch, one.position) for one in checkpoints]
+    newest = max(reached)
+    forgotten = Forgotten.of(run.snapshot, ids)
+    if run.forgotten is not None:
+        forgotten = Forgotten.of(run.snapshot, np.concatenate([run.forgotten.ids, forgotten.ids]))
+    first = first_seen(run, forgotten, newest)
+    # Of a state with other forgotten samples, nobody can say what it has not seen.
+    known = [number for number, one in enumerate(checkpoints) if one.order.forgotten in (None, forgotten.digest)]
+    clean = [number for number in known if first is None or reached[number] <= first]
+    index = max(clean, key=lambda number: reached[number], default=None)
+    here = (0, 0) if index is None else reached[index]
+    between = sum(run.epoch(epoch).num_samples for epoch in range(here[0], newest[0]))
+    epoch, position = first or (None, None)
+    return Replay(epoch, position, index, between + newest[1] - here[1], forgotten)
+
+
+def first_seen(run: RunOrder, forgotten: Forgotten, end: tuple[int, int]) -> tuple[int, int] | None:
+    """The epoch and position of the first of these samples before ``end`` (epoch and position); None if none was seen.
+
+    This is about the order in which nothing is forgotten. Few samples are searched for one by one; with many of them,
+    the order is read from its start on, since the first one comes soon.
+    """
+    run = forgetting(run, None)
+    for epoch in range(end[0] + 1):
+        last = end[1] if epoch == end[0] else run.epoch(epoch).num_samples
+        if len(forgotten.ids) * _WORTH_A_SCAN < last:
+            found = min((int(at) for one in forgotten.ids.tolist() for at in run.where(one, epoch)[:1]), default=last)
+        else:
+            found = _scan(run, forgotten, epoch, last)
+        if found < last:
+            return epoch, found
+    return None
+
+
+def _scan(run: RunOrder, forgotten: Forgotten, epoch: int, end: int) -> int:
+    for begin in range(0, end, _CHUNK):
+        hits = forgotten.among(run.epoch(epoch).ids(begin, min(begin + _CHUNK, end)))
+        if hits.any():
+            return begin + int(hits.argmax())
+    return end
+
+
+def forgetting(run: RunOrder, forgotten: Forgotten | None) -> RunOrder:
+    """The same run, except that these samples are forgotten, and no others."""
+    if run.forgotten is forgotten:
+        return run
+    config = replace(run.config, forgotten=None if forgotten is None else forgotten.digest)
+    return type(run)(run.snapshot, run.weights, config, forgotten=forgotten)

@@ -1,0 +1,80 @@
+"""How shards are dealt to canonical nodes, and the order in which a node takes them so that all nodes span the data."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.order.permutation import RngStream, permutation, random_u64, stable_argsort
+
+
+def deal_shards(seed: int, num_shards: int, canonical_nodes: int) -> NDArray[np.int64]:
+    """int64[num_shards]: each shard's place in the run-constant order that is cut into canonical nodes.
+
+    Of every C neighbouring shards each node gets one, another one from group to group, at random. So each node spans
+    the data evenly, in index order; neighbouring nodes get shards far apart.
+    """
+    num_groups = -(-num_shards // canonical_nodes)
+    group, inside = np.divmod(np.arange(num_shards, dtype=np.int64), canonical_nodes)
+    turns = (random_u64(RngStream.SHARDS, seed, size=num_groups) % np.uint64(canonical_nodes)).astype(np.int64)
+    node = (_far_apart(canonical_nodes)[inside] + turns[group]) % canonical_nodes
+    absent = np.ones(canonical_nodes, dtype=np.int64)  # nodes to which the last, incomplete group gives nothing
+    absent[node[canonical_nodes * (num_groups - 1) :]] = 0
+    place: NDArray[np.int64] = node * num_groups + group - (np.cumsum(absent) - absent)[node]
+    return place
+
+
+def _far_apart(count: int) -> NDArray[np.int64]:
+    """A permutation of ``range(count)`` whose neighbouring values lie at indices far apart (van der Corput's order)."""
+    bits = max(1, (count - 1).bit_length())
+    order: NDArray[np.int64] = np.argsort([int(f"{number:0{bits}b}"[::-1], 2) for number in range(count)])
+    return order
+
+
+def spread_parts(
+    key: tuple[int, int, int, int], group: NDArray[np.int64], num_groups: int, canonical_nodes: int, window: int
+) -> NDArray[np.int64]:
+    """int64[K]: a node's parts in the order of this epoch: at random, but all nodes' windows together span the data.
+
+    The groups are cut into strata, at most C * w. In each round a node takes up to w parts, one of each of w strata;
+    the seed assigns them, other ones to each node. From round to round a node moves to its neighbour's strata;
+    after C sweeps over all rounds it has taken every part once. So the C * w active parts come from different strata
+    (as long as the nodes' parts are of similar size).
+
+    ``key`` is (seed, epoch, stream, node); ``group`` is int64[K], the group of neighbouring shards of each part (see
+    :func:`deal_shards`), one of ``num_groups``; C and w are ``canonical_nodes`` and ``window``.
+    """
+    seed, epoch, stream, node = key
+    num_strata = min(canonical_nodes * window, max(num_groups, 1))
+    stratum = group * num_strata // max(num_groups, 1)
+    turn = _turns(seed, epoch, stream, num_strata)[stratum]
+    row, column = turn % canonical_nodes, turn // canonical_nodes
+    rounds = _ranks_within(key, stratum)
+    num_rounds = int(rounds.max(initial=0)) + 1
+    sweep = (row - node - rounds) % canonical_nodes
+    return np.argsort((sweep * num_rounds + rounds) * window + column)  # all differ: any sort gives the same
+
+
+@lru_cache(maxsize=8)
+def _turns(seed: int, epoch: int, stream: int, num_strata: int) -> NDArray[np.int64]:
+    """The random order of an epoch's strata, the same for all its nodes."""
+    return permutation(RngStream.STRATA, seed, epoch, stream, size=num_strata)
+
+
+def _ranks_within(key: tuple[int, int, int, int], stratum: NDArray[np.int64]) -> NDArray[np.int64]:
+    """A random rank of each part among those of its stratum."""
+    if not len(stratum):
+        return stratum
+    order = np.argsort(stratum, kind="stable")
+    ordered = stratum[order]
+    first = np.searchsorted(ordered, np.arange(int(ordered[-1]) + 2))
+    inside = np.arange(len(ordered)) - first[ordered]
+    table = np.full((len(first) - 1, int(inside.max()) + 1), 2**64 - 1, dtype=np.uint64)
+    table[ordered, inside] = random_u64(RngStream.PARTS, *key, size=len(ordered)) >> np.uint64(1)
+    ranks = np.empty(table.shape, dtype=np.int64)
+    np.put_along_axis(ranks, stable_argsort(table), np.arange(table.shape[1])[None, :], axis=1)
+    within = np.empty_like(order)
+    within[order] = ranks[ordered, inside]
+    return within

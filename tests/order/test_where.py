@@ -1,0 +1,89 @@
+"""Where a sample is in an epoch: the inverse of the order, equal to a search through all of it."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights
+from lightning_stream.order.permutation import RngStream, permutation, place_in_permutation
+
+WEIGHTS = [{}, {"repeat": 0.4}, {"repeat": 2.7}, {"repeat": 3}, {"choose": 11}, {"proportion": 1.5}]
+METHODS = ["random", "stratified", "per_stream", "device_per_stream"]
+
+
+@st.composite
+def runs(draw):
+    sizes = draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_size=1, max_size=3))
+    kind = draw(st.sampled_from(WEIGHTS))
+    config = OrderConfig.resolve(
+        batch_size=24,
+        device_batch_size=4,
+        shuffle=draw(st.sampled_from([True, True, False])),
+        canonical_nodes=draw(st.sampled_from([None, 1, 2, 5])),
+        window=draw(st.sampled_from([None, 1, 2, 7])),
+        batching_method=draw(st.sampled_from(METHODS)),
+        sampling_method=draw(st.sampled_from(["balanced", "fixed"])),
+        sampling_granularity=draw(st.sampled_from([1, 5])),
+        seed=draw(st.integers(0, 2**40)),
+    )
+    return RunOrder(Snapshot.of(sizes), [StreamWeights(**kind)] * len(sizes), config)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(runs(), st.integers(0, 5))
+def test_where_equals_a_search_through_the_epoch(run, epoch):
+    order = run.epoch(epoch)
+    ids = order.ids(0, order.num_samples)
+    for sample_id in range(run.snapshot.num_samples):
+        assert run.where(sample_id, epoch).tolist() == np.flatnonzero(ids == sample_id).tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_sample_of_a_large_epoch_is_where_it_should_be(method, shuffle):
+    config = OrderConfig.resolve(batch_size=256, device_batch_size=32, shuffle=shuffle, batching_method=method)
+    run = RunOrder(Snapshot.of([[997] * 60, [1409] * 30]), [StreamWeights(repeat=1), StreamWeights(repeat=1.5)], config)
+    order = run.epoch(3)
+    ids = order.ids(0, order.num_samples)
+    assert len(ids) > 10**5
+    places = np.argsort(ids, kind="stable")
+    edges = np.searchsorted(ids[places], np.arange(run.snapshot.num_samples + 1))
+    for sample_id in range(0, run.snapshot.num_samples, 97):
+        assert run.where(sample_id, 3).tolist() == places[edges[sample_id] : edges[sample_id + 1]].tolist()
+
+
+def test_an_order_of_mosaicml_streaming_is_searched_too():
+    config = OrderConfig.resolve(batch_size=8, device_batch_size=8, shuffle=True, algorithm="py1s")
+    run = RunOrder(Snapshot.of([[40, 41, 42]]), [StreamWeights()], config)
+    assert run.epoch(1).ids(0, 123)[run.where(77, 1)].tolist() == [77]
+
+
+def test_a_sample_outside_the_data_is_refused():
+    run = RunOrder(Snapshot.of([[10]]), [StreamWeights()], OrderConfig.resolve(batch_size=2))
+    for sample_id in (-1, 10):
+        with pytest.raises(ValueError, match=f"Sample ids count from 0 to 9 here; found {sample_id}"):
+            run.where(sample_id, 0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 700, 5000])
+def test_the_place_of_an_index_in_a_permutation_needs_no_sort(size):
+    order = permutation(RngStream.SAMPLES, 1, 2, size=size)
+    for place in range(0, size, 1 + size // 20):
+        assert place_in_permutation(RngStream.SAMPLES, 1, 2, size=size, index=int(order[place])) == place
+
+
+def test_a_sample_of_a_billion_is_found_in_a_millisecond():
+    config = OrderConfig.resolve(batch_size=1024, shuffle=True)
+    run = RunOrder(Snapshot.of([np.full(100_000, 10_000)]), [StreamWeights()], config)
+    spread = range(7, 10**9, 10**9 // 40)
+    found = [run.where(sample_id, 0) for sample_id in spread]
+    begin = time.process_time()
+    assert [run.where(sample_id, 0).tolist() for sample_id in spread] == [one.tolist() for one in found]
+    assert (time.process_time() - begin) / len(spread) < 0.001
+    order = run.epoch(0)
+    assert [order.ids(*one, int(one[0]) + 1).tolist() for one in found] == [[sample_id] for sample_id in spread]
