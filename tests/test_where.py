@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset, World
+from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset, World
+from lightning_stream.errors import NotFoundError
 
 NUM_SAMPLES = 167
 LENGTHS = np.random.default_rng(3).integers(1, 4000, NUM_SAMPLES).astype(np.uint32)
@@ -19,7 +20,8 @@ LENGTHS = np.random.default_rng(3).integers(1, 4000, NUM_SAMPLES).astype(np.uint
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
-    with MDSWriter(out=str(folder), columns={"id": "int"}, size_limit=200) as writer:
+    lengths = {"tokens": lambda sample: int(LENGTHS[sample["id"]])}
+    with MDSWriter(out=str(folder), columns={"id": "int"}, size_limit=200, lengths=lengths) as writer:
         for number in range(NUM_SAMPLES):
             writer.write({"id": number})
     return folder
@@ -48,7 +50,7 @@ def seen(loaders: list[StreamingDataLoader], accumulate: int = 1, first: int = 0
     return {number: sorted(places) for number, places in found.items()}
 
 
-BALANCED = {"balance": lambda lengths: lengths * lengths, "lengths": LENGTHS}
+BALANCED = {"balance": lambda lengths: lengths * lengths}
 
 
 @pytest.mark.parametrize("tail", ["pad", "exact"])
@@ -64,7 +66,7 @@ def test_a_sample_is_where_the_loaders_deliver_it(shards: Path, world: World, ba
 
 
 def test_where_counts_every_epoch_and_each_time_that_a_sample_is_drawn(shards: Path) -> None:
-    dataset = {"streams": None, "epoch_size": 400, "balance": "tokens", "lengths": LENGTHS}
+    dataset = {"streams": None, "epoch_size": 400, "balance": "tokens"}
     loaders = loaders_of(shards, 5, World(0, 3), dataset)
     epochs = [seen(loaders), seen(loaders)]
     for number in range(0, NUM_SAMPLES, 9):
@@ -139,11 +141,47 @@ def test_a_balance_that_can_do_nothing_is_warned_of(shards: Path, caplog: pytest
 
 
 def test_a_balance_that_cannot_be_is_refused(shards: Path) -> None:
-    with pytest.raises(ValueError, match="needs the lengths of the samples; found balance='tokens' and no lengths"):
-        StreamingDataset(local=shards, balance="tokens")
-    with pytest.raises(ValueError, match="found balance='bytes' and their lengths"):
-        StreamingDataset(local=shards, balance="bytes", lengths=LENGTHS)  # type: ignore[arg-type]
+    with pytest.raises(NotFoundError, match="the lengths 'bytes'"):
+        len(StreamingDataLoader(StreamingDataset(local=shards, balance="bytes"), 4))
     with pytest.raises(ValueError, match="this order assigns samples to ranks itself"):
-        StreamingDataset(local=shards, batching_method="device_per_stream", balance="tokens", lengths=LENGTHS)
-    with pytest.raises(ValueError, match="found 3 lengths of 167 samples"):
-        len(StreamingDataLoader(StreamingDataset(local=shards, balance="tokens", lengths=LENGTHS[:3]), 4))
+        StreamingDataset(local=shards, batching_method="device_per_stream", balance="tokens")
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, rng = tmp_path_factory.mktemp("documents"), np.random.default_rng(5)
+    with MDSWriter(out=str(folder), columns={"tokens": "ndarray:int32"}, lengths={"tokens": len}) as writer:
+        for number, size in enumerate(rng.integers(1, 90, 400)):
+            writer.write({"tokens": np.full(size, number, np.int32)})
+    return folder
+
+
+def test_a_document_is_in_the_rows_where_it_is_found(documents: Path) -> None:
+    packed = {"pack": Packing(row_length=64, window=60)}
+    loaders = loaders_of(documents, 4, World(0, 2, 2), packed, accumulate=2)
+    found: dict[int, list[tuple[int, ...]]] = {}
+    for rank, loader in enumerate(loaders):
+        for number, batch in enumerate(loader):
+            info = loader.last_batch
+            assert info is not None
+            for row in np.flatnonzero(~info.filler).tolist():
+                place = (info.epoch, number // 2, rank, number % 2, row)
+                for document in np.unique(batch["input_ids"][row, : batch["num_tokens"][row]]).tolist():
+                    found.setdefault(document, []).append(place)
+    for document in range(400):
+        assert [tuple(one) for one in loaders[0].where(document, [0])] == sorted(found[document])
+
+
+def test_rows_are_balanced_by_their_documents(documents: Path) -> None:
+    packed = {"pack": Packing(row_length=64, window=60), "num_canonical_nodes": 1}
+    balanced = {**packed, "balance": lambda lengths: lengths * lengths}
+    costs = []
+    for dataset in (packed, balanced):
+        loaders = loaders_of(documents, 8, World(0, 4, 4), dataset, tail="drop")
+        rows = [
+            [batch.rows for batch in loader.micro_batches_from(loader.first_position()).walk()] for loader in loaders
+        ]
+        costs.append(np.array([[(one.num_tokens.astype(float) ** 2).sum() for one in each if one] for each in rows]))
+    assert np.allclose(costs[0].sum(axis=0), costs[1].sum(axis=0)), "a step has the same rows"
+    plain, even = (one.max(axis=0) / one.mean(axis=0) for one in costs)
+    assert even.mean() < 1.02 < plain.mean()

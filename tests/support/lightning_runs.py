@@ -26,7 +26,8 @@ for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.acceler
 
 def write_shards(folder: Path, first: int = 0) -> Path:
     """167 samples in shards of about a dozen, numbered from `first`."""
-    with MDSWriter(out=str(folder), columns={"id": "int", "x": "ndarray:float32:4"}, size_limit=1000) as writer:
+    columns, lengths = {"id": "int", "x": "ndarray:float32:4"}, {"tokens": lambda sample: 1 + sample["id"] ** 2 % 97}
+    with MDSWriter(out=str(folder), columns=columns, size_limit=1000, lengths=lengths) as writer:
         for number in range(first, first + NUM_SAMPLES):
             writer.write({"id": number, "x": np.full(4, number / NUM_SAMPLES, np.float32)})
     return folder

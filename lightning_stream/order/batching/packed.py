@@ -134,6 +134,17 @@ class PackedSequence:
         count = len(self._window(window).rows)
         return self.spans(np.delete(np.arange(first, first + count), row - first))
 
+    def rows_with(self, index: int) -> list[int]:
+        """The rows that hold the sample with this index in the sequence. Counts the rows of all windows before it."""
+        window, document = divmod(index, self._packing.window)
+        if window < self._base:
+            self._base, self._firsts = 0, [0]
+        while window >= self._base + len(self._firsts):
+            self.count(self.num_counted + 1)
+        planned = self._window(window).rows
+        rows = np.searchsorted(planned.edges, np.flatnonzero(planned.document == document), side="right") - 1
+        return (self._firsts[window - self._base] + rows).tolist()
+
     def _reach(self, row: int) -> None:
         """Count again from the beginning, if a row is before the landmark that the counting began at."""
         if row < self._firsts[0]:
@@ -295,6 +306,17 @@ class PackedOrder(EpochOrder):
             return rows
         numbers = random_u64(RngStream.SUBSTITUTE, seed, self.epoch, position, size=_ALTERNATIVES)
         return rows.take((numbers % np.uint64(len(rows))).astype(np.int64))
+
+    def positions(self, sample_id: int) -> list[int]:
+        """All positions whose rows hold a sample. Counts the rows of the windows before it."""
+        found = []
+        for at in self.documents.positions(sample_id):
+            index, sequence = divmod(at, len(self._sequences))
+            for row in self._sequences[sequence].rows_with(index):
+                self.reaches((row + 1) * len(self._sequences))  # it is before that position
+                turn = next(one for one in reversed(self._turns) if one.row <= row and sequence in one.sequences)
+                found.append(turn.begin + (row - turn.row) * len(turn.sequences) + turn.sequences.index(sequence))
+        return sorted(found)
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         if not self.reaches(end):
