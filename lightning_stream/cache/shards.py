@@ -22,6 +22,7 @@ from lightning_stream.stores import Store
 from lightning_stream.stores.local import LocalStore
 
 from .eviction import Evictor
+from .results import Results
 from .fetch import IndexFile, ShardFetcher, check_size, is_full, size_of, verify
 
 T = TypeVar("T")
@@ -97,6 +98,7 @@ class ShardCache:
         self._place = CacheFolder(self.folder, self.config.shared)
         self._evictor = Evictor(self._place)
         self._index = IndexFile(self.store, self._place, self._drop)
+        self.results = Results(self._place)
         self._next_use: Callable[[str], float | None] | None = None
         self._checked: set[str] = set()
         self._refetched: set[str] = set()

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 from lightning_stream.convert.conversion import Conversion
 from lightning_stream.convert.files import Uris
-from lightning_stream.convert.pool import is_worker
 from lightning_stream.convert.publish import ConversionResult, read_manifest
 from lightning_stream.convert.sources.choose import open_source
 from lightning_stream.convert.sources.inputs import Inputs
@@ -18,6 +17,7 @@ from lightning_stream.convert.task import NullRule, Transform
 from lightning_stream.formats.codecs import check_compression
 from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.formats.sizes import parse_bytes
+from lightning_stream.processes import available_cpus, refuse_in_worker
 from lightning_stream.stores import LocalStore
 from lightning_stream.writer.place import Out, is_remote
 
@@ -115,11 +115,7 @@ def convert(
         LightningStreamError: Workers died several times.
     """
     begin = time.perf_counter()
-    if is_worker():
-        raise RuntimeError(
-            "a worker process imports the script that its functions are in, and convert() ran there again. Put what "
-            "the script does under: if __name__ == '__main__'."
-        )
+    refuse_in_worker("convert()")
     for name in former:
         now = f"; it is now {_FORMER[name]!r}" if name in _FORMER else ""
         raise TypeError(f"convert() has no argument {name!r}{now}.")
@@ -186,7 +182,7 @@ def _checked_out(out: Any) -> Any:
 
 def _processes(num_workers: int | None) -> int:
     if num_workers is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return available_cpus()
     if num_workers < 1:
         raise ValueError(f"num_workers must be 1 or more (1 writes in this process); got {num_workers}.")
     return num_workers

@@ -18,6 +18,7 @@ from lightning_stream.loading.distributed import Dimensions, WorldLike, detect_w
 from lightning_stream.loading.randomness import SeededCall, preserved_generators, seed_sample
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, Tail, World
+from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.reading.bad_samples import BadData
 from lightning_stream.reading.reader import SampleReader
@@ -101,7 +102,7 @@ class SampleSource:
 
     def subset(self, ids: Iterable[int] | NDArray[np.int64]) -> SampleSource:
         """Some samples of this source, with an order of their own."""
-        chosen = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
+        chosen = Bitmap.of_ids(ids if isinstance(ids, np.ndarray) else list(ids), self.snapshot.num_samples)
         bad_data = BadData(self.bad_data.policy)
         return replace(self, reader=SubsetReader(self.reader, chosen), bad_data=bad_data, orders={})
 

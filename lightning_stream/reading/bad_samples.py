@@ -19,7 +19,7 @@ from lightning_stream.reading.reader import SampleReader
 
 T = TypeVar("T")
 Policy = Literal["raise", "substitute"]
-_BAD = (FormatError, NotFoundError)  # not a store that does not answer, or refuses
+UNREADABLE = (FormatError, NotFoundError)  # not a store that does not answer, or refuses
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class BadData:
             reader.open_for(sample_id)
             is_open = True
             reader.sample(sample_id)
-        except _BAD as error:
+        except UNREADABLE as error:
             if (self.policy.on_bad_sample if is_open else self.policy.on_bad_shard) == "raise":
                 raise
             self.found[sample_id] = str(error)
@@ -120,13 +120,14 @@ class BadData:
         """Add a line for a sample, in one write, since other processes append to the file too."""
         path = Path(self.policy.quarantine or reader.caches[0].folder / "quarantine.jsonl")
         snapshot, ids = reader.snapshot, np.array([one.drawn])
+        drawn, delivered = reader.original_ids(np.array([one.drawn, one.delivered])).tolist()
         line = {
-            "sample": one.drawn,
+            "sample": drawn,
             "stream": snapshot.stream_names[int(snapshot.streams_of(ids)[0])],
             "shard": reader.entry(int(snapshot.shards_of(ids)[0]))[1].raw.basename,
             "epoch": epoch,
             "position": one.position,
-            "delivered": one.delivered,
+            "delivered": delivered,
             "reason": self.found[one.drawn],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +147,7 @@ def readable(dataset: HasBadData, info: MicroBatch, read: Callable[[MicroBatch],
     if not bad.suspects(reader, info.ids):
         try:
             return read(info), info
-        except _BAD:
+        except UNREADABLE:
             whole = bad.replaced(reader, info) if bad.policy.substitutes else info
             if whole is info:
                 raise  # all samples can be read: the user's own code failed

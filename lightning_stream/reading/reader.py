@@ -108,6 +108,10 @@ class SampleReader:
         stream = int(np.searchsorted(self.snapshot.stream_offsets, shard, side="right")) - 1
         return self.caches[stream], self.indexes[stream].entry(shard - int(self.snapshot.stream_offsets[stream]))
 
+    def original_ids(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The ids of these samples in the streams: others only where a filter or a subset chose among them."""
+        return ids
+
     def sample(self, sample_id: int) -> dict[str, Any]:
         """Read one sample: column name to value.
 
