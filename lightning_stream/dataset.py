@@ -96,7 +96,8 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         stream_name: Only ``"stream"``: streams of a class of your own are passed as `streams`.
 
     The ids of samples count those that are kept; `original_ids` gives their ids in the streams, which are those of
-    `exclude_ids` and of the quarantine. Whole numbers may be floats (``1e9``). The arguments of mosaicml-streaming's dataset are attributes, too.
+    `exclude_ids` and of the quarantine. Whole numbers may be floats (``1e9``). The arguments of mosaicml-streaming's
+    dataset are attributes, too.
 
     Raises:
         ValueError: Settings that contradict each other.
@@ -143,7 +144,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         quarantine: str | os.PathLike[str] | None = None,
         start_by_range: bool = False,
         version: str | None = None,
-        filter: Keep | None = None,
+        filter: Keep | None = None,  # noqa: A002 - the word for it
         filter_lengths: LengthRules | None = None,
         exclude_ids: Ids | None = None,
     ) -> None:

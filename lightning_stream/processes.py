@@ -66,8 +66,8 @@ def run_partitions(
             suspects = [str(partition) for partition in running.values() if tries[partition.number] == _MAX_TRIES]
             if suspects:
                 raise LightningStreamError(
-                    f"worker processes died {_MAX_TRIES} times while they worked on {' or '.join(suspects)}. If memory ran out, "
-                    f"{remedy}. The partitions that are done stay: the same call continues from there."
+                    f"worker processes died {_MAX_TRIES} times while they worked on {' or '.join(suspects)}. If memory "
+                    f"ran out, {remedy}. The partitions that are done stay: the same call continues from there."
                 ) from None
     return done
 

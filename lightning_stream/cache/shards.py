@@ -22,8 +22,8 @@ from lightning_stream.stores import Store
 from lightning_stream.stores.local import LocalStore
 
 from .eviction import Evictor
-from .results import Results
 from .fetch import IndexFile, ShardFetcher, check_size, is_full, size_of, verify
+from .results import Results
 
 T = TypeVar("T")
 _DELETIONS = 3  # so many times the folder may be deleted while one shard is fetched

@@ -39,7 +39,7 @@ class Bitmap:
         given = np.asarray(ids, dtype=np.int64)
         low, high = (given.min(), given.max()) if given.size else (0, -1)
         mask = np.zeros(size, dtype=np.bool_)
-        if 0 <= low and high < size:
+        if low >= 0 and high < size:
             mask[given] = True
             if mask.sum() == given.size:
                 return cls.of_mask(mask)

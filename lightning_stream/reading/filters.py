@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.fingerprint import function_text
 from lightning_stream.order.bitmap import Bitmap
-from lightning_stream.processes import Progress, pickled, refuse_in_worker, run_partitions
+from lightning_stream.processes import Progress, available_cpus, pickled, refuse_in_worker, run_partitions
 from lightning_stream.reading.bad_samples import UNREADABLE, BadData
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.subset import SubsetReader
@@ -79,7 +79,7 @@ class Filters:
             ValueError: No sample is kept, or an id to exclude is unknown.
         """
         size = reader.snapshot.num_samples
-        mask, left = np.ones(size, dtype=np.bool_), []
+        mask, left = np.ones(size, dtype=np.bool_), list[str]()
         if self.exclude_ids is not None:
             mask[_ids(self.exclude_ids, size)] = False
             left.append(f"exclude_ids left {mask.sum():,}")
@@ -90,7 +90,7 @@ class Filters:
             mask = Evaluation(reader, Bitmap.of_mask(mask), self.filter, self.bad_data).mask()
             left.append(f"filter left {mask.sum():,}")
         if not mask.any():
-            raise ValueError(f"the filters must keep some samples; of {size:,}, {', '.join(left)}. Correct the last one")
+            raise ValueError(f"filters must keep some samples; of {size:,}, {', '.join(left)}. Correct the last one")
         return Bitmap.of_mask(mask)
 
 
@@ -112,15 +112,13 @@ def _read(path: Path) -> NDArray[Any]:
     """The ids in a file: of numpy, or one a line."""
     if path.suffix == ".npy":
         return np.asarray(np.load(path, allow_pickle=False))
-    ids = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            ids.append(int(line))
-        except ValueError:
-            raise ValueError(
-                f"a file of exclude_ids has one sample id a line; found {line[:40]!r} in line {number} of {path}"
-            ) from None
-    return np.array(ids, dtype=np.int64)
+    lines = path.read_text().splitlines()
+    wrong = next((number for number, line in enumerate(lines, 1) if not line.strip().isdecimal()), None)
+    if wrong is not None:
+        raise ValueError(
+            f"a file of exclude_ids has one sample id a line; found {lines[wrong - 1][:40]!r} in line {wrong} of {path}"
+        )
+    return np.array(lines, dtype=np.int64)
 
 
 def _passed(reader: SampleReader, names: str | tuple[str, ...], rule: LengthRule) -> NDArray[np.bool_]:
@@ -207,7 +205,7 @@ class Evaluation:
         try:
             answer = self.keep(sample)
             if not isinstance(answer, (bool, np.bool_)):
-                raise TypeError(f"a filter returns True or False; found {answer!r}")  # noqa: TRY301 - the note is for it, too
+                raise TypeError(f"a filter returns True or False; found {answer!r}")
         except Exception as error:
             note = f"While filtering sample {sample_id}."
             error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
@@ -220,7 +218,7 @@ class Evaluation:
         results, offsets = self.reader.caches[0].results, self.reader.snapshot.shard_offsets
         count = min(max(1, offsets[-1] // _MIN_SAMPLES), _MOST_PARTS)
         bounds = np.unique(offsets.searchsorted(np.linspace(0, offsets[-1], count + 1))).tolist()
-        parts = [_Part(number, *pair) for number, pair in enumerate(zip(bounds, bounds[1:], strict=False))]
+        parts = [_Part(number, *pair) for number, pair in enumerate(zip(bounds[:-1], bounds[1:], strict=True))]
         known = {}
         for part in parts:
             if (packed := results.read(self._result_of(part))) is not None:
