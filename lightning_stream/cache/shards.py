@@ -140,6 +140,41 @@ class ShardCache:
         with self._cleanup_on_error([draft], name, 0):
             return self._index.fetch(name, draft)
 
+    def side_file(self, file: FileEntry, make: Callable[[Path], object] | None = None) -> Path:
+        """Return the verified path of a file that is no shard, e.g. of lengths. Like the index, it is never evicted.
+
+        It is fetched once per folder, or made: ``make`` writes it into the path that it gets.
+
+        Raises:
+            NotFoundError, DigestError: The store has no such file; its bytes do not match the index.
+        """
+        name, where = file.basename, f"{self.store.url}/{file.basename}"
+        if self._source is not None and make is None:
+            if size_of(path := self._source / name) is None:
+                raise NotFoundError(f"no such file: {where}, which the index lists. Check the folder.")
+            verify(path, file, self.config.validate_hash, where)
+            return path
+
+        def here() -> Path | None:
+            try:
+                verify(self.folder / name, file, None if make else self.config.validate_hash, where)
+            except DigestError:
+                return None
+            return self.folder / name
+
+        def bring() -> Path:
+            draft = self._place.draft(name, "raw")
+            with self._cleanup_on_error([draft], name, 0):
+                if make is None:
+                    ShardFetcher(self.store, None, self.config, ()).fetch(file, None, draft, draft)
+                else:
+                    make(draft)
+                self._place.publish(draft, name, durable=not file.hashes)
+            return self.folder / name
+
+        with self._translate_os_errors():
+            return here() or self._once(name, here, bring)
+
     def present(self, entry: ShardEntry) -> bool:
         """Return whether every raw file of the shard is here, with its size."""
         return self._find(entry) is not None

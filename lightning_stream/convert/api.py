@@ -19,6 +19,7 @@ from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.processes import available_cpus, refuse_in_worker
 from lightning_stream.stores import LocalStore
+from lightning_stream.writer.lengths import LengthFunctions, check_functions
 from lightning_stream.writer.place import Out, is_remote
 
 _FORMER = {
@@ -58,6 +59,7 @@ def convert(
     source_options: Mapping[str, Any] | None = None,
     source_store_options: Mapping[str, Any] | None = None,
     store_options: Mapping[str, Any] | None = None,
+    lengths: LengthFunctions | None = None,
     **former: NoReturn,
 ) -> ConversionResult:
     """Write files of rows as an MDS dataset, in parallel processes.
@@ -105,6 +107,8 @@ def convert(
         partition_bytes: Bytes of the source that one process writes at a time, e.g. ``"256mb"``. None: by its size.
         source_options: For the reader, e.g. ``{"delimiter": ";"}``.
         source_store_options, store_options: For the stores of the source and of ``out``.
+        lengths: Functions by name, e.g. ``{"tokens": len}``, as `MDSWriter` takes them; a whole sample has the columns
+            that are written.
         **former: Former names of these arguments, which are refused.
 
     Raises:
@@ -142,6 +146,7 @@ def convert(
         tmp_dir=None if tmp_dir is None else os.fspath(tmp_dir),
         overwrite=overwrite or exist_ok or force,
         force=force,
+        lengths=check_functions(lengths),
     )
     conversion.source.reader.is_strict = columns is None or conversion.transform.function is not None
     result = _converted(conversion, _processes(num_workers), progress_bar)

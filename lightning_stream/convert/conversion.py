@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -20,9 +20,11 @@ from lightning_stream.convert.task import TRAIN, VAL, NullRule, PartitionTask, T
 from lightning_stream.errors import NotFoundError
 from lightning_stream.fingerprint import function_text
 from lightning_stream.formats.index import INDEX_NAME
+from lightning_stream.formats.index.lengths import with_lengths
 from lightning_stream.processes import Progress, run_partitions
 from lightning_stream.stores import Store
 from lightning_stream.writer.infer import infer_columns
+from lightning_stream.writer.lengths import LengthFunctions
 from lightning_stream.writer.place import DatasetPlace, digest_of
 
 _LOG = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class Conversion:
     tmp_dir: str | None
     overwrite: bool
     force: bool
+    lengths: LengthFunctions = field(default_factory=dict)
     found: Found | None = None  # the columns of the source, if they are known already
 
     @cached_property
@@ -69,6 +72,8 @@ class Conversion:
             "shuffle": self.shuffle,
             "partition_bytes": self.partition_bytes,
         }
+        if self.lengths:
+            settings["lengths"] = {name: function_text(function) for name, function in self.lengths.items()}
         return _as_json({"source": self.source.record, "settings": settings})
 
     @cached_property
@@ -174,7 +179,7 @@ class Conversion:
         raise ValueError("transform returned no sample for the first file, to infer columns from. Pass columns=.")
 
     def _spec(self, out: Any, columns: Mapping[str, str], found: Found) -> OutputSpec:
-        writer = {**self.writer, "max_workers": 1}
+        writer = {**self.writer, "max_workers": 1, "lengths": self.lengths}
         if writer["compression"] == "auto":
             media = () if self.transform.function is not None else found.media
             is_media = any(kind in _MEDIA or name in media for name, kind in columns.items())
@@ -188,7 +193,7 @@ class Conversion:
             split = ValidationSplit(self.val_fraction, self.seed, self.group_by, hashed)
         strict = self.columns is None
         return PartitionTask(
-            self.source.reader, found.columns, columns, specs, self.transform, self.nulls, split, strict
+            self.source.reader, found.columns, columns, specs, self.transform, self.nulls, split, strict, self.lengths
         )
 
     def _write(
@@ -219,9 +224,10 @@ class Conversion:
 def _is_whole(store: Store, manifest: Mapping[str, Any]) -> bool:
     """Whether the store has the index that this manifest was written with."""
     try:
-        return digest_of(store.read(INDEX_NAME)) == manifest.get("index")
-    except NotFoundError:
+        index = with_lengths(store.read(INDEX_NAME), {})  # they may have been added since
+    except (NotFoundError, ValueError):
         return False
+    return digest_of(index) == manifest.get("index")
 
 
 def _as_json(about: Mapping[str, Any]) -> dict[str, Any]:

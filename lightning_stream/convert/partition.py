@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,9 +18,12 @@ from typing import Any
 import numpy as np
 import zstandard
 
+from lightning_stream.formats.index import FileEntry
+from lightning_stream.formats.index.lengths import with_lengths
 from lightning_stream.formats.shard_encoder import EncodedBatch
 from lightning_stream.stores import Store
 from lightning_stream.writer import MDSWriter
+from lightning_stream.writer.lengths import Lengths
 from lightning_stream.writer.place import DatasetPlace, digest_of
 
 CONTROL = "_conversion"
@@ -36,6 +39,7 @@ class Receipt:
     num_samples: int = 0
     shards: tuple[dict[str, Any], ...] = ()  # index entries, their files named relative to the dataset's root
     nulls: Mapping[str, int] = field(default_factory=dict)  # null values by column
+    lengths: Mapping[str, Sequence[FileEntry]] = field(default_factory=dict)  # their files, named like the shards'
     refused: str = ""  # why a value could not be written
 
     @property
@@ -51,12 +55,14 @@ class Receipt:
     def from_bytes(cls, data: bytes) -> Receipt:
         """Read it back."""
         held = json.loads(zstandard.ZstdDecompressor().decompress(data))
-        return cls(**{**held, "shards": tuple(held["shards"])})
+        lengths = {name: [FileEntry(**file) for file in files] for name, files in held.get("lengths", {}).items()}
+        return cls(**{**held, "shards": tuple(held["shards"]), "lengths": lengths})
 
     def files(self) -> dict[str, int]:
         """Bytes by name of every file that is stored."""
         stored = [entry["zip_data"] or entry["raw_data"] for entry in self.shards]
-        return {file["basename"]: file["bytes"] for file in stored}
+        lengths = {file.basename: file.num_bytes for files in self.lengths.values() for file in files}
+        return {file["basename"]: file["bytes"] for file in stored} | lengths
 
 
 def receipt_name(fingerprint: str, partition: int) -> str:
@@ -122,10 +128,15 @@ class PartitionWriter(MDSWriter):
 
     def __init__(self, spec: OutputSpec, number: int) -> None:
         super().__init__(out=_PartitionPlace(spec, number), columns=spec.columns, **spec.writer)
+        self.number = number
 
-    def write_encoded(self, batch: EncodedBatch) -> None:
-        """Add rows that are bytes of these columns already."""
-        self._add_encoded(self._encoder or self._open(None, None), batch)
+    def write_encoded(self, batch: EncodedBatch, lengths: Lengths) -> None:
+        """Add rows that are bytes of these columns already, with their lengths."""
+        self._add_encoded(self._encoder or self._open(None, None), batch, lengths)
+
+    def receipt(self, begins: str, nulls: Mapping[str, int]) -> Receipt:
+        """Return the receipt of the finished partition."""
+        return Receipt(self.number, begins, self.num_samples, tuple(self.shards), nulls, lengths=self.length_files)
 
 
 class _PartitionPlace(DatasetPlace):
@@ -143,7 +154,7 @@ class _PartitionPlace(DatasetPlace):
         stem, number, rest = name.split(".", 2)
         return f"{self._folder}/{stem}.{number}.{digest_of(*parts)}.{rest}"
 
-    def commit(self, entries: Sequence[bytes]) -> None:
+    def commit(self, *_: Any) -> None:
         pass
 
 
@@ -177,8 +188,12 @@ def check(receipts: Sequence[Receipt], source: str, remedy: str) -> None:
         raise ValueError(f"{source} is empty: there is nothing to write.")
 
 
-def index_bytes(receipts: Iterable[Receipt], folder: str = "") -> bytes:
+def index_bytes(receipts: Sequence[Receipt], folder: str = "") -> bytes:
     """The index over all shards of these partitions, in their order; with file names relative to ``folder``."""
     entries = [json.dumps(entry, sort_keys=True) for receipt in receipts for entry in receipt.shards]
-    text = f'{{"version": 2, "shards": [{", ".join(entries)}]}}'
-    return text.replace(f'"basename": "{folder}/', '"basename": "').encode() if folder else text.encode()
+    lengths: dict[str, list[FileEntry]] = {}
+    for receipt in receipts:
+        for name, files in receipt.lengths.items():
+            lengths.setdefault(name, []).extend(files)
+    index = with_lengths(f'{{"version": 2, "shards": [{", ".join(entries)}]}}'.encode(), lengths)
+    return index.replace(f'"basename": "{folder}/'.encode(), b'"basename": "') if folder else index

@@ -13,13 +13,15 @@ from typing import Any
 from lightning_stream.convert.partition import CONTROL, OutputSpec, Receipt, index_bytes, is_receipt
 from lightning_stream.errors import NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME
+from lightning_stream.formats.index.lengths import with_lengths
 from lightning_stream.shared_files import FileLock
 from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.stores.drafts import sweep_drafts
+from lightning_stream.writer.place import LENGTHS, OURS, DatasetPlace, digest_of, is_remote
 from lightning_stream.writer.place import MANIFEST as MANIFEST
-from lightning_stream.writer.place import OURS, DatasetPlace, digest_of, is_remote
 
-_PARTS = re.compile(rf"part-[0-9]{{5,}}/(shard\.[0-9]+\.[0-9a-f]{{16}}\.mds(\.[a-z0-9]+)?|index\.json)|{CONTROL}/.*")
+_FILES = rf"shard\.[0-9]+\.[0-9a-f]{{16}}\.mds(\.[a-z0-9]+)?|index\.json|{LENGTHS}"
+_PARTS = re.compile(rf"part-[0-9]{{5,}}/({_FILES})|{CONTROL}/.*")
 _ALL = re.compile(f"{OURS.pattern}|{_PARTS.pattern}")
 _SPLITS = ("train", "val", "test")
 _WAIT_S = 24 * 3600.0
@@ -95,8 +97,8 @@ class Publication:
             "columns": dict(self.spec.columns),
             "num_samples": sum(receipt.num_samples for receipt in receipts),
             "num_bytes": sum(wanted.values()),
-            "num_shards": len(wanted),
-            "index": digest_of(index),
+            "num_shards": sum(len(receipt.shards) for receipt in receipts),
+            "index": digest_of(with_lengths(index, {})),
             "partitions": {_folder(receipt): receipt.num_samples for receipt in receipts},
             **about,
         }
@@ -219,8 +221,9 @@ def manifest_of(store: Store, name: str = MANIFEST) -> dict[str, Any] | None:
 def differences(held: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe how settings and source differ from those that a manifest holds."""
     before, source, others = held["settings"], held["source"], now["source"]
-    changed = [name for name, value in now["settings"].items() if before.get(name) != value]
-    found = [f"{name} was {_shown(before.get(name))}, now {_shown(now['settings'][name])}" for name in changed]
+    settings = now["settings"]
+    changed = [name for name in {**before, **settings} if before.get(name) != settings.get(name)]
+    found = [f"{name} was {_shown(before.get(name))}, now {_shown(settings.get(name))}" for name in changed]
     if source["stamps"] != others["stamps"]:
         files = [{file["name"]: file for file in each.get("files", ())} for each in (source, others)]
         names = [name for name in {**files[0], **files[1]} if files[0].get(name) != files[1].get(name)]

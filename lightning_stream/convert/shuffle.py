@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -34,6 +34,7 @@ from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.mds.shard import MdsShard
 from lightning_stream.formats.shard_encoder import EncodedBatch
+from lightning_stream.writer.lengths import Lengths
 from lightning_stream.writer.place import is_remote
 
 _BUCKET_BYTES, _RUN_BYTES = 64 << 20, 64 << 20
@@ -47,20 +48,24 @@ class RunWriter(PartitionWriter):
 
     def __init__(self, spec: OutputSpec, number: int, seed: int) -> None:
         super().__init__(spec, number)
-        self._number, self._seed = number, seed
-        self._rows: list[memoryview] = []
+        self._seed = seed
+        self._rows: list[Any] = []
         self._row_bytes = 0
 
-    def write_encoded(self, batch: EncodedBatch) -> None:
-        """Add rows that are bytes of the final dataset's columns."""
-        for row in row_bytes(batch):
+    def write_encoded(self, batch: EncodedBatch, lengths: Lengths) -> None:
+        """Add rows that are bytes of the final dataset's columns. Their lengths go before the bytes of each row."""
+        rows: Iterable[Any] = row_bytes(batch)
+        if lengths:
+            heads = np.stack(list(lengths.values()), axis=1).astype("<u4")
+            rows = (head.tobytes() + row for head, row in zip(heads, rows, strict=True))
+        for row in rows:
             if self._rows and self._row_bytes + len(row) > _RUN_BYTES:
                 self._write_run()
             self._rows.append(row)
             self._row_bytes += len(row)
 
     def _write_run(self) -> None:
-        keys = row_keys(self._seed, self._number, self.num_samples, self.num_samples + len(self._rows))
+        keys = row_keys(self._seed, self.number, self.num_samples, self.num_samples + len(self._rows))
         order = np.argsort(keys, kind="stable")
         self.write_batch({"key": keys[order], "row": BinaryColumn(self._rows[k] for k in order.tolist())})
         self.flush_shard()
@@ -100,9 +105,13 @@ class GatherTask:
             numbers = range(self.num_partitions)
             keyed = [each for number in numbers for each in self._slices(self.spills[split], number, bucket.number)]
             rows = [row for _, row in sorted(keyed, key=itemgetter(0))]
+            names = list(spec.writer.get("lengths") or ())
+            width = 4 * len(names)
+            numbers = np.frombuffer(b"".join(row[:width] for row in rows), "<u4").reshape(len(rows), len(names))
+            lengths = dict(zip(names, numbers.T.astype(np.uint32), strict=True))
             with PartitionWriter(spec, bucket.number) as writer:
-                writer.write_encoded(encoded_rows(rows))
-            receipts[split] = spec.put(Receipt(bucket.number, "", writer.num_samples, tuple(writer.shards)))
+                writer.write_encoded(encoded_rows([row[width:] for row in rows] if width else rows), lengths)
+            receipts[split] = spec.put(writer.receipt("", {}))
         return receipts
 
     def _slices(self, spill: OutputSpec, number: int, bucket: int) -> Iterator[tuple[int, bytes]]:
@@ -175,7 +184,7 @@ class Shuffle:
         return run(GatherTask(task.specs, spills, len(partitions), self.num_buckets), missing, "writing")
 
     def _spill(self, split: str, spec: OutputSpec) -> OutputSpec:
-        writer = {**spec.writer, "compression": None, "hashes": [], "size_limit": None}
+        writer = {**spec.writer, "compression": None, "hashes": [], "size_limit": None, "lengths": None}
         return OutputSpec(str(self.folder / (split or "all")), False, None, _COLUMNS, writer, spec.fingerprint)
 
     def clean(self) -> None:

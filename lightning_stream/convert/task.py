@@ -23,6 +23,7 @@ from lightning_stream.convert.partition import (
 from lightning_stream.convert.sources.base import Batch, Partition, Reader, Row, batched
 from lightning_stream.formats.mds.encode import MdsEncoder
 from lightning_stream.writer.batch import batch_columns
+from lightning_stream.writer.lengths import LengthFunctions, measure_batch
 
 TRAIN, VAL = "train", "val"
 _NUMBERS = ("int", "uint", "float")
@@ -197,6 +198,7 @@ class PartitionTask:
     nulls: NullRule
     split: ValidationSplit | None  # None if there is one dataset
     strict: bool  # whether the columns were inferred, so that a value beyond them is refused
+    lengths: LengthFunctions  # what readers get before any sample, by name
 
     def run(self, partition: Partition) -> dict[str, Receipt]:
         """Write a partition, and then its receipts; return them by split."""
@@ -211,10 +213,7 @@ class PartitionTask:
                         self._write(batch.rows, writers, nulls)
         except RefusedError as error:
             return {split: Receipt(number, "", refused=str(error)) for split in writers}
-        return {
-            split: self.specs[split].put(Receipt(number, "", writer.num_samples, tuple(writer.shards), nulls))
-            for split, writer in writers.items()
-        }
+        return {split: self.specs[split].put(writer.receipt("", nulls)) for split, writer in writers.items()}
 
     def writer(self, spec: OutputSpec, number: int) -> PartitionWriter:
         """Take the rows of a partition that belong to a split."""
@@ -237,13 +236,15 @@ class PartitionTask:
         if not num_rows:
             return
         encoded = self._encoder.encode_batch(values, num_rows)
+        lengths = measure_batch(self.lengths, values, num_rows, tuple(self.columns))
         if self.split is None:
-            writers[""].write_encoded(encoded)
+            writers[""].write_encoded(encoded, lengths)
             return
         found = row_bytes(encoded)
         for split, kept in self.split.of_rows(values, num_rows).items():
             if split in writers:
-                writers[split].write_encoded(encoded_rows([found[k] for k in kept.tolist()]))
+                chosen = {name: numbers[kept] for name, numbers in lengths.items()}
+                writers[split].write_encoded(encoded_rows([found[k] for k in kept.tolist()]), chosen)
 
 
 @contextmanager

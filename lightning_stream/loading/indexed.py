@@ -176,6 +176,22 @@ class IndexedSamples:
             raise IndexError(f"sample ids must be in [0, {size}); found {array.min()} to {array.max()}")
         return self._streaming_source.reader.batch(array, out)
 
+    def lengths(self, name: str) -> NDArray[np.uint32]:
+        """Return a length of every sample, e.g. its tokens, by sample id: uint32[num_samples], read-only.
+
+        Writers record lengths (``lengths={"tokens": len}``), and `add_lengths` adds them to a dataset. No sample is
+        read. Without them, those of the only column of variable size follow from shards that are not compressed.
+
+        Example::
+
+            dataset.lengths("tokens").sum()  # the tokens of the dataset
+
+        Raises:
+            NotFoundError: A stream has no such lengths; says how to add them.
+            DigestError, FormatError: They are damaged, or do not fit the index.
+        """
+        return self._streaming_source.reader.lengths(name)
+
     def original_ids(self, ids: Iterable[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """The ids in the streams of these samples: others only where a filter or `subset` chose among them.
 

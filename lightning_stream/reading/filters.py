@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,7 @@ class Evaluation:
         results, offsets = self.reader.caches[0].results, self.reader.snapshot.shard_offsets
         count = min(max(1, offsets[-1] // _MIN_SAMPLES), _MOST_PARTS)
         bounds = np.unique(offsets.searchsorted(np.linspace(0, offsets[-1], count + 1))).tolist()
-        parts = [_Part(number, *pair) for number, pair in enumerate(zip(bounds[:-1], bounds[1:], strict=True))]
+        parts = [_Part(number, *pair) for number, pair in enumerate(pairwise(bounds))]
         known = {}
         for part in parts:
             if (packed := results.read(self._result_of(part))) is not None:

@@ -120,12 +120,7 @@ class SampleRanges:
 
     def _fetch_table(self, number: int, cache: ShardCache, entry: ShardEntry) -> _Offsets:
         end = 4 * (entry.num_samples + 2)
-        content, version = _range(cache, entry, 0, end)
-        offsets = np.frombuffer(content[4:], "<u4")
-        fits = len(content) == end and int.from_bytes(content[:4], "little") == entry.num_samples
-        fits = fits and int(offsets[0]) >= end and int(offsets[-1]) == entry.raw.num_bytes
-        if not fits or (offsets[1:] < offsets[:-1]).any():
-            raise _no_such_shard(cache, entry)
+        offsets, version = fetch_offsets(cache, entry)
         with self._guard:
             self._expect_version(number, version, cache, entry)
             self._held_bytes += 0 if number in self._tables else end  # another thread may have fetched it meanwhile
@@ -137,7 +132,7 @@ class SampleRanges:
 
     def _fetch_part(self, number: int, cache: ShardCache, entry: ShardEntry, table: _Offsets, part: _Part) -> bytes:
         begin, end = int(table[part[0]]), int(table[part[1] + 1])
-        content, version = _range(cache, entry, begin, end)
+        content, version = read_range(cache, entry, begin, end)
         where = f"{cache.store.url}/{entry.raw.basename}"
         if len(content) != end - begin:
             raise FormatError(f"{where}: it ends within the bytes {begin:,} to {end:,}, which its index has.")
@@ -172,6 +167,21 @@ class SampleRanges:
         return MdsShard(replace(entry, num_samples=len(samples), raw=raw), folder, **self._options)
 
 
+def fetch_offsets(cache: ShardCache, entry: ShardEntry) -> tuple[_Offsets, str | None]:
+    """Fetch the offsets of a raw MDS shard's samples, and their end, with the version of the object.
+
+    FormatError if they do not fit the index.
+    """
+    end = 4 * (entry.num_samples + 2)
+    content, version = read_range(cache, entry, 0, end)
+    offsets = np.frombuffer(content[4:], "<u4")
+    fits = len(content) == end and int.from_bytes(content[:4], "little") == entry.num_samples
+    fits = fits and int(offsets[0]) >= end and int(offsets[-1]) == entry.raw.num_bytes
+    if not fits or (offsets[1:] < offsets[:-1]).any():
+        raise _no_such_shard(cache, entry)
+    return offsets, version
+
+
 def _equal_sizes_table(entry: ShardEntry) -> _Offsets | None:
     """The offsets of samples of one size, one after another up to the end; None where they differ in size."""
     stride = sum(size or 0 for size in entry.schema.sizes)
@@ -201,6 +211,7 @@ def _cut(table: _Offsets, part: _Part, content: bytes) -> dict[int, bytes]:
     return {part[0] + k: content[begin:end] for k, (begin, end) in enumerate(edges)}
 
 
-def _range(cache: ShardCache, entry: ShardEntry, begin: int, end: int) -> tuple[bytes, str | None]:
+def read_range(cache: ShardCache, entry: ShardEntry, begin: int, end: int) -> tuple[bytes, str | None]:
+    """Fetch the bytes ``[begin, end)`` of a shard, with the version of the object."""
     with cache.store.open(entry.raw.basename, begin, end) as body:
         return b"".join(body), body.tag

@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from lightning_stream.cache import Lease, ShardCache
 from lightning_stream.errors import DigestError, FormatError
 from lightning_stream.formats.encodings.images import load_images
+from lightning_stream.formats.hashing import digest
 from lightning_stream.formats.index import Index, ShardEntry
 from lightning_stream.formats.mds.gather import gather, gather_mixed
 from lightning_stream.formats.mds.shard import MdsShard
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.order import Snapshot
 from lightning_stream.reading.fetches import Announced, NextUse, ReaderProcess, next_use_of_file
+from lightning_stream.reading.lengths import read_lengths
 from lightning_stream.reading.range_reads import SampleRanges
 from lightning_stream.reading.stream import CacheDefaults, DownloadHook, Stream, cache_of, index_of, name_of
 from lightning_stream.threads import DaemonPool
@@ -61,9 +63,10 @@ class SampleReader:
         self.defaults = defaults
         self.config = config
         self._process: ReaderProcess | None = None
+        self._lengths: dict[str, NDArray[np.uint32]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_process": None}
+        return {**self.__dict__, "_process": None, "_lengths": {}}  # another process maps the files itself
 
     @cached_property
     def caches(self) -> tuple[ShardCache, ...]:
@@ -93,6 +96,29 @@ class SampleReader:
         encodings = [schema.columns for schema in schemas]
         names = dict.fromkeys(name for columns in encodings for name in columns)
         return {name: len({columns.get(name) for columns in encodings}) == 1 for name in names}
+
+    def lengths(self, name: str) -> NDArray[np.uint32]:
+        """Return a length of every sample, e.g. its tokens, by sample id: uint32[num_samples], read-only.
+
+        No sample is read. The numbers are in files beside the shards, which come once per machine and stay in the cache
+        whatever its limit is (4 bytes per sample). The length of the only column of variable size also follows from
+        the offset tables of shards that are not compressed: bytes of ``bytes`` and ``str``, items of arrays.
+
+        Raises:
+            NotFoundError: A stream has no such lengths; says how to add them.
+            DigestError, FormatError: They are damaged, or do not fit the index.
+        """
+        found = self._lengths.get(name)
+        if found is None:
+            found = self._lengths[name] = self._read_lengths(name)
+        return found
+
+    def lengths_digest(self, name: str) -> str:
+        """Return 32 hex digits of these numbers: other lengths give another packing."""
+        return digest("xxh3_128", memoryview(self.lengths(name)).cast("B"))
+
+    def _read_lengths(self, name: str) -> NDArray[np.uint32]:
+        return read_lengths(self.caches, self.indexes, name)
 
     def require_samples(self) -> None:
         """Raise ValueError where there is nothing to iterate over."""

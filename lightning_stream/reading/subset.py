@@ -61,6 +61,11 @@ class SubsetReader(SampleReader):
         """The ids of these samples in the streams."""
         return self.whole.original_ids(self.chosen.select(ids))
 
+    def _read_lengths(self, name: str) -> NDArray[np.uint32]:
+        found = self.whole.lengths(name)[self.chosen.mask]
+        found.setflags(write=False)
+        return found
+
     def sample(self, sample_id: int) -> dict[str, Any]:
         """Read one sample of the subset."""
         return self.whole.sample(self.chosen[sample_id])

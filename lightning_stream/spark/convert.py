@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_stream import errors
+from lightning_stream.convert.fingerprint import function_text
 from lightning_stream.convert.partition import Receipt, check
 from lightning_stream.convert.publish import Publication
 from lightning_stream.errors import LightningStreamError, MissingExtraError
@@ -57,7 +58,7 @@ def dataframe_to_mds(
         mds_kwargs: The writer's settings: ``out`` (a folder that all machines share, a URL, or (local folder, URL)),
             and, if wanted, ``columns``, ``compression`` (default ``"zstd"``), ``hashes`` (default
             ``["xxh3_64"]``; ``[]`` for none), ``size_limit``, ``keep_local``, ``overwrite`` (or ``exist_ok``),
-            ``max_workers``, ``progress_bar`` (in the executors' logs), ``retry``, ``store_options``.
+            ``max_workers``, ``progress_bar`` (in the executors' logs), ``retry``, ``store_options``, ``lengths``.
         udf_iterable: Called in the executors with a pandas frame of some rows, gives samples (dicts) to write
             instead. Needs ``columns``. For repeatable files it must be deterministic.
         udf_kwargs: More arguments for it.
@@ -119,6 +120,8 @@ class Conversion:
             rows = selected(dataframe, dataframe.columns)
         udf_kwargs = udf_kwargs or {}
         about = {**settings.writer, "columns": columns, "udf_kwargs": repr(sorted(udf_kwargs.items()))}
+        if lengths := settings.writer.get("lengths"):
+            about["lengths"] = {name: function_text(function) for name, function in lengths.items()}
         job = SparkJob(
             settings.out,
             settings.keep_local,

@@ -70,7 +70,7 @@ def _written(job: SparkJob, number: int, begins: str, batches: Iterable[pa.Recor
                     _write_rows(writer, batch, job.columns, nulls)
     except RefusedError as error:
         return Receipt(number, begins, refused=str(error))
-    return Receipt(number, begins, writer.num_samples, tuple(writer.shards), nulls)
+    return writer.receipt(begins, nulls)
 
 
 def _write_rows(

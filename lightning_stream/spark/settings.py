@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_stream.writer.base import WriterConfig
+from lightning_stream.writer.lengths import check_functions
 from lightning_stream.writer.place import is_remote
 
-_WRITER_KEYS = ("compression", "hashes", "size_limit", "max_workers", "progress_bar")
+_WRITER_KEYS = ("compression", "hashes", "size_limit", "max_workers", "progress_bar", "lengths")
 _OWN_KEYS = ("out", "columns", "keep_local", "overwrite", "exist_ok", "retry", "store_options")
 
 
@@ -83,6 +84,7 @@ def _problems(held: Mapping[str, Any], with_udf: bool) -> list[str]:
         problems.append(f"hashes must be a list of names, such as [{held['hashes']!r}]; found {held['hashes']!r}.")
     try:  # what the writer in an executor would refuse, without a task's long error around it
         WriterConfig.make(held.get("compression"), held.get("hashes"), held.get("size_limit"))
+        check_functions(held.get("lengths"))
     except (ValueError, TypeError) as error:
         problems.append(str(error))
     return problems

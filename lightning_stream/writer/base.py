@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +23,14 @@ from lightning_stream.formats.shard_encoder import EncodedBatch, ShardEncoder
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.writer.batch import batch_columns
 from lightning_stream.writer.infer import infer_column, infer_columns
+from lightning_stream.writer.lengths import (
+    LengthFunctions,
+    Lengths,
+    check_functions,
+    measure_batch,
+    measure_sample,
+    put_lengths,
+)
 from lightning_stream.writer.pipeline import Pipeline
 from lightning_stream.writer.place import DatasetPlace, Mode, Out
 from lightning_stream.writer.shard_buffer import Pool, ShardBuffer
@@ -60,6 +69,7 @@ class ShardWriter(ABC):
     Attributes:
         num_samples: The number of samples written so far.
         shards: The index entries of the shards; empty until `finish`.
+        length_files: The index entries of the files of each length, by name; empty until `finish`.
         columns, column_names, column_encodings: The columns; None until they are known, if they are inferred.
         size_limit, compression, hashes, keep_local: As given, or by default.
         local, remote: The local folder and the URL of `out`; None where it has none.
@@ -82,6 +92,7 @@ class ShardWriter(ABC):
         retry: int | None = None,
         store_options: Mapping[str, Any] | None = None,
         exist_ok: bool = False,
+        lengths: LengthFunctions | None = None,
     ) -> None:
         self._config = codec, names, limit = WriterConfig.make(compression, hashes, size_limit)
         if append and (overwrite or exist_ok):
@@ -105,6 +116,9 @@ class ShardWriter(ABC):
         self._num_sent = 0
         self._pool = Pool()
         self._buffer = ShardBuffer(self._pool, 0)
+        self._length_functions = check_functions(lengths)
+        self._lengths = {name: array("I") for name in self._length_functions}
+        self.length_files: dict[str, tuple[FileEntry, ...]] = {}
         self.num_samples = 0
         # Users of MDS writers read these. This class does not: a subclass may give the names another meaning.
         self.size_limit, self.compression, self.hashes = limit, codec, list(names)
@@ -161,6 +175,7 @@ class ShardWriter(ABC):
         parts = encoder.encode(sample)
         if len(sample) != self._num_columns:
             self._report_extra_columns(encoder, sample)
+        lengths = measure_sample(self._length_functions, sample, encoder.schema.names) if self._lengths else {}
         try:
             fits = self._buffer.add_sample(parts, encoder.per_sample_overhead, self._max_file_bytes)
         except BaseException as error:  # part of the sample may be in the shard
@@ -171,6 +186,8 @@ class ShardWriter(ABC):
             self._check_fits(encoder, num_bytes, num_bytes + encoder.per_sample_overhead)
             self._send(encoder)
             self._buffer.add_sample(parts, encoder.per_sample_overhead, MAX_FILE_BYTES)
+        for name, number in lengths.items():
+            self._lengths[name].append(number)
         self.num_samples += 1
 
     def write_batch(self, batch: Any) -> None:
@@ -186,9 +203,11 @@ class ShardWriter(ABC):
             encoder = self._encoder or self._open(None, columns)
             if set(columns) - set(encoder.schema.names):
                 self._report_extra_columns(encoder, columns)
-            self._add_encoded(encoder, encoder.encode_batch(columns, num_rows))
+            encoded = encoder.encode_batch(columns, num_rows)
+            lengths = measure_batch(self._length_functions, columns, num_rows, encoder.schema.names)
+            self._add_encoded(encoder, encoded, lengths)
 
-    def _add_encoded(self, encoder: ShardEncoder, batch: EncodedBatch) -> None:
+    def _add_encoded(self, encoder: ShardEncoder, batch: EncodedBatch, lengths: Lengths) -> None:
         """Add all rows, or none if one does not fit. An error between two rows makes the writer fail."""
         if not len(batch.sizes):
             return
@@ -210,6 +229,8 @@ class ShardWriter(ABC):
         except BaseException as error:
             self._pipeline.fail(error)
             raise
+        for name, numbers in lengths.items():
+            self._lengths[name].frombytes(numbers.tobytes())
         self.num_samples += len(batch.sizes)
 
     def finish(self) -> None:
@@ -230,13 +251,23 @@ class ShardWriter(ABC):
             self._pipeline.close()  # no thread of a writer that failed puts anything later
         self._pool.clear()
         try:
-            self._place.commit([json.dumps(entry, sort_keys=True).encode() for entry in entries])
+            self.length_files = self.length_files or self._put_lengths()
+            self._place.commit([json.dumps(entry, sort_keys=True).encode() for entry in entries], self.length_files)
         except (FileExistsError, ConflictError) as error:
             self._pipeline.fail(error)
             raise
         self._finished, self._encoder = True, None
         if self._progress_bar:
             sys.stderr.write(f"\n{self._place}: {self.num_samples:,} samples in {len(entries):,} shards\n")
+
+    def _put_lengths(self) -> dict[str, tuple[FileEntry, ...]]:
+        base = self._place.base
+        lengths = {name: np.array(numbers, np.uint32) for name, numbers in self._lengths.items()}
+        try:
+            return put_lengths(self._place, lengths, self._config.hashes, {} if base is None else base.lengths)
+        except BaseException as error:  # some files may be put already
+            self._pipeline.fail(error)
+            raise
 
     def _open(self, sample: Mapping[str, Any] | None, batch: dict[str, Any] | None) -> ShardEncoder:
         if self._finished:
@@ -251,6 +282,12 @@ class ShardWriter(ABC):
             raise ValueError(
                 f"appended shards must have the dataset's format and columns; {base.where} has {old.format} "
                 f"{old.columns}, got {new.format} {new.columns}. Write another dataset, and mix or merge them."
+            )
+        if base is not None and base.num_samples and base.lengths.keys() != self._lengths.keys():
+            raise ValueError(
+                f"appended samples must have the lengths that the dataset has; {base.where} has "
+                f"{', '.join(base.lengths) or 'none'}, got {', '.join(self._lengths) or 'none'}. Pass lengths= with a "
+                "function for each of them; lightning-stream lengths adds others to the dataset."
             )
         self._buffer = ShardBuffer(self._pool, encoder.header_bytes)
         self._encoder, self._num_columns = encoder, len(encoder.schema.names)

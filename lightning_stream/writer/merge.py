@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
 from lightning_stream.errors import NotFoundError, redact
-from lightning_stream.formats.index import INDEX_NAME, Index
+from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index
+from lightning_stream.formats.index.lengths import with_lengths
 from lightning_stream.stores import Store
 from lightning_stream.writer.place import DatasetPlace, Out
 
@@ -47,6 +50,8 @@ def merge_index(
         download_timeout: Longest silence on a connection, in seconds.
         store_options: Options of the remote store.
 
+    The lengths that all partitions have are those of the merged index. A warning names others, which are dropped.
+
     Raises:
         NotFoundError: There is no index below the root, or one of the list is absent.
         ValueError: An index of the list is not below ``out``, or the root's index lists shards of its own, as after an
@@ -70,15 +75,23 @@ def merge_index(
         folders = _partitions(entry.name for entry in store.list(""))
     if not folders:
         raise NotFoundError(f"no {INDEX_NAME} in any folder below {store.url}. Give the root of the partitions.")
-    own = sorted(name for name in place.files_begun_with if "/" not in name)
+    beside = sorted(name for name in place.files_begun_with if "/" not in name)
+    own = [name for name in beside if not name.startswith("lengths.")]
     if own:
         raise ValueError(
             f"a merged index lists only the shards of partitions; {store.url}/{INDEX_NAME} also lists {len(own)} files "
             f"beside it, such as {own[0]}, which would be lost. Move them into a folder with an index of their own; if "
             "they are not wanted, delete that index."
         )
-    texts = [text for folder in folders for text in _entries(store, folder)]
-    place.commit_index(b'{"version": 2, "shards": [' + b", ".join(texts) + b"]}")
+    if beside:
+        warnings.warn(
+            f"the merged index has no lengths but those of its partitions; {', '.join(beside[:3])} had been added to the "
+            "former one. Add them again: lightning-stream lengths PATH --column NAME.",
+            stacklevel=2,
+        )
+    indexes = {folder: _index(store, folder) for folder in folders}
+    texts = [text for folder, index in indexes.items() for text in _entries(index, folder)]
+    place.commit_index(with_lengths(b'{"version": 2, "shards": [' + b", ".join(texts) + b"]}", _lengths(indexes)))
 
 
 def _below(index: Any, root: Any) -> str:
@@ -105,9 +118,34 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(1, 0, piece) if k % 2 == 0 else (0, int(piece), piece) for k, piece in enumerate(pieces)]
 
 
-def _entries(store: Store, folder: str) -> Iterator[bytes]:
+def _index(store: Store, folder: str) -> Index:
+    return Index.from_bytes(store.read(f"{folder}/{INDEX_NAME}"), f"{store.url}/{folder}/{INDEX_NAME}")
+
+
+def _lengths(indexes: Mapping[str, Index]) -> dict[str, list[FileEntry]]:
+    """Return the files of the lengths that all partitions have samples' numbers of, named relative to the root.
+
+    Other lengths are dropped: a dataset without them can be read, and they can be added at any time.
+    """
+    parts = {folder: index for folder, index in indexes.items() if index.num_samples}
+    found: dict[str, list[FileEntry]] = {}
+    for name in sorted({name for index in parts.values() for name in index.lengths}):
+        without = [folder for folder, index in parts.items() if name not in index.lengths]
+        if without:
+            warnings.warn(
+                f"the merged index has no lengths {name!r}, since {len(without)} of {len(parts)} partitions have none: "
+                f"{', '.join(without[:3])}{' ...' if len(without) > 3 else ''}. Add them to the merged dataset: "
+                f"lightning-stream lengths PATH --column {name}.",
+                stacklevel=3,
+            )
+            continue
+        files = ((folder, file) for folder, index in parts.items() for file in index.lengths[name])
+        found[name] = [replace(file, basename=f"{folder}/{file.basename}") for folder, file in files]
+    return found
+
+
+def _entries(index: Index, folder: str) -> Iterator[bytes]:
     """Yield the shard entries of one partition, with their files named relative to the root."""
-    index = Index.from_bytes(store.read(f"{folder}/{INDEX_NAME}"), f"{store.url}/{folder}/{INDEX_NAME}")
     for entry in map(json.loads, map(index.text, range(len(index)))):
         for file in filter(None, map(entry.get, _FILE_KEYS)):
             file["basename"] = f"{folder}/{file['basename']}"

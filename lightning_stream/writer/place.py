@@ -19,7 +19,8 @@ from typing import Any, Literal, TypeAlias
 
 from lightning_stream import errors
 from lightning_stream.formats.hashing import digest_parts
-from lightning_stream.formats.index import INDEX_NAME, Index, version_name
+from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, version_name
+from lightning_stream.formats.index.lengths import with_lengths
 from lightning_stream.stores import LocalStore, ObjectEntry, Store, open_store
 from lightning_stream.stores.drafts import sweep_drafts
 from lightning_stream.writer.local_file import write_file
@@ -30,8 +31,9 @@ Mode: TypeAlias = Literal["new", "append", "overwrite", "merge"]
 
 _KEPT = r"index\.[0-9a-f]{16}\.json"
 _SHARD = r"shard\.[0-9]{5,}(\.[0-9a-f]{16})?\.(mds|json|csv|tsv|xsv)(\.meta)?(\.[a-z0-9]+)?"
+LENGTHS = r"lengths\.[A-Za-z0-9_=-]+(\.[0-9a-f]{16})?\.[0-9]{5,}\.bin"
 _LOG = logging.getLogger(__name__)
-OURS = re.compile(f"{_KEPT}|{_SHARD}")
+OURS = re.compile(f"{_KEPT}|{_SHARD}|{LENGTHS}")
 MANIFEST = "manifest.json"  # a conversion puts it beside the index
 _OURS_AND_MANIFEST = re.compile(f"{OURS.pattern}|{re.escape(MANIFEST)}")
 _NUMBERED = re.compile(r"shard\.([0-9]+)\.")
@@ -141,7 +143,7 @@ class DatasetPlace:
         return 1 + max((int(found[1]) for name in names if (found := _NUMBERED.match(name))), default=-1)
 
     def name_of(self, name: str, parts: Sequence[Any]) -> str:
-        """Return the name of a shard's file: ``shard.00007.mds``, or ``shard.00007.<16 hex digits>.mds``.
+        """Return the name of a file of samples: ``shard.00007.mds``, or ``shard.00007.<16 hex digits>.mds``.
 
         The digits come from the file's bytes and from the index that the writer began with. At most one of the writers
         that could have put a file of this name will win, so the others may delete it.
@@ -156,7 +158,10 @@ class DatasetPlace:
         return digest_of(self._begun_with[INDEX_NAME][0].data or b"").encode()
 
     def put_shard(self, name: str, parts: Sequence[Any]) -> None:
-        """Put one file of a shard, under a name by `name_of`. FileExistsError if another writer has put that name."""
+        """Put one file of a shard, or of lengths, under a name by `name_of`.
+
+        FileExistsError if another writer has put that name.
+        """
         for store in self.stores:
             try:
                 if isinstance(store, LocalStore):
@@ -169,21 +174,24 @@ class DatasetPlace:
                     raise errors.AlreadyExistsError(_another(f"{store.url} holds {name!r} already")) from None
         self.put_names.append(name)
 
-    def commit(self, entries: Sequence[bytes]) -> None:
+    def commit(self, entries: Sequence[bytes], lengths: Mapping[str, Sequence[FileEntry]]) -> None:
         """Put the index of these shards, given as JSON texts; in append mode it lists them after the old ones.
+
+        `lengths` has the files of the lengths of all samples, by name.
 
         FileExistsError or ConflictError if another writer has changed the index since this one began. That dataset
         stays, and the shards of this writer are deleted.
         """
         if self.base is None:
-            self.commit_index(b'{"shards": [' + b", ".join(entries) + b'], "version": 2}')
+            index = b'{"shards": [' + b", ".join(entries) + b'], "version": 2}'
+            self.commit_index(with_lengths(index, lengths))
             return
         kept = version_name(self.base.digest)
         for store, seen in zip(self.stores, self._begun_with[INDEX_NAME], strict=True):
             store.put(kept, seen.data or b"")
         old = [self.base.text(shard) for shard in range(len(self.base))]
         head = b'{"previous": "' + kept.encode() + b'", "shards": ['
-        self.commit_index(head + b", ".join([*old, *entries]) + b'], "version": 2}')
+        self.commit_index(with_lengths(head + b", ".join([*old, *entries]) + b'], "version": 2}', lengths))
 
     def commit_index(self, index: bytes) -> None:
         """Swap the index. In overwrite mode, then delete the former dataset, and what killed writers left."""
@@ -298,7 +306,10 @@ def listed_files(index: bytes | None) -> set[str]:
     except errors.FormatError:
         return set()
     entries = map(found.entry, range(len(found)))
-    return {file.basename for entry in entries for pair in entry.files for file in pair if file is not None}
+    names = {file.basename for entry in entries for pair in entry.files for file in pair if file is not None}
+    with contextlib.suppress(errors.FormatError):  # wrong lengths do not make shards of another dataset
+        names |= {file.basename for files in found.lengths.values() for file in files}
+    return names
 
 
 def digest_of(*parts: Any) -> str:

@@ -39,6 +39,9 @@ class MDSWriter(ShardWriter):
         retry: How often a failed request to the remote store is tried again; None for the default.
         store_options: Options of the remote store.
         exist_ok: The name that mosaicml-streaming has for `overwrite`.
+        lengths: Functions by name, e.g. ``{"tokens": len}``, whose results readers get before any sample
+            (`StreamingDataset.lengths`): whole numbers below 2**32. A function gets the value of the column of its
+            name, or the whole sample if there is no such column.
 
     Raises:
         ValueError: A setting is wrong, or an encoding is unknown.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.formats.index.lengths import parse_lengths
 from lightning_stream.formats.index.scan import parse_entry, scan_index
 from lightning_stream.formats.index.schema import FileEntry, Schema, ShardEntry
 
@@ -58,6 +60,14 @@ class Index:
     def num_shards(self) -> int:
         """The number of shards."""
         return len(self.shard_sizes)
+
+    @cached_property
+    def lengths(self) -> dict[str, tuple[FileEntry, ...]]:
+        """The files of each length by its name, e.g. ``"tokens"``; their numbers add up to `num_samples`.
+
+        FormatError, only when they are asked for, if they do not fit the samples.
+        """
+        return parse_lengths(self.data, self.num_samples, self.where)
 
     @property
     def columns(self) -> dict[str, str]:

@@ -1,0 +1,151 @@
+"""The lengths of a stream's samples, before any sample is read.
+
+They are in files that the index lists. Of a dataset without them, the lengths of its only column of variable size follow
+from the offset tables at the beginning of its shards: one range of bytes of each shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.cache import ShardCache
+from lightning_stream.errors import FormatError, NotFoundError
+from lightning_stream.formats.encodings import get_encoding
+from lightning_stream.formats.index import FileEntry, Index, Schema, ShardEntry
+from lightning_stream.formats.index.lengths import length_file_stem
+from lightning_stream.formats.memory import MappedFile
+from lightning_stream.reading.range_reads import fetch_offsets, read_range
+from lightning_stream.reading.stream import DownloadHook
+from lightning_stream.threads import DaemonPool
+
+_THREADS = 16
+_Lengths = NDArray[np.uint32]
+
+
+def read_lengths(caches: Sequence[ShardCache], indexes: Sequence[Index], name: str) -> _Lengths:
+    """Return the lengths of this name of all streams' samples, one stream after another: uint32[num_samples].
+
+    Raises:
+        NotFoundError: A stream has no such lengths, and they do not follow from its shards; names what would help.
+        FormatError: They do not fit the index.
+    """
+    streams = [(cache, index) for cache, index in zip(caches, indexes, strict=True) if index.num_samples]
+    problems = [problem for cache, index in streams if (problem := _problem(cache, index, name))]
+    if problems:
+        known = sorted({each for _, index in streams for each in index.lengths})
+        raise NotFoundError(
+            f"every stream must have the lengths {name!r}: {'; '.join(problems)}. Add them with `lightning-stream lengths "
+            f"PATH --column {name}`, or write the dataset with lengths={{{name!r}: len}}. There are the lengths "
+            f"{', '.join(known) or '(none)'}."
+        )
+    parts = [part for cache, index in streams for part in _of_stream(cache, index, name)]
+    if len(parts) == 1:
+        return parts[0]
+    found = np.concatenate(parts) if parts else np.empty(0, np.uint32)
+    found.setflags(write=False)
+    return found
+
+
+def _of_stream(cache: ShardCache, index: Index, name: str) -> list[_Lengths]:
+    files: Sequence[FileEntry] | None = index.lengths.get(name)
+    if files is not None:
+        return [_mapped(cache.side_file(file), file) for file in files]
+    if cache.in_place or all(_fixed_length(schema, name) is not None for schema in index.schemas):
+        return [_from_shards(cache, index, name)]
+    made = FileEntry(f"{length_file_stem(name)}.{index.digest[:16]}.bin", 4 * index.num_samples)
+    return [_mapped(cache.side_file(made, lambda draft: _write(_from_shards(cache, index, name), draft)), made)]
+
+
+def _mapped(path: Path, file: FileEntry) -> _Lengths:
+    return MappedFile(path, file.num_bytes).array.view("<u4")
+
+
+def _write(lengths: _Lengths, to: Path) -> None:
+    to.write_bytes(lengths.astype("<u4").tobytes())
+
+
+def _problem(cache: ShardCache, index: Index, name: str) -> str:
+    """Return why the lengths of a stream are not known; empty if they are."""
+    if name in index.lengths:
+        return ""
+    return next((f"{cache.store.url} {why}" for schema in index.schemas if (why := _why_not(cache, schema, name))), "")
+
+
+def _why_not(cache: ShardCache, schema: Schema, name: str) -> str:
+    if _fixed_length(schema, name) is not None:
+        return ""
+    if name not in schema.names:
+        return f"has no lengths and no column of this name, but {', '.join(schema.names)}"
+    if schema.compression is not None:
+        return "has none, and its compressed shards would have to be read whole"
+    others = [other for other, size in zip(schema.names, schema.sizes, strict=True) if size is None and other != name]
+    encoding = schema.columns[name]
+    if schema.format != "mds" or others or _item_bytes(encoding) is None or isinstance(cache.store, DownloadHook):
+        return (
+            "has none, and they follow from the offsets in its shards only for the one column of variable size, of "
+            f"bytes, str or ndarray:<dtype>, in MDS shards of a store that reads ranges; {name!r} is {encoding}"
+            + (f" beside {', '.join(others)}" if others else "")
+        )
+    return ""
+
+
+def _item_bytes(encoding: str) -> int | None:
+    """Return the bytes of an item of a variable column: a byte of bytes and text, an element of an array."""
+    kind, *dtype = encoding.split(":")
+    if encoding in ("bytes", "str"):
+        return 1
+    return np.dtype(dtype[0]).itemsize if kind == "ndarray" and len(dtype) == 1 else None
+
+
+def _fixed_length(schema: Schema, name: str) -> int | None:
+    """Return the length that all arrays of a column have by its encoding; None if there is none."""
+    encoding = schema.columns.get(name, "")
+    if schema.format != "mds" or not encoding.startswith("ndarray:") or encoding.count(":") != 2:
+        return None
+    return int(get_encoding(encoding).layout.shape[0])  # type: ignore[attr-defined]  # of arrays of fixed shape
+
+
+def _from_shards(cache: ShardCache, index: Index, name: str) -> _Lengths:
+    with DaemonPool(_THREADS, "lengths") as pool:
+        parts = [pool.submit(_of_shard, cache, index.entry(shard), name) for shard in range(len(index))]
+        return np.concatenate([part.result() for part in parts])
+
+
+def _of_shard(cache: ShardCache, entry: ShardEntry, name: str) -> _Lengths:
+    schema = entry.schema
+    if (length := _fixed_length(schema, name)) is not None:
+        return np.full(entry.num_samples, length, np.uint32)
+    if not entry.num_samples:
+        return np.empty(0, np.uint32)
+    offsets, _ = fetch_offsets(cache, entry)
+    # A sample begins with the size of its only column of variable size; the other columns have fixed sizes.
+    num_bytes = np.diff(offsets).astype(np.int64) - 4 - sum(size or 0 for size in schema.sizes)
+    encoding = schema.columns[name]
+    lengths = num_bytes
+    if encoding.startswith("ndarray"):
+        before = sum(size or 0 for size in schema.sizes[: schema.names.index(name)])
+        first = int(offsets[0]) + 4 + before
+        num_dims = read_range(cache, entry, first, first + 1)[0][0] >> 2
+        lengths = _num_items(num_bytes, _item_bytes(encoding) or 1) if num_dims == 1 else np.full(1, -1)
+    if (lengths < 0).any():
+        raise FormatError(
+            f"{cache.store.url}/{entry.raw.basename}: the offsets of its samples are not those of {encoding} of one "
+            f"dimension, so the lengths {name!r} do not follow from them. Add lengths with a function: lightning-stream "
+            f"lengths PATH --column {name}."
+        )
+    return lengths.astype(np.uint32)
+
+
+def _num_items(num_bytes: NDArray[np.int64], item_bytes: int) -> NDArray[np.int64]:
+    """Return the items of arrays of one dimension, from the bytes of each; -1 if there is no such array.
+
+    Before the items are a byte, and the number of items in 1, 2 or 4 bytes.
+    """
+    widths = np.where(num_bytes < 2 + (item_bytes << 8), 1, np.where(num_bytes < 3 + (item_bytes << 16), 2, 4))
+    items, rest = np.divmod(num_bytes - 1 - widths, item_bytes)
+    least = np.choose(np.searchsorted([1, 2, 4], widths), [1, 1 << 8, 1 << 16])
+    return np.where((rest == 0) & (items >= least), items, -1)

@@ -1,0 +1,119 @@
+"""Lengths of samples (tokens, bytes, frames), measured while they are written, and the files that hold them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.formats.encodings.base import BinaryColumn, describe
+from lightning_stream.formats.hashing import digest_parts, hashes_to_write
+from lightning_stream.formats.index import FileEntry
+from lightning_stream.formats.index.lengths import length_file_stem
+from lightning_stream.writer.place import DatasetPlace
+
+LengthFunctions: TypeAlias = "Mapping[str, Callable[[Any], int]]"
+Lengths: TypeAlias = "dict[str, NDArray[np.uint32]]"  # of some samples, by name
+_MAX = (1 << 32) - 1
+
+
+def check_functions(functions: Any) -> dict[str, Callable[[Any], int]]:
+    """Return the ``lengths`` of a writer; TypeError unless they are functions by name. None stands for no lengths."""
+    found = {} if functions is None else functions
+    is_right = isinstance(found, Mapping) and all(
+        isinstance(name, str) and name and callable(function) for name, function in found.items()
+    )
+    if not is_right:
+        raise TypeError(f"lengths must be functions by name, e.g. {{'tokens': len}}; got {describe(functions)}.")
+    return dict(found)
+
+
+def measure_sample(functions: LengthFunctions, sample: Mapping[str, Any], columns: Collection[str]) -> dict[str, int]:
+    """Return the lengths of one sample: each function gets the column of its name, else the whole sample."""
+    return {
+        name: _measured(name, function, sample[name] if _is_column(name, function, columns) else sample)
+        for name, function in functions.items()
+    }
+
+
+def measure_batch(
+    functions: LengthFunctions, batch: Mapping[str, Any], num_rows: int, columns: Collection[str]
+) -> Lengths:
+    """Return the lengths of a batch's rows: those that `measure_sample` gives for each row."""
+    found = {}
+    for name, function in functions.items():
+        if _is_column(name, function, columns):
+            found[name] = _measured_column(name, function, batch[name], num_rows)
+        else:
+            rows = zip(*map(_plain, batch.values()), strict=True)
+            numbers = (_measured(name, function, dict(zip(batch, row, strict=True))) for row in rows)
+            found[name] = np.fromiter(numbers, np.uint32, num_rows)
+    return found
+
+
+def put_lengths(
+    place: DatasetPlace, lengths: Lengths, hashes: Sequence[str], held: Mapping[str, tuple[FileEntry, ...]]
+) -> dict[str, tuple[FileEntry, ...]]:
+    """Put a file for each length of new samples, and return all files of each: after those that it has, ``held``.
+
+    Unlike shards, these files always have a hash: nothing else would show that numbers are wrong.
+    """
+    files = {}
+    for name, numbers in lengths.items():
+        files[name] = held.get(name, ())
+        if not len(numbers):
+            continue
+        data = numbers.astype("<u4").tobytes()
+        basename = place.name_of(f"{length_file_stem(name)}.{len(files[name]):05}.bin", [data])
+        place.put_shard(basename, [data])
+        files[name] += (FileEntry(basename, len(data), digest_parts(hashes or hashes_to_write(None), [data])),)
+    return files
+
+
+def _is_column(name: str, function: Callable[[Any], int], columns: Collection[str]) -> bool:
+    if name not in columns and function is len:  # of a whole sample, it would count the columns
+        raise ValueError(
+            f"lengths={{{name!r}: len}} needs a column of that name; the columns are {', '.join(columns)}. Name one of "
+            "them, or pass a function of the whole sample."
+        )
+    return name in columns
+
+
+def _measured(name: str, function: Callable[[Any], int], value: Any) -> int:
+    try:
+        found = function(value)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"lengths[{name!r}] failed for {describe(value)}: {error}") from error
+    try:
+        number = operator.index(found)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= _MAX:
+        raise ValueError(
+            f"lengths[{name!r}] must give a whole number from 0 to {_MAX:,}; got {describe(found)} for "
+            f"{describe(value)}."
+        )
+    return number
+
+
+def _measured_column(name: str, function: Callable[[Any], int], values: Any, num_rows: int) -> NDArray[np.uint32]:
+    if function is len:
+        if isinstance(values, np.ndarray) and values.ndim > 1:
+            return np.full(num_rows, values.shape[1], np.uint32)
+        is_bytes = isinstance(values, BinaryColumn) and values.encoding == "bytes"
+        try:
+            return np.fromiter(map(len, values if is_bytes else _plain(values)), np.uint32, num_rows)
+        except (TypeError, OverflowError):
+            pass  # the error below names the value
+    return np.fromiter((_measured(name, function, value) for value in _plain(values)), np.uint32, num_rows)
+
+
+def _plain(values: Any) -> Any:
+    """Return the values of a column as a single sample would have them; views of Arrow's memory become objects."""
+    if not isinstance(values, BinaryColumn):
+        return values
+    return [str(value, "utf-8") if values.encoding == "str" else bytes(value) for value in values]
