@@ -194,7 +194,9 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         bad = bad_data(on_bad_sample, on_bad_shard, quarantine, self.shuffle_seed)
         # All that reading needs is in these two: the attributes of a subclass never meet them.
         self._streaming_source = SampleSource(
-            Filters(filter, filter_lengths, exclude_ids, bad).applied(SampleReader(self.streams, defaults, reading)),
+            Filters(filter, filter_lengths, exclude_ids, bad.policy).applied(
+                SampleReader(self.streams, defaults, reading)
+            ),
             bad,
             order_arguments,
             self.shuffle_seed,

@@ -65,13 +65,15 @@ class Bitmap:
         """How many members are less than each of these ids, which are in [0, size]."""
         words, within = np.divmod(ids, _WORD)
         members = self._unpacked(words) & (np.arange(_WORD) < within[:, None])
-        return self._before[words] + members.sum(axis=1, dtype=np.int64)
+        found: NDArray[np.int64] = self._before[words] + members.sum(axis=1, dtype=np.int64)
+        return found
 
     def select(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """The members of these numbers, in [0, len): they count the members in ascending order."""
         words = self._before.searchsorted(numbers, side="right") - 1
         members = self._unpacked(words).cumsum(axis=1, dtype=np.uint8)
-        return words * _WORD + (members > (numbers - self._before[words])[:, None]).argmax(axis=1)
+        found: NDArray[np.int64] = words * _WORD
+        return found + (members > (numbers - self._before[words])[:, None]).argmax(axis=1)
 
     def __getitem__(self, number: int) -> int:
         """As `select`, for one number; a third of its time."""

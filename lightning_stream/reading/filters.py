@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lightning_stream.fingerprint import function_text
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.processes import Progress, available_cpus, pickled, refuse_in_worker, run_partitions
-from lightning_stream.reading.bad_samples import UNREADABLE, BadData
+from lightning_stream.reading.bad_samples import UNREADABLE, BadData, BadDataPolicy
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.subset import SubsetReader
 
@@ -47,7 +47,7 @@ class Filters:
     filter: Keep | None
     filter_lengths: LengthRules | None
     exclude_ids: Ids | None
-    bad_data: BadData
+    policy: BadDataPolicy
 
     def __post_init__(self) -> None:
         if self.filter is not None and not callable(self.filter):
@@ -65,7 +65,8 @@ class Filters:
                     "filter_lengths has, for the name of a length, the least and the greatest that are kept, or a "
                     f"function of their array; found {name!r}: {rule!r}. Pass e.g. {{'tokens': (64, None)}}"
                 )
-            if None not in rule and rule[0] > rule[1]:
+            least, greatest = rule
+            if least is not None and greatest is not None and least > greatest:
                 raise ValueError(f"filter_lengths has the least length first; found {name!r}: {rule!r}. Exchange them")
 
     def applied(self, reader: SampleReader) -> SampleReader:
@@ -88,7 +89,7 @@ class Filters:
             mask &= _passed(reader, names, rule)
             left.append(f"filter_lengths[{names!r}] left {mask.sum():,}")
         if self.filter is not None and mask.any():
-            mask = Evaluation(reader, Bitmap.of_mask(mask), self.filter, self.bad_data).mask()
+            mask = Evaluation(reader, Bitmap.of_mask(mask), self.filter, BadData(self.policy)).mask()
             left.append(f"filter left {mask.sum():,}")
         if not mask.any():
             raise ValueError(f"filters must keep some samples; of {size:,}, {', '.join(left)}. Correct the last one")
@@ -161,7 +162,7 @@ class Evaluation:
     reader: SampleReader
     candidates: Bitmap
     keep: Keep
-    bad_data: BadData
+    bad_data: BadData  # of the reader's ids, which are not those of the subset
 
     def mask(self) -> NDArray[np.bool_]:
         """bool[num_samples]: the candidates that the function keeps."""

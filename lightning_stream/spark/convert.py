@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_stream import errors
-from lightning_stream.convert.fingerprint import function_text
+from lightning_stream.fingerprint import function_text
 from lightning_stream.convert.partition import Receipt, check
 from lightning_stream.convert.publish import Publication
 from lightning_stream.errors import LightningStreamError, MissingExtraError
