@@ -6,6 +6,7 @@ import hashlib
 import logging
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -30,6 +31,7 @@ Ids = Iterable[int] | NDArray[np.int64] | str | os.PathLike[str]
 
 _VERSION = 1  # grows when a kept result of the same name would differ
 _MIN_SAMPLES, _MOST_PARTS = 4096, 256  # a killed evaluation loses a part of each process
+_ALONE_S = 5.0  # processes take as long to start
 _WAIT_S = 7 * 24 * 3600.0  # for another process's evaluation; a process that dies is not waited for
 _REMEDY = "give it more, or have the function use less; what the processes printed is above"
 _log = logging.getLogger(__name__)
@@ -167,7 +169,9 @@ class Evaluation:
     def mask(self) -> NDArray[np.bool_]:
         """bool[num_samples]: the candidates that the function keeps."""
         results, size = self.reader.caches[0].results, self.reader.snapshot.num_samples
-        packed = results.compute_once(self.name, partial(results.read, self.name), self._compute, _WAIT_S)
+        if (packed := results.read(self.name)) is None:
+            refuse_in_worker("the filter")  # which would wait for this process
+            packed = results.compute_once(self.name, partial(results.read, self.name), self._compute, _WAIT_S)
         return _unpacked(packed, size)
 
     @cached_property
@@ -216,7 +220,6 @@ class Evaluation:
 
     def _compute(self) -> bytes:
         """Evaluate what no process has, in several processes if it is much; keep and return one bit per sample."""
-        refuse_in_worker("the filter")
         results, offsets = self.reader.caches[0].results, self.reader.snapshot.shard_offsets
         count = min(max(1, offsets[-1] // _MIN_SAMPLES), _MOST_PARTS)
         bounds = np.unique(offsets.searchsorted(np.linspace(0, offsets[-1], count + 1))).tolist()
@@ -226,7 +229,11 @@ class Evaluation:
             if (packed := results.read(self._result_of(part))) is not None:
                 known[part.number] = _unpacked(packed, int(offsets[part.end] - offsets[part.begin]))
         missing = [part for part in parts if part.number not in known]
-        progress = Progress(len(missing), "filtering")
+        progress, begin = Progress(len(missing), "filtering"), time.monotonic()
+        while missing and time.monotonic() - begin < _ALONE_S:
+            part = missing.pop(0)
+            known[part.number] = self(part)
+            progress(len(known[part.number]))
         num_workers = self._num_workers(len(missing))
         known |= run_partitions(self, missing, num_workers, lambda kept: progress(len(kept)), _REMEDY)
         answers = np.packbits(np.concatenate([known[part.number] for part in parts])).tobytes()

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_stream import StreamingDataset
 from lightning_stream.reading import filters
 
 PART_SAMPLES = 20
@@ -37,7 +36,9 @@ class Noting:
 
 def main(remote: str, local: str, notes: str, killed: str) -> None:
     """Print the kept ids, evaluated in parts of few samples."""
-    filters._MIN_SAMPLES = PART_SAMPLES
+    from lightning_stream import StreamingDataset  # with torch, which the workers of a filter do not need
+
+    filters._MIN_SAMPLES, filters._ALONE_S = PART_SAMPLES, 0
     dataset = StreamingDataset(remote, local=local, filter=Noting(notes, killed=killed))
     print(json.dumps(dataset.original_ids(range(dataset.size)).tolist()))
 
