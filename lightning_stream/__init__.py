@@ -12,6 +12,7 @@ from lightning_stream.errors import LightningStreamError
 from lightning_stream.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from lightning_stream.convert.lengths import add_lengths
     from lightning_stream.dataset import LocalDataset, StreamingDataset
     from lightning_stream.formats.encodings import register_encoding
     from lightning_stream.formats.encodings.jpeg import decode_jpeg
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 
 # The names of each module, and the extra that installs what it needs.
 _NAMES = {
+    "convert.lengths": "add_lengths",
     "dataset": "LocalDataset StreamingDataset",
     "formats.encodings": "register_encoding",
     "formats.encodings.jpeg": "decode_jpeg",
@@ -64,6 +66,6 @@ __getattr__, __dir__ = lazy_names(__name__, _NAMES, _EXTRAS)
 # Those of `import *`, which must not fail where a trainer or Spark is not installed; `dir()` has all names.
 __all__ = [
     "CSVWriter", "JSONWriter", "LightningStreamError", "LocalDataset", "MDSWriter", "Position", "PositionTracker",
-    "Stream", "StreamingDataLoader", "StreamingDataset", "TSVWriter", "World", "XSVWriter", "decode_jpeg",
-    "merge_index", "read_position", "register_encoding", "start_at", "verify_delivery",
+    "Stream", "StreamingDataLoader", "StreamingDataset", "TSVWriter", "World", "XSVWriter", "add_lengths",
+    "decode_jpeg", "merge_index", "read_position", "register_encoding", "start_at", "verify_delivery",
 ]  # fmt: skip

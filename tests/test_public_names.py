@@ -29,6 +29,7 @@ PUBLIC = {
     "TrainingInterrupted",
     "World",
     "XSVWriter",
+    "add_lengths",
     "data_spec",
     "dataframe_to_mds",
     "decode_jpeg",

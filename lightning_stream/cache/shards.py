@@ -23,7 +23,6 @@ from lightning_stream.stores.local import LocalStore
 
 from .eviction import Evictor
 from .fetch import IndexFile, ShardFetcher, check_size, is_full, size_of, verify
-from .results import Results
 
 T = TypeVar("T")
 _DELETIONS = 3  # so many times the folder may be deleted while one shard is fetched
@@ -98,7 +97,6 @@ class ShardCache:
         self._place = CacheFolder(self.folder, self.config.shared)
         self._evictor = Evictor(self._place)
         self._index = IndexFile(self.store, self._place, self._drop)
-        self.results = Results(self._place)
         self._next_use: Callable[[str], float | None] | None = None
         self._checked: set[str] = set()
         self._refetched: set[str] = set()

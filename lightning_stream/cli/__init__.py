@@ -18,7 +18,7 @@ import lightning_stream
 from lightning_stream.cli.output import EXIT_CODES, ExitCode, Output, in_flags
 from lightning_stream.errors import LightningStreamError, MissingExtraError
 
-_COMMANDS = ("convert", "inspect", "verify", "explain", "simulate", "merge")
+_COMMANDS = ("convert", "inspect", "verify", "explain", "simulate", "merge", "lengths")
 _TRAIN = "training recipes live in the repository, not in the package; there, run: python train.py +data=flowers"
 
 

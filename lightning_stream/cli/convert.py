@@ -11,6 +11,7 @@ from lightning_stream.cli.arguments import Pairs, add_store_options
 from lightning_stream.cli.output import ExitCode, Output
 
 HELP = "convert Parquet, CSV, image folders and others to MDS shards"
+LENGTHS_HELP = "column whose length (len) readers get before any sample; may be repeated"
 EXAMPLES = """examples:
   lightning-stream convert photos/ shards/ --val-fraction 0.1
   lightning-stream convert 'rows/*.parquet' s3://bucket/rows --num-workers 8
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="count rows on stderr (default: on a terminal)",
     )
+    parser.add_argument("--lengths", action="append", metavar="COLUMN", help=LENGTHS_HELP)
     parser.add_argument("--source-options", help="option of the reader, e.g. delimiter=;", **pairs)
     add_store_options(parser, "--source-store-options")
     add_store_options(parser)
@@ -71,6 +73,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
         settings["hashes"] = [] if options.hashes == "none" else options.hashes.split(",")
     if options.columns is not None:
         settings["columns"] = {name: str(encoding) for name, encoding in options.columns.items()}
+    settings["lengths"] = dict.fromkeys(options.lengths or (), len)
     done = convert(**settings)
     out.line(str(done))
     out.data = asdict(done)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from lightning_stream.cli.arguments import FoundDataset, add_dataset, add_store_options, datasets_at
+from lightning_stream.cli.lengths import summary
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import StoreError
 from lightning_stream.formats.index import Index
@@ -36,9 +37,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
         about = _description(dataset.index)
         with suppress(StoreError, ValueError, KeyError):  # `convert` writes the class names beside the index
             about["classes"] = json.loads(dataset.store.read("manifest.json"))["classes"]
-        if options.samples:
-            samples = _samples(dataset, options.samples, options.store_options)
-            about |= {f"sample_{number}": sample for number, sample in enumerate(samples)}
+        about |= _read(dataset, options.samples, options.store_options)
         described.append({"url": dataset.store.url, **about})
         out.line(dataset.store.url)
         out.show(about)
@@ -66,7 +65,10 @@ def _description(index: Index) -> dict[str, Any]:
     }
 
 
-def _samples(dataset: FoundDataset, count: int, store_options: dict[str, Any] | None) -> list[dict[str, Any]]:
+def _read(dataset: FoundDataset, count: int, store_options: dict[str, Any] | None) -> dict[str, Any]:
+    """What is read besides the index: a summary of each length, and the first samples."""
+    if not count and not dataset.index.lengths:
+        return {}
     from lightning_stream.reading.reader import ReaderConfig, SampleReader
     from lightning_stream.reading.stream import CacheDefaults, Stream
 
@@ -75,8 +77,11 @@ def _samples(dataset: FoundDataset, count: int, store_options: dict[str, Any] | 
         stream = Stream(remote=dataset.store.url, local=local, options=store_options)
         reader = SampleReader([stream], CacheDefaults(), ReaderConfig())
         try:
+            lengths = {name: summary(reader.lengths(name)) for name in dataset.index.lengths}
             ids = range(min(count, reader.snapshot.num_samples))
-            return [{name: _plain(value) for name, value in reader.sample(number).items()} for number in ids]
+            samples = ({name: _plain(value) for name, value in reader.sample(number).items()} for number in ids)
+            shown = {f"sample_{number}": sample for number, sample in enumerate(samples)}
+            return {**({"lengths": lengths} if lengths else {}), **shown}
         finally:
             reader.close()
 

@@ -90,6 +90,8 @@ class Output:
 
 
 def _text(name: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{inner} {_text(inner, one)}" for inner, one in value.items())
     if isinstance(value, list):
         more = [f"... ({len(value):,})"] if len(value) > _SHOWN else []
         return ", ".join([_text(name, one) for one in value[:_SHOWN]] + more) or "none"

@@ -75,6 +75,9 @@ def _verify(dataset: FoundDataset, shards: range, num_workers: int, out: Output)
                 hashes, num_unhashed = hashes | names, num_unhashed + (not names)
                 num_bytes += (compressed or raw).num_bytes
             out.progress(f"{shard - shards.start + 1:,} of {len(shards):,} shards")
+        for name, problem in _lengths_problems(dataset, Path(folder)) if len(shards) == index.num_shards else ():
+            corrupt.append({"lengths": name, "error": problem})
+            out.line(f"lengths {name}: {problem}")
     by = f"{', '.join(sorted(hashes))} and size" if hashes else "size only, since the index has no hashes"
     by += f" ({num_unhashed:,} files by size only)" if hashes and num_unhashed else ""
     verdict = f"CORRUPT ({len(corrupt):,} file{'s' * (len(corrupt) != 1)})" if corrupt else "OK"
@@ -91,22 +94,42 @@ def _verify(dataset: FoundDataset, shards: range, num_workers: int, out: Output)
 
 def _problems(dataset: FoundDataset, shard: int, folder: Path) -> list[str]:
     """What is wrong with the files of a shard: at most one problem a file."""
-    store, entry, problems = dataset.store, dataset.index.entry(shard), list[str]()
-    for number, (raw, compressed) in enumerate(entry.files):
-        draft, packed = folder / f"{shard}-{number}", folder / f"{shard}-{number}.packed"
-        try:
-            if compressed is None or entry.schema.compression is None:
-                store.get(raw.basename, draft, raw.num_bytes)
-            else:
-                store.get(compressed.basename, packed, compressed.num_bytes)
-                _check(packed, compressed, store)
-                decompress_file(entry.schema.compression, packed, draft, raw.num_bytes)
-            _check(draft, raw, store)
-        except (FormatError, NotFoundError) as error:
-            problems.append(str(error))
+    entry = dataset.index.entry(shard)
+    drafts = (folder / f"{shard}-{number}" for number in range(len(entry.files)))
+    found = (
+        _problem(dataset.store, raw, compressed, entry.schema.compression, draft)
+        for (raw, compressed), draft in zip(entry.files, drafts, strict=True)
+    )
+    return list(filter(None, found))
+
+
+def _lengths_problems(dataset: FoundDataset, folder: Path) -> list[tuple[str, str]]:
+    """What is wrong with the files of lengths, with the name of each length."""
+    try:
+        files = [(name, file) for name, files in dataset.index.lengths.items() for file in files]
+    except FormatError as error:
+        return [("", str(error))]
+    found = ((name, _problem(dataset.store, file, None, None, folder / "lengths")) for name, file in files)
+    return [(name, problem) for name, problem in found if problem]
+
+
+def _problem(store: Store, raw: FileEntry, compressed: FileEntry | None, codec: str | None, draft: Path) -> str:
+    """What is wrong with one file; empty if it is right."""
+    packed = draft.with_suffix(".packed")
+    try:
+        if compressed is None or codec is None:
+            store.get(raw.basename, draft, raw.num_bytes)
+        else:
+            store.get(compressed.basename, packed, compressed.num_bytes)
+            _check(packed, compressed, store)
+            decompress_file(codec, packed, draft, raw.num_bytes)
+        _check(draft, raw, store)
+    except (FormatError, NotFoundError) as error:
+        return str(error)
+    finally:
         draft.unlink(missing_ok=True)
         packed.unlink(missing_ok=True)
-    return problems
+    return ""
 
 
 def _check(path: Path, file: FileEntry, store: Store) -> None:

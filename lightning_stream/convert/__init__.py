@@ -22,10 +22,16 @@ from lightning_stream.lazy import lazy_names
 
 if TYPE_CHECKING:
     from lightning_stream.convert.api import convert
+    from lightning_stream.convert.lengths import add_lengths
     from lightning_stream.convert.publish import ConversionResult, read_manifest
     from lightning_stream.convert.sources.inputs import Inputs
 
-_NAMES = {"api": "convert", "publish": "ConversionResult read_manifest", "sources.inputs": "Inputs"}
+_NAMES = {
+    "api": "convert",
+    "lengths": "add_lengths",
+    "publish": "ConversionResult read_manifest",
+    "sources.inputs": "Inputs",
+}
 __getattr__, __dir__ = lazy_names(__name__, _NAMES, {"pyarrow": "convert"})
 
-__all__ = ["ConversionResult", "Inputs", "convert", "read_manifest"]
+__all__ = ["ConversionResult", "Inputs", "add_lengths", "convert", "read_manifest"]

@@ -24,7 +24,7 @@ from lightning_stream.formats.index.lengths import with_lengths
 from lightning_stream.processes import Progress, run_partitions
 from lightning_stream.stores import Store
 from lightning_stream.writer.infer import infer_columns
-from lightning_stream.writer.lengths import LengthFunctions
+from lightning_stream.writer.lengths import LengthFunctions, check_measurable
 from lightning_stream.writer.place import DatasetPlace, digest_of
 
 _LOG = logging.getLogger(__name__)
@@ -191,6 +191,7 @@ class Conversion:
         if self.val_fraction is not None:
             hashed = {name: columns[name] for name in found.identity if name in columns} or columns
             split = ValidationSplit(self.val_fraction, self.seed, self.group_by, hashed)
+        check_measurable(self.lengths, columns)
         strict = self.columns is None
         return PartitionTask(
             self.source.reader, found.columns, columns, specs, self.transform, self.nulls, split, strict, self.lengths

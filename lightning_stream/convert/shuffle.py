@@ -107,8 +107,8 @@ class GatherTask:
             rows = [row for _, row in sorted(keyed, key=itemgetter(0))]
             names = list(spec.writer.get("lengths") or ())
             width = 4 * len(names)
-            numbers = np.frombuffer(b"".join(row[:width] for row in rows), "<u4").reshape(len(rows), len(names))
-            lengths = dict(zip(names, numbers.T.astype(np.uint32), strict=True))
+            heads = np.frombuffer(b"".join(row[:width] for row in rows), "<u4").reshape(len(rows), len(names))
+            lengths = dict(zip(names, heads.T.astype(np.uint32), strict=True))
             with PartitionWriter(spec, bucket.number) as writer:
                 writer.write_encoded(encoded_rows([row[width:] for row in rows] if width else rows), lengths)
             receipts[split] = spec.put(writer.receipt("", {}))

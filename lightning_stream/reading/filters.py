@@ -150,7 +150,7 @@ class _Part:
     end: int
 
     def __str__(self) -> str:
-        return f"shards {self.begin} to {self.end - 1}"
+        return f"shards [{self.begin}, {self.end})"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The lengths of a stream's samples, before any sample is read.
 
-They are in files that the index lists. Of a dataset without them, the lengths of its only column of variable size follow
-from the offset tables at the beginning of its shards: one range of bytes of each shard.
+They are in files that the index lists. Of a dataset without them, the lengths of its only column of variable size
+follow from the offset tables at the beginning of its shards: one range of bytes of each shard.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def read_lengths(caches: Sequence[ShardCache], indexes: Sequence[Index], name: s
     if problems:
         known = sorted({each for _, index in streams for each in index.lengths})
         raise NotFoundError(
-            f"every stream must have the lengths {name!r}: {'; '.join(problems)}. Add them with `lightning-stream lengths "
-            f"PATH --column {name}`, or write the dataset with lengths={{{name!r}: len}}. There are the lengths "
-            f"{', '.join(known) or '(none)'}."
+            f"every stream must have the lengths {name!r}: {'; '.join(problems)}. Add them with `lightning-stream "
+            f"lengths PATH --column {name}`, or write the dataset with lengths={{{name!r}: len}}. There are the "
+            f"lengths {', '.join(known) or '(none)'}."
         )
     parts = [part for cache, index in streams for part in _of_stream(cache, index, name)]
     if len(parts) == 1:
@@ -106,7 +106,8 @@ def _fixed_length(schema: Schema, name: str) -> int | None:
     encoding = schema.columns.get(name, "")
     if schema.format != "mds" or not encoding.startswith("ndarray:") or encoding.count(":") != 2:
         return None
-    return int(get_encoding(encoding).layout.shape[0])  # type: ignore[attr-defined]  # of arrays of fixed shape
+    layout = get_encoding(encoding).layout
+    return None if layout is None else layout.shape[0]
 
 
 def _from_shards(cache: ShardCache, index: Index, name: str) -> _Lengths:
@@ -134,8 +135,8 @@ def _of_shard(cache: ShardCache, entry: ShardEntry, name: str) -> _Lengths:
     if (lengths < 0).any():
         raise FormatError(
             f"{cache.store.url}/{entry.raw.basename}: the offsets of its samples are not those of {encoding} of one "
-            f"dimension, so the lengths {name!r} do not follow from them. Add lengths with a function: lightning-stream "
-            f"lengths PATH --column {name}."
+            f"dimension, so the lengths {name!r} do not follow from them. Add them: lightning-stream lengths PATH "
+            f"--column {name}."
         )
     return lengths.astype(np.uint32)
 

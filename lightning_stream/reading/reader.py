@@ -115,7 +115,7 @@ class SampleReader:
 
     def lengths_digest(self, name: str) -> str:
         """Return 32 hex digits of these numbers: other lengths give another packing."""
-        return digest("xxh3_128", memoryview(self.lengths(name)).cast("B"))
+        return digest("xxh3_128", self.lengths(name).view(np.uint8).data)
 
     def _read_lengths(self, name: str) -> NDArray[np.uint32]:
         return read_lengths(self.caches, self.indexes, name)

@@ -10,15 +10,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_stream import errors
-from lightning_stream.fingerprint import function_text
 from lightning_stream.convert.partition import Receipt, check
 from lightning_stream.convert.publish import Publication
 from lightning_stream.errors import LightningStreamError, MissingExtraError
+from lightning_stream.fingerprint import function_text
 from lightning_stream.spark.parquet_scan import ParquetScan
 from lightning_stream.spark.partition import RESULT, SparkJob, write_partition
 from lightning_stream.spark.plan import delta_versions, fingerprint, ordered, plan_text, selected, small_batches
 from lightning_stream.spark.schema import is_image, kind_of, mds_columns
 from lightning_stream.spark.settings import Settings
+from lightning_stream.writer.lengths import check_measurable
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -121,6 +122,7 @@ class Conversion:
         udf_kwargs = udf_kwargs or {}
         about = {**settings.writer, "columns": columns, "udf_kwargs": repr(sorted(udf_kwargs.items()))}
         if lengths := settings.writer.get("lengths"):
+            check_measurable(lengths, columns)
             about["lengths"] = {name: function_text(function) for name, function in lengths.items()}
         job = SparkJob(
             settings.out,

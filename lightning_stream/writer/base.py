@@ -27,6 +27,7 @@ from lightning_stream.writer.lengths import (
     LengthFunctions,
     Lengths,
     check_functions,
+    check_measurable,
     measure_batch,
     measure_sample,
     put_lengths,
@@ -289,6 +290,7 @@ class ShardWriter(ABC):
                 f"{', '.join(base.lengths) or 'none'}, got {', '.join(self._lengths) or 'none'}. Pass lengths= with a "
                 "function for each of them; lightning-stream lengths adds others to the dataset."
             )
+        check_measurable(self._length_functions, encoder.schema.names)
         self._buffer = ShardBuffer(self._pool, encoder.header_bytes)
         self._encoder, self._num_columns = encoder, len(encoder.schema.names)
         self._show_columns(encoder.schema.columns)

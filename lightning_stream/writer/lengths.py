@@ -31,10 +31,20 @@ def check_functions(functions: Any) -> dict[str, Callable[[Any], int]]:
     return dict(found)
 
 
+def check_measurable(functions: LengthFunctions, columns: Collection[str]) -> None:
+    """Raise ValueError where ``len`` would get a whole sample, for want of a column: it would count the columns."""
+    for name, function in functions.items():
+        if function is len and name not in columns:
+            raise ValueError(
+                f"lengths={{{name!r}: len}} needs a column of that name; the columns are {', '.join(columns)}. Name "
+                "one of them, or pass a function of the whole sample."
+            )
+
+
 def measure_sample(functions: LengthFunctions, sample: Mapping[str, Any], columns: Collection[str]) -> dict[str, int]:
     """Return the lengths of one sample: each function gets the column of its name, else the whole sample."""
     return {
-        name: _measured(name, function, sample[name] if _is_column(name, function, columns) else sample)
+        name: _measured(name, function, sample[name] if name in columns else sample)
         for name, function in functions.items()
     }
 
@@ -45,7 +55,7 @@ def measure_batch(
     """Return the lengths of a batch's rows: those that `measure_sample` gives for each row."""
     found = {}
     for name, function in functions.items():
-        if _is_column(name, function, columns):
+        if name in columns:
             found[name] = _measured_column(name, function, batch[name], num_rows)
         else:
             rows = zip(*map(_plain, batch.values()), strict=True)
@@ -71,15 +81,6 @@ def put_lengths(
         place.put_shard(basename, [data])
         files[name] += (FileEntry(basename, len(data), digest_parts(hashes or hashes_to_write(None), [data])),)
     return files
-
-
-def _is_column(name: str, function: Callable[[Any], int], columns: Collection[str]) -> bool:
-    if name not in columns and function is len:  # of a whole sample, it would count the columns
-        raise ValueError(
-            f"lengths={{{name!r}: len}} needs a column of that name; the columns are {', '.join(columns)}. Name one of "
-            "them, or pass a function of the whole sample."
-        )
-    return name in columns
 
 
 def _measured(name: str, function: Callable[[Any], int], value: Any) -> int:

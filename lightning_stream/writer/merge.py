@@ -85,13 +85,13 @@ def merge_index(
         )
     if beside:
         warnings.warn(
-            f"the merged index has no lengths but those of its partitions; {', '.join(beside[:3])} had been added to the "
-            "former one. Add them again: lightning-stream lengths PATH --column NAME.",
+            f"a merged index has the lengths of its partitions; {', '.join(beside[:3])} of the former one are not "
+            "among them. Add them again: lightning-stream lengths PATH --column NAME.",
             stacklevel=2,
         )
-    indexes = {folder: _index(store, folder) for folder in folders}
-    texts = [text for folder, index in indexes.items() for text in _entries(index, folder)]
-    place.commit_index(with_lengths(b'{"version": 2, "shards": [' + b", ".join(texts) + b"]}", _lengths(indexes)))
+    parts = {folder: _index(store, folder) for folder in folders}
+    texts = [text for folder, index in parts.items() for text in _entries(index, folder)]
+    place.commit_index(with_lengths(b'{"version": 2, "shards": [' + b", ".join(texts) + b"]}", _lengths(parts)))
 
 
 def _below(index: Any, root: Any) -> str:

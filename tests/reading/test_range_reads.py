@@ -108,7 +108,7 @@ def test_samples_of_one_size_come_while_the_table_does(
     files = {f"/fixed/{path.name}": path.read_bytes() for path in (tmp_path / "d").iterdir()}
     served.server.objects.update(files)
     dataset = served.dataset(tmp_path / "cache", "fixed")
-    sample_came, read_range = threading.Event(), range_reads._range
+    sample_came, read_range = threading.Event(), range_reads.read_range
 
     def table_last(cache: Any, entry: Any, begin: int, end: int) -> Any:
         assert begin or sample_came.wait(30)
@@ -116,7 +116,7 @@ def test_samples_of_one_size_come_while_the_table_does(
         sample_came.set()
         return found
 
-    monkeypatch.setattr(range_reads, "_range", table_last)
+    monkeypatch.setattr(range_reads, "read_range", table_last)
     assert (dataset[7]["x"] == 7).all()
     assert (dataset[9]["x"] == 9).all()
     lengths = [end - begin + 1 for begin, end in (map(int, (one or "")[6:].split("-")) for _, one in served.asked())]
@@ -166,8 +166,8 @@ def test_what_came_by_range_is_compared_with_the_shard_once_that_is_here(
         content, version = whole_range(cache, entry, begin, end)
         return (content if begin == 0 else content[:-1] + bytes([content[-1] ^ 1])), version
 
-    whole_range = range_reads._range
-    monkeypatch.setattr(range_reads, "_range", flipped)
+    whole_range = range_reads.read_range
+    monkeypatch.setattr(range_reads, "read_range", flipped)
     dataset = served.dataset(tmp_path / "flipped")
     assert dataset[7] != sample(7)
     dataset.reader.fetch(np.array([0]))

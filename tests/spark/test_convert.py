@@ -271,3 +271,42 @@ def test_images_of_the_image_source_come_back_pixel_by_pixel(spark: Any, tmp_pat
         original = image.open(io.BytesIO((tmp_path / "in" / sample["origin"].rpartition("/")[2]).read_bytes()))
         assert sample["image"].mode == original.mode
         assert sample["image"].tobytes() == original.tobytes()
+
+
+def test_lengths_of_all_rows_are_in_the_index(spark: Any, tmp_path: Path) -> None:
+    rows = [(k, "ä" * (k % 7), list(range(k % 5 + 1))) for k in range(200)]
+    frame = spark.createDataFrame(rows, "id int, text string, tokens array<int>").repartition(3)
+    lengths = {"text": len, "tokens": len, "all": lambda sample: sample["id"] + len(sample["tokens"])}
+    for merged in (True, False):
+        out = tmp_path / str(merged)
+        room.dataframe_to_mds(frame, merged, plain(out, lengths=lengths))
+        folders = [out] if merged else sorted(path.parent for path in out.glob("part-*/index.json"))
+        for folder in folders:
+            files = Index.from_file(folder / "index.json").lengths
+            found = {name: [np.fromfile(folder / one.basename, "<u4") for one in each] for name, each in files.items()}
+            samples = samples_of(folder)
+            assert {name: np.concatenate(each).tolist() for name, each in found.items()} == {
+                "text": [len(one["text"]) for one in samples],
+                "tokens": [len(one["tokens"]) for one in samples],
+                "all": [one["id"] + len(one["tokens"]) for one in samples],
+            }
+    room.dataframe_to_mds(
+        frame,
+        mds_kwargs=plain(tmp_path / "made", columns={"text": "str"}, lengths={"text": len}),
+        udf_iterable=lambda rows: ({"text": text * 2} for text in rows["text"]),
+    )
+    (file,) = set(map(len, Index.from_file(tmp_path / "made" / "index.json").lengths.values()))
+    assert file == 3
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [({"text": 3}, "lengths must be functions by name"), ({"txt": len}, "needs a column of that name")],
+)
+def test_lengths_that_cannot_be_measured_are_refused_before_any_task(
+    spark: Any, tmp_path: Path, lengths: Any, message: str
+) -> None:
+    frame = spark.createDataFrame([("a",)], "text string")
+    with pytest.raises(ValueError, match=message):
+        room.dataframe_to_mds(frame, mds_kwargs=plain(tmp_path / "out", lengths=lengths))
+    assert not (tmp_path / "out").exists()

@@ -40,7 +40,13 @@ def write(
     """Write values, in shards of a few; `meet` is called once the writer has begun. Gives "won", or the error."""
     try:
         with MDSWriter(
-            out=url, columns={"x": "int"}, size_limit=260, max_workers=2, store_options=options, **how
+            out=url,
+            columns={"x": "int"},
+            size_limit=260,
+            max_workers=2,
+            store_options=options,
+            lengths={"x": lambda x: int(x) + 10},
+            **how,
         ) as writer:
             writer.write({"x": values[0]})
             meet()
@@ -82,6 +88,9 @@ def judge(
         data = store.read(entry.raw.basename)
         assert dict(digest_parts(tuple(entry.raw.hashes), [data])) == dict(entry.raw.hashes)
         found.append(_values(data))
+    lengths = [np.frombuffer(store.read(file.basename), "<u4") for file in index.lengths["x"]]
+    assert (np.concatenate(lengths) == np.concatenate(found) + 10).all()
+    listed |= {file.basename for file in index.lengths["x"]}
     names = {entry.name for entry in store.list("")}
     kept = {name for name in names if name.startswith("index.") and name != "index.json"}
     assert names == listed | kept, (names ^ (listed | kept), results)

@@ -1,0 +1,87 @@
+"""``lengths``: numbers that readers get before any sample, added to a dataset."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.cli.arguments import add_dataset, add_store_options, datasets_at
+from lightning_stream.cli.output import ExitCode, Output
+
+HELP = "add the lengths of the samples (tokens, bytes, frames) to a dataset"
+EXAMPLES = """examples:
+  lightning-stream lengths s3://bucket/train --column tokens
+  lightning-stream lengths shards --column text --by my_tokenizer:count_tokens
+
+Every sample is read once. The lengths of a folder of splits are added to every split.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``lengths``."""
+    add_dataset(parser)
+    parser.add_argument(
+        "--column",
+        action="append",
+        required=True,
+        metavar="NAME",
+        help="column that is measured by its len, or by the function of --by; may be repeated",
+    )
+    parser.add_argument(
+        "--by",
+        metavar="MODULE:FUNCTION",
+        help="function of the column's value that returns a whole number; of the whole sample if NAME is no column",
+    )
+    parser.add_argument("--num-workers", type=int, metavar="N", help="processes (default: one per processor)")
+    parser.add_argument("--overwrite", action="store_true", help="replace lengths of this name")
+    parser.add_argument("--allow-unsafe-types", action="store_true", help="decode pkl, which runs code of the data")
+    add_store_options(parser)
+
+
+def run(options: argparse.Namespace, out: Output) -> int:
+    """Add the lengths to every dataset at the path or URL, and print what they are."""
+    from lightning_stream.convert import add_lengths
+
+    functions = dict.fromkeys(options.column, len if options.by is None else _function(options.by))
+    described = []
+    for dataset in datasets_at(options.remote, options.store_options):
+        added = add_lengths(
+            dataset.store.url,
+            functions,
+            num_workers=options.num_workers,
+            overwrite=options.overwrite,
+            progress_bar=sys.stderr.isatty(),
+            store_options=options.store_options,
+            allow_unsafe_types=options.allow_unsafe_types,
+        )
+        lengths = {name: summary(numbers) for name, numbers in added.items()}
+        described.append({"url": dataset.store.url, "lengths": lengths})
+        out.line(dataset.store.url)
+        out.show({"lengths": lengths})
+    out.data = {"datasets": described}
+    return ExitCode.OK
+
+
+def summary(numbers: NDArray[np.uint32]) -> dict[str, Any]:
+    """Describe the lengths of a dataset's samples."""
+    total = int(numbers.sum(dtype=np.uint64))
+    return {"sum": total, "mean": total / max(1, len(numbers)), "max": int(numbers.max(initial=0))}
+
+
+def _function(text: str) -> Callable[[Any], int]:
+    module, colon, name = text.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"--by takes MODULE:FUNCTION, e.g. my_tokenizer:count_tokens; found {text!r}")
+    sys.path.insert(0, str(Path.cwd()))  # a program that is installed does not look there by itself
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--by {text} cannot be imported: {error}. Run the command in the module's folder") from error
+    return found  # type: ignore[no-any-return]

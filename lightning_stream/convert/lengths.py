@@ -1,0 +1,167 @@
+"""Add lengths to a dataset that exists: its samples are read once, by several processes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.cache import ShardCache
+from lightning_stream.convert.pool import Progress, num_processes, refuse_in_worker, run_partitions
+from lightning_stream.errors import FormatError, NotFoundError
+from lightning_stream.formats.index import INDEX_NAME, Index, ShardEntry
+from lightning_stream.formats.index.lengths import with_lengths
+from lightning_stream.formats.shard import open_shard
+from lightning_stream.stores import LocalStore, open_store
+from lightning_stream.writer.lengths import (
+    LengthFunctions,
+    Lengths,
+    check_functions,
+    check_measurable,
+    measure_batch,
+    put_lengths,
+)
+from lightning_stream.writer.place import DatasetPlace, Place
+
+_PARTITION_BYTES = 64 << 20
+_ROWS = 256  # read at a time, so that a few images are decoded at once
+
+
+def add_lengths(
+    out: Place,
+    lengths: LengthFunctions,
+    *,
+    num_workers: int | None = None,
+    overwrite: bool = False,
+    progress_bar: bool = False,
+    store_options: Mapping[str, Any] | None = None,
+    allow_unsafe_types: bool = False,
+) -> Lengths:
+    """Add lengths to a dataset: every sample is read once, and then files of numbers and the index are put.
+
+    The samples stay as they are, and so does the digest by which a resumed run knows its data. Readers see the lengths
+    when they open the dataset the next time.
+
+    Example::
+
+        add_lengths("s3://bucket/train", {"tokens": len})
+
+    Args:
+        out: Folder or URL of the dataset.
+        lengths: Functions by name, as `MDSWriter` takes them.
+        num_workers: Processes; None for one per processor. 1 reads in this process.
+        overwrite: Replace lengths of these names.
+        progress_bar: Show a line that counts partitions and rows on stderr.
+        store_options: Options of the store.
+        allow_unsafe_types: Whether to decode the ``pkl`` encoding, which runs code that the data names.
+
+    Returns:
+        The numbers by name, uint32[num_samples] each, in the order of the samples.
+
+    Raises:
+        FileExistsError: The dataset has lengths of such a name already.
+        NotFoundError: There is no dataset.
+        ValueError: A function gives no whole number, or ``len`` is to measure a column that is not there.
+        ConflictError: Another writer changed the dataset meanwhile; its dataset stays, without these lengths.
+    """
+    refuse_in_worker("add_lengths()")
+    functions = check_functions(lengths)
+    place = DatasetPlace(os.fspath(out), store_options=store_options)
+    if not place.store.exists(INDEX_NAME):
+        raise NotFoundError(f"lengths are added to a dataset; {place.store.url} has no {INDEX_NAME}. Check the path.")
+    place.begin("append")
+    index = place.base
+    assert index is not None
+    for schema in index.schemas:
+        check_measurable(functions, schema.names)
+    held = _held(index, functions, overwrite)
+    partitions = _partitions(index)
+    report = Progress(len(partitions), "reading") if progress_bar else lambda _: None
+    task = _Measuring(os.fspath(out), store_options, functions, allow_unsafe_types).run
+    done = run_partitions(task, partitions, num_processes(num_workers), report)
+    parts = [done[partition.number][""].lengths for partition in partitions]
+    found = {name: np.concatenate([np.empty(0, np.uint32), *(part[name] for part in parts)]) for name in functions}
+    hashes = index.schemas[0].hashes if index.schemas else ()
+    files = put_lengths(place, found, hashes, {})
+    place.commit_index(with_lengths(index.data, {**held, **files}))
+    return found
+
+
+def _held(index: Index, functions: LengthFunctions, overwrite: bool) -> dict[str, Any]:
+    """Return the lengths that the dataset keeps; FileExistsError if it has one of these names already."""
+    try:
+        held = dict(index.lengths)
+    except FormatError:
+        if not overwrite:
+            raise
+        return {}  # they can be used by nobody
+    there = [name for name in functions if name in held]
+    if there and not overwrite:
+        raise FileExistsError(
+            f"{index.where} has the lengths {', '.join(there)} already. Pass overwrite=True to measure again."
+        )
+    return held
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """Some shards in a row, which one process reads."""
+
+    number: int
+    entries: tuple[ShardEntry, ...]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    num_samples: int
+    lengths: Mapping[str, NDArray[np.uint32]]
+
+
+def _partitions(index: Index) -> list[_Shards]:
+    groups = (np.cumsum(index.raw_bytes) - index.raw_bytes) // _PARTITION_BYTES
+    firsts = np.flatnonzero(np.diff(groups, prepend=-1)).tolist()
+    parts = enumerate(pairwise([*firsts, len(index)]))
+    return [_Shards(k, tuple(map(index.entry, range(begin, end)))) for k, (begin, end) in parts]
+
+
+@dataclass(frozen=True)
+class _Measuring:
+    """Measures the samples of partitions. Picklable."""
+
+    url: str
+    store_options: Mapping[str, Any] | None
+    functions: LengthFunctions
+    allow_unsafe_types: bool
+
+    def run(self, partition: _Shards) -> dict[str, _Measured]:
+        store = open_store(self.url, self.store_options)
+        found: list[Lengths] = []
+        with tempfile.TemporaryDirectory(prefix="lightning_stream-") as folder:
+            for entry in partition.entries:
+                in_place = isinstance(store, LocalStore) and entry.compressed is None
+                cache = ShardCache(store, None if in_place else folder)
+                found += self._of_shard(entry, cache.ensure(entry))
+                cache.evict(entry)
+        lengths = {name: np.concatenate([each[name] for each in found]) for name in self.functions} if found else {}
+        num_samples = sum(entry.num_samples for entry in partition.entries)
+        return {
+            "": _Measured(num_samples, {name: lengths.get(name, np.empty(0, np.uint32)) for name in self.functions})
+        }
+
+    def _of_shard(self, entry: ShardEntry, folder: Path) -> Sequence[Lengths]:
+        shard = open_shard(entry, folder, allow_unsafe_types=self.allow_unsafe_types)
+        try:
+            return [
+                measure_batch(self.functions, shard.columns(rows), len(rows), entry.schema.names)
+                for rows in np.array_split(np.arange(entry.num_samples), -(-entry.num_samples // _ROWS) or 1)
+                if len(rows)
+            ]
+        finally:
+            shard.close()
