@@ -98,9 +98,13 @@ def _run_pool(
         alive.close()
 
 
-def available_cpus() -> int:
-    """The processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def num_processes(num_workers: int | None) -> int:
+    """Return the number of processes that ``num_workers`` asks for; None asks for one per processor."""
+    if num_workers is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if num_workers < 1:
+        raise ValueError(f"num_workers must be 1 or more (1 uses this process); got {num_workers}.")
+    return num_workers
 
 
 def refuse_in_worker(what: str) -> None:

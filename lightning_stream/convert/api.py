@@ -17,7 +17,7 @@ from lightning_stream.convert.task import NullRule, Transform
 from lightning_stream.formats.codecs import check_compression
 from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.formats.sizes import parse_bytes
-from lightning_stream.processes import available_cpus, refuse_in_worker
+from lightning_stream.processes import num_processes, refuse_in_worker
 from lightning_stream.stores import LocalStore
 from lightning_stream.writer.lengths import LengthFunctions, check_functions
 from lightning_stream.writer.place import Out, is_remote
@@ -149,7 +149,7 @@ def convert(
         lengths=check_functions(lengths),
     )
     conversion.source.reader.is_strict = columns is None or conversion.transform.function is not None
-    result = _converted(conversion, _processes(num_workers), progress_bar)
+    result = _converted(conversion, num_processes(num_workers), progress_bar)
     return replace(result, seconds=time.perf_counter() - begin)
 
 
@@ -183,11 +183,3 @@ def _checked_out(out: Any) -> Any:
     if not uri:
         raise ValueError(f"out must name a folder or a URL; got {out!r}. Pass one.")
     return uri.rstrip("/") if is_remote(uri) else str(LocalStore.from_url(uri, {}).folder)
-
-
-def _processes(num_workers: int | None) -> int:
-    if num_workers is None:
-        return available_cpus()
-    if num_workers < 1:
-        raise ValueError(f"num_workers must be 1 or more (1 writes in this process); got {num_workers}.")
-    return num_workers

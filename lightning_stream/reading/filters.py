@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.cache.folder import CacheFolder
+from lightning_stream.cache.results import Results
 from lightning_stream.fingerprint import function_text
 from lightning_stream.order.bitmap import Bitmap
-from lightning_stream.processes import Progress, available_cpus, pickled, refuse_in_worker, run_partitions
+from lightning_stream.processes import Progress, num_processes, pickled, refuse_in_worker, run_partitions
 from lightning_stream.reading.bad_samples import UNREADABLE, BadData, BadDataPolicy
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.subset import SubsetReader
@@ -168,11 +170,16 @@ class Evaluation:
 
     def mask(self) -> NDArray[np.bool_]:
         """bool[num_samples]: the candidates that the function keeps."""
-        results, size = self.reader.caches[0].results, self.reader.snapshot.num_samples
-        if (packed := results.read(self.name)) is None:
+        if (packed := self._results.read(self.name)) is None:
             refuse_in_worker("the filter")  # which would wait for this process
-            packed = results.compute_once(self.name, partial(results.read, self.name), self._compute, _WAIT_S)
-        return _unpacked(packed, size)
+            done = partial(self._results.read, self.name)
+            packed = self._results.compute_once(self.name, done, self._compute, _WAIT_S)
+        return _unpacked(packed, self.reader.snapshot.num_samples)
+
+    @property
+    def _results(self) -> Results:
+        cache = self.reader.caches[0]
+        return Results(CacheFolder(cache.folder, cache.config.shared))
 
     @cached_property
     def name(self) -> str:
@@ -185,7 +192,7 @@ class Evaluation:
     def __call__(self, part: _Part) -> NDArray[np.bool_]:
         """Evaluate a part, in any process, and keep the answers."""
         kept = np.concatenate([self._of_shard(shard) for shard in range(part.begin, part.end)])
-        self.reader.caches[0].results.keep(self._result_of(part), np.packbits(kept).tobytes())
+        self._results.keep(self._result_of(part), np.packbits(kept).tobytes())
         return kept
 
     def _of_shard(self, shard: int) -> NDArray[np.bool_]:
@@ -220,7 +227,7 @@ class Evaluation:
 
     def _compute(self) -> bytes:
         """Evaluate what no process has, in several processes if it is much; keep and return one bit per sample."""
-        results, offsets = self.reader.caches[0].results, self.reader.snapshot.shard_offsets
+        results, offsets = self._results, self.reader.snapshot.shard_offsets
         count = min(max(1, offsets[-1] // _MIN_SAMPLES), _MOST_PARTS)
         bounds = np.unique(offsets.searchsorted(np.linspace(0, offsets[-1], count + 1))).tolist()
         parts = [_Part(number, *pair) for number, pair in enumerate(pairwise(bounds))]
@@ -248,7 +255,7 @@ class Evaluation:
         except ValueError as error:
             _log.warning("The filter is evaluated in one process, which takes longer: %s", error)
             return 1
-        return available_cpus()
+        return num_processes(None)
 
     def _result_of(self, part: _Part) -> str:
         return f"{self.name}.{part.number}"
