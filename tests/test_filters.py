@@ -23,6 +23,7 @@ from support.filter_runs import Noting  # noqa: E402
 from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataset, World  # noqa: E402
 from lightning_stream.errors import FormatError, LightningStreamError, SnapshotMismatch  # noqa: E402
 from lightning_stream.reading import filters  # noqa: E402
+from lightning_stream.reading.reader import SampleReader  # noqa: E402
 
 NUM_SAMPLES = 167
 LENGTHS = 1 + np.arange(NUM_SAMPLES) * 7 % 50
@@ -283,6 +284,22 @@ def test_a_filter_keeps_what_cannot_be_read_only_where_it_will_be_substituted(ma
     assert dataset.size == NUM_SAMPLES - 1
     assert sum(len(batch["id"]) for batch in StreamingDataLoader(dataset, 16)) == NUM_SAMPLES - 1
     assert [json.loads(line)["sample"] for line in quarantine.read_text().splitlines()] == [bad]
+
+
+def test_a_sample_that_is_readable_at_the_second_attempt_is_filtered_as_any_other(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, failed = SampleReader.sample, set()
+
+    def flaky(reader: SampleReader, sample_id: int) -> dict[str, Any]:
+        if sample_id in (4, 5) and sample_id not in failed:
+            failed.add(sample_id)
+            raise FormatError("a network gave half of it")
+        return read(reader, sample_id)
+
+    monkeypatch.setattr(SampleReader, "sample", flaky)
+    assert kept(make(filter=is_odd)) == list(range(1, NUM_SAMPLES, 2))
+    assert failed == {4, 5}
 
 
 def test_parts_that_take_a_moment_are_evaluated_in_this_process(

@@ -214,7 +214,9 @@ class Evaluation:
         try:
             sample = self.reader.sample(sample_id)
         except UNREADABLE:
-            return self.bad_data.is_bad(self.reader, sample_id)
+            if self.bad_data.is_bad(self.reader, sample_id):
+                return True
+            sample = self.reader.sample(sample_id)  # only the first attempt failed
         try:
             answer = self.keep(sample)
             if not isinstance(answer, (bool, np.bool_)):
@@ -258,7 +260,7 @@ class Evaluation:
         return num_processes(None)
 
     def _result_of(self, part: _Part) -> str:
-        return f"{self.name}.{part.number}"
+        return f"{self.name}.{part.begin}-{part.end}"
 
 
 def _unpacked(packed: bytes, size: int) -> NDArray[np.bool_]:
