@@ -4,8 +4,8 @@
 
 Every token has its own number, so that each can be found again. A run of 2 ranks is stopped in the middle and resumed
 from the packer's own state, on 2 ranks and on 4: `lost` and `repeated` are tokens beyond those of an epoch without a
-stop. Packers that write packed rows before training have no such state. DOCUMENTS and RESUME_DOCUMENTS set the numbers of
-documents, ROW_LENGTH the length of a row.
+stop. Packers that write packed rows before training have no such state. DOCUMENTS and RESUME_DOCUMENTS set the numbers
+of documents, ROW_LENGTH the length of a row.
 """
 
 from __future__ import annotations
