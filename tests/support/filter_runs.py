@@ -16,6 +16,16 @@ PART_SAMPLES = 20
 
 
 @dataclass(frozen=True)
+class NotDivisible:
+    """Keeps ids that are not divisible by a number."""
+
+    divisor: int
+
+    def __call__(self, sample: dict[str, Any]) -> bool:
+        return int(sample["id"]) % self.divisor != 0
+
+
+@dataclass(frozen=True)
 class Noting:
     """Keeps ids that are not divisible by a number, and notes each id that it is called with in a file."""
 
