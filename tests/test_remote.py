@@ -27,9 +27,10 @@ from lightning_stream import (  # noqa: E402
     StreamingDataLoader,
     StreamingDataset,
     World,
+    add_lengths,
     merge_index,
 )
-from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError  # noqa: E402
+from lightning_stream.errors import AccessError, ConflictError, NotFoundError, StoreError, UnavailableError  # noqa: E402
 from lightning_stream.order.downloads import plan_downloads  # noqa: E402
 from lightning_stream.stores import open_store  # noqa: E402
 
@@ -284,3 +285,27 @@ def test_options_reach_the_remote_of_a_pair_under_any_url(tmp_path: Path) -> Non
         for url in ("dbfs:/some/folder", "dbfs:/Volumes/a/b/c/folder"):
             write((tmp_path / "local", url), count=20, store_options=options)
             assert open_store(url, options).exists("index.json")
+
+
+def test_lengths_are_added_in_a_bucket_and_fetched_once(bucket: Bucket, tmp_path: Path) -> None:
+    url = f"s3://bucket/lengths-{tmp_path.name}"
+    write(url, compression="zstd")
+
+    def late(name: str) -> int:
+        if name == "sample 7":
+            write(url, NUM_SAMPLES, 3, append=True)
+        return len(name)
+
+    with pytest.raises((ConflictError, FileExistsError), match="another writer is or was at work"):
+        add_lengths(url, {"name": late}, num_workers=1)
+    wanted = [len(f"sample {number}") for number in range(NUM_SAMPLES + 3)]
+    assert add_lengths(url, {"name": len}, num_workers=2)["name"].tolist() == wanted
+    names = [name for name in bucket.names(url.removeprefix("s3://bucket/")) if name.startswith("lengths.")]
+    assert len(names) == 1
+    for times in (1, 0):
+        bucket.proxy.asked.clear()
+        dataset = StreamingDataset(remote=url, local=tmp_path / "cache")
+        assert dataset.lengths("name").tolist() == wanted
+        asked = {path.rpartition("/")[2]: n for (_, path), n in bucket.proxy.asked.items()}
+        assert asked.pop(names[0], 0) == times
+        assert set(asked) == {"index.json"}

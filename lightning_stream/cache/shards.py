@@ -160,7 +160,7 @@ class ShardCache:
                 return None
             return self.folder / name
 
-        def bring() -> Path:
+        def fetch() -> Path:
             draft = self._place.draft(name, "raw")
             with self._cleanup_on_error([draft], name, 0):
                 if make is None:
@@ -171,7 +171,7 @@ class ShardCache:
             return self.folder / name
 
         with self._translate_os_errors():
-            return here() or self._once(name, here, bring)
+            return here() or self._once(name, here, fetch)
 
     def present(self, entry: ShardEntry) -> bool:
         """Return whether every raw file of the shard is here, with its size."""

@@ -47,7 +47,7 @@ def add_lengths(
     """Add lengths to a dataset: every sample is read once, and then files of numbers and the index are put.
 
     The samples stay as they are, and so does the digest by which a resumed run knows its data. Readers see the lengths
-    when they open the dataset the next time.
+    when they open the dataset the next time. Of several versions, only the newest gets them.
 
     Example::
 
@@ -102,7 +102,7 @@ def _held(index: Index, functions: LengthFunctions, overwrite: bool) -> dict[str
     except FormatError:
         if not overwrite:
             raise
-        return {}  # they can be used by nobody
+        return {}  # no reader can use them
     there = [name for name in functions if name in held]
     if there and not overwrite:
         raise FileExistsError(
@@ -117,6 +117,9 @@ class _Shards:
 
     number: int
     entries: tuple[ShardEntry, ...]
+
+    def __str__(self) -> str:
+        return f"the lengths of {self.entries[0].raw.basename} to {self.entries[-1].raw.basename}"
 
 
 @dataclass(frozen=True)

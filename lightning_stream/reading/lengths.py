@@ -1,7 +1,7 @@
 """The lengths of a stream's samples, before any sample is read.
 
-They are in files that the index lists. Of a dataset without them, the lengths of its only column of variable size
-follow from the offset tables at the beginning of its shards: one range of bytes of each shard.
+They are in files that the index lists. If there are none, the lengths of the only column of variable size follow from
+the offset tables at the beginning of the shards: one range of bytes of each shard.
 """
 
 from __future__ import annotations
@@ -39,13 +39,11 @@ def read_lengths(caches: Sequence[ShardCache], indexes: Sequence[Index], name: s
         known = sorted({each for _, index in streams for each in index.lengths})
         raise NotFoundError(
             f"every stream must have the lengths {name!r}: {'; '.join(problems)}. Add them with `lightning-stream "
-            f"lengths PATH --column {name}`, or write the dataset with lengths={{{name!r}: len}}. There are the "
-            f"lengths {', '.join(known) or '(none)'}."
+            f"lengths PATH --column {name}`, or write the dataset with lengths={{{name!r}: len}}. Known "
+            f"lengths: {', '.join(known) or 'none'}."
         )
     parts = [part for cache, index in streams for part in _of_stream(cache, index, name)]
-    if len(parts) == 1:
-        return parts[0]
-    found = np.concatenate(parts) if parts else np.empty(0, np.uint32)
+    found = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint32), *parts])
     found.setflags(write=False)
     return found
 
@@ -53,8 +51,12 @@ def read_lengths(caches: Sequence[ShardCache], indexes: Sequence[Index], name: s
 def _of_stream(cache: ShardCache, index: Index, name: str) -> list[_Lengths]:
     files: Sequence[FileEntry] | None = index.lengths.get(name)
     if files is not None:
-        return [_mapped(cache.side_file(file), file) for file in files]
-    if cache.in_place or all(_fixed_length(schema, name) is not None for schema in index.schemas):
+        with DaemonPool(_THREADS, "lengths") as pool:
+            paths = [pool.submit(cache.side_file, file) for file in files]
+            return [_mapped(path.result(), file) for path, file in zip(paths, files, strict=True)]
+    is_free = cache.in_place or all(_fixed_length(schema, name) is not None for schema in index.schemas)
+    # Without hashes, other shards may have the same index, so a file in the cache could be that of other data.
+    if is_free or not all(schema.hashes for schema in index.schemas):
         return [_from_shards(cache, index, name)]
     made = FileEntry(f"{length_file_stem(name)}.{index.digest[:16]}.bin", 4 * index.num_samples)
     return [_mapped(cache.side_file(made, lambda draft: _write(_from_shards(cache, index, name), draft)), made)]

@@ -100,9 +100,10 @@ class SampleReader:
     def lengths(self, name: str) -> NDArray[np.uint32]:
         """Return a length of every sample, e.g. its tokens, by sample id: uint32[num_samples], read-only.
 
-        No sample is read. The numbers are in files beside the shards, which come once per machine and stay in the cache
-        whatever its limit is (4 bytes per sample). The length of the only column of variable size also follows from
-        the offset tables of shards that are not compressed: bytes of ``bytes`` and ``str``, items of arrays.
+        No sample is read. The numbers are in files beside the shards, which are downloaded once per machine and stay in
+        the cache whatever its limit is (4 bytes per sample). Without such files, the length of the only column of
+        variable size follows from the offset tables of shards that are not compressed: the bytes of ``bytes`` and
+        ``str``, and the items of arrays, which must have one dimension (the first one of each shard is checked).
 
         Raises:
             NotFoundError: A stream has no such lengths; says how to add them.

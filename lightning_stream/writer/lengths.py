@@ -32,7 +32,7 @@ def check_functions(functions: Any) -> dict[str, Callable[[Any], int]]:
 
 
 def check_measurable(functions: LengthFunctions, columns: Collection[str]) -> None:
-    """Raise ValueError where ``len`` would get a whole sample, for want of a column: it would count the columns."""
+    """Raise ValueError if ``len`` would get a whole sample, since no column has its name: it would count columns."""
     for name, function in functions.items():
         if function is len and name not in columns:
             raise ValueError(
@@ -76,7 +76,7 @@ def put_lengths(
         files[name] = held.get(name, ())
         if not len(numbers):
             continue
-        data = numbers.astype("<u4").tobytes()
+        data = numbers.astype("<u4", copy=False).view(np.uint8).data
         basename = place.name_of(f"{length_file_stem(name)}.{len(files[name]):05}.bin", [data])
         place.put_shard(basename, [data])
         files[name] += (FileEntry(basename, len(data), digest_parts(hashes or hashes_to_write(None), [data])),)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from writer.test_place import killed_at
 
 from lightning_stream.convert import add_lengths, convert
 from lightning_stream.errors import ConflictError, FormatError, NotFoundError
@@ -188,6 +193,24 @@ def test_a_writer_that_comes_between_makes_adding_fail_and_nothing_stays(tmp_pat
     assert numbers(tmp_path / "set") == {}
     assert not list((tmp_path / "set").glob("*.bin"))
     assert add_lengths(tmp_path / "set", {"text": len}, num_workers=1)["text"].tolist() == [1, 2, 5]
+
+
+def test_adding_that_is_killed_at_any_step_leaves_the_dataset_with_or_without_lengths(tmp_path: Path) -> None:
+    died, step = True, 0
+    while died:
+        step += 1
+        out = tmp_path / str(step)
+        with MDSWriter(out=out, columns={"text": "str"}, max_workers=0) as writer:
+            writer.write_batch({"text": ["a", "bb"]})
+        died = killed_at(step, lambda out=out: add_lengths(out, {"text": len}, num_workers=1))  # type: ignore[misc]
+        assert numbers(out) in ({}, {"text": [1, 2]})
+        if died and not numbers(out):
+            add_lengths(out, {"text": len}, num_workers=1)
+        assert numbers(out) == {"text": [1, 2]}
+        listed = listed_files((out / "index.json").read_bytes())
+        visible = {path.name for path in out.iterdir() if not path.name.startswith(".")}  # a lock may stay
+        assert visible == listed | {"index.json"}
+    assert step > 4
 
 
 def test_only_a_dataset_gets_lengths_and_only_of_its_columns(tmp_path: Path) -> None:

@@ -89,6 +89,39 @@ def test_remote_lengths_are_fetched_once_per_machine_and_nothing_else_is(tmp_pat
     assert asked(server) == []
 
 
+class Hooked(Stream):
+    """A stream that downloads files in its own way."""
+
+    def _download_file(self, from_basename: str, to_basename: str | None = None) -> str:
+        downloaded.append(from_basename)
+        return super()._download_file(from_basename, to_basename)
+
+
+downloaded: list[str] = []
+
+
+def test_a_stream_that_downloads_by_itself_gets_the_files_of_lengths_too(tmp_path: Path) -> None:
+    for name, lengths in (("with", {"tokens": len}), ("without", None)):
+        write(tmp_path / name, lengths=lengths)
+    downloaded.clear()
+    dataset = StreamingDataset(streams=[Hooked(tmp_path / "with", local=tmp_path / "cache")])
+    np.testing.assert_array_equal(dataset.lengths("tokens"), TRUTH)
+    assert downloaded == ["index.json", "lengths.tokens.00000.bin"]
+    with pytest.raises(NotFoundError, match="a store that reads ranges"):
+        StreamingDataset(streams=[Hooked(tmp_path / "without", local=tmp_path / "other")]).lengths("tokens")
+
+
+def test_lengths_stay_in_the_cache_while_shards_are_evicted(tmp_path: Path) -> None:
+    folder = write(tmp_path / "set", lengths={"tokens": len}, hashes=["sha1", "xxh3_64"])
+    options = {"cache_limit": 30_000, "validate_hash": "sha1"}
+    dataset = StreamingDataset(remote=folder, local=tmp_path / "cache", **options)
+    found = dataset.lengths("tokens")
+    for k in range(NUM_SAMPLES):
+        assert len(dataset[k]["tokens"]) == found[k]
+    assert len(list((tmp_path / "cache").glob("*.mds"))) < dataset.num_shards
+    assert (tmp_path / "cache" / "lengths.tokens.00000.bin").stat().st_size == 4 * NUM_SAMPLES
+
+
 def test_a_pickled_reader_does_not_carry_the_numbers(tmp_path: Path) -> None:
     dataset = StreamingDataset(local=write(tmp_path / "set", lengths={"tokens": len}))
     before = len(pickle.dumps(dataset.reader))
@@ -195,6 +228,15 @@ def test_the_only_column_of_variable_size_needs_one_range_per_shard_once(tmp_pat
     assert not list((tmp_path / "cache").glob("*.mds"))
 
 
+def test_lengths_from_shards_without_hashes_are_never_those_of_other_data(tmp_path: Path, server: WebServer) -> None:
+    for sizes in ([3, 9], [9, 3]):
+        with MDSWriter(out=tmp_path / str(sizes) / "set", columns={"x": "bytes"}, hashes=[]) as writer:
+            writer.write_batch({"x": [b"x" * size for size in sizes]})
+        dataset = StreamingDataset(remote=serve(server, tmp_path / str(sizes) / "set"), local=tmp_path / "cache")
+        assert dataset.lengths("x").tolist() == sizes
+        assert not dataset.lengths("x").flags.writeable
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "float64"])
 def test_arrays_of_every_size_have_their_number_of_items(tmp_path: Path, dtype: str) -> None:
     sizes = [1, 2, 254, 255, 256, 257, 258, 259, 260, 65534, 65535, 65536, 65537, 65538, 3]
@@ -250,7 +292,7 @@ def test_a_dataset_without_lengths_names_both_remedies_and_what_there_is(tmp_pat
     assert "'tokens' is json" in text
     assert "Add them with `lightning-stream lengths PATH --column tokens`" in text
     assert "lengths={'tokens': len}" in text
-    assert text.endswith("There are the lengths other, tokens.")
+    assert text.endswith("Known lengths: other, tokens.")
     with pytest.raises(NotFoundError, match="has no lengths and no column of this name, but id, tokens"):
         StreamingDataset(local=folders[0]).lengths("frames")
     for folder in folders[1:4]:
