@@ -302,6 +302,24 @@ def test_a_sample_that_is_readable_at_the_second_attempt_is_filtered_as_any_othe
     assert failed == {4, 5}
 
 
+def test_a_function_that_cannot_be_sent_is_evaluated_in_this_process(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(filters, "_MIN_SAMPLES", 40)
+    monkeypatch.setattr(filters, "_ALONE_S", 0)
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    assert kept(make(filter=lambda sample: sample["id"] % 2 == 1)) == list(range(1, NUM_SAMPLES, 2))
+    assert "The filter is evaluated in one process" in caplog.text
+
+
+def test_a_script_that_runs_again_in_a_worker_is_refused_and_does_not_wait(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_STREAM_PARENT", "1")
+    with pytest.raises(RuntimeError, match=r"the filter ran there again.*__main__"):
+        len(make(filter=is_odd))
+
+
 def test_parts_that_take_a_moment_are_evaluated_in_this_process(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
