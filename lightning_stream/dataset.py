@@ -28,6 +28,7 @@ from lightning_stream.order.forget import Replay
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.rules import broken, count
 from lightning_stream.reading.bad_samples import Policy, bad_data
+from lightning_stream.reading.filters import Filters, Ids, Keep, LengthRules
 from lightning_stream.reading.reader import ReaderConfig, SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
 
@@ -95,9 +96,18 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         pack: How documents are packed into rows of one length, see `Packing`; a batch then has rows.
         stream_config: Further arguments of the stream that is made of `remote` and `local`, e.g.
             ``{"options": {"endpoint_url": ...}}``.
+        filter: Function of a sample (a dict, before `transform`) that returns whether it is kept. It is evaluated once
+            per machine, in parallel, and its answers are kept in the first cache folder; a changed function is
+            evaluated again. A sample's answer must always be the same.
+        filter_lengths: The least and greatest length that are kept, None for no limit, by the name of a length:
+            ``{"tokens": (64, 4096)}``; or a function from the array of all samples' lengths to a bool array. With a
+            tuple of names, the function takes an array of each. No sample is read.
+        exclude_ids: Ids of samples that are not kept: numbers, or a file with one a line or of numpy (``.npy``).
         stream_name: Only ``"stream"``: streams of a class of your own are passed as `streams`.
 
-    Whole numbers may be floats (``1e9``). The arguments of mosaicml-streaming's dataset are attributes, too.
+    The ids of samples count those that are kept; `original_ids` gives their ids in the streams, which are those of
+    `exclude_ids` and of the quarantine. Whole numbers may be floats (``1e9``). The arguments of mosaicml-streaming's
+    dataset are attributes, too.
 
     Raises:
         ValueError: Settings that contradict each other.
@@ -147,6 +157,9 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         version: str | None = None,
         balance: str | Cost | None = None,
         forget: Iterable[int] | None = None,
+        filter: Keep | None = None,  # noqa: A002 - the word for it
+        filter_lengths: LengthRules | None = None,
+        exclude_ids: Ids | None = None,
     ) -> None:
         refuse_overrides(type(self))
         uris = {"remote": remote, "local": local, "split": split, "version": version}
@@ -197,10 +210,13 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             start_by_range=start_by_range,
             load_images=on_bad_sample == "substitute",
         )
+        bad = bad_data(on_bad_sample, on_bad_shard, quarantine, self.shuffle_seed)
         # All that reading needs is in these two: the attributes of a subclass never meet them.
         self._streaming_source = SampleSource(
-            SampleReader(self.streams, defaults, reading),
-            bad_data(on_bad_sample, on_bad_shard, quarantine, self.shuffle_seed),
+            Filters(filter, filter_lengths, exclude_ids, bad.policy).applied(
+                SampleReader(self.streams, defaults, reading)
+            ),
+            bad,
             order_arguments,
             self.shuffle_seed,
             predownload=self.predownload,
@@ -216,7 +232,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
 
     def __repr__(self) -> str:
         reader, order = self._streaming_source.reader, dict(self._streaming_source.order_arguments)
-        snapshot = vars(reader).get("_snapshot", vars(reader).get("snapshot"))  # only if it was read already
+        snapshot = vars(reader).get("snapshot")  # only if it was read already
         known = [] if snapshot is None else [f"{snapshot.num_samples:,} samples in {snapshot.num_shards:,} shards"]
         given = {_PUBLIC.get(name, name): value for name, value in order.items() if name != "mosaic"}
         given["batch_size"] = self._streaming_plain.batch_size

@@ -50,9 +50,10 @@ def run(options: argparse.Namespace, out: Output) -> int:
         "data": {"samples": position.snapshot.num_samples, "shards": position.snapshot.num_shards},
         "order": settings_of(position.order),
     }
-    matching = None
+    matching, chosen = None, False
     if options.stream:
         mixtures = mixtures_of(options.stream, options.store_options)
+        chosen = any(map(position.snapshot.has_streams_of, (one.snapshot for one in mixtures)))
         matching = next((one for one in mixtures if one.snapshot.digest == position.snapshot.digest), None)
         if matching:
             about["next"] = _next(position, matching)
@@ -61,7 +62,10 @@ def run(options: argparse.Namespace, out: Output) -> int:
     out.data = about
     if options.stream and not matching:
         out.line(
-            "  The data of --stream is not that of the checkpoint. Pass each stream of the training run, in order."
+            "  The training run read some of the samples of --stream, by a filter, exclude_ids or subset, so its next "
+            "samples are not known here. Use loader.explain() in its script."
+            if chosen
+            else "  The data of --stream is not that of the checkpoint. Pass each stream of the training run, in order."
         )
     return ExitCode.OK if matching or not options.stream else ExitCode.NO
 

@@ -12,16 +12,16 @@ from itertools import islice
 from typing import Any
 
 from lightning_stream.convert.files import check_unchanged
-from lightning_stream.convert.fingerprint import function_text
 from lightning_stream.convert.partition import OutputSpec, Receipt, check
-from lightning_stream.convert.pool import Progress, run_partitions
 from lightning_stream.convert.publish import ConversionResult, Publication, alone, differences, manifest_of
 from lightning_stream.convert.shuffle import Shuffle, shuffled_listing
 from lightning_stream.convert.sources.base import Found, Partition, Source
 from lightning_stream.convert.task import TRAIN, VAL, NullRule, PartitionTask, Transform, ValidationSplit
 from lightning_stream.errors import NotFoundError
+from lightning_stream.fingerprint import function_text
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.formats.index.lengths import with_lengths
+from lightning_stream.processes import Progress, run_partitions
 from lightning_stream.stores import Store
 from lightning_stream.writer.infer import infer_columns
 from lightning_stream.writer.lengths import LengthFunctions, check_measurable
@@ -203,7 +203,11 @@ class Conversion:
         """The receipts of all partitions, by number and split."""
 
         def run(task: Any, pieces: Sequence[Partition], phase: str) -> dict[int, dict[str, Receipt]]:
-            report = Progress(len(pieces), phase) if progress_bar else lambda _: None
+            progress = Progress(len(pieces), phase) if progress_bar else lambda _: None
+
+            def report(receipts: dict[str, Receipt]) -> None:
+                progress(sum(receipt.num_samples for receipt in receipts.values()))
+
             return run_partitions(task.run, pieces, num_workers, report)
 
         is_listing = self.source.reader.is_listing

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
-from lightning_stream.convert.pool import Progress, num_processes, refuse_in_worker, run_partitions
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.formats.index import INDEX_NAME, Index, ShardEntry
 from lightning_stream.formats.index.lengths import with_lengths
 from lightning_stream.formats.shard import open_shard
+from lightning_stream.processes import Progress, num_processes, refuse_in_worker, run_partitions
 from lightning_stream.stores import LocalStore, open_store
 from lightning_stream.threads import DaemonPool
 from lightning_stream.writer.lengths import (
@@ -85,8 +85,9 @@ def add_lengths(
         check_measurable(functions, schema.names)
     held = _held(index, functions, overwrite)
     partitions = _partitions(index)
-    report = Progress(len(partitions), "reading") if progress_bar else lambda _: None
+    progress = Progress(len(partitions), "reading") if progress_bar else lambda _: None
     task = _Measuring(os.fspath(out), store_options, functions, allow_unsafe_types).run
+    report = lambda measured: progress(measured[""].num_samples)  # noqa: E731
     done = run_partitions(task, partitions, num_processes(num_workers), report)
     parts = [done[partition.number][""].lengths for partition in partitions]
     found = {name: np.concatenate([np.empty(0, np.uint32), *(part[name] for part in parts)]) for name in functions}

@@ -192,6 +192,14 @@ class IndexedSamples:
         """
         return self._streaming_source.reader.lengths(name)
 
+    def original_ids(self, ids: Iterable[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """The ids in the streams of these samples: others only where a filter or `subset` chose among them.
+
+        Example: ``dataset.original_ids(trace.ids)``.
+        """
+        array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64)
+        return self._streaming_source.reader.original_ids(array)
+
     # The cache
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:  # noqa: ARG002 - it returns with the shard

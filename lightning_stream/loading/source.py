@@ -32,6 +32,7 @@ from lightning_stream.order import (
     World,
     where,
 )
+from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.order.forget import Forgotten, Replay, forgetting, plan_replay
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.reading.bad_samples import BadData
@@ -184,10 +185,11 @@ class SampleSource:
 
     def subset(self, ids: Iterable[int] | NDArray[np.int64]) -> SampleSource:
         """Some samples of this source, with an order of their own."""
-        chosen = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
-        reader, own = SubsetReader(self.reader, chosen), np.sort(chosen)
-        forget = self.forget
-        forget = None if forget is None or not np.isin(own, forget).any() else np.flatnonzero(np.isin(own, forget))
+        chosen = Bitmap.of_ids(ids if isinstance(ids, np.ndarray) else list(ids), self.snapshot.num_samples)
+        reader, forget = SubsetReader(self.reader, chosen), self.forget
+        if forget is not None:
+            kept = forget[chosen.mask[forget]]
+            forget = chosen.count_before(kept) if len(kept) else None
         bad_data = BadData(self.bad_data.policy)
         return replace(self, reader=reader, bad_data=bad_data, forget=forget, orders={})
 

@@ -46,6 +46,12 @@ class SnapshotSummary:
         versions = tuple(digest[:16] for digest in snapshot.stream_digests)
         return cls(snapshot.digest, snapshot.num_samples, snapshot.num_shards, versions)
 
+    def has_streams_of(self, snapshot: Snapshot) -> bool:
+        """Whether the data is known to be of the same versions of the same streams, perhaps other samples of them."""
+        digests = snapshot.stream_digests
+        same = len(self.versions) == len(digests) and all(map(str.startswith, digests, self.versions))
+        return same and bool(digests)
+
     def to_state(self) -> dict[str, Any]:
         """The summary as a dict of plain values."""
         state = {"digest": self.digest, "samples": self.num_samples, "shards": self.num_shards}
@@ -164,6 +170,13 @@ class Position:
         old, new = self.snapshot, run.snapshot
         if old.digest == new.digest:
             return ""
+        if old.has_streams_of(new):
+            return (
+                "A run must continue over the samples it began with. Its streams are the same, but their filter, "
+                f"exclude_ids or subset is not: the state was written over {old.num_samples} samples (digest "
+                f"{old.digest}) and this dataset has {new.num_samples} (digest {new.digest}). Pass the former rules, "
+                "or accept another order from here on with on_mismatch='warn'."
+            )
         return (
             "A run must continue over the data it began with, but the state was written over "
             f"{old.num_samples} samples in {old.num_shards} shards (digest {old.digest}) and this dataset has "
@@ -181,8 +194,6 @@ class Position:
             for version, name, digest in zip(versions, names, digests, strict=True)
             if not digest.startswith(version)
         ]
-        if not changed:
-            return "Read the same streams, and the same part of them"
         return (
             f"To continue over the former data, which stays readable where shards were appended, pass to Stream or "
             f"StreamingDataset: {', '.join(changed)}"

@@ -10,6 +10,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from lightning_stream.order.bitmap import Bitmap
+
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
@@ -79,20 +81,14 @@ class Snapshot:
         """Shards of all streams."""
         return int(self.stream_offsets[-1])
 
-    def subset(self, ids: NDArray[np.int64]) -> tuple[Snapshot, NDArray[np.int64]]:
-        """The snapshot of some samples alone (``ids``, each once) in the same streams and shards, with its own digest;
-        and these ids ascending: sample i there is ids[i] here. Raises ValueError for ids unknown or repeated.
+    def subset(self, chosen: Bitmap) -> Snapshot:
+        """The snapshot of the chosen samples alone in the same streams and shards, with its own digest: sample i there
+        is ``chosen[i]`` here.
         """
-        chosen = np.unique(np.asarray(ids, dtype=np.int64))
-        if len(chosen) != len(ids) or (len(chosen) and not 0 <= chosen[0] <= chosen[-1] < self.num_samples):
-            raise ValueError(
-                f"A subset takes each sample at most once, of ids 0 to {self.num_samples - 1}, but {len(ids)} ids were "
-                f"given, {len(chosen)} of them different, from {min(ids, default=None)} to {max(ids, default=None)}."
-            )
-        counts = np.bincount(self.shards_of(chosen), minlength=self.num_shards).astype(np.int64)
-        total = hashlib.sha256(self.digest.encode() + chosen.astype("<i8").tobytes())
+        counts = np.diff(chosen.count_before(self.shard_offsets))
+        total = hashlib.sha256(self.digest.encode() + chosen.bits.tobytes())
         parts = tuple(np.split(counts, self.stream_offsets[1:-1]))
-        return Snapshot(self.stream_names, parts, total.hexdigest()[:32], self.stream_digests), chosen
+        return Snapshot(self.stream_names, parts, total.hexdigest()[:32], self.stream_digests)
 
     def shards_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """The shard that holds each sample id."""

@@ -21,7 +21,7 @@ from lightning_stream.reading.reader import SampleReader
 
 T = TypeVar("T")
 Policy = Literal["raise", "substitute"]
-_BAD = (FormatError, NotFoundError)  # not a store that does not answer, or refuses
+UNREADABLE = (FormatError, NotFoundError)  # not a store that does not answer, or refuses
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class BadData:
             reader.open_for(sample_id)
             is_open = True
             reader.sample(sample_id)
-        except _BAD as error:
+        except UNREADABLE as error:
             if (self.policy.on_bad_sample if is_open else self.policy.on_bad_shard) == "raise":
                 raise
             self.found[sample_id] = str(error)
@@ -151,13 +151,14 @@ class BadData:
         self.listed.add(drawn)
         path = Path(self.policy.quarantine or reader.caches[0].folder / "quarantine.jsonl")
         snapshot, ids = reader.snapshot, np.array([drawn])
+        original = reader.original_ids(ids if delivered is None else np.array([drawn, delivered])).tolist()
         line = {
-            "sample": drawn,
+            "sample": original[0],
             "stream": snapshot.stream_names[int(snapshot.streams_of(ids)[0])],
             "shard": reader.entry(int(snapshot.shards_of(ids)[0]))[1].raw.basename,
             "epoch": epoch,
             "position": position,
-            "delivered": delivered,
+            "delivered": None if delivered is None else original[1],
             "reason": self.found[drawn],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,7 +180,7 @@ def readable(
     if not bad.suspects(reader, info.sample_ids):
         try:
             return read(info), info
-        except _BAD:
+        except UNREADABLE:
             whole = bad.replaced(reader, info, order) if bad.policy.substitutes else info
             if whole is info:
                 raise  # all samples can be read: the user's own code failed

@@ -138,6 +138,10 @@ class SampleReader:
         stream = int(np.searchsorted(self.snapshot.stream_offsets, shard, side="right")) - 1
         return self.caches[stream], self.indexes[stream].entry(shard - int(self.snapshot.stream_offsets[stream]))
 
+    def original_ids(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The ids of these samples in the streams: others only where a filter or a subset chose among them."""
+        return ids
+
     def sample(self, sample_id: int) -> dict[str, Any]:
         """Read one sample: column name to value.
 
@@ -350,13 +354,15 @@ class SampleReader:
             if (held := process.open.get(number)) is not None:
                 return held
             fetch, before = process.fetches.get(number), process.num_fetched_again
-        cache, entry = self.entry(number)
+        (cache, entry), config = self.entry(number), self.config
         shard: Shard | None = None
         process.raise_file_limit()
         try:
-            lease = fetch.result() if fetch is not None else cache.lease(entry, None, self.config.fetch_threads)
+            lease = fetch.result() if fetch is not None else cache.lease(entry, None, config.fetch_threads)
             try:
-                shard = self._open_shard(entry, lease)
+                shard = open_shard(
+                    entry, lease.folder, allow_unsafe_types=config.allow_unsafe_types, decoders=config.decoders
+                )
             except (FormatError, FileNotFoundError):  # damaged on the disk, or deleted
                 if not self._fetched_again(process, number, lease, before):
                     raise
@@ -375,10 +381,6 @@ class SampleReader:
                 return process.open.add(number, shard, lease)
         lease.close()  # another thread has fetched the shard again meanwhile: this is the damaged one
         return self._shard(process, number)
-
-    def _open_shard(self, entry: ShardEntry, lease: Lease) -> Shard:
-        config = self.config
-        return open_shard(entry, lease.folder, allow_unsafe_types=config.allow_unsafe_types, decoders=config.decoders)
 
     def _fetched_again(self, process: ReaderProcess, number: int, lease: Lease | None, before: int) -> bool:
         """Whether another attempt is worthwhile, because a shard that was damaged in the cache was fetched again.

@@ -2,62 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.cache import ShardCache
+from lightning_stream.formats.index import Index
 from lightning_stream.order import Snapshot
+from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.reading.fetches import Announced, NextUse, UseFlat
 from lightning_stream.reading.reader import SampleReader, T
 
 
 class SubsetReader(SampleReader):
-    """Reads some samples (``ids``, each once) of another reader, and only their shards; its sample ids count them."""
+    """Reads some samples of another reader, and only their shards; its sample ids count them.
 
-    def __init__(self, whole: SampleReader, ids: NDArray[np.int64]) -> None:
+    Args:
+        whole: That reader.
+        chosen: The sample ids that it has there, or what finds them on first use.
+    """
+
+    def __init__(self, whole: SampleReader, chosen: Bitmap | Callable[[SampleReader], Bitmap]) -> None:
         super().__init__(whole.streams, whole.defaults, whole.config)
         self.whole = whole
-        self._snapshot, self._ids = whole.snapshot.subset(ids)  # which are ascending
+        self._choose = chosen if callable(chosen) else None
+        if isinstance(chosen, Bitmap):
+            self.chosen, self.snapshot = chosen, whole.snapshot.subset(chosen)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What has chosen the samples, e.g. a lambda, is not needed any more, and perhaps cannot be pickled.
+        return {**super().__getstate__(), "_choose": None if "chosen" in self.__dict__ else self._choose}
+
+    @cached_property
+    def chosen(self) -> Bitmap:
+        """The sample ids in `whole`."""
+        assert self._choose is not None
+        return self._choose(self.whole)
 
     @property
+    def caches(self) -> tuple[ShardCache, ...]:
+        """One cache per stream."""
+        return self.whole.caches
+
+    @property
+    def indexes(self) -> tuple[Index, ...]:
+        """One parsed index per stream."""
+        return self.whole.indexes
+
+    @cached_property
     def snapshot(self) -> Snapshot:
         """The chosen samples alone, with a digest of their own."""
-        return self._snapshot
+        return self.whole.snapshot.subset(self.chosen)
+
+    def original_ids(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The ids of these samples in the streams."""
+        return self.whole.original_ids(self.chosen.select(ids))
 
     def _read_lengths(self, name: str) -> NDArray[np.uint32]:
-        found = self.whole.lengths(name)[self._ids]
+        found = self.whole.lengths(name)[self.chosen.mask]
         found.setflags(write=False)
         return found
 
     def sample(self, sample_id: int) -> dict[str, Any]:
         """Read one sample of the subset."""
-        return self.whole.sample(int(self._ids[sample_id]))
+        return self.whole.sample(self.chosen[sample_id])
 
     def open_for(self, sample_id: int) -> None:
         """Open the sample's shard."""
-        self.whole.open_for(int(self._ids[sample_id]))
+        self.whole.open_for(self.chosen[sample_id])
 
     def batch(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Gather samples of the subset as columns."""
-        return self.whole.batch(self._ids[ids], out)
+        return self.whole.batch(self.chosen.select(ids), out)
 
     def use_flat(self, ids: NDArray[np.int64], names: Sequence[str], use: UseFlat[T]) -> T:
         """Read the 1-d arrays of samples of the subset."""
-        return self.whole.use_flat(self._ids[ids], names, use)
+        return self.whole.use_flat(self.chosen.select(ids), names, use)
 
     def read_ahead(self, ids: NDArray[np.int64]) -> Announced | None:
         """Begin to fetch the shards of these samples, except those whose few samples in the subset come by ranges."""
-        wanted = self._ids[ids]
-        shards = self.whole.snapshot.shards_of(wanted)
-        whole = [number for number in np.unique(shards).tolist() if not self._is_few(number)]
-        return self.whole.read_ahead(wanted[np.isin(shards, whole)])
+        shards = self.snapshot.shards_of(ids)
+        few = [number for number in np.unique(shards).tolist() if self._is_few(number)]
+        return self.whole.read_ahead(self.chosen.select(ids[~np.isin(shards, few)]))
 
     def _is_few(self, number: int) -> bool:
         """Whether all samples that the subset has of a shard cost less than the shard."""
-        begin, end = np.searchsorted(self._ids, self.whole.snapshot.shard_offsets[number : number + 2])
-        return self.whole.ranges_are_cheaper(number, int(end - begin))
+        return self.whole.ranges_are_cheaper(number, int(self.snapshot.sizes[number]))
 
     @property
     def has_all_open(self) -> bool:

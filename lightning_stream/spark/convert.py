@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_stream import errors
-from lightning_stream.convert.fingerprint import function_text
 from lightning_stream.convert.partition import Receipt, check
 from lightning_stream.convert.publish import Publication
 from lightning_stream.errors import LightningStreamError, MissingExtraError
+from lightning_stream.fingerprint import function_text
 from lightning_stream.spark.parquet_scan import ParquetScan
 from lightning_stream.spark.partition import RESULT, SparkJob, write_partition
 from lightning_stream.spark.plan import delta_versions, fingerprint, ordered, plan_text, selected, small_batches

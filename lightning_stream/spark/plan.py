@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-from lightning_stream.convert.fingerprint import function_text
+from lightning_stream.fingerprint import function_text
 from lightning_stream.spark.schema import kind_of
 
 # Settings that decide how rows fall into partitions.

@@ -44,6 +44,9 @@ def test_explain_names_the_samples_that_come_next(
     assert about["next"]["global_batches_left"] == 5
     assert main(["explain", str(run), "--stream", str(shards / "val")]) == 1
     assert "The data of --stream is not that of the checkpoint." in capsys.readouterr().out
+    trained(StreamingDataset(remote=str(shards / "train"), exclude_ids=[3]), run / "checkpoints" / "last.ckpt")
+    assert main(["explain", str(run), "--stream", str(shards / "train")]) == 1
+    assert "by a filter, exclude_ids or subset" in capsys.readouterr().out
     assert main(["explain", str(run)]) == 0
     assert ["samples", "trained", "on", "24"] in [line.split() for line in capsys.readouterr().out.splitlines()]
 

@@ -37,7 +37,7 @@ def test_a_killed_worker_is_replaced_and_changes_nothing(tmp_path: Path, files_o
 
 
 def test_a_part_that_kills_its_workers_ends_the_conversion_and_says_so(tmp_path: Path) -> None:
-    with pytest.raises(LightningStreamError, match=r"died 3 times while they wrote .*partition 1 .*num_workers=1"):
+    with pytest.raises(LightningStreamError, match=r"died 3 times while they worked on .*partition 1 .*num_workers=1"):
         convert(inputs_of(tmp_path, convert_inputs.dying), tmp_path / "out", **SIZE, num_workers=2)
     assert not (tmp_path / "out" / "index.json").exists()
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights, choose_per_stream, weights_digest
 from lightning_stream.order import draw as draws
+from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.order.draw import Draw, _spread
 from lightning_stream.order.permutation import permutation
 
@@ -181,15 +182,16 @@ def test_empty_shards_own_no_ids():
 
 def test_a_subset_has_an_order_and_a_digest_of_its_own():
     ids = np.array([149, 3, 61, 100])
-    snapshot, chosen = TWO.subset(ids)
-    assert chosen.tolist() == [3, 61, 100, 149]
+    chosen = Bitmap.of_ids(ids, TWO.num_samples)
+    snapshot = TWO.subset(chosen)
     assert [sizes.tolist() for sizes in snapshot.shard_sizes] == [[1, 1], [1, 1]]
     run = RunOrder(snapshot, [StreamWeights()] * 2, OrderConfig.resolve(batch_size=2, shuffle=True))
-    assert sorted(chosen[run.epoch(0).ids(0, 4)].tolist()) == sorted(ids.tolist())
-    assert len({snapshot.digest, TWO.digest, TWO.subset(ids[:3])[0].digest}) == 3
+    assert sorted(chosen.select(run.epoch(0).ids(0, 4)).tolist()) == sorted(ids.tolist())
+    other = TWO.subset(Bitmap.of_ids(ids[:3], TWO.num_samples))
+    assert len({snapshot.digest, TWO.digest, other.digest}) == 3
 
 
 @pytest.mark.parametrize("ids", [[3, 3], [150], [-1]])
 def test_a_subset_of_unknown_or_repeated_samples_is_refused(ids):
     with pytest.raises(ValueError, match="each sample at most once, of ids 0 to 149"):
-        TWO.subset(np.array(ids))
+        Bitmap.of_ids(ids, 150)

@@ -20,6 +20,7 @@ from support.composer_runs import (  # noqa: E402
     expect_exact,
     write_shards,
 )
+from support.filter_runs import NotDivisible  # noqa: E402
 
 from lightning_stream import Stream, StreamingDataset  # noqa: E402
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError  # noqa: E402
@@ -56,6 +57,7 @@ def test_every_epoch_trains_on_every_sample_once(shards: Path, tmp_path: Path) -
         {"train_subset_num_batches": 1},
         {"data": {"tail": "drop"}},
         {"data": {"tail": "exact"}},
+        {"data": {"filter": NotDivisible(5), "exclude_ids": range(7)}},
         {"max_duration": "400sp"},
         {"data": {"batch_size": 16, "global_batch_size": None}},
         {"data": {"shuffle_algo": "py1e"}},

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from support.filter_runs import NotDivisible
 from support.lightning_runs import EPOCHS, NUM_SAMPLES, Run, checkpoints, expect_exact, keep_all
 
 STEPS_PER_EPOCH = 11
@@ -47,6 +48,7 @@ def test_every_epoch_trains_on_every_sample_once(shards: Path, tmp_path: Path) -
         {"reload_dataloaders_every_n_epochs": 1},
         {"module": {"dropout": 0.5}, "data": {"seed_steps": 1}},
         {"data": {"tail": "drop"}},
+        {"dataset": {"filter": NotDivisible(5), "exclude_ids": range(7)}},
         {"val": False},
         {"val": False, "accumulate_grad_batches": 2},
     ],

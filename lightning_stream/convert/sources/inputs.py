@@ -8,8 +8,8 @@ from itertools import islice
 from typing import Any
 
 from lightning_stream.convert.files import SourceFile
-from lightning_stream.convert.fingerprint import function_text, value_digest
 from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, batched
+from lightning_stream.fingerprint import function_text, value_digest
 from lightning_stream.writer.infer import infer_columns
 
 

@@ -143,7 +143,8 @@ class PackedSequence:
             self.count(self.num_counted + 1)
         planned = self._window(window).rows
         rows = np.searchsorted(planned.edges, np.flatnonzero(planned.document == document), side="right") - 1
-        return (self._firsts[window - self._base] + rows).tolist()
+        found: list[int] = (self._firsts[window - self._base] + rows).tolist()
+        return found
 
     def _reach(self, row: int) -> None:
         """Count again from the beginning, if a row is before the landmark that the counting began at."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_stream.convert.fingerprint import function_text
+from lightning_stream.fingerprint import function_text
 
 
 def scaled(row: int, factor: int = 1) -> int:
@@ -144,7 +144,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import helpers
 from helpers import helper
-from lightning_stream.convert.fingerprint import function_text, value_digest
+from lightning_stream.fingerprint import function_text, value_digest
 
 def row(sample):
     return {"a": helper(sample["a"])}

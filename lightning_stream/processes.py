@@ -1,4 +1,4 @@
-"""Partitions are written in several processes. A process that dies is replaced, and its partition is written again."""
+"""Partitions are worked on in several processes. A process that dies is replaced, and its partition is done again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -18,41 +18,45 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from lightning_stream.errors import LightningStreamError
 
-
-class Counted(Protocol):
-    """What a process returns of a partition: a receipt, or the like."""
-
-    @property
-    def num_samples(self) -> int:
-        """The samples of the partition."""
-
-
-T = TypeVar("T", bound=Counted)
-Task = Callable[[Any], dict[str, T]]  # writes a partition, and returns its receipts by split; picklable
-_PARENT = "LIGHTNING_STREAM_CONVERT_PARENT"
+_PARENT = "LIGHTNING_STREAM_PARENT"
 _MAX_TRIES = 3
 _task: Any = None  # in a worker process: what it does with each partition
 
 
 def run_partitions(
-    task: Task[T], partitions: Sequence[Any], num_workers: int, report: Callable[[dict[str, T]], None]
-) -> dict[int, dict[str, T]]:
-    """Write all partitions, in this process if one is enough; return their receipts by number."""
-    done: dict[int, dict[str, T]] = {}
+    task: Callable[[Any], Any],
+    partitions: Sequence[Any],
+    num_workers: int,
+    report: Callable[[Any], None],
+    remedy: str = "use fewer num_workers or smaller partition_bytes; num_workers=1 shows what happens in this process",
+) -> dict[int, Any]:
+    """Do a picklable task for all partitions, in this process if one is enough; return the results by number.
 
-    def take(partition: Any, receipts: dict[str, T]) -> None:
-        done[partition.number] = receipts
-        report(receipts)
+    Args:
+        task: Called with a partition, which has a `number`.
+        partitions: What is done.
+        num_workers: The most processes.
+        report: Called with each result.
+        remedy: What the user can do if memory ran out.
+
+    Raises:
+        LightningStreamError: Processes died several times at one partition.
+    """
+    done: dict[int, Any] = {}
+
+    def take(partition: Any, result: Any) -> None:
+        done[partition.number] = result
+        report(result)
 
     if min(num_workers, len(partitions)) <= 1:
         for partition in partitions:
             take(partition, task(partition))
         return done
-    data, tries = _pickled(task), Counter[int]()
+    data, tries = pickled(task), Counter[int]()
     while missing := [each for each in partitions if each.number not in done]:
         running: dict[Future[Any], Any] = {}
         try:
@@ -62,9 +66,8 @@ def run_partitions(
             suspects = [str(partition) for partition in running.values() if tries[partition.number] == _MAX_TRIES]
             if suspects:
                 raise LightningStreamError(
-                    f"worker processes died {_MAX_TRIES} times while they wrote {' or '.join(suspects)}. If memory ran "
-                    "out, use fewer num_workers or smaller partition_bytes; num_workers=1 shows what happens in this "
-                    "process. The partitions that are written stay: the same call continues from there."
+                    f"worker processes died {_MAX_TRIES} times while they worked on {' or '.join(suspects)}. If memory "
+                    f"ran out, {remedy}. The partitions that are done stay: the same call continues from there."
                 ) from None
     return done
 
@@ -72,7 +75,7 @@ def run_partitions(
 def _run_pool(
     data: bytes, queue: list[Any], count: int, running: dict[Future[Any], Any], take: Callable[[Any, Any], None]
 ) -> None:
-    """Write what is queued, with at most ``count`` partitions on their way: those `running` when a process dies."""
+    """Do what is queued, with at most ``count`` partitions on their way: those `running` when a process dies."""
     context = get_context("spawn")
     alive, stop = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(count, mp_context=context, initializer=_begin_worker, initargs=(data, alive))
@@ -84,10 +87,10 @@ def _run_pool(
                     running[pool.submit(_run_one, packed)] = queue[0]
                 del queue[0]
             for future in wait(running, return_when=FIRST_COMPLETED)[0]:
-                receipts = future.result()
-                if isinstance(receipts, str):
-                    raise LightningStreamError(f"a worker failed:\n{receipts}")
-                take(running.pop(future), receipts)
+                result = future.result()
+                if isinstance(result, _Failure):
+                    raise LightningStreamError(f"a worker failed:\n{result}")
+                take(running.pop(future), result)
         pool.shutdown()
     finally:
         stop.close()  # ends the workers that are still at work
@@ -105,11 +108,11 @@ def num_processes(num_workers: int | None) -> int:
 
 
 def refuse_in_worker(what: str) -> None:
-    """Raise RuntimeError in a process that `run_partitions` started."""
+    """Raise RuntimeError if this process was started by `run_partitions`."""
     if os.environ.get(_PARENT, str(os.getpid())) != str(os.getpid()):
         raise RuntimeError(
-            f"a worker process imports the script that its functions are in, and {what} ran there again. Put what the "
-            "script does under: if __name__ == '__main__'."
+            f"a worker process imports the script that its functions are in, and {what} ran there again. Put what "
+            "the script does under: if __name__ == '__main__'."
         )
 
 
@@ -145,20 +148,24 @@ def _end_with(alive: Connection) -> None:
         os._exit(1)
 
 
-def _run_one(partition: bytes) -> dict[str, Any] | str:
-    """Write a partition. An error that cannot be sent to the parent is returned as text."""
+class _Failure(str):
+    """The text of an error."""
+
+
+def _run_one(partition: bytes) -> Any:
+    """Do a partition. An error that cannot be sent to the parent is returned as text."""
     try:
-        return _task(pickle.loads(partition))  # type: ignore[no-any-return]  # noqa: S301 - our own
+        return _task(pickle.loads(partition))  # noqa: S301 - our own
     except Exception as error:
         try:
             pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
         except Exception:  # noqa: BLE001 - a class of the user's may refuse in any way
-            return "".join(traceback.format_exception(error))
+            return _Failure("".join(traceback.format_exception(error)))
         raise
 
 
-def _pickled(task: Task[Any]) -> bytes:
-    """The task as bytes; with cloudpickle where its functions cannot be imported."""
+def pickled(task: Callable[[Any], Any]) -> bytes:
+    """The task as bytes; with cloudpickle where its functions cannot be imported. Raises ValueError if it cannot be."""
     failure: Exception | None = None
     try:
         data = pickle.dumps(task)
@@ -185,10 +192,10 @@ class Progress:
         self._num_partitions, self._phase, self._begin = num_partitions, phase, time.monotonic()
         self._done = self._rows = 0
 
-    def __call__(self, receipts: Mapping[str, Counted]) -> None:
+    def __call__(self, num_rows: int) -> None:
         """Count a partition."""
         self._done += 1
-        self._rows += sum(receipt.num_samples for receipt in receipts.values())
+        self._rows += num_rows
         is_last, is_terminal = self._done == self._num_partitions, sys.stderr.isatty()
         if is_last or is_terminal:
             speed = self._rows / max(time.monotonic() - self._begin, 1e-9)

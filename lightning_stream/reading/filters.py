@@ -1,0 +1,267 @@
+"""Which samples of its streams a dataset keeps: by their ids, their lengths, or a function of each sample."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.cache.folder import CacheFolder
+from lightning_stream.cache.results import Results
+from lightning_stream.fingerprint import function_text
+from lightning_stream.order.bitmap import Bitmap
+from lightning_stream.processes import Progress, num_processes, pickled, refuse_in_worker, run_partitions
+from lightning_stream.reading.bad_samples import UNREADABLE, BadData, BadDataPolicy
+from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.subset import SubsetReader
+
+Keep = Callable[[dict[str, Any]], bool]
+LengthRule = tuple[float | None, float | None] | Callable[..., NDArray[np.bool_]]
+LengthRules = Mapping[str | tuple[str, ...], LengthRule]
+Ids = Iterable[int] | NDArray[np.int64] | str | os.PathLike[str]
+
+_VERSION = 1  # grows when a kept result of the same name would differ
+_MIN_SAMPLES, _MOST_PARTS = 4096, 256  # a killed evaluation loses a part of each process
+_ALONE_S = 5.0  # processes take as long to start
+_WAIT_S = 7 * 24 * 3600.0  # for another process's evaluation; a process that dies is not waited for
+_REMEDY = "give it more, or have the function use less; what the processes printed is above"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Filters:
+    """The rules that a sample must pass: arguments of `StreamingDataset`, under its names.
+
+    Raises:
+        TypeError: A rule of the wrong type.
+        ValueError: An empty range of lengths.
+    """
+
+    filter: Keep | None
+    filter_lengths: LengthRules | None
+    exclude_ids: Ids | None
+    policy: BadDataPolicy
+
+    def __post_init__(self) -> None:
+        if self.filter is not None and not callable(self.filter):
+            raise TypeError(
+                f"filter is a function of a sample that returns True or False; found {self.filter!r}. Rules about "
+                "lengths are passed as filter_lengths, and ids as exclude_ids"
+            )
+        if not isinstance(self.filter_lengths or {}, Mapping):
+            raise TypeError(f"filter_lengths is a dict, e.g. {{'tokens': (64, 4096)}}; found {self.filter_lengths!r}")
+        for name, rule in (self.filter_lengths or {}).items():
+            if callable(rule):
+                continue
+            if not isinstance(name, str) or not isinstance(rule, (tuple, list)) or len(rule) != 2:
+                raise TypeError(
+                    "filter_lengths has, for the name of a length, the least and the greatest that are kept, or a "
+                    f"function of their array; found {name!r}: {rule!r}. Pass e.g. {{'tokens': (64, None)}}"
+                )
+            least, greatest = rule
+            if least is not None and greatest is not None and least > greatest:
+                raise ValueError(f"filter_lengths has the least length first; found {name!r}: {rule!r}. Exchange them")
+
+    def applied(self, reader: SampleReader) -> SampleReader:
+        """The reader of the samples that are kept: the given one where there are no rules."""
+        rules = (self.filter, self.filter_lengths, self.exclude_ids)
+        return reader if all(rule is None for rule in rules) else SubsetReader(reader, self.chosen)
+
+    def chosen(self, reader: SampleReader) -> Bitmap:
+        """The samples that are kept; evaluates a function of samples where no process of the machine has.
+
+        Raises:
+            ValueError: No sample is kept, or an id to exclude is unknown.
+        """
+        size = reader.snapshot.num_samples
+        mask, left = np.ones(size, dtype=np.bool_), list[str]()
+        if self.exclude_ids is not None:
+            mask[_ids(self.exclude_ids, size)] = False
+            left.append(f"exclude_ids left {mask.sum():,}")
+        for names, rule in (self.filter_lengths or {}).items():
+            mask &= _passed(reader, names, rule)
+            left.append(f"filter_lengths[{names!r}] left {mask.sum():,}")
+        if self.filter is not None and mask.any():
+            mask = Evaluation(reader, Bitmap.of_mask(mask), self.filter, BadData(self.policy)).mask()
+            left.append(f"filter left {mask.sum():,}")
+        if not mask.any():
+            raise ValueError(f"filters must keep some samples; of {size:,}, {', '.join(left)}. Correct the last one")
+        return Bitmap.of_mask(mask)
+
+
+def _ids(given: Ids, size: int) -> NDArray[np.int64]:
+    """The ids to exclude, also of a file."""
+    ids = _read(Path(given)) if isinstance(given, (str, os.PathLike)) else given
+    array = ids if isinstance(ids, np.ndarray) else np.array(list(ids))
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"exclude_ids are whole numbers; found {array.dtype} values like {array.ravel()[0]!r}")
+    if (unknown := array[(array < 0) | (array >= size)]).size:
+        raise ValueError(
+            f"exclude_ids are ids of the streams' samples, 0 to {size - 1}; found {unknown.size:,} others, "
+            f"e.g. {unknown[:3].tolist()}. Check which data they were noted for"
+        )
+    return array.astype(np.int64)
+
+
+def _read(path: Path) -> NDArray[Any]:
+    """The ids in a file: of numpy, or one a line."""
+    if path.suffix == ".npy":
+        return np.asarray(np.load(path, allow_pickle=False))
+    lines = path.read_text().splitlines()
+    wrong = next((number for number, line in enumerate(lines, 1) if not line.strip().isdecimal()), None)
+    if wrong is not None:
+        raise ValueError(
+            f"a file of exclude_ids has one sample id a line; found {lines[wrong - 1][:40]!r} in line {wrong} of {path}"
+        )
+    return np.array(lines, dtype=np.int64)
+
+
+def _passed(reader: SampleReader, names: str | tuple[str, ...], rule: LengthRule) -> NDArray[np.bool_]:
+    """bool[num_samples]: whether each sample passes a rule about its lengths."""
+    lengths = [reader.lengths(name) for name in ((names,) if isinstance(names, str) else names)]
+    if callable(rule):
+        mask = np.asarray(rule(*lengths))
+        if mask.dtype != np.bool_ or mask.shape != lengths[0].shape:
+            raise ValueError(
+                f"a function in filter_lengths returns bool[{len(lengths[0])}], an answer for each sample; that of "
+                f"{names!r} returned {mask.dtype}{list(mask.shape)}"
+            )
+        return mask
+    least, greatest = rule
+    mask = lengths[0] >= (0 if least is None else least)
+    return mask if greatest is None else mask & (lengths[0] <= greatest)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Whole shards that a process evaluates at a time: those of numbers [begin, end)."""
+
+    number: int
+    begin: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"shards [{self.begin}, {self.end})"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A function's answers for samples of a reader, computed once per machine and kept in its first cache folder.
+
+    The name under which they are kept is a digest of the samples, of the function with what it uses, and of the
+    decoders. Each part is kept when it is done, so that an evaluation that was killed continues from there.
+    """
+
+    reader: SampleReader
+    candidates: Bitmap
+    keep: Keep
+    bad_data: BadData  # of the reader's ids, which are not those of the subset
+
+    def mask(self) -> NDArray[np.bool_]:
+        """bool[num_samples]: the candidates that the function keeps."""
+        if (packed := self._results.read(self.name)) is None:
+            refuse_in_worker("the filter")  # which would wait for this process
+            done = partial(self._results.read, self.name)
+            packed = self._results.compute_once(self.name, done, self._compute, _WAIT_S)
+        return _unpacked(packed, self.reader.snapshot.num_samples)
+
+    @property
+    def _results(self) -> Results:
+        cache = self.reader.caches[0]
+        return Results(CacheFolder(cache.folder, cache.config.shared))
+
+    @cached_property
+    def name(self) -> str:
+        """The name of the result."""
+        decoders = sorted((self.reader.config.decoders or {}).items())
+        texts = [f"filter {_VERSION}", self.reader.snapshot.subset(self.candidates).digest, function_text(self.keep)]
+        texts += [f"{column} {function_text(decode)}" for column, decode in decoders]
+        return f"filter-{hashlib.sha256(chr(0).join(texts).encode()).hexdigest()[:32]}"
+
+    def __call__(self, part: _Part) -> NDArray[np.bool_]:
+        """Evaluate a part, in any process, and keep the answers."""
+        kept = np.concatenate([self._of_shard(shard) for shard in range(part.begin, part.end)])
+        self._results.keep(self._result_of(part), np.packbits(kept).tobytes())
+        return kept
+
+    def _of_shard(self, shard: int) -> NDArray[np.bool_]:
+        """bool[samples of the shard]."""
+        begin, end = self.reader.snapshot.shard_offsets[shard : shard + 2]
+        first, last = self.candidates.count_before(np.array([begin, end]))
+        ids = self.candidates.select(np.arange(first, last))
+        kept = np.zeros(end - begin, dtype=np.bool_)
+        announced = self.reader.read_ahead(ids)
+        try:
+            for sample_id in ids.tolist():
+                kept[sample_id - begin] = self._keeps(sample_id)
+        finally:
+            self.reader.done_with(announced)
+        return kept
+
+    def _keeps(self, sample_id: int) -> bool:
+        """Whether a sample is kept; one that cannot be read is, where training would substitute it."""
+        try:
+            sample = self.reader.sample(sample_id)
+        except UNREADABLE:
+            if self.bad_data.is_bad(self.reader, sample_id):
+                return True
+            sample = self.reader.sample(sample_id)  # only the first attempt failed
+        try:
+            answer = self.keep(sample)
+            if not isinstance(answer, (bool, np.bool_)):
+                raise TypeError(f"a filter returns True or False; found {answer!r}")
+        except Exception as error:
+            note = f"While filtering sample {sample_id}."
+            error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
+            raise
+        return bool(answer)
+
+    def _compute(self) -> bytes:
+        """Evaluate what no process has, in several processes if it is much; keep and return one bit per sample."""
+        results, offsets = self._results, self.reader.snapshot.shard_offsets
+        count = min(max(1, offsets[-1] // _MIN_SAMPLES), _MOST_PARTS)
+        bounds = np.unique(offsets.searchsorted(np.linspace(0, offsets[-1], count + 1))).tolist()
+        parts = [_Part(number, *pair) for number, pair in enumerate(pairwise(bounds))]
+        known = {}
+        for part in parts:
+            if (packed := results.read(self._result_of(part))) is not None:
+                known[part.number] = _unpacked(packed, int(offsets[part.end] - offsets[part.begin]))
+        missing = [part for part in parts if part.number not in known]
+        progress, begin = Progress(len(missing), "filtering"), time.monotonic()
+        while missing and time.monotonic() - begin < _ALONE_S:
+            part = missing.pop(0)
+            known[part.number] = self(part)
+            progress(len(known[part.number]))
+        num_workers = self._num_workers(len(missing))
+        known |= run_partitions(self, missing, num_workers, lambda kept: progress(len(kept)), _REMEDY)
+        answers = np.packbits(np.concatenate([known[part.number] for part in parts])).tobytes()
+        results.keep(self.name, answers, parts=map(self._result_of, parts))
+        return answers
+
+    def _num_workers(self, num_parts: int) -> int:
+        if num_parts <= 1 or multiprocessing.current_process().daemon:  # a DataLoader's worker may start no process
+            return 1
+        try:
+            pickled(self)
+        except ValueError as error:
+            _log.warning("The filter is evaluated in one process, which takes longer: %s", error)
+            return 1
+        return num_processes(None)
+
+    def _result_of(self, part: _Part) -> str:
+        return f"{self.name}.{part.begin}-{part.end}"
+
+
+def _unpacked(packed: bytes, size: int) -> NDArray[np.bool_]:
+    return np.unpackbits(np.frombuffer(packed, np.uint8), count=size).view(np.bool_)
