@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lightning_stream.formats.encodings import register_encoding
     from lightning_stream.formats.encodings.jpeg import decode_jpeg
     from lightning_stream.loader import StreamingDataLoader
-    from lightning_stream.order import Position, World
+    from lightning_stream.order import Position, Schedule, World
     from lightning_stream.reading.stream import Stream
     from lightning_stream.spark import StreamToTorchDataset as StreamToTorchDataset
     from lightning_stream.spark import dataframe_to_mds as dataframe_to_mds
@@ -41,7 +41,7 @@ _NAMES = {
     "formats.encodings": "register_encoding",
     "formats.encodings.jpeg": "decode_jpeg",
     "loader": "StreamingDataLoader",
-    "order": "Position World",
+    "order": "Position Schedule World",
     "reading.stream": "Stream",
     "spark": "StreamToTorchDataset dataframe_to_mds",
     "trainers.audit": "verify_delivery",

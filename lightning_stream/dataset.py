@@ -21,13 +21,13 @@ from lightning_stream.loading.distributed import Dimensions, WorldLike
 from lightning_stream.loading.indexed import IndexedSamples, Readable, refuse_overrides
 from lightning_stream.loading.plain import PlainIterations
 from lightning_stream.loading.source import SampleSource, Transform
-from lightning_stream.order import MosaicConfig, OrderConfig
+from lightning_stream.order import MosaicConfig, OrderConfig, Schedule
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.rules import broken, count
 from lightning_stream.reading.bad_samples import Policy, bad_data
 from lightning_stream.reading.reader import ReaderConfig, SampleReader
-from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.reading.stream import CacheDefaults, Stream, labels_of
 
 _PUBLIC = {"seed": "shuffle_seed", "algorithm": "shuffle_algo", "canonical_nodes": "num_canonical_nodes"}
 
@@ -83,6 +83,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         start_by_range: Whether samples whose shards are still being fetched may be read by byte ranges: the first
             batches need not wait for whole shards. The bytes are compared with the shard once that is fetched and
             verified: a difference ends the run.
+        schedule: The streams' weights over the run, by their names: a `Schedule`, or its points alone, in samples.
         stream_config: Further arguments of the stream that is made of `remote` and `local`, e.g.
             ``{"options": {"endpoint_url": ...}}``.
         stream_name: Only ``"stream"``: streams of a class of your own are passed as `streams`.
@@ -134,6 +135,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         quarantine: str | os.PathLike[str] | None = None,
         start_by_range: bool = False,
         version: str | None = None,
+        schedule: Schedule | Sequence[tuple[float, Mapping[str, float]]] | None = None,
     ) -> None:
         refuse_overrides(type(self))
         uris = {"remote": remote, "local": local, "split": split, "version": version}
@@ -166,6 +168,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             "sampling_granularity": self.sampling_granularity,
             "epoch_size": None if epoch_size is None else parse_count(epoch_size, "epoch_size") or None,
             "mosaic": mosaic if shuffle_algo in MOSAIC_ALGORITHMS else None,
+            "schedule": _bound(schedule, self.streams),
         }
         OrderConfig.resolve(batch_size=1, device_batch_size=1, **order_arguments)  # refuses wrong values now
         config = CacheConfig(
@@ -327,6 +330,12 @@ def _whole_numbers(**given: float | None) -> list[int | None]:
     if problems := broken(numbers, rules):
         raise ValueError(" ".join(problems))
     return list(numbers.values())
+
+
+def _bound(given: Any, streams: Sequence[Stream]) -> Schedule | None:
+    if given is None:
+        return None
+    return (given if isinstance(given, Schedule) else Schedule(given)).of_streams(labels_of(streams))
 
 
 def _streams(

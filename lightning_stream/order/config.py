@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from lightning_stream.errors import StateError
-from lightning_stream.order.batching import METHODS
+from lightning_stream.order.batching import METHODS, SCHEDULED
 from lightning_stream.order.batching.base import EpochOrder
 from lightning_stream.order.mosaic.epoch import MosaicEpoch
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.mosaic.shuffles import SHUFFLES
 from lightning_stream.order.rules import broken, count, one_of
+from lightning_stream.order.schedule import Schedule
 from lightning_stream.order.world import World
 
 ORDER_VERSION = 1
@@ -62,6 +63,7 @@ class OrderConfig:
     sampling_granularity: int = 1  # samples taken from a shard at a time where a stream is only partly drawn
     epoch_size: int | None = None  # samples of an epoch over all streams; None for the sum that the weights give
     mosaic: MosaicConfig | None = None  # settings of the orders of mosaicml-streaming; None for the native order
+    schedule: Schedule | None = None  # the streams' weights over the run; None for those of each stream
 
     def __post_init__(self) -> None:
         problems = broken(vars(self), _RULES)
@@ -69,8 +71,28 @@ class OrderConfig:
         fixes = method.fixes if method else {}
         problems += [sentence for name, sentence in fixes.items() if getattr(self, name) is None]
         problems += [] if self.mosaic is None else broken(vars(self.mosaic), _MOSAIC_RULES)
+        if self.schedule is not None and not problems:
+            problems = self._schedule_problems(self.schedule)
         if problems:
             raise ValueError("The order settings must be valid. " + " ".join(problems))
+
+    def _schedule_problems(self, schedule: Schedule) -> list[str]:
+        problems, length = [], self.batching.stretch_length_of(self)
+        if self.mosaic is not None:
+            problems.append(f"A schedule needs the native order, but algorithm is {self.algorithm!r}: omit it.")
+        if schedule.unit == "steps" and self.batch_size is None:
+            problems.append("A schedule in steps needs a batch size from the start.")
+        if length > 1 and (self.epoch_size is None or self.epoch_size % length):
+            problems.append(
+                f"{self.batching_method} takes {length} samples of a stream at a time, so with a schedule epoch_size "
+                f"must be a multiple of that, not {self.epoch_size}."
+            )
+        if length > 1 and any(schedule.stops):
+            problems.append(
+                f"exhausted='stop' would end a stream within the {length} samples that {self.batching_method} takes at "
+                "a time: use 'repeat', or another batching_method."
+            )
+        return problems
 
     @classmethod
     def resolve(
@@ -88,6 +110,7 @@ class OrderConfig:
         sampling_granularity: int = 1,
         epoch_size: int | None = None,
         mosaic: MosaicConfig | None = None,
+        schedule: Schedule | None = None,
         resumed: OrderConfig | None = None,
         world: World | None = None,
     ) -> OrderConfig:
@@ -112,10 +135,14 @@ class OrderConfig:
             device_batch_size = resumed.device_block or device_batch_size
             canonical_nodes = resumed.canonical_nodes if canonical_nodes is None else canonical_nodes
             window = resumed.window if window is None else window
+            schedule = schedule and schedule.resumed(resumed.schedule)
         nodes = _default_nodes(batch_size, algorithm, mosaic) if canonical_nodes is None else canonical_nodes
         window = -(-_ACTIVE_PARTS // max(nodes, 1)) if window is None else window
         method = METHODS.get(batching_method)
         sizes = {"batch_size": batch_size, "device_block": device_batch_size}
+        fixed = {name: sizes[name] for name in method.fixes} if method else {}
+        if schedule is not None and schedule.unit == "steps":
+            fixed["batch_size"] = resumed.batch_size if resumed is not None else batch_size
         return cls(
             shuffle=shuffle,
             seed=seed,
@@ -123,21 +150,26 @@ class OrderConfig:
             canonical_nodes=nodes,
             window=window,
             batching_method=batching_method,
-            **({name: sizes[name] for name in method.fixes} if method else {}),
+            **fixed,
             sampling_method=sampling_method,
             sampling_granularity=sampling_granularity,
             epoch_size=epoch_size,
             mosaic=mosaic,
+            schedule=schedule,
         )
 
     @property
     def batching(self) -> type[EpochOrder]:
         """The class of this order's epochs. Nothing else compares the names of the methods."""
-        return METHODS[self.batching_method] if self.mosaic is None else MosaicEpoch
+        if self.mosaic is not None:
+            return MosaicEpoch
+        return (METHODS if self.schedule is None else SCHEDULED)[self.batching_method]
 
     def to_state(self) -> dict[str, Any]:
         """The settings as a dict of plain values."""
-        return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        state = {_KEYS.get(name, name): value for name, value in asdict(replace(self, schedule=None)).items()}
+        del state["schedule"]  # states of runs without one stay as they were
+        return state if self.schedule is None else {**state, "schedule": self.schedule.to_state()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> OrderConfig:
@@ -146,6 +178,8 @@ class OrderConfig:
             values = _known(OrderConfig, state)
             if values.get("mosaic") is not None:
                 values["mosaic"] = MosaicConfig(**_known(MosaicConfig, values["mosaic"]))
+            if values.get("schedule") is not None:
+                values["schedule"] = Schedule.from_state(values["schedule"])
             return cls(**values)
         except (TypeError, ValueError, AttributeError) as error:
             raise StateError(

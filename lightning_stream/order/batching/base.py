@@ -15,6 +15,7 @@ from lightning_stream.order.rank_split import TAILS, ReplicaBatch, Tail, num_mic
 from lightning_stream.order.world import World
 
 if TYPE_CHECKING:
+    from lightning_stream.order.config import OrderConfig
     from lightning_stream.order.plan import RunOrder
     from lightning_stream.order.snapshot import Snapshot
 
@@ -186,6 +187,11 @@ class EpochOrder(ABC):
     # Whether a whole global batch is grouped by canonical node and split over the replicas sample by sample.
     splits_samples: ClassVar[bool] = True
     plan_type: ClassVar[type[BatchPlan]] = BatchPlan  # how the epoch is cut into global batches
+
+    @classmethod
+    def stretch_length_of(cls, config: OrderConfig) -> int:  # noqa: ARG003
+        """Consecutive samples of one stream that stay together, where the method keeps any."""
+        return 1
 
     def __init__(self, run: RunOrder, epoch: int) -> None:
         self.epoch, self.num_samples, self.full_end = epoch, run.num_samples, run.num_samples
