@@ -64,6 +64,6 @@ __getattr__, __dir__ = lazy_names(__name__, _NAMES, _EXTRAS)
 # Those of `import *`, which must not fail where a trainer or Spark is not installed; `dir()` has all names.
 __all__ = [
     "CSVWriter", "JSONWriter", "LightningStreamError", "LocalDataset", "MDSWriter", "Position", "PositionTracker",
-    "Stream", "StreamingDataLoader", "StreamingDataset", "TSVWriter", "World", "XSVWriter", "decode_jpeg",
+    "Schedule", "Stream", "StreamingDataLoader", "StreamingDataset", "TSVWriter", "World", "XSVWriter", "decode_jpeg",
     "merge_index", "read_position", "register_encoding", "start_at", "verify_delivery",
 ]  # fmt: skip

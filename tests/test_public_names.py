@@ -18,6 +18,7 @@ PUBLIC = {
     "PositionTracker",
     "RunMonitor",
     "SampleLog",
+    "Schedule",
     "Stream",
     "StreamToTorchDataset",
     "StreamingCallback",

@@ -1,4 +1,4 @@
-"""A dataset with a mixture schedule: the same batches in every world, exact resumes, and changes made while training."""
+"""A dataset with a mixture schedule: the same batches in every world, exact resumes, changes made while training."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ torch = pytest.importorskip("torch")
 
 from lightning_stream import (  # noqa: E402
     MDSWriter,
+    PositionTracker,
     Schedule,
     Stream,
     StreamingDataLoader,
     StreamingDataset,
     World,
+    verify_delivery,
 )
 from lightning_stream.errors import SettingsMismatch, StateError  # noqa: E402
 
@@ -150,3 +152,100 @@ def test_a_mixture_whose_streams_all_stop_is_read_once(folder: Path) -> None:
     (loader,) = loaders(folder, 1, schedule=schedule)
     ids = [one for _ in range(3) for batch in loader for one in batch["id"][~loader.last_batch.filler].tolist()]
     assert sorted(ids) == list(range(170))
+
+
+# Changes made while training
+
+CHANGE = {"code": 3, "math": 1}
+
+
+def changed_run(ranks: Sequence[StreamingDataLoader], after: int, steps: int, **change: Any) -> list[list[int]]:
+    """Global batches over epochs, with a change of the mixture after some of them, on every rank."""
+    found = []
+    while len(found) < steps:
+        iterators = [iter(loader) for loader in ranks]
+        for first in iterators[0]:
+            ids = [first["id"], *(next(one)["id"] for one in iterators[1:])]
+            found.append(sorted(torch.cat(ids).tolist()))
+            if len(found) == after:
+                assert len({loader.change_mixture(CHANGE, **change) for loader in ranks}) == 1
+            if len(found) == steps:
+                break
+        for one in iterators:
+            one.close()
+    return found
+
+
+@pytest.mark.parametrize("after", [1, 3, 5, 7])
+def test_a_change_takes_effect_at_the_next_batch_of_all_ranks(folder: Path, after: int) -> None:
+    plain = take(loaders(folder, 1), 12)
+    wanted = changed_run(loaders(folder, 1), after, 12)
+    assert wanted[:after] == plain[:after]
+    for ids in wanted[after:]:
+        assert np.abs(np.bincount(stream_of(ids), minlength=3) - [0, 18, 6]).max() <= 1
+    for num_ranks in (2, 3, 6):
+        assert changed_run(loaders(folder, num_ranks), after, 12) == wanted
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 2, "prefetch_factor": 3}, {"persistent_workers": True}])
+def test_workers_that_read_ahead_begin_again_where_a_change_takes_effect(folder: Path, options: Any) -> None:
+    (loader,) = loaders(folder, 1, **{"num_workers": 1, **options})
+    assert changed_run([loader], 3, 9) == changed_run(loaders(folder, 1), 3, 9)
+    loader.close()
+
+
+def test_a_global_batch_in_progress_is_completed_before_a_change(folder: Path) -> None:
+    (loader,) = loaders(folder, 1, accumulate=3)
+    batches = iter(loader)
+    ids = [one for _ in range(4) for one in next(batches)["id"].tolist()]
+    assert loader.change_mixture(CHANGE) == 48
+    ids += [one for _ in range(5) for one in next(batches)["id"].tolist()]
+    wanted = changed_run(loaders(folder, 1), 2, 3)
+    assert [sorted(ids[k : k + 24]) for k in (0, 24, 48)] == wanted
+
+
+def test_a_changed_run_resumes_and_repeats_from_its_state(folder: Path) -> None:
+    wanted = changed_run(loaders(folder, 1), 4, 14, skip={"code": 5})
+    ranks = loaders(folder, 2)
+    assert changed_run(ranks, 4, 8, skip={"code": 5}) == wanted[:8]
+    state = ranks[0].state_dict()
+    assert state == ranks[1].state_dict()
+    assert len(str(state)) < 1024
+    ranks = loaders(folder, 3)
+    for loader in ranks:
+        loader.load_state_dict(state)
+    assert take(ranks, 6) == wanted[8:]
+    again = Schedule.from_state(ranks[0].state_dict()["order"]["schedule"])
+    assert take(loaders(folder, 2, schedule=again), 14) == wanted
+
+
+def test_a_change_before_or_between_epochs_holds_from_the_next_batch(folder: Path) -> None:
+    (loader,) = loaders(folder, 1)
+    assert loader.change_mixture({"math": 1}) == 0
+    assert set(stream_of(take([loader], 1)[0])) == {2}
+    (loader,) = loaders(folder, 1)
+    for _ in loader:
+        pass
+    assert loader.change_mixture({"math": 1}) == loader.change_mixture({"math": 1, "web": 0}) == 120
+    assert set(stream_of(take([loader], 1)[0])) == {2}
+
+
+def test_a_change_of_a_dataset_without_a_schedule_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="Only a mixture with a schedule can change"):
+        loaders(folder, 1, schedule=None)[0].change_mixture({"web": 1})
+    with pytest.raises(ValueError, match="names 'wiki', but the streams are web, code, math"):
+        loaders(folder, 1)[0].change_mixture({"wiki": 1})
+
+
+def test_the_record_of_a_changed_run_is_verified(folder: Path, tmp_path: Path) -> None:
+    for rank in range(2):
+        loader = loaders(folder, 2)[rank]
+        tracker = PositionTracker(loader, record_delivery=tmp_path)
+        for _ in range(2):
+            for _ in tracker:
+                tracker.stepped()
+                if tracker.num_steps == 3:
+                    loader.change_mixture(CHANGE, skip={"math": 2})
+        tracker.detach()
+    found = verify_delivery(tmp_path, dataset_of(folder))
+    assert (found.num_steps, found.first_difference) == (10, None), found.sentence
