@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from lightning_stream.spark import dataframe_to_mds as dataframe_to_mds
     from lightning_stream.trainers.audit import verify_delivery
     from lightning_stream.trainers.checkpoints import read_position, start_at
+    from lightning_stream.trainers.composer.feedback import ComposerMixtureFeedback as ComposerMixtureFeedback
     from lightning_stream.trainers.composer.spec import data_spec as data_spec
     from lightning_stream.trainers.lightning.callback import StreamingCallback as StreamingCallback
     from lightning_stream.trainers.lightning.data_module import StreamingDataModule as StreamingDataModule
+    from lightning_stream.trainers.lightning.feedback import MixtureFeedback as MixtureFeedback
     from lightning_stream.trainers.lightning.graceful_stop import GracefulStop as GracefulStop
     from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted as TrainingInterrupted
     from lightning_stream.trainers.lightning.monitor import RunMonitor as RunMonitor
@@ -46,9 +48,11 @@ _NAMES = {
     "spark": "StreamToTorchDataset dataframe_to_mds",
     "trainers.audit": "verify_delivery",
     "trainers.checkpoints": "read_position start_at",
+    "trainers.composer.feedback": "ComposerMixtureFeedback",
     "trainers.composer.spec": "data_spec",
     "trainers.lightning.callback": "StreamingCallback",
     "trainers.lightning.data_module": "StreamingDataModule",
+    "trainers.lightning.feedback": "MixtureFeedback",
     "trainers.lightning.graceful_stop": "GracefulStop TrainingInterrupted",
     "trainers.lightning.monitor": "RunMonitor SampleLog",
     "trainers.tracker": "PositionTracker",

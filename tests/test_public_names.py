@@ -9,11 +9,13 @@ from lightning_stream.errors import MissingExtraError
 
 PUBLIC = {
     "CSVWriter",
+    "ComposerMixtureFeedback",
     "GracefulStop",
     "JSONWriter",
     "LightningStreamError",
     "LocalDataset",
     "MDSWriter",
+    "MixtureFeedback",
     "Position",
     "PositionTracker",
     "RunMonitor",

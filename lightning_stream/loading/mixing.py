@@ -27,7 +27,11 @@ class MixtureChanges:
     continue_from: Any
 
     def change_mixture(
-        self, weights: Mapping[str, float] | None = None, *, skip: Mapping[str, int] | None = None
+        self,
+        weights: Mapping[str, float] | None = None,
+        *,
+        skip: Mapping[str, int] | None = None,
+        after_steps: int = 0,
     ) -> int:
         """Change the weights of the streams, or skip samples, from the first batch that was not handed out on.
 
@@ -39,6 +43,8 @@ class MixtureChanges:
             weights: The weights by stream names, for the rest of the run: they replace what the schedule had. A stream
                 with weight 0, or without one, is dropped; one that had none so far is added.
             skip: How many of its next samples each of these streams omits.
+            after_steps: Optimizer steps from the last one trained on that the change waits for at least. A trainer may
+                hold a batch that it has not trained on, which a resumed run has not: with 2, both change alike.
 
         Returns:
             The global sample number, counted through all epochs, from which on the change holds.
@@ -60,8 +66,9 @@ class MixtureChanges:
         iteration = self._progress.leading if self._driver is None else self._driver.iteration
         size = self._source.order(order).num_samples
         seen = [here, *([iteration.upcoming] if iteration is not None and iteration.upcoming else [])]
-        earlier = [change.at for change in order.schedule.changes]
-        at = max(*(one.epoch * size + one.position for one in seen), *earlier, 0)
+        earliest = [one.epoch * size + one.position for one in seen]
+        earliest += [earliest[0] + after_steps * self.settings().global_batch_size]
+        at = max(earliest + [change.at for change in order.schedule.changes])
         order = replace(order, schedule=order.schedule.changed(at, weights, skip))
         if iteration is not None:
             iteration.reorder(order)

@@ -6,14 +6,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
 from lightning_stream.order.rules import AMOUNT, MAX_NUMBER, broken, count, is_count, one_of, short
 
 Numbers = tuple[tuple[str, float], ...]  # a name and a number each
+Counts = tuple[tuple[str, int], ...]
 Exhausted = Literal["repeat", "stop"]
+Unit = Literal["samples", "tokens", "steps"]
+Interpolation = Literal["step", "linear"]
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,10 @@ class MixtureChange:
 
     at: int
     weights: Numbers | None = None
-    skip: Numbers = ()
+    skip: Counts = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Schedule:
     """The weights of a mixture as a function of training progress, exact at every sample.
 
@@ -54,24 +57,35 @@ class Schedule:
         Schedule([(0, {"web": 0.7, "code": 0.3}), (20e9, {"web": 0.4, "code": 0.6})], interpolation="linear")
     """
 
-    points: Sequence[tuple[float, Mapping[str, float] | Numbers]]
-    unit: Literal["samples", "tokens", "steps"] = "samples"
-    interpolation: Literal["step", "linear"] = "step"
-    exhausted: Exhausted | Mapping[str, Exhausted] | tuple[tuple[str, str], ...] = "repeat"
-    mean_lengths: Mapping[str, float] | Numbers = ()
-    changes: Sequence[MixtureChange] = ()
-    streams: Sequence[str] = ()
+    points: tuple[tuple[int, Numbers], ...]
+    unit: Unit
+    interpolation: Interpolation
+    exhausted: Exhausted | tuple[tuple[str, Exhausted], ...]
+    mean_lengths: Numbers
+    changes: tuple[MixtureChange, ...]
+    streams: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        points = tuple((_whole(at), _pairs(weights)) for at, weights in self.points)
-        changes = tuple(replace(one, weights=one.weights and _pairs(one.weights)) for one in self.changes)
-        exhausted = self.exhausted if isinstance(self.exhausted, str) else _pairs(self.exhausted)
-        named = (name for _, weights in points for name, _ in weights)
-        streams = tuple(self.streams) or tuple(dict.fromkeys(named))
-        lengths = _pairs(self.mean_lengths)
-        vars(self).update(
-            points=points, changes=changes, exhausted=exhausted, streams=streams, mean_lengths=lengths
-        )  # a frozen value is filled in through its dict
+    def __init__(
+        self,
+        points: Iterable[tuple[float, Mapping[str, float] | Numbers]],
+        unit: Unit = "samples",
+        interpolation: Interpolation = "step",
+        exhausted: Exhausted | Mapping[str, Exhausted] | tuple[tuple[str, Exhausted], ...] = "repeat",
+        mean_lengths: Mapping[str, float] | Numbers = (),
+        changes: Iterable[MixtureChange] = (),
+        streams: Sequence[str] = (),
+    ) -> None:
+        kept = tuple((_whole(at), _pairs(weights)) for at, weights in points)
+        named = dict.fromkeys(name for _, weights in kept for name, _ in weights)
+        vars(self).update(  # a frozen value is filled in through its dict
+            points=kept,
+            unit=unit,
+            interpolation=interpolation,
+            exhausted=exhausted if isinstance(exhausted, str) else _pairs(exhausted),
+            mean_lengths=_pairs(mean_lengths),
+            changes=tuple(changes),
+            streams=tuple(streams) or tuple(named),
+        )
         if problems := self._problems():
             raise ValueError("A mixture's schedule must be valid. " + " ".join(problems))
 
@@ -90,7 +104,7 @@ class Schedule:
         """Whether each stream ends after its samples came once."""
         if isinstance(self.exhausted, str):
             return (self.exhausted == "stop",) * len(self.streams)
-        given = dict(cast("tuple[tuple[str, str], ...]", self.exhausted))
+        given = dict(self.exhausted)
         return tuple(given.get(name) == "stop" for name in self.streams)
 
     @property

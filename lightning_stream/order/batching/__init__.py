@@ -12,5 +12,5 @@ METHODS: dict[str, type[EpochOrder]] = {
     "device_per_stream": DevicePerStreamOrder,
 }
 
-SCHEDULED = {**METHODS, "random": StratifiedOrder}
+SCHEDULED: dict[str, type[EpochOrder]] = {**METHODS, "random": StratifiedOrder}
 """The methods of a run with a mixture schedule, which orders each stream on its own."""

@@ -44,8 +44,8 @@ class InterleavedOrder(EpochOrder):
         self._samples: Sequence[SampleOrder | OwnEpochs]
         self._interleave: Interleave | ScheduledStretches
         if run.config.schedule is None:
-            self._samples = [run.sample_order(epoch, (stream,), stream) for stream in streams]
-            sizes = np.array([one.num_samples for one in self._samples], dtype=np.int64)
+            self._samples = drawn = [run.sample_order(epoch, (stream,), stream) for stream in streams]
+            sizes = np.array([one.num_samples for one in drawn], dtype=np.int64)
             self._stretches, remainder = np.divmod(sizes, length)
             self.full_end = int(self._stretches.sum()) * length
             seed = run.config.seed if self.jitter and run.config.shuffle else None

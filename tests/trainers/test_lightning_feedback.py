@@ -1,0 +1,114 @@
+"""`MixtureFeedback`: weights follow a metric, and a stopped run sees what an uninterrupted one does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning.pytorch")
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_stream import (
+    MDSWriter,
+    MixtureFeedback,
+    Schedule,
+    Stream,
+    StreamingCallback,
+    StreamingDataLoader,
+    StreamingDataset,
+    verify_delivery,
+)
+
+SIZE, STEPS = 40, 15  # samples of each stream; an epoch has 10 steps of 8 samples
+pytestmark = [pytest.mark.filterwarnings(f"ignore:.*{text}.*") for text in ("does not have many workers", "You def")]
+
+
+class Model(LightningModule):
+    """Notes what it trains on; its metric is the number of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        self.seen.append(sorted(batch["id"].tolist()))
+        return self.layer(batch["id"].float()[:, None]).mean()
+
+    def validation_step(self, batch: Mapping[str, Any]) -> None:
+        self.log("at", float(self.global_step))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-6)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("mix")
+    for first, name in enumerate(("web", "code")):
+        with MDSWriter(out=str(root / name), columns={"id": "int"}) as writer:
+            for number in range(SIZE):
+                writer.write({"id": first * SIZE + number})
+    return root
+
+
+def choose(metrics: Mapping[str, float]) -> dict[str, float] | None:
+    return {4: {"web": 1.0, "code": 3.0}, 8: None, 12: {"code": 1.0}}[int(metrics["at"])]
+
+
+def dataset_of(folder: Path, schedule: Schedule | None = None) -> StreamingDataset:
+    streams = [Stream(local=folder / name) for name in ("web", "code")]
+    return StreamingDataset(streams=streams, shuffle=True, schedule=schedule or [(0, {"web": 1, "code": 1})])
+
+
+def fit(
+    folder: Path, out: Path, steps: int, *, feedback: bool = True, schedule: Schedule | None = None, **options: Any
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """What a run trains on until it has made so many steps, and its data state; resumes from `out` if that has one."""
+    model, callback = Model(), StreamingCallback(record_delivery=out / "record")
+    checkpoint = ModelCheckpoint(
+        out, filename="last", every_n_train_steps=1, save_top_k=1, enable_version_counter=False
+    )
+    trainer = Trainer(
+        max_steps=steps, max_epochs=-1, val_check_interval=4, check_val_every_n_epoch=None, limit_val_batches=1,
+        num_sanity_val_steps=1, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[callback, checkpoint, *([MixtureFeedback(choose)] if feedback else [])],
+    )  # fmt: skip
+    loader = StreamingDataLoader(dataset_of(folder, schedule), 8, **options)
+    validation = StreamingDataLoader(dataset_of(folder), 8, evaluation=True)
+    last = out / "last.ckpt"
+    trainer.fit(model, loader, validation, ckpt_path=last if last.exists() else None)
+    loader.close()
+    return model.seen, callback.tracker.state()
+
+
+def counts(seen: list[list[int]]) -> list[int]:
+    """Samples of "code" in each step."""
+    return [sum(one >= SIZE for one in ids) for ids in seen]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}])
+def test_weights_chosen_from_a_metric_hold_two_steps_later(folder: Path, tmp_path: Path, options: Any) -> None:
+    seen, state = fit(folder, tmp_path, STEPS, **options)
+    assert counts(seen) == [4] * 6 + [6] * 8 + [8]
+    assert [one[0] for one in state["order"]["schedule"]["changes"]] == [48, 112]
+    found = verify_delivery(tmp_path / "record", dataset_of(folder))
+    assert (found.num_steps, found.first_difference) == (STEPS, None), found.sentence
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5, 7, 10, 12, 13])
+def test_a_stopped_run_sees_what_an_uninterrupted_one_does(folder: Path, tmp_path: Path, stop: int) -> None:
+    wanted, _ = fit(folder, tmp_path / "whole", STEPS)
+    first, _ = fit(folder, tmp_path / "parts", stop)
+    rest, state = fit(folder, tmp_path / "parts", STEPS)
+    assert first + rest == wanted
+    found = verify_delivery(tmp_path / "parts" / "record", dataset_of(folder))
+    assert (found.num_steps, found.first_difference) == (STEPS, None), found.sentence
+    again = Schedule.from_state(state["order"]["schedule"])
+    assert fit(folder, tmp_path / "again", STEPS, feedback=False, schedule=again)[0] == wanted
