@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -131,8 +131,7 @@ class _Era:
 
     def __init__(self, start: int, given: NDArray[np.int64], quotas: _Quotas, tree: Tree) -> None:
         self.start, self._given, self._quotas, self._tree = start, given, quotas, tree
-        self._anchors = np.empty((0, len(given)), dtype=np.int64)
-        self._sums: dict[Tree, NDArray[np.int64]] = {}
+        self._table = _Table(np.empty((0, len(given)), dtype=np.int64))
 
     @property
     def length(self) -> int | None:
@@ -144,23 +143,32 @@ class _Era:
         out = np.empty((len(at), len(self._given)), dtype=np.int64)
         if len(at):
             anchors = self._quotas.anchors(int(at[-1]) - self.start + 1)
-            if anchors is not self._anchors:
-                self._anchors, self._sums = anchors, {}
-            self._walk(self._tree, at - self.start, out)
+            table = self._table  # a local: another thread may replace it
+            if table.anchors is not anchors:
+                table = self._table = _Table(anchors)
+            table.walk(self._tree, at - self.start, out)
         return out + self._given
 
-    def _walk(self, node: Tree, given: NDArray[np.int64], out: NDArray[np.int64]) -> None:
+
+class _Table:
+    """The anchors of an era, and the sums of those under each node of the tree."""
+
+    def __init__(self, anchors: NDArray[np.int64]) -> None:
+        self.anchors = anchors
+        self._sums: dict[Tree, NDArray[np.int64]] = {}
+
+    def walk(self, node: Tree, given: NDArray[np.int64], out: NDArray[np.int64]) -> None:
+        """Fill in the numbers of the streams under a node that has given so many samples."""
         if not isinstance(node, tuple):
             out[:, node] = given
             return
         left = _left_part(given, self._sum(node), self._sum(node[0]))
-        self._walk(node[0], left, out)
-        self._walk(node[1], given - left, out)
+        self.walk(node[0], left, out)
+        self.walk(node[1], given - left, out)
 
     def _sum(self, node: Tree) -> NDArray[np.int64]:
-        """The anchors of all streams under a node together."""
         if node not in self._sums:
-            self._sums[node] = self._anchors[:, leaves(node)].sum(axis=1)
+            self._sums[node] = self.anchors[:, leaves(node)].sum(axis=1)
         return self._sums[node]
 
 
@@ -181,7 +189,7 @@ class _Quotas:
     """Each stream's integral at the ends of pieces in which it is linear, in 1/1024 samples (its anchors)."""
 
     def __init__(self, sections: Sequence[Section], rates: Shares, left: Sequence[int | None]) -> None:
-        self._rates, self._tail = rates, 0
+        self._rates = rates
         self.end: int | None = None
         rows = [np.zeros((1, len(rates)), dtype=np.int64)]
         self._base = [Fraction(0)] * len(rates)
@@ -199,14 +207,14 @@ class _Quotas:
 
     def anchors(self, samples: int) -> NDArray[np.int64]:
         """int64[pieces + 1, streams]: the anchors, at least up to so many samples."""
-        if self._last is not None and self._anchors[-1].sum() <= samples << _BITS:
+        anchors = self._anchors  # a local: another thread may replace it
+        if self._last is not None and anchors[-1].sum() <= samples << _BITS:
             whole = sum(a * b for a, b in zip(self._last.begin, self._rates, strict=True))
-            piece = Fraction(_MOST_IN_PIECE) / whole
             lacks = samples - (int(self._head[-1].sum()) >> _BITS)
-            count = max(2 * self._tail, lacks // _MOST_IN_PIECE + 2)
-            section = Section(piece * count, self._last.begin, self._last.end)
-            self._anchors, self._tail = np.concatenate([self._head, self._pieces(section, count)]), count
-        return self._anchors
+            count = max(2 * (len(anchors) - len(self._head)), lacks // _MOST_IN_PIECE + 2)
+            section = replace(self._last, length=Fraction(_MOST_IN_PIECE) / whole * count)
+            anchors = self._anchors = np.concatenate([self._head, self._pieces(section, count)])
+        return anchors
 
     def _pieces(self, section: Section, count: int) -> NDArray[np.int64]:
         """The anchors at the ends of ``count`` equal pieces of a section."""
