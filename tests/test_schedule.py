@@ -134,6 +134,12 @@ def test_a_run_does_not_resume_with_another_schedule(folder: Path) -> None:
         StreamingDataLoader(dataset_of(folder, None), 24).load_state_dict(state)
 
 
+def test_a_plain_loop_reads_the_same_mixture(folder: Path) -> None:
+    wanted, dataset = take(loaders(folder, 1), 10), dataset_of(folder, batch_size=24)
+    ids = [sample["id"] for _ in range(2) for sample in dataset]
+    assert [sorted(ids[k : k + 24]) for k in range(0, 240, 24)] == wanted
+
+
 def test_streams_are_named_by_their_folders_or_by_the_user(folder: Path) -> None:
     with pytest.raises(ValueError, match="names 'wiki', but the streams are web, code, math"):
         dataset_of(folder, [(0, {"wiki": 1})])

@@ -111,9 +111,9 @@ class Mixture:
         sections = [Section(*one) for one in zip(lengths, shares, later, strict=False)]
         eras = [self._era(0, np.zeros(len(self._sizes), np.int64), [*sections, Section(None, shares[-1], shares[-1])])]
         for change in schedule.changes:
-            start = change.at // self._stretch
             if change.weights is not None:
                 self._eras = eras
+                start = change.at // self._stretch if self.end is None else min(change.at // self._stretch, self.end)
                 now, left = schedule.shares(change.weights), self.counts(np.array([start]))[0]
                 eras = [era for era in eras if era.start < start or era is eras[0]]
                 eras.append(self._era(start, left, [Section(None, now, now)]))
@@ -201,9 +201,11 @@ class _Quotas:
                 rows.append(self._pieces(section, _num_pieces(section, rates)))
                 self._advance(section, left)
                 rows[-1][-1] = [_units(one) for one in self._base]
+        if self._last is None:  # whole samples, so that each stream that ends gives all of its own
+            whole = [math.ceil(one) for one in self._base]
+            rows.append(np.array([whole], dtype=np.int64) << _BITS)
+            self.end = sum(whole)
         self._head = self._anchors = np.concatenate(rows)
-        if self._last is None:
-            self.end = int(sum(self._base))
 
     def anchors(self, samples: int) -> NDArray[np.int64]:
         """int64[pieces + 1, streams]: the anchors, at least up to so many samples."""

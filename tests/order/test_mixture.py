@@ -6,6 +6,7 @@ import time
 import tracemalloc
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -252,6 +253,25 @@ def test_a_schedule_names_all_that_is_wrong() -> None:
         Schedule([(0, {"x": 1})]).of_streams(["web", "code"])
     with pytest.raises(ValueError, match="needs the native order"):
         run_of(THREE, algorithm="py1s")
+
+
+@settings(max_examples=60)
+@given(schedules(), st.data())
+def test_streams_that_stop_give_their_samples_once_under_any_schedule(schedule: Schedule, data: st.DataObject) -> None:
+    names = schedule.streams
+    sizes = [data.draw(st.integers(0, 3000)) for _ in names]
+    stops: dict[str, Any] = {name: "stop" for name in names if data.draw(st.booleans())}
+    points, interpolation = schedule.points, schedule.interpolation
+    mixture = Mixture(Schedule(points, "samples", interpolation, stops, streams=names), sizes)
+    at = np.arange((20_000 if mixture.end is None else mixture.end) + 1)
+    counts = mixture.counts(at)
+    assert (counts.sum(axis=1) == at).all()
+    steps = np.diff(counts, axis=0)
+    assert ((steps == 0) | (steps == 1)).all()
+    for name, size, given_ in zip(names, sizes, counts[-1].tolist(), strict=True):
+        assert name not in stops or given_ <= size
+        lasts = dict(points[-1][1])
+        assert name not in stops or not lasts.get(name) or mixture.end is None or given_ == size
 
 
 # Changes made while training
