@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,7 +72,14 @@ def dataset_of(folder: Path, schedule: Schedule | None = None) -> StreamingDatas
 
 
 def fit(
-    folder: Path, out: Path, steps: int, *, feedback: bool = True, schedule: Schedule | None = None, **options: Any
+    folder: Path,
+    out: Path,
+    steps: int,
+    *,
+    feedback: bool = True,
+    schedule: Schedule | None = None,
+    devices: int = 1,
+    **options: Any,
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """What a run trains on until it has made so many steps, and its data state; resumes from `out` if that has one."""
     model, callback = Model(), StreamingCallback(record_delivery=out / "record")
@@ -77,11 +88,11 @@ def fit(
     )
     trainer = Trainer(
         max_steps=steps, max_epochs=-1, val_check_interval=4, check_val_every_n_epoch=None, limit_val_batches=1,
-        num_sanity_val_steps=1, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+        num_sanity_val_steps=1, accelerator="cpu", devices=devices, logger=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[callback, checkpoint, *([MixtureFeedback(choose)] if feedback else [])],
     )  # fmt: skip
-    loader = StreamingDataLoader(dataset_of(folder, schedule), 8, **options)
-    validation = StreamingDataLoader(dataset_of(folder), 8, evaluation=True)
+    loader = StreamingDataLoader(dataset_of(folder, schedule), global_batch_size=8, **options)
+    validation = StreamingDataLoader(dataset_of(folder), 4, evaluation=True)
     last = out / "last.ckpt"
     trainer.fit(model, loader, validation, ckpt_path=last if last.exists() else None)
     loader.close()
@@ -112,3 +123,21 @@ def test_a_stopped_run_sees_what_an_uninterrupted_one_does(folder: Path, tmp_pat
     assert (found.num_steps, found.first_difference) == (STEPS, None), found.sentence
     again = Schedule.from_state(state["order"]["schedule"])
     assert fit(folder, tmp_path / "again", STEPS, feedback=False, schedule=again)[0] == wanted
+
+
+@pytest.mark.distributed
+def test_two_ranks_change_at_the_same_batch(folder: Path, tmp_path: Path) -> None:
+    wanted, _ = fit(folder, tmp_path / "one", STEPS)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+    subprocess.run([*command, str(folder), str(tmp_path / "two")], env=env, check=True, timeout=300)
+    ranks = [json.loads((tmp_path / "two" / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert [sorted(a + b) for a, b in zip(*ranks, strict=True)] == wanted
+    found = verify_delivery(tmp_path / "two" / "record", dataset_of(folder))
+    assert (found.num_steps, found.first_difference) == (STEPS, None), found.sentence
+
+
+if __name__ == "__main__":
+    data, results = map(Path, sys.argv[1:])
+    here = fit(data, results, STEPS, devices=2)[0]
+    (results / f"rank{os.environ['RANK']}.json").write_text(json.dumps(here))
