@@ -44,7 +44,9 @@ PUBLIC = {
 
 
 NEEDS_A_TRAINER_OR_SPARK = {
+    "ComposerMixtureFeedback",
     "GracefulStop",
+    "MixtureFeedback",
     "RunMonitor",
     "SampleLog",
     "StreamToTorchDataset",
