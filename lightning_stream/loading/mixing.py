@@ -42,7 +42,8 @@ class MixtureChanges:
         Args:
             weights: The weights by stream names, for the rest of the run: they replace what the schedule had. A stream
                 with weight 0, or without one, is dropped; one that had none so far is added.
-            skip: How many of its next samples each of these streams omits.
+            skip: How many of its next samples each of these streams omits; rounded up to whole batches or device blocks
+                where the batching method keeps these together.
             after_steps: Optimizer steps from the last one trained on that the change waits for at least. A trainer may
                 hold a batch that it has not trained on, which a resumed run has not: with 2, both change alike.
 

@@ -24,7 +24,7 @@ from lightning_stream.order.schedule import Schedule
 
 _BITS = 10  # anchors are multiples of 1 / 1024 sample
 _MOST_IN_PIECE = 2**20  # samples, so that products of two numbers of 1/1024 samples fit in 64 bits
-_MOST_PIECES = 2**20  # of a linear section: its integral is then within 1/32 sample up to 10**11 samples
+_MOST_PIECES = 2**20  # of a section: a linear one is then within 1/32 sample of its integral up to 10**11 samples
 _SEARCHED = 12  # streams: for up to so many the best tree is searched for, which takes up to half a second
 Shares = tuple[Fraction, ...]
 Tree = int | tuple["Tree", "Tree"]
@@ -311,7 +311,13 @@ def _num_pieces(section: Section, rates: Shares) -> int:
     moves = zip(section.begin, section.end, rates, strict=True)
     bend = max(abs(b - a) * rate for a, b, rate in moves) * section.length
     exact = math.isqrt(math.ceil(4 * bend)) + 1 if bend else 1
-    return max(1, math.ceil(most * section.length / _MOST_IN_PIECE), min(exact, _MOST_PIECES))
+    least = max(1, math.ceil(most * section.length / _MOST_IN_PIECE))
+    if least > _MOST_PIECES:
+        raise ValueError(
+            f"The points of a schedule must be at most {_MOST_PIECES * _MOST_IN_PIECE:,} samples apart, but two of "
+            f"them are {int(most * section.length):,} apart. Omit the far one."
+        )
+    return max(least, min(exact, _MOST_PIECES))
 
 
 def _units(samples: Fraction) -> int:

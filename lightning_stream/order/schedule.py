@@ -75,10 +75,10 @@ class Schedule:
         changes: Iterable[MixtureChange] = (),
         streams: Sequence[str] = (),
     ) -> None:
-        kept = tuple((_whole(at), _pairs(weights)) for at, weights in points)
-        named = dict.fromkeys(name for _, weights in kept for name, _ in weights)
+        given = [(_whole(at), dict(weights)) for at, weights in points]
+        named = dict.fromkeys(name for _, weights in given for name in weights)
         vars(self).update(  # a frozen value is filled in through its dict
-            points=kept,
+            points=tuple((at, _pairs(weights)) for at, weights in given),
             unit=unit,
             interpolation=interpolation,
             exhausted=exhausted if isinstance(exhausted, str) else _pairs(exhausted),
@@ -148,9 +148,9 @@ class Schedule:
         """Read the result of :meth:`to_state`. Raises TypeError or ValueError for anything else."""
         changes = [
             MixtureChange(at, None if weights is None else _pairs(weights), _pairs(skip))
-            for at, weights, skip in state["changes"]
+            for at, weights, skip in state.get("changes", ())
         ]
-        return cls(**{**state, "points": [tuple(one) for one in state["points"]], "changes": changes})
+        return cls(**{"points": (), **state, "changes": changes})
 
     def _problems(self) -> list[str]:
         problems = broken(vars(self), _RULES)
@@ -204,11 +204,13 @@ class Schedule:
 
 def _whole(number: float) -> int:
     """A whole number that may be written as a float (20e9); others stay, for the message."""
+    number = number.item() if isinstance(number, np.generic) else number
     return int(number) if isinstance(number, float) and math.isfinite(number) and number == int(number) else number  # type: ignore[return-value]
 
 
 def _pairs(given: Any) -> Any:
-    pairs = given.items() if isinstance(given, Mapping) else given
+    """Sorted by name, so that the order in which names are given makes no other schedule."""
+    pairs = sorted(dict(given).items())
     return tuple((name, value.item() if isinstance(value, np.generic) else value) for name, value in pairs)
 
 

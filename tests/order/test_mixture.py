@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_stream.errors import SettingsMismatch
+from lightning_stream.errors import SettingsMismatch, StateError
 from lightning_stream.order import (
     BatchPlan,
     OrderConfig,
@@ -272,6 +272,31 @@ def test_streams_that_stop_give_their_samples_once_under_any_schedule(schedule: 
         assert name not in stops or given_ <= size
         lasts = dict(points[-1][1])
         assert name not in stops or not lasts.get(name) or mixture.end is None or given_ == size
+
+
+def test_the_order_of_names_makes_no_other_schedule() -> None:
+    streams = ("a", "b")
+    one, other = Schedule([(0, {"b": 1, "a": 2})], streams=streams), Schedule([(0, {"a": 2, "b": 1})], streams=streams)
+    assert one == other
+    assert Schedule([(np.int64(0), {"b": np.float64(1), "a": 2})]).to_state()["streams"] == ["b", "a"]
+
+
+def test_a_damaged_schedule_of_a_state_is_refused() -> None:
+    state = OrderConfig.resolve(batch_size=24, schedule=THREE.changed(24, {"a": 1})).to_state()
+    for name, value in [
+        ("points", None), ("points", [[0]]), ("points", [[0, 1]]), ("points", [[5, {"a": 1}]]), ("changes", [[1, 2]]),
+        ("changes", [["x", None, {}]]), ("unit", "miles"), ("streams", ["a"]), ("exhausted", 3), ("other", 1),
+    ]:  # fmt: skip
+        with pytest.raises(StateError):
+            OrderConfig.from_state({**state, "schedule": {**state["schedule"], name: value}})
+    for schedule in ({}, [], 3):
+        with pytest.raises(StateError):
+            OrderConfig.from_state({**state, "schedule": schedule})
+
+
+def test_points_too_far_apart_are_refused() -> None:
+    with pytest.raises(ValueError, match="samples apart, but two of them are 4,000,000,000,000 apart"):
+        Mixture(Schedule([(0, {"a": 1}), (4e12, {"a": 1})]), [MANY])
 
 
 # Changes made while training
