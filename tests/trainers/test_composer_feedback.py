@@ -80,7 +80,7 @@ def fit(mix: Path, out: Path, steps: int, *, feedback: bool = True, **options: A
     return {step: sorted(ids) for step, ids in model.steps.items()}, state
 
 
-@pytest.mark.parametrize("stop", [3, 4, 7, 10, 13])
+@pytest.mark.parametrize("stop", [4, 7, *(pytest.param(k, marks=pytest.mark.nightly) for k in (3, 10, 13))])
 def test_weights_follow_a_metric_and_a_stopped_run_repeats_them(mix: Path, tmp_path: Path, stop: int) -> None:
     wanted, state = fit(mix, tmp_path / "whole", STEPS)
     assert [sum(one >= SIZE for one in wanted[step]) for step in range(STEPS)] == [4] * 4 + [6] * 8 + [8] * 3

@@ -104,6 +104,12 @@ def counts(seen: list[list[int]]) -> list[int]:
     return [sum(one >= SIZE for one in ids) for ids in seen]
 
 
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[int]], dict[str, Any]]:
+    """An uninterrupted run: what it trained on, and its last state."""
+    return fit(folder, tmp_path_factory.mktemp("whole"), STEPS)
+
+
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}])
 def test_weights_chosen_from_a_metric_hold_two_steps_later(folder: Path, tmp_path: Path, options: Any) -> None:
     seen, state = fit(folder, tmp_path, STEPS, **options)
@@ -113,26 +119,27 @@ def test_weights_chosen_from_a_metric_hold_two_steps_later(folder: Path, tmp_pat
     assert (found.num_steps, found.first_difference) == (STEPS, None), found.sentence
 
 
-@pytest.mark.parametrize("stop", [3, 4, 5, 7, 10, 12, 13])
-def test_a_stopped_run_sees_what_an_uninterrupted_one_does(folder: Path, tmp_path: Path, stop: int) -> None:
-    wanted, _ = fit(folder, tmp_path / "whole", STEPS)
+@pytest.mark.parametrize("stop", [4, 7, 10, *(pytest.param(k, marks=pytest.mark.nightly) for k in (3, 5, 12, 13))])
+def test_a_stopped_run_sees_what_an_uninterrupted_one_does(folder: Path, tmp_path: Path, whole: Any, stop: int) -> None:
     first, _ = fit(folder, tmp_path / "parts", stop)
     rest, state = fit(folder, tmp_path / "parts", STEPS)
-    assert first + rest == wanted
+    assert (first + rest, state) == whole
     found = verify_delivery(tmp_path / "parts" / "record", dataset_of(folder))
     assert (found.num_steps, found.first_difference) == (STEPS, None), found.sentence
-    again = Schedule.from_state(state["order"]["schedule"])
-    assert fit(folder, tmp_path / "again", STEPS, feedback=False, schedule=again)[0] == wanted
+
+
+def test_a_run_repeats_without_the_callback_from_its_last_state(folder: Path, tmp_path: Path, whole: Any) -> None:
+    again = Schedule.from_state(whole[1]["order"]["schedule"])
+    assert fit(folder, tmp_path, STEPS, feedback=False, schedule=again) == whole
 
 
 @pytest.mark.distributed
-def test_two_ranks_change_at_the_same_batch(folder: Path, tmp_path: Path) -> None:
-    wanted, _ = fit(folder, tmp_path / "one", STEPS)
+def test_two_ranks_change_at_the_same_batch(folder: Path, tmp_path: Path, whole: Any) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     subprocess.run([*command, str(folder), str(tmp_path / "two")], env=env, check=True, timeout=300)
     ranks = [json.loads((tmp_path / "two" / f"rank{rank}.json").read_text()) for rank in range(2)]
-    assert [sorted(a + b) for a, b in zip(*ranks, strict=True)] == wanted
+    assert [sorted(a + b) for a, b in zip(*ranks, strict=True)] == whole[0]
     found = verify_delivery(tmp_path / "two" / "record", dataset_of(folder))
     assert (found.num_steps, found.first_difference) == (STEPS, None), found.sentence
 
