@@ -66,9 +66,10 @@ def choose(metrics: Mapping[str, float]) -> dict[str, float] | None:
     return {4: {"web": 1.0, "code": 3.0}, 8: None, 12: {"code": 1.0}}[int(metrics["at"])]
 
 
-def dataset_of(folder: Path, schedule: Schedule | None = None) -> StreamingDataset:
+def dataset_of(folder: Path, schedule: Schedule | None = None, epoch_size: int | None = None) -> StreamingDataset:
     streams = [Stream(local=folder / name) for name in ("web", "code")]
-    return StreamingDataset(streams=streams, shuffle=True, schedule=schedule or [(0, {"web": 1, "code": 1})])
+    points = [(0, {"web": 1, "code": 1})]
+    return StreamingDataset(streams=streams, shuffle=True, epoch_size=epoch_size, schedule=schedule or points)
 
 
 def fit(
@@ -131,6 +132,17 @@ def test_a_stopped_run_sees_what_an_uninterrupted_one_does(folder: Path, tmp_pat
 def test_a_run_repeats_without_the_callback_from_its_last_state(folder: Path, tmp_path: Path, whole: Any) -> None:
     again = Schedule.from_state(whole[1]["order"]["schedule"])
     assert fit(folder, tmp_path, STEPS, feedback=False, schedule=again) == whole
+
+
+def test_an_epoch_is_shorter_where_all_streams_have_ended(folder: Path, tmp_path: Path) -> None:
+    model, callback = Model(), StreamingCallback(record_delivery=tmp_path)
+    schedule = Schedule([(0, {"web": 1, "code": 1})], exhausted="stop")
+    dataset = dataset_of(folder, schedule, epoch_size=48)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = Trainer(max_epochs=2, accelerator="cpu", devices=1, callbacks=[callback], **quiet)  # type: ignore[arg-type]
+    trainer.fit(model, StreamingDataLoader(dataset, 8))
+    assert sorted(one for ids in model.seen for one in ids) == list(range(2 * SIZE))
+    assert verify_delivery(tmp_path, dataset).first_difference is None
 
 
 @pytest.mark.distributed
