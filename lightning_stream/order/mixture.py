@@ -25,6 +25,7 @@ from lightning_stream.order.schedule import Schedule
 _BITS = 10  # anchors are multiples of 1 / 1024 sample
 _MOST_IN_PIECE = 2**20  # samples, so that products of two numbers of 1/1024 samples fit in 64 bits
 _MOST_PIECES = 2**20  # of a section: a linear one is then within 1/32 sample of its integral up to 10**11 samples
+_AHEAD = 3  # samples, more than the deviation of any node
 _SEARCHED = 12  # streams: for up to so many the best tree is searched for, which takes up to half a second
 Shares = tuple[Fraction, ...]
 Tree = int | tuple["Tree", "Tree"]
@@ -210,8 +211,13 @@ class _Quotas:
     def anchors(self, samples: int) -> NDArray[np.int64]:
         """int64[pieces + 1, streams]: the anchors, at least up to so many samples."""
         anchors = self._anchors  # a local: another thread may replace it
-        if self._last is not None and anchors[-1].sum() <= samples << _BITS:
-            whole = sum(a * b for a, b in zip(self._last.begin, self._rates, strict=True))
+        if self._last is None:
+            return anchors
+        rates = [a * b for a, b in zip(self._last.begin, self._rates, strict=True)]
+        whole = sum(rates)
+        # A node may be ahead of its integral: every stream's next samples need anchors, however light it is.
+        samples += math.ceil(_AHEAD * whole / min(filter(None, rates)))
+        if anchors[-1].sum() <= samples << _BITS:
             lacks = samples - (int(self._head[-1].sum()) >> _BITS)
             count = max(2 * (len(anchors) - len(self._head)), lacks // _MOST_IN_PIECE + 2)
             section = replace(self._last, length=Fraction(_MOST_IN_PIECE) / whole * count)

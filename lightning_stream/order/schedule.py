@@ -173,8 +173,11 @@ class Schedule:
     def _weight_problems(self, where: str, given: Numbers) -> list[str]:
         bad = [f"{name}={short(weight)}" for name, weight in given if not AMOUNT.holds(weight)]
         problems = [f"{where} has {', '.join(bad)}, but a weight must be {AMOUNT.text}."] if bad else []
-        if not bad and not any(weight for _, weight in given):
+        positive = [] if bad else [weight for _, weight in given if weight]
+        if not bad and not positive:
             problems.append(f"{where} must have a weight above 0.")
+        elif positive and min(positive) < _LEAST * sum(positive):
+            problems.append(f"{where} has the weight {min(positive)}, less than {_LEAST} of all: use 0.")
         return problems + self._unknown(where, given)
 
     def _length_problems(self) -> list[str]:
@@ -214,6 +217,7 @@ def _pairs(given: Any) -> Any:
     return tuple((name, value.item() if isinstance(value, np.generic) else value) for name, value in pairs)
 
 
+_LEAST = 1e-9  # of the sum of the weights
 _EXHAUSTED = ("repeat", "stop")
 _SKIP = count(1, MAX_NUMBER - 1)
 _RULES = {"unit": one_of("samples", "tokens", "steps"), "interpolation": one_of("step", "linear")}

@@ -114,6 +114,17 @@ def test_any_position_is_read_as_in_sequence(schedule: Schedule, data: st.DataOb
         assert (number[stream == one] == np.arange((stream == one).sum())).all()
 
 
+def test_what_was_read_before_changes_nothing_near_the_end_of_the_anchors() -> None:
+    draw = np.random.default_rng(17)
+    for _ in range(300):
+        weights = dict(zip(NAMES, (10.0 ** draw.uniform(-6, 0, 5)).tolist(), strict=False))
+        near, far = (Mixture(Schedule([(0, weights)]), [MANY] * 5) for _ in range(2))
+        near.counts(np.array([0]))
+        far.counts(np.array([2**24]))
+        at = np.arange(2**21 - 40, 2**21 - 1)
+        assert (near.counts(at) == far.counts(at)).all(), weights
+
+
 def test_the_order_of_a_mixture_never_changes() -> None:
     first = Mixture(Schedule([(0, {"a": 0.7, "b": 0.3})]), [MANY] * 2).read(0, 10)[0]
     assert first.tolist() == [0, 1, 0, 0, 1, 0, 0, 0, 1, 0]
@@ -251,6 +262,8 @@ def test_a_schedule_names_all_that_is_wrong() -> None:
         assert part in str(error.value)
     with pytest.raises(ValueError, match="The point at 0 names 'x', but the streams are web, code"):
         Schedule([(0, {"x": 1})]).of_streams(["web", "code"])
+    with pytest.raises(ValueError, match="has the weight 1e-12, less than 1e-09 of all: use 0"):
+        Schedule([(0, {"a": 1, "b": 1e-12})])
     with pytest.raises(ValueError, match="needs the native order"):
         run_of(THREE, algorithm="py1s")
 
