@@ -18,15 +18,17 @@ if TYPE_CHECKING:
     from lightning_stream.formats.encodings.jpeg import decode_jpeg
     from lightning_stream.loader import StreamingDataLoader
     from lightning_stream.loading.packing import Packing
-    from lightning_stream.order import Position, World
+    from lightning_stream.order import Position, Schedule, World
     from lightning_stream.reading.stream import Stream
     from lightning_stream.spark import StreamToTorchDataset as StreamToTorchDataset
     from lightning_stream.spark import dataframe_to_mds as dataframe_to_mds
     from lightning_stream.trainers.audit import verify_delivery
     from lightning_stream.trainers.checkpoints import read_position, start_at
+    from lightning_stream.trainers.composer.feedback import ComposerMixtureFeedback as ComposerMixtureFeedback
     from lightning_stream.trainers.composer.spec import data_spec as data_spec
     from lightning_stream.trainers.lightning.callback import StreamingCallback as StreamingCallback
     from lightning_stream.trainers.lightning.data_module import StreamingDataModule as StreamingDataModule
+    from lightning_stream.trainers.lightning.feedback import MixtureFeedback as MixtureFeedback
     from lightning_stream.trainers.lightning.graceful_stop import GracefulStop as GracefulStop
     from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted as TrainingInterrupted
     from lightning_stream.trainers.lightning.monitor import RunMonitor as RunMonitor
@@ -45,14 +47,16 @@ _NAMES = {
     "formats.encodings.jpeg": "decode_jpeg",
     "loader": "StreamingDataLoader",
     "loading.packing": "Packing",
-    "order": "Position World",
+    "order": "Position Schedule World",
     "reading.stream": "Stream",
     "spark": "StreamToTorchDataset dataframe_to_mds",
     "trainers.audit": "verify_delivery",
     "trainers.checkpoints": "read_position start_at",
+    "trainers.composer.feedback": "ComposerMixtureFeedback",
     "trainers.composer.spec": "data_spec",
     "trainers.lightning.callback": "StreamingCallback",
     "trainers.lightning.data_module": "StreamingDataModule",
+    "trainers.lightning.feedback": "MixtureFeedback",
     "trainers.lightning.graceful_stop": "GracefulStop TrainingInterrupted",
     "trainers.lightning.monitor": "RunMonitor SampleLog",
     "trainers.tracker": "PositionTracker",
@@ -68,6 +72,7 @@ __getattr__, __dir__ = lazy_names(__name__, _NAMES, _EXTRAS)
 # Those of `import *`, which must not fail where a trainer or Spark is not installed; `dir()` has all names.
 __all__ = [
     "CSVWriter", "JSONWriter", "LightningStreamError", "LocalDataset", "MDSWriter", "Packing", "Position",
-    "PositionTracker", "Stream", "StreamingDataLoader", "StreamingDataset", "TSVWriter", "World", "XSVWriter",
-    "add_lengths", "decode_jpeg", "merge_index", "read_position", "register_encoding", "start_at", "verify_delivery",
+    "PositionTracker", "Schedule", "Stream", "StreamingDataLoader", "StreamingDataset", "TSVWriter", "World",
+    "XSVWriter", "add_lengths", "decode_jpeg", "merge_index", "read_position", "register_encoding", "start_at",
+    "verify_delivery",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ from lightning_stream.loading.indexed import IndexedSamples, Readable, refuse_ov
 from lightning_stream.loading.packing import Packing
 from lightning_stream.loading.plain import PlainIterations
 from lightning_stream.loading.source import Cost, SampleSource, Transform
-from lightning_stream.order import MosaicConfig, Occurrence, OrderConfig
+from lightning_stream.order import MosaicConfig, Occurrence, OrderConfig, Schedule
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.order.forget import Replay
 from lightning_stream.order.mosaic.partitions import PARTITIONS
@@ -30,7 +30,7 @@ from lightning_stream.order.rules import broken, count
 from lightning_stream.reading.bad_samples import Policy, bad_data
 from lightning_stream.reading.filters import Filters, Ids, Keep, LengthRules
 from lightning_stream.reading.reader import ReaderConfig, SampleReader
-from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.reading.stream import CacheDefaults, Stream, labels_of
 
 _PUBLIC = {"seed": "shuffle_seed", "algorithm": "shuffle_algo", "canonical_nodes": "num_canonical_nodes"}
 
@@ -94,6 +94,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             batches need not wait for whole shards. The bytes are compared with the shard once that is fetched and
             verified: a difference ends the run.
         pack: How documents are packed into rows of one length, see `Packing`; a batch then has rows.
+        schedule: The streams' weights over the run, by their names: a `Schedule`, or its points alone, in samples.
         stream_config: Further arguments of the stream that is made of `remote` and `local`, e.g.
             ``{"options": {"endpoint_url": ...}}``.
         filter: Function of a sample (a dict, before `transform`) that returns whether it is kept. It is evaluated once
@@ -160,6 +161,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         filter: Keep | None = None,  # noqa: A002 - the word for it
         filter_lengths: LengthRules | None = None,
         exclude_ids: Ids | None = None,
+        schedule: Schedule | Sequence[tuple[float, Mapping[str, float]]] | None = None,
     ) -> None:
         refuse_overrides(type(self))
         uris = {"remote": remote, "local": local, "split": split, "version": version}
@@ -192,6 +194,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             "sampling_granularity": self.sampling_granularity,
             "epoch_size": None if epoch_size is None else parse_count(epoch_size, "epoch_size") or None,
             "mosaic": mosaic if shuffle_algo in MOSAIC_ALGORITHMS else None,
+            "schedule": _bound(schedule, self.streams),
         }
         rows = None if pack is None else pack.rows("")
         order = OrderConfig.resolve(batch_size=1, device_batch_size=1, packing=rows, **order_arguments)
@@ -387,6 +390,12 @@ def _whole_numbers(**given: float | None) -> list[int | None]:
     if problems := broken(numbers, rules):
         raise ValueError(" ".join(problems))
     return list(numbers.values())
+
+
+def _bound(given: Any, streams: Sequence[Stream]) -> Schedule | None:
+    if given is None:
+        return None
+    return (given if isinstance(given, Schedule) else Schedule(given)).of_streams(labels_of(streams))
 
 
 def _streams(

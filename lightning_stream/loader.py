@@ -18,12 +18,13 @@ from lightning_stream.loading.collate import collate_samples
 from lightning_stream.loading.distributed import WorldLike, detect_world
 from lightning_stream.loading.iteration import Driver, LoaderIterator, Progress, driver_of
 from lightning_stream.loading.loader_arguments import check_arguments, check_classes
+from lightning_stream.loading.mixing import MixtureChanges
 from lightning_stream.loading.packing import Packing
 from lightning_stream.loading.randomness import SeededCall
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings
-from lightning_stream.loading.workers import MadeBatches, Pipeline, Workers
+from lightning_stream.loading.workers import MadeBatches, Workers
 from lightning_stream.order import Occurrence, OrderConfig, Position, RunOrder, Tail, World, explain, trace
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.order.tracing import Explanation, TracedBatch
@@ -32,7 +33,7 @@ from lightning_stream.reading.look_ahead import read_ahead_depth, warm
 _log = logging.getLogger(__name__)
 
 
-class StreamingDataLoader(DataLoader[Any]):
+class StreamingDataLoader(MixtureChanges, DataLoader[Any]):
     """Loads a `StreamingDataset` in batches, and owns the position in it.
 
     Global batch k of an epoch holds the same samples on any number of nodes, ranks and workers. `state_dict` right
@@ -199,7 +200,8 @@ class StreamingDataLoader(DataLoader[Any]):
     def batches_before(self, position: Position) -> int:
         """Micro-batches of this rank that count as done at a position: those of a full epoch less those to come."""
         if self.packing is None:
-            return len(self) - len(self.micro_batches_from(position))
+            whole = self.micro_batches_from(replace(position, position=0))  # a mixture's last epoch may be shorter
+            return len(whole) - len(self.micro_batches_from(position))
         changes = position.batch_changes or ((0, position.batch_size),)
         ends = [*(begin for begin, _ in changes[1:]), position.position]
         steps = sum(-(-(end - begin) // size) for (begin, size), end in zip(changes, ends, strict=True))
@@ -250,8 +252,7 @@ class StreamingDataLoader(DataLoader[Any]):
         self.check()
         if iterator.limit == 0:
             return start, MadeBatches(iter(()), lambda _: None)
-        pipeline = Pipeline(self._source, settings, Start.of(start), self._collate)
-        return start, self._workers.batches(pipeline, self)
+        return start, self.batches_from(start, settings)
 
     def note_batch(self, iterator: LoaderIterator, waited_s: float) -> None:
         """Note a batch that is about to be handed out, and the wait for it."""

@@ -9,16 +9,19 @@ from lightning_stream.errors import MissingExtraError
 
 PUBLIC = {
     "CSVWriter",
+    "ComposerMixtureFeedback",
     "GracefulStop",
     "JSONWriter",
     "LightningStreamError",
     "LocalDataset",
     "MDSWriter",
+    "MixtureFeedback",
     "Packing",
     "Position",
     "PositionTracker",
     "RunMonitor",
     "SampleLog",
+    "Schedule",
     "Stream",
     "StreamToTorchDataset",
     "StreamingCallback",
@@ -43,7 +46,9 @@ PUBLIC = {
 
 
 NEEDS_A_TRAINER_OR_SPARK = {
+    "ComposerMixtureFeedback",
     "GracefulStop",
+    "MixtureFeedback",
     "RunMonitor",
     "SampleLog",
     "StreamToTorchDataset",

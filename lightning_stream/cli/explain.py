@@ -72,7 +72,8 @@ def run(options: argparse.Namespace, out: Output) -> int:
 
 def settings_of(order: OrderConfig) -> dict[str, Any]:
     """The order settings that are set."""
-    return {name: value for name, value in asdict(order).items() if value is not None}
+    schedule = None if order.schedule is None else order.schedule.to_state()
+    return {name: value for name, value in {**asdict(order), "schedule": schedule}.items() if value is not None}
 
 
 def _next(position: Position, mixture: Mixture) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from weakref import WeakSet, ref
 from lightning_stream.errors import StateError
 from lightning_stream.loading.source import BatchSettings
 from lightning_stream.loading.workers import MadeBatches
-from lightning_stream.order import Occurrence, Position, RunOrder, ledger
+from lightning_stream.order import Occurrence, OrderConfig, Position, RunOrder, ledger
 from lightning_stream.order.micro_batches import MicroBatch
 
 
@@ -32,6 +32,9 @@ class Driver(Protocol):
     def known(self) -> Position | None: ...
     @property
     def current(self) -> MicroBatch | None: ...
+    @property
+    def iteration(self) -> LoaderIterator | None: ...
+    def reorder(self, order: OrderConfig) -> None: ...
     def begin(self, iterator: LoaderIterator) -> Position | None: ...
     def note_batch(self, iterator: LoaderIterator) -> None: ...
     def state(self) -> dict[str, Any]: ...
@@ -45,6 +48,7 @@ class Loader(Protocol):
     def position(self) -> Position: ...
     def __len__(self) -> int: ...
     def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]: ...
+    def batches_from(self, start: Position) -> MadeBatches: ...
     def note_batch(self, iterator: LoaderIterator, waited_s: float) -> None: ...
     def note_end(self, iterator: LoaderIterator) -> None: ...
     def set_epoch(self, epoch: int) -> None: ...
@@ -76,7 +80,7 @@ class LoaderIterator:
     def __init__(self, loader: Loader, moves: bool = True) -> None:
         self._loader, self.moves = loader, moves
         self._made: MadeBatches | None = None
-        self._is_over = False
+        self._is_over = self._is_outdated = False
         self.start: Position | None = None
         self.last_batch: MicroBatch | None = None
         self.num_batches = 0
@@ -91,12 +95,15 @@ class LoaderIterator:
     def __next__(self) -> Any:
         if self._is_over:
             raise StopIteration
-        began = perf_counter()
+        began, last = perf_counter(), self.last_batch
         try:
             if self._made is None:
                 self.start, self._made = self._loader.begin_iteration(self)
             if self.limit is not None and self.num_batches >= self.limit:
                 raise StopIteration
+            if self._is_outdated and (last is None or (last.completes_step and not last.ends_epoch)):
+                self._made.close()
+                self._made, self._is_outdated = self._loader.batches_from(self.position), False
             batch, self.last_batch = next(self._made)
         except BaseException:
             self.close()
@@ -109,6 +116,18 @@ class LoaderIterator:
     def position(self) -> Position:
         """Everything before it was handed out; inside an accumulation: the last whole optimizer step."""
         return self._loader.position if self.start is None else _Stop(self.start, self.last_batch).position
+
+    @property
+    def upcoming(self) -> Position | None:
+        """Where the first global batch begins of which nothing was handed out; None before the first batch."""
+        if self.start is None or self.last_batch is None:
+            return self.start
+        return replace(self.start, position=self.last_batch.end)
+
+    def reorder(self, order: OrderConfig) -> None:
+        """Continue in another order, which is the same up to `upcoming`; a global batch in progress is completed."""
+        if self.start is not None:
+            self.start, self._is_outdated = replace(self.start, order=order), True
 
     def state_dict(self) -> dict[str, Any]:
         """The position of this iteration as plain values; other iterations do not change it."""
@@ -190,6 +209,11 @@ class Progress:
         if leader is None or leader.start is None:
             return self._stop
         return _Stop(leader.start, leader.last_batch, leader.num_batches)
+
+    @property
+    def leading(self) -> LoaderIterator | None:
+        """The iteration whose batches move the position; None if none is in progress."""
+        return None if self._leader is None else self._leader()
 
     @property
     def position(self) -> Position | None:

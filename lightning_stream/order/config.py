@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from lightning_stream.errors import StateError
-from lightning_stream.order.batching import METHODS
+from lightning_stream.order.batching import METHODS, SCHEDULED
 from lightning_stream.order.batching.base import EpochOrder
 from lightning_stream.order.mosaic.epoch import MosaicEpoch
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.mosaic.shuffles import SHUFFLES
 from lightning_stream.order.packing import RowPacking
 from lightning_stream.order.rules import Rule, broken, count, one_of
+from lightning_stream.order.schedule import Schedule
 from lightning_stream.order.world import World
 
 ORDER_VERSION = 1
@@ -65,6 +66,7 @@ class OrderConfig:
     mosaic: MosaicConfig | None = None  # settings of the orders of mosaicml-streaming; None for the native order
     packing: RowPacking | None = None  # how samples are packed into rows; None: positions count samples
     forgotten: str | None = None  # the digest of the samples in whose places others are delivered, see `Forgotten`
+    schedule: Schedule | None = None  # the streams' weights over the run; None for those of each stream
 
     def __post_init__(self) -> None:
         problems = broken(vars(self), _RULES)
@@ -78,8 +80,28 @@ class OrderConfig:
             problems.append(f"Rows are packed from the native order with batching_method {' or '.join(able)}.")
         if self.mosaic is not None and self.forgotten is not None:
             problems.append("Samples can be forgotten in the native order only: forgotten must be None in this one.")
+        if self.schedule is not None and not problems:
+            problems = self._schedule_problems(self.schedule)
         if problems:
             raise ValueError("The order settings must be valid. " + " ".join(problems))
+
+    def _schedule_problems(self, schedule: Schedule) -> list[str]:
+        problems, length = [], self.batching.stretch_length_of(self)
+        if self.mosaic is not None:
+            problems.append(f"A schedule needs the native order, but algorithm is {self.algorithm!r}: omit it.")
+        if schedule.unit == "steps" and self.batch_size is None:
+            problems.append("A schedule in steps needs a batch size from the start.")
+        if length > 1 and (self.epoch_size is None or self.epoch_size % length):
+            problems.append(
+                f"{self.batching_method} takes {length} samples of a stream at a time, so with a schedule epoch_size "
+                f"must be a multiple of that, not {self.epoch_size}."
+            )
+        if length > 1 and any(schedule.stops):
+            problems.append(
+                f"exhausted='stop' would end a stream within the {length} samples that {self.batching_method} takes at "
+                "a time: use 'repeat', or another batching_method."
+            )
+        return problems
 
     @classmethod
     def resolve(
@@ -99,6 +121,7 @@ class OrderConfig:
         mosaic: MosaicConfig | None = None,
         packing: RowPacking | None = None,
         forgotten: str | None = None,
+        schedule: Schedule | None = None,
         resumed: OrderConfig | None = None,
         world: World | None = None,
     ) -> OrderConfig:
@@ -123,10 +146,14 @@ class OrderConfig:
             device_batch_size = resumed.device_block or device_batch_size
             canonical_nodes = resumed.canonical_nodes if canonical_nodes is None else canonical_nodes
             window = resumed.window if window is None else window
+            schedule = schedule and schedule.resumed(resumed.schedule)
         nodes = _default_nodes(batch_size, algorithm, mosaic) if canonical_nodes is None else canonical_nodes
         window = -(-_ACTIVE_PARTS // max(nodes, 1)) if window is None else window
         method = METHODS.get(batching_method)
         sizes = {"batch_size": batch_size, "device_block": device_batch_size}
+        fixed = {name: sizes[name] for name in method.fixes} if method else {}
+        if schedule is not None and schedule.unit == "steps":
+            fixed["batch_size"] = resumed.batch_size if resumed is not None else batch_size
         return cls(
             shuffle=shuffle,
             seed=seed,
@@ -134,24 +161,29 @@ class OrderConfig:
             canonical_nodes=nodes,
             window=window,
             batching_method=batching_method,
-            **({name: sizes[name] for name in method.fixes} if method else {}),
+            **fixed,
             sampling_method=sampling_method,
             sampling_granularity=sampling_granularity,
             epoch_size=epoch_size,
             mosaic=mosaic,
             packing=packing,
             forgotten=forgotten,
+            schedule=schedule,
         )
 
     @property
     def batching(self) -> type[EpochOrder]:
         """The class of this order's epochs. Nothing else compares the names of the methods."""
-        return METHODS[self.batching_method] if self.mosaic is None else MosaicEpoch
+        if self.mosaic is not None:
+            return MosaicEpoch
+        return (METHODS if self.schedule is None else SCHEDULED)[self.batching_method]
 
     def to_state(self) -> dict[str, Any]:
         """The settings as a dict of plain values."""
-        state = {_KEYS.get(name, name): value for name, value in asdict(self).items()}
-        return {name: value for name, value in state.items() if value or name not in ("packing", "forgotten")}
+        state = {_KEYS.get(name, name): value for name, value in asdict(replace(self, schedule=None)).items()}
+        state["schedule"] = self.schedule and self.schedule.to_state()
+        late = ("packing", "forgotten", "schedule")  # states of runs without these stay as they were
+        return {name: value for name, value in state.items() if value or name not in late}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> OrderConfig:
@@ -162,6 +194,8 @@ class OrderConfig:
                 values["mosaic"] = MosaicConfig(**_known(MosaicConfig, values["mosaic"]))
             if values.get("packing") is not None:
                 values["packing"] = RowPacking(**_known(RowPacking, values["packing"]))
+            if values.get("schedule") is not None:
+                values["schedule"] = Schedule.from_state(values["schedule"])
             return cls(**values)
         except (TypeError, ValueError, AttributeError) as error:
             raise StateError(

@@ -14,7 +14,9 @@ from lightning_stream.order.batching.packed import PackedOrder
 from lightning_stream.order.config import OrderConfig
 from lightning_stream.order.draw import Draw, ShardDraws, StreamWeights, choose_per_stream
 from lightning_stream.order.forget import Forgotten
+from lightning_stream.order.mixture import Mixture
 from lightning_stream.order.permutation import stable_argsort
+from lightning_stream.order.schedule import Schedule
 from lightning_stream.order.snapshot import Snapshot
 from lightning_stream.order.spread import deal_shards
 from lightning_stream.order.window import IndexOrder, Parts, SampleOrder, WindowOrder, kept
@@ -55,11 +57,15 @@ class RunOrder:
                 f"The forgotten samples of an order must be those of its settings, which have digest "
                 f"{config.forgotten}; found {forgotten and forgotten.digest}. Pass the same ones."
             )
-        chosen = choose_per_stream(snapshot, self.weights, config.epoch_size, config.seed)
+        if config.schedule is not None:
+            _check_schedule(config.schedule, snapshot, self.weights)
+        shared = config.epoch_size if config.schedule is None else None  # a schedule draws whole epochs of each stream
+        chosen = choose_per_stream(snapshot, self.weights, shared, config.seed)
         balanced = config.sampling_method == "balanced"
         self._draw = Draw(snapshot, chosen, config.seed, balanced, config.sampling_granularity, forgotten)
         self._constant_draws: dict[tuple[int, ...], ShardDraws] = {}
         self._epochs: dict[int, EpochOrder] = {}
+        self._own_epochs: dict[tuple[int, int], SampleOrder] = {}
 
     def __reduce__(self) -> tuple[partial[RunOrder], tuple[Any, ...]]:
         """Pickle the settings, and the lengths if there are any."""
@@ -68,7 +74,17 @@ class RunOrder:
     @property
     def num_samples(self) -> int:
         """Samples drawn per epoch."""
-        return sum(self._draw.chosen)
+        own = None if self.config.schedule is None else self.config.epoch_size
+        return sum(self._draw.chosen) if own is None else own
+
+    @cached_property
+    def mixture(self) -> Mixture:
+        """The streams of all samples of a run with a schedule, counted through its epochs."""
+        config = self.config
+        assert config.schedule is not None
+        length = config.batching.stretch_length_of(config)
+        sizes = self.snapshot.stream_samples.tolist()
+        return Mixture(config.schedule, sizes, stretch_length=length, batch_size=config.batch_size)
 
     def epoch(self, epoch: int) -> EpochOrder:
         """The order of one epoch; the last few are kept. O(parts)."""
@@ -104,6 +120,11 @@ class RunOrder:
         nodes, window = config.canonical_nodes, config.window
         return WindowOrder(parts, (config.seed, epoch, key), canonical_nodes=nodes, window=window)
 
+    def own_epoch(self, epoch: int, stream: int) -> SampleOrder:
+        """The order of a stream's own epoch, of each of its samples once; the last few are kept."""
+        make = partial(self.sample_order, epoch, (stream,))
+        return kept(self._own_epochs, (epoch, stream), lambda key: make(key[1]), _KEPT_EPOCHS * len(self.weights))
+
     def _drawn_shards(self, epoch: int, streams: tuple[int, ...]) -> ShardDraws:
         """What is drawn, in the run-constant order of shards (index order without shuffling)."""
         found = self._constant_draws.get(streams)
@@ -121,6 +142,20 @@ class RunOrder:
     def _places(self) -> NDArray[np.int64]:
         """Each shard's place in the run-constant order that is cut into canonical nodes."""
         return deal_shards(self.config.seed, self.snapshot.num_shards, self.config.canonical_nodes)
+
+
+def _check_schedule(schedule: Schedule, snapshot: Snapshot, weights: Sequence[StreamWeights]) -> None:
+    problems, names = [], schedule.streams
+    if len(names) != snapshot.num_streams:
+        problems.append(f"It has weights for {len(names)} streams, but there are {snapshot.num_streams}.")
+    if any(one != StreamWeights() for one in weights):
+        problems.append("The streams have a proportion, repeat or choose of their own: omit these.")
+    used = {name for _, points in schedule.points for name, weight in points if weight}
+    used |= {name for change in schedule.changes for name, weight in change.weights or () if weight}
+    empty = {name for name, size in zip(names, snapshot.stream_samples.tolist(), strict=False) if not size} & used
+    problems += [f"Stream {name!r} has no samples, but a weight above 0." for name in sorted(empty)]
+    if problems:
+        raise ValueError("A schedule must suit the streams. " + " ".join(problems))
 
 
 def prefetch_shards(plan: BatchPlan, snapshot: Snapshot, k_begin: int, k_end: int) -> NDArray[np.int64]:

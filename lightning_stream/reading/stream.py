@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -53,6 +53,7 @@ class Stream:
         validate_hash: The hash that downloaded files must have; None checks those of the index.
         keep_zip: Whether compressed files stay in the cache after decompression; None takes the dataset's.
         options: Further options of the store, e.g. ``{"endpoint_url": ...}``.
+        name: What a `Schedule` calls it; None for the last part of `remote` or `local`.
         version: The version of the dataset: 6 or more digits of its index's digest, as in a saved state or in the file
             names ``index.<digits>.json``, which `MDSWriter(append=True)` keeps; None for the newest.
 
@@ -76,6 +77,7 @@ class Stream:
         keep_zip: bool | None = None,
         options: Mapping[str, Any] | None = None,
         version: str | None = None,
+        name: str | None = None,
     ) -> None:
         for method, remedy in _NEVER_CALLED.items():
             if hasattr(type(self), method):
@@ -102,6 +104,7 @@ class Stream:
         self.validate_hash, self.keep_zip = validate_hash, keep_zip
         self.safe_keep_zip = bool(keep_zip) or self.remote in (None, self.local)
         self.options = self._options = dict(options or {})  # a subclass may use the name for its own
+        self._label = name or os.fspath(remote or local or "").rstrip("/").rpartition("/")[2]
         self._store: Store | None = None
 
     def __repr__(self) -> str:
@@ -152,6 +155,17 @@ def name_of(stream: Stream) -> str:
     if stream.remote is not None:
         return _store_of(stream, CacheDefaults()).url
     return f"{stream.local}/{stream.split}" if stream.split else str(stream.local)
+
+
+def labels_of(streams: Sequence[Stream]) -> list[str]:
+    """The short names of the streams of a mix. Raises ValueError where two are equal."""
+    labels = [stream._label for stream in streams]  # noqa: SLF001 - of this file's own class
+    if len(set(labels)) < len(labels):
+        raise ValueError(
+            f"The streams of a schedule must have different names, but they are {', '.join(map(repr, labels))}. Pass "
+            "Stream(name=...)."
+        )
+    return labels
 
 
 def index_of(stream: Stream, cache: ShardCache) -> Index:

@@ -112,10 +112,11 @@ class DeliveryRecord:
     def _open(self, first: MicroBatch, settings: BatchSettings, beginning: Callable[[], Position]) -> None:
         world = settings.world
         self._folder.mkdir(parents=True, exist_ok=True)
-        if world.rank == 0 and not (self._folder / _START).exists():
+        start, here = self._folder / _START, beginning()
+        if world.rank == 0 and (not start.exists() or _read_start(start).order.schedule != here.order.schedule):
             draft = self._folder / f"{_START}.draft"
-            draft.write_text(json.dumps(beginning().to_state()), encoding="utf-8")
-            draft.replace(self._folder / _START)
+            draft.write_text(json.dumps(here.to_state()), encoding="utf-8")
+            draft.replace(start)
         self.close()
         size, tail = settings.global_batch_size, settings.tail
         stretch = _Stretch(first.epoch, first.begin, size, tail, world.num_ranks, world.replication)
@@ -123,6 +124,10 @@ class DeliveryRecord:
         Path(f"{path}.substitutions").unlink(missing_ok=True)
         self._file = path.open("wb", buffering=0)  # a run from the same checkpoint, as before, makes the former void
         weakref.finalize(self, self._file.close)  # an exception ends a run without asking its callbacks
+
+
+def _read_start(path: Path) -> Position:
+    return Position.from_state(json.loads(path.read_text(encoding="utf-8")))
 
 
 def verify_delivery(folder: str | os.PathLike[str], dataset: StreamingDataset) -> Verdict:
@@ -140,7 +145,7 @@ def verify_delivery(folder: str | os.PathLike[str], dataset: StreamingDataset) -
     stretches = _read_stretches(path)
     if not stretches or not (path / _START).exists():
         raise LedgerError(f"a run with record_delivery= leaves {_START} and *.ledger files; {path} lacks them")
-    start = Position.from_state(json.loads((path / _START).read_text(encoding="utf-8")))
+    start = _read_start(path / _START)
     run = source_of(dataset).order(start.order)
     start.check(run)
     return _compare(path, run, stretches)

@@ -22,7 +22,7 @@ from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.loading.randomness import sample_seed
 from lightning_stream.loading.source import BatchSettings
-from lightning_stream.order import Position, is_mosaic_state
+from lightning_stream.order import OrderConfig, Position, is_mosaic_state
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches, Place
 from lightning_stream.trainers.agreement import check_ranks_agree
 from lightning_stream.trainers.audit import DeliveryRecord
@@ -180,6 +180,20 @@ class PositionTracker:
         if iterator is self._own:
             self.current = iterator.last_batch
 
+    @property
+    def iteration(self) -> LoaderIterator | None:
+        """The run's own iteration, if one began since the run's position was last set."""
+        return self._own
+
+    def reorder(self, order: OrderConfig) -> None:
+        """Plan the rest of the epoch in an order that differs only in batches that were not handed out yet."""
+        self.known, self._settings = replace(self.position, order=order), None
+        if self._batches is not None:
+            begin = replace(self.known, epoch=self._epoch, position=self._batches.plan.start)
+            self._batches, self._walk = self.loader.micro_batches_from(begin), None
+        if self._record is not None:
+            self._record.close()  # its next file comes with the new order
+
     def state(self) -> dict[str, Any]:
         """The position as plain values, the same on every rank; no collective."""
         self._proven = self.loader.proven(self.position)
@@ -215,7 +229,7 @@ class PositionTracker:
 
     def resume(self, position: Position) -> None:
         """Continue from a position that a state gave."""
-        self._proven, self.is_resumed = position, True
+        self._proven, self.is_resumed, self._own = position, True, None
         self.move_to(position)
 
     def report_missing(self, found: str) -> None:

@@ -11,3 +11,6 @@ METHODS: dict[str, type[EpochOrder]] = {
     "per_stream": PerStreamOrder,
     "device_per_stream": DevicePerStreamOrder,
 }
+
+SCHEDULED: dict[str, type[EpochOrder]] = {**METHODS, "random": StratifiedOrder}
+"""The methods of a run with a mixture schedule, which orders each stream on its own."""

@@ -17,6 +17,7 @@ from lightning_stream.order.world import World
 
 if TYPE_CHECKING:
     from lightning_stream.order.batching.packed import Landmark, Samples
+    from lightning_stream.order.config import OrderConfig
     from lightning_stream.order.packing import RowSpans
     from lightning_stream.order.plan import RunOrder
     from lightning_stream.order.snapshot import Snapshot
@@ -242,6 +243,11 @@ class EpochOrder(ABC):
     can_be_balanced: ClassVar[bool] = True  # whether costs may decide which replica gets which sample
     plan_type: ClassVar[type[BatchPlan]] = BatchPlan  # how the epoch is cut into global batches
     samples_per_position: int = 1  # about so many, where samples are packed into rows
+
+    @classmethod
+    def stretch_length_of(cls, config: OrderConfig) -> int:  # noqa: ARG003
+        """Consecutive samples of one stream that stay together, where the method keeps any."""
+        return 1
 
     def __init__(self, run: RunOrder, epoch: int) -> None:
         self.epoch, self.num_samples, self.full_end = epoch, run.num_samples, run.num_samples

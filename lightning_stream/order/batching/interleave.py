@@ -9,17 +9,20 @@ With stretches of 2 samples, streams of 9 and 4 samples, and B = 4::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.batching.base import BatchPlan, EpochOrder
+from lightning_stream.order.mixture import Mixture
 from lightning_stream.order.permutation import RngStream, mix64, random_u64
 from lightning_stream.order.rank_split import ReplicaBatch, ceil_div
+from lightning_stream.order.window import SampleOrder
 
 if TYPE_CHECKING:
+    from lightning_stream.order.config import OrderConfig
     from lightning_stream.order.plan import RunOrder
 
 
@@ -28,18 +31,31 @@ class InterleavedOrder(EpochOrder):
 
     ``stretch_length`` consecutive samples of a stream stay together; with 1 there are no remainders. With ``jitter`` a
     shuffled run draws their distances at random; else they are equal.
+
+    With a schedule, that gives the stream of each stretch, and every stream has an endless sequence of own epochs.
     """
 
-    def __init__(self, run: RunOrder, epoch: int, stretch_length: int, *, jitter: bool = True) -> None:
+    jitter: ClassVar[bool] = True
+
+    def __init__(self, run: RunOrder, epoch: int) -> None:
         super().__init__(run, epoch)
-        self._samples = [run.sample_order(epoch, (stream,), stream) for stream in range(run.snapshot.num_streams)]
-        self.stretch_length = stretch_length
-        sizes = np.array([one.num_samples for one in self._samples], dtype=np.int64)
-        self._stretches, remainder = np.divmod(sizes, stretch_length)
-        self.full_end = int(self._stretches.sum()) * stretch_length
-        seed = run.config.seed if jitter and run.config.shuffle else None
         self._snapshot = run.snapshot
-        self._interleave = Interleave(self._stretches, epoch, seed)
+        self.stretch_length = length = self.stretch_length_of(run.config)
+        streams = range(run.snapshot.num_streams)
+        self._samples: Sequence[SampleOrder | OwnEpochs]
+        self._interleave: Interleave | ScheduledStretches
+        if run.config.schedule is None:
+            self._samples = drawn = [run.sample_order(epoch, (stream,), stream) for stream in streams]
+            sizes = np.array([one.num_samples for one in drawn], dtype=np.int64)
+            self._stretches, remainder = np.divmod(sizes, length)
+            self.full_end = int(self._stretches.sum()) * length
+            seed = run.config.seed if self.jitter and run.config.shuffle else None
+            self._interleave = Interleave(self._stretches, epoch, seed)
+        else:
+            self._samples = [OwnEpochs(run, stream) for stream in streams]
+            self._interleave = ScheduledStretches(run.mixture, epoch * run.num_samples // length)
+            self._stretches = remainder = np.zeros(len(streams), dtype=np.int64)
+            self.full_end = self.num_samples = min(run.num_samples, self._interleave.left(run.num_samples) * length)
         self._remainder_streams = np.flatnonzero(remainder)
         self.remainder_ends = self.full_end + np.cumsum(remainder[self._remainder_streams])
         self._last: tuple[int, int, NDArray[np.int64], NDArray[np.int64]] | None = None
@@ -59,13 +75,16 @@ class InterleavedOrder(EpochOrder):
 
     def positions(self, sample_id: int) -> list[int]:
         stream = int(self._snapshot.streams_of(np.array([sample_id]))[0])
-        return sorted(self._position_of(stream, index) for index in self._samples[stream].positions(sample_id))
+        samples, merged = self._samples[stream], self._interleave
+        if isinstance(samples, OwnEpochs) or isinstance(merged, ScheduledStretches):
+            return super().positions(sample_id)
+        return sorted(self._position_of(merged, stream, index) for index in samples.positions(sample_id))
 
-    def _position_of(self, stream: int, index: int) -> int:
+    def _position_of(self, merged: Interleave, stream: int, index: int) -> int:
         """The inverse of :meth:`locate`."""
         stretch, inside = divmod(index, self.stretch_length)
         if stretch < self._stretches[stream]:
-            return self._interleave.find(stream, stretch) * self.stretch_length + inside
+            return merged.find(stream, stretch) * self.stretch_length + inside
         entry = int(np.searchsorted(self._remainder_streams, stream))
         begin = int(self.remainder_ends[entry - 1]) if entry else self.full_end
         return begin + index - int(self._stretches[stream]) * self.stretch_length
@@ -119,9 +138,7 @@ class StratifiedOrder(InterleavedOrder):
     """Samples of all streams one by one: a global batch holds each stream's share, within two or three samples."""
 
     mixes_streams: ClassVar[bool] = True
-
-    def __init__(self, run: RunOrder, epoch: int) -> None:
-        super().__init__(run, epoch, 1, jitter=False)
+    jitter: ClassVar[bool] = False
 
 
 class _PerStreamBatches(BatchPlan):
@@ -151,8 +168,9 @@ class PerStreamOrder(InterleavedOrder):
         "batch_size": "per_stream makes every global batch from one stream: it needs a batch size from the start."
     }
 
-    def __init__(self, run: RunOrder, epoch: int) -> None:
-        super().__init__(run, epoch, run.config.batch_size or 1)
+    @classmethod
+    def stretch_length_of(cls, config: OrderConfig) -> int:
+        return config.batch_size or 1
 
 
 class _BlockBatches(BatchPlan):
@@ -220,8 +238,9 @@ class DevicePerStreamOrder(InterleavedOrder):
     splits_samples: ClassVar[bool] = False
     can_be_balanced: ClassVar[bool] = False
 
-    def __init__(self, run: RunOrder, epoch: int) -> None:
-        super().__init__(run, epoch, run.config.device_block or 1)
+    @classmethod
+    def stretch_length_of(cls, config: OrderConfig) -> int:
+        return config.device_block or 1
 
 
 def split_blocks(
@@ -249,6 +268,44 @@ def split_blocks(
     fillers = fillers[own]
     fillers[end - begin :] = True
     return blocks[own].reshape(-1), fillers.reshape(-1)
+
+
+class OwnEpochs:
+    """A stream's own endless sequence: sample n is at position n mod size of its own epoch n // size."""
+
+    def __init__(self, run: RunOrder, stream: int) -> None:
+        self._run, self._stream = run, stream
+        self._size = int(run.snapshot.stream_samples[stream])
+
+    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Sample ids at numbers [begin, end)."""
+        return np.concatenate([order.ids(first, stop) for order, first, stop in self._parts(begin, end)])
+
+    def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
+        """The canonical node of each number in [begin, end)."""
+        return np.concatenate([order.canonical(first, stop) for order, first, stop in self._parts(begin, end)])
+
+    def _parts(self, begin: int, end: int) -> Iterator[tuple[SampleOrder, int, int]]:
+        for epoch in range(begin // self._size, (end - 1) // self._size + 1):
+            first = epoch * self._size
+            order = self._run.own_epoch(epoch, self._stream)
+            yield order, max(begin - first, 0), min(end - first, self._size)
+
+
+class ScheduledStretches:
+    """The stretches of one epoch of a scheduled mixture, which began ``first`` stretches before."""
+
+    def __init__(self, mixture: Mixture, first: int) -> None:
+        self._mixture, self._first = mixture, first
+
+    def left(self, most: int) -> int:
+        """How many stretches, of ``most``, the mixture has from here on."""
+        end = self._mixture.end
+        return most if end is None else max(0, min(most, end - self._first))
+
+    def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For stretches [begin, end) of the epoch: the stream of each, and its number in that stream's sequence."""
+        return self._mixture.read(self._first + begin, self._first + end)
 
 
 class Interleave:

@@ -1,0 +1,85 @@
+"""Changing a scheduled mixture while training, at the same global batch on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lightning_stream.loading.iteration import Driver, Progress
+from lightning_stream.loading.randomness import SeededCall
+from lightning_stream.loading.shared_position import Start
+from lightning_stream.loading.source import BatchSettings, SampleSource
+from lightning_stream.loading.workers import MadeBatches, Pipeline, Workers
+from lightning_stream.order import Position
+
+
+class MixtureChanges:
+    """The part of a `StreamingDataLoader` that changes its mixture."""
+
+    _source: SampleSource
+    _collate: SeededCall | None
+    _workers: Workers
+    _driver: Driver | None
+    _progress: Progress
+    position: Any
+    settings: Any
+    continue_from: Any
+
+    def change_mixture(
+        self,
+        weights: Mapping[str, float] | None = None,
+        *,
+        skip: Mapping[str, int] | None = None,
+        after_steps: int = 0,
+    ) -> int:
+        """Change the weights of the streams, or skip samples, from the first batch that was not handed out on.
+
+        Workers that have read further ahead begin again there. Call it on all ranks after the same step with the same
+        values: they take effect at the same global batch. States record the change, and a resumed run keeps it. With
+        the changes of its last state (``Schedule.from_state(state["order"]["schedule"])``) a run repeats exactly.
+
+        Args:
+            weights: The weights by stream names, for the rest of the run: they replace what the schedule had. A stream
+                with weight 0, or without one, is dropped; one that had none so far is added.
+            skip: How many of its next samples each of these streams omits; rounded up to whole batches or device blocks
+                where the batching method keeps these together.
+            after_steps: Optimizer steps from the last one trained on that the change waits for at least. A trainer may
+                hold a batch that it has not trained on, which a resumed run has not: with 2, both change alike.
+
+        Returns:
+            The global sample number, counted through all epochs, from which on the change holds.
+
+        Raises:
+            ValueError: The dataset has no schedule, or the weights do not suit it.
+
+        Example::
+
+            loader.change_mixture({"web": 0.2, "code": 0.8}, skip={"web": 10_000})
+        """
+        here: Position = self.position
+        order = here.order
+        if order.schedule is None:
+            raise ValueError(
+                "Only a mixture with a schedule can change, but the dataset has none. Pass "
+                "StreamingDataset(schedule=[(0, {name: weight})]) from the start of the run."
+            )
+        iteration = self._progress.leading if self._driver is None else self._driver.iteration
+        size = self._source.order(order).num_samples
+        seen = [here, *([iteration.upcoming] if iteration is not None and iteration.upcoming else [])]
+        earliest = [one.epoch * size + one.position for one in seen]
+        earliest += [earliest[0] + after_steps * self.settings().global_batch_size]
+        at = max(earliest + [change.at for change in order.schedule.changes])
+        order = replace(order, schedule=order.schedule.changed(at, weights, skip))
+        if iteration is not None:
+            iteration.reorder(order)
+        if self._driver is not None:
+            self._driver.reorder(order)
+        elif iteration is None:
+            self.continue_from(replace(here, order=order))
+        return at
+
+    def batches_from(self, start: Position, settings: BatchSettings | None = None) -> MadeBatches:
+        """Start making the batches from a position to the end of its epoch."""
+        pipeline = Pipeline(self._source, settings or self.settings(), Start.of(start), self._collate)
+        return self._workers.batches(pipeline, self)  # type: ignore[arg-type]  # the loader itself

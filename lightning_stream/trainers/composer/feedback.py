@@ -1,0 +1,45 @@
+"""`ComposerMixtureFeedback` changes a scheduled mixture by the metrics of an evaluation, under Composer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from composer import Callback, Logger, State
+from composer.utils import dist
+
+from lightning_stream.loader import StreamingDataLoader
+
+
+class ComposerMixtureFeedback(Callback):  # type: ignore[misc]  # Composer has no types
+    """Changes the weights of the streams after each evaluation during training.
+
+    States record the changes: a resumed run keeps them, and a run can be repeated from its last state without this
+    callback, see `StreamingDataLoader.change_mixture`.
+
+    Args:
+        choose: From the metrics (``"evaluator/metric"`` to float) to the weights of all streams, or None to keep those
+            in use. It is called on rank 0 after each evaluation; all ranks get its result.
+
+    Example::
+
+        Trainer(..., callbacks=[ComposerMixtureFeedback(lambda metrics: {"web": 1, "code": metrics["eval/loss"]})])
+    """
+
+    def __init__(self, choose: Callable[[dict[str, float]], Mapping[str, float] | None]) -> None:
+        self.choose = choose
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
+        """Ask for weights, and change the mixture on all ranks from the next batch on. Collective."""
+        loader = state.train_dataloader
+        if not isinstance(loader, StreamingDataLoader):
+            raise TypeError(f"ComposerMixtureFeedback needs a StreamingDataLoader; found {type(loader).__name__}.")
+        metrics = {
+            f"{label}/{name}": float(metric.compute())
+            for label, found in state.eval_metrics.items()
+            for name, metric in found.items()
+        }  # collective where there are several ranks
+        chosen: list[Any] = [self.choose(metrics) if dist.get_global_rank() == 0 else None]
+        dist.broadcast_object_list(chosen, src=0)
+        if chosen[0] is not None:
+            loader.change_mixture(dict(chosen[0]))

@@ -1,0 +1,42 @@
+"""`MixtureFeedback` changes a scheduled mixture by the metrics of a validation, under Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning_stream.trainers.lightning.monitor import streaming_loader
+from lightning_stream.trainers.lightning.package import Callback
+
+_PREFETCHED = 2  # steps: Lightning holds one batch that it has not trained on
+
+
+class MixtureFeedback(Callback):
+    """Changes the weights of the streams after each validation.
+
+    States record the changes: a resumed run keeps them, and a run can be repeated from its last state without this
+    callback, see `StreamingDataLoader.change_mixture`.
+
+    Args:
+        choose: From the logged metrics (name to float) to the weights of all streams, or None to keep those in use.
+            It is called on rank 0 after each validation of a `fit`; all ranks get its result.
+
+    Example::
+
+        def by_loss(metrics):
+            return {"web": 1.0, "code": 2.0} if metrics["val_loss_code"] > metrics["val_loss_web"] else None
+
+        trainer = Trainer(callbacks=[MixtureFeedback(by_loss)])
+    """
+
+    def __init__(self, choose: Callable[[dict[str, float]], Mapping[str, float] | None]) -> None:
+        self.choose = choose
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Ask for weights, and change the mixture on all ranks two steps later. Collective."""
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        weights = trainer.strategy.broadcast(self.choose(metrics) if trainer.is_global_zero else None)
+        if weights is not None:
+            streaming_loader(trainer, "MixtureFeedback").change_mixture(dict(weights), after_steps=_PREFETCHED)

@@ -1,0 +1,257 @@
+"""A dataset with a mixture schedule: the same batches in every world, exact resumes, changes made while training."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from lightning_stream import (  # noqa: E402
+    MDSWriter,
+    PositionTracker,
+    Schedule,
+    Stream,
+    StreamingDataLoader,
+    StreamingDataset,
+    World,
+    verify_delivery,
+)
+from lightning_stream.errors import SettingsMismatch, StateError  # noqa: E402
+
+SIZES = {"web": 90, "code": 50, "math": 30}
+POINTS = [(0, {"web": 0.6, "code": 0.3, "math": 0.1}), (240, {"web": 0.2, "code": 0.3, "math": 0.5})]
+LINEAR = Schedule(POINTS, interpolation="linear")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root, first = tmp_path_factory.mktemp("mix"), 0
+    for name, size in SIZES.items():
+        with MDSWriter(out=str(root / name), columns={"id": "int"}, size_limit=200) as writer:
+            for number in range(first, first + size):
+                writer.write({"id": number})
+        first += size
+    return root
+
+
+def dataset_of(folder: Path, schedule: Any = LINEAR, **settings: Any) -> StreamingDataset:
+    streams = [Stream(local=folder / name) for name in SIZES]
+    given = {"shuffle": True, "epoch_size": 120, "schedule": schedule, **settings}
+    return StreamingDataset(streams=streams, **given)
+
+
+def loaders(folder: Path, num_ranks: int, batch: int = 24, **options: Any) -> list[StreamingDataLoader]:
+    made = {name: options.pop(name) for name in ("schedule", "batching_method") if name in options}
+    return [
+        StreamingDataLoader(
+            dataset_of(folder, **made), global_batch_size=batch, world=World(rank, num_ranks), **options
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+def take(ranks: Sequence[StreamingDataLoader], steps: int, per_step: int = 1) -> list[list[int]]:
+    """The sorted ids of so many global batches, over epochs, from where the loaders are."""
+    found: list[list[int]] = []
+    while len(found) < steps:
+        iterators = [iter(loader) for loader in ranks]
+        while len(found) < steps:
+            try:
+                ids = [next(one)["id"] for _ in range(per_step) for one in iterators]
+            except StopIteration:
+                break
+            found.append(sorted(torch.cat(ids).tolist()))
+    return found
+
+
+def stream_of(ids: Sequence[int]) -> list[int]:
+    return np.searchsorted(np.cumsum([*SIZES.values()]), ids, side="right").tolist()
+
+
+def test_a_schedule_decides_which_streams_a_batch_holds(folder: Path) -> None:
+    batches = take(loaders(folder, 1), 15)
+    shares = [np.bincount(stream_of(ids), minlength=3).tolist() for ids in batches]
+    assert shares[0][0] >= 13
+    assert shares[0][2] <= 4
+    assert all(np.abs(np.array(one) - [4.8, 7.2, 12]).max() <= 2 for one in shares[10:])
+    total = np.cumsum(shares, axis=0)
+    assert np.abs(total[9] - [96, 72, 72]).max() <= 1  # the integral over the linear part: 240 samples
+
+
+@pytest.mark.parametrize("method", ["random", "per_stream"])
+def test_global_batches_are_the_same_in_every_world(folder: Path, method: str) -> None:
+    wanted = take(loaders(folder, 1, batching_method=method), 12)
+    for num_ranks in (2, 3, 4, 6):
+        assert take(loaders(folder, num_ranks, batching_method=method), 12) == wanted
+    assert take(loaders(folder, 2, accumulate=3), 12, per_step=3) == take(loaders(folder, 1), 12)
+
+
+def test_device_blocks_follow_the_schedule_in_every_world(folder: Path) -> None:
+    def ranks(num_ranks: int) -> list[StreamingDataLoader]:
+        dataset = dataset_of(folder, batching_method="device_per_stream")
+        accumulate = 6 // num_ranks
+        worlds = [World(rank, num_ranks) for rank in range(num_ranks)]
+        return [StreamingDataLoader(dataset, 4, accumulate=accumulate, world=world) for world in worlds]
+
+    wanted = take(ranks(1), 10, per_step=6)
+    assert take(ranks(2), 10, per_step=3) == take(ranks(6), 10) == wanted
+
+
+def test_workers_deliver_what_this_process_does(folder: Path) -> None:
+    wanted = take(loaders(folder, 1), 7)
+    assert take(loaders(folder, 1, num_workers=2, persistent_workers=True), 7) == wanted
+
+
+def test_a_run_resumes_at_random_positions_in_other_worlds(folder: Path) -> None:
+    wanted, draw = take(loaders(folder, 1), 20), random.Random(17)
+    for _ in range(8):
+        first, second = sorted(draw.sample(range(1, 19), 2))
+        ranks = loaders(folder, draw.choice([1, 2, 3, 4, 6]))
+        assert take(ranks, first) == wanted[:first]
+        states = [one.state_dict() for one in ranks]
+        assert all(state == states[0] for state in states)
+        ranks = loaders(folder, draw.choice([1, 2, 3, 4, 6]))
+        for loader in ranks:
+            loader.load_state_dict(states[0])
+        assert take(ranks, second - first) == wanted[first:second]
+
+
+def test_a_run_does_not_resume_with_another_schedule(folder: Path) -> None:
+    (loader,) = loaders(folder, 1)
+    take([loader], 3)
+    state = loader.state_dict()
+    assert len(str(state)) < 1024
+    (other,) = loaders(folder, 1, schedule=POINTS)
+    with pytest.raises(SettingsMismatch, match=r"schedule was .*linear.* and is .*step.* now"):
+        other.load_state_dict(state)
+    with pytest.raises(StateError):
+        StreamingDataLoader(dataset_of(folder, None), 24).load_state_dict(state)
+
+
+def test_a_plain_loop_reads_the_same_mixture(folder: Path) -> None:
+    wanted, dataset = take(loaders(folder, 1), 10), dataset_of(folder, batch_size=24)
+    ids = [sample["id"] for _ in range(2) for sample in dataset]
+    assert [sorted(ids[k : k + 24]) for k in range(0, 240, 24)] == wanted
+
+
+def test_streams_are_named_by_their_folders_or_by_the_user(folder: Path) -> None:
+    with pytest.raises(ValueError, match="names 'wiki', but the streams are web, code, math"):
+        dataset_of(folder, [(0, {"wiki": 1})])
+    same = [Stream(local=folder / "web"), Stream(local=folder / "web")]
+    with pytest.raises(ValueError, match=r"different names, but they are 'web', 'web'. Pass Stream\(name=...\)"):
+        StreamingDataset(streams=same, schedule=[(0, {"web": 1})])
+    named = [Stream(local=folder / "web", name="a"), Stream(local=folder / "web", name="b")]
+    dataset = StreamingDataset(streams=named, schedule=[(0, {"a": 1, "b": 2})])
+    assert len(dataset) == 180
+    with pytest.raises(ValueError, match="proportion, repeat or choose of their own"):
+        len(StreamingDataset(streams=[Stream(local=folder / "web", repeat=2)], schedule=[(0, {"web": 1})]))
+
+
+def test_a_mixture_whose_streams_all_stop_is_read_once(folder: Path) -> None:
+    schedule = Schedule(POINTS, exhausted="stop")
+    (loader,) = loaders(folder, 1, schedule=schedule)
+    ids = [one for _ in range(3) for batch in loader for one in batch["id"][~loader.last_batch.filler].tolist()]
+    assert sorted(ids) == list(range(170))
+
+
+# Changes made while training
+
+CHANGE = {"code": 3, "math": 1}
+
+
+def changed_run(ranks: Sequence[StreamingDataLoader], after: int, steps: int, **change: Any) -> list[list[int]]:
+    """Global batches over epochs, with a change of the mixture after some of them, on every rank."""
+    found = []
+    while len(found) < steps:
+        iterators = [iter(loader) for loader in ranks]
+        for first in iterators[0]:
+            ids = [first["id"], *(next(one)["id"] for one in iterators[1:])]
+            found.append(sorted(torch.cat(ids).tolist()))
+            if len(found) == after:
+                assert len({loader.change_mixture(CHANGE, **change) for loader in ranks}) == 1
+            if len(found) == steps:
+                break
+        for one in iterators:
+            one.close()
+    return found
+
+
+@pytest.mark.parametrize("after", [1, 3, 5, 7])
+def test_a_change_takes_effect_at_the_next_batch_of_all_ranks(folder: Path, after: int) -> None:
+    plain = take(loaders(folder, 1), 12)
+    wanted = changed_run(loaders(folder, 1), after, 12)
+    assert wanted[:after] == plain[:after]
+    for ids in wanted[after:]:
+        assert np.abs(np.bincount(stream_of(ids), minlength=3) - [0, 18, 6]).max() <= 1
+    for num_ranks in (2, 3, 6):
+        assert changed_run(loaders(folder, num_ranks), after, 12) == wanted
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 2, "prefetch_factor": 3}, {"persistent_workers": True}])
+def test_workers_that_read_ahead_begin_again_where_a_change_takes_effect(folder: Path, options: Any) -> None:
+    (loader,) = loaders(folder, 1, **{"num_workers": 1, **options})
+    assert changed_run([loader], 3, 9) == changed_run(loaders(folder, 1), 3, 9)
+    loader.close()
+
+
+def test_a_global_batch_in_progress_is_completed_before_a_change(folder: Path) -> None:
+    (loader,) = loaders(folder, 1, accumulate=3)
+    batches = iter(loader)
+    ids = [one for _ in range(4) for one in next(batches)["id"].tolist()]
+    assert loader.change_mixture(CHANGE) == 48
+    ids += [one for _ in range(5) for one in next(batches)["id"].tolist()]
+    wanted = changed_run(loaders(folder, 1), 2, 3)
+    assert [sorted(ids[k : k + 24]) for k in (0, 24, 48)] == wanted
+
+
+def test_a_changed_run_resumes_and_repeats_from_its_state(folder: Path) -> None:
+    wanted = changed_run(loaders(folder, 1), 4, 14, skip={"code": 5})
+    ranks = loaders(folder, 2)
+    assert changed_run(ranks, 4, 8, skip={"code": 5}) == wanted[:8]
+    state = ranks[0].state_dict()
+    assert state == ranks[1].state_dict()
+    assert len(str(state)) < 1024
+    ranks = loaders(folder, 3)
+    for loader in ranks:
+        loader.load_state_dict(state)
+    assert take(ranks, 6) == wanted[8:]
+    again = Schedule.from_state(ranks[0].state_dict()["order"]["schedule"])
+    assert take(loaders(folder, 2, schedule=again), 14) == wanted
+
+
+def test_a_change_before_or_between_epochs_holds_from_the_next_batch(folder: Path) -> None:
+    (loader,) = loaders(folder, 1)
+    assert loader.change_mixture({"math": 1}) == 0
+    assert set(stream_of(take([loader], 1)[0])) == {2}
+    (loader,) = loaders(folder, 1)
+    for _ in loader:
+        pass
+    assert loader.change_mixture({"math": 1}) == loader.change_mixture({"math": 1, "web": 0}) == 120
+    assert set(stream_of(take([loader], 1)[0])) == {2}
+
+
+def test_a_change_of_a_dataset_without_a_schedule_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="Only a mixture with a schedule can change"):
+        loaders(folder, 1, schedule=None)[0].change_mixture({"web": 1})
+    with pytest.raises(ValueError, match="names 'wiki', but the streams are web, code, math"):
+        loaders(folder, 1)[0].change_mixture({"wiki": 1})
+
+
+def test_the_record_of_a_changed_run_is_verified(folder: Path, tmp_path: Path) -> None:
+    for rank in range(2):
+        loader = loaders(folder, 2)[rank]
+        tracker = PositionTracker(loader, record_delivery=tmp_path)
+        for _ in range(2):
+            for _ in tracker:
+                tracker.stepped()
+                if tracker.num_steps == 3:
+                    loader.change_mixture(CHANGE, skip={"math": 2})
+        tracker.detach()
+    found = verify_delivery(tmp_path, dataset_of(folder))
+    assert (found.num_steps, found.first_difference) == (10, None), found.sentence
