@@ -17,20 +17,20 @@ from torch.utils.data import Dataset, IterableDataset
 from lightning_stream.cache import CacheConfig
 from lightning_stream.errors import suggesting
 from lightning_stream.formats.sizes import parse_bytes, parse_count, whole
+from lightning_stream.loading.dataset_arguments import bound_schedule, check_order, chosen_streams, whole_numbers
 from lightning_stream.loading.distributed import Dimensions, WorldLike
 from lightning_stream.loading.indexed import IndexedSamples, Readable, refuse_overrides
 from lightning_stream.loading.packing import Packing
 from lightning_stream.loading.plain import PlainIterations
 from lightning_stream.loading.source import Cost, SampleSource, Transform
-from lightning_stream.order import MosaicConfig, Occurrence, OrderConfig, Schedule
+from lightning_stream.order import MosaicConfig, Occurrence, Schedule
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.order.forget import Replay
 from lightning_stream.order.mosaic.partitions import PARTITIONS
-from lightning_stream.order.rules import broken, count
 from lightning_stream.reading.bad_samples import Policy, bad_data
 from lightning_stream.reading.filters import Filters, Ids, Keep, LengthRules
 from lightning_stream.reading.reader import ReaderConfig, SampleReader
-from lightning_stream.reading.stream import CacheDefaults, Stream, labels_of
+from lightning_stream.reading.stream import CacheDefaults, Stream
 
 _PUBLIC = {"seed": "shuffle_seed", "algorithm": "shuffle_algo", "canonical_nodes": "num_canonical_nodes"}
 
@@ -165,9 +165,9 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
     ) -> None:
         refuse_overrides(type(self))
         uris = {"remote": remote, "local": local, "split": split, "version": version}
-        self.streams = _streams(streams, stream_name, uris, stream_config)
+        self.streams = chosen_streams(streams, stream_name, uris, stream_config)
         self.batch_size, self.predownload, self.replication, self.shuffle_block_size, self.num_canonical_nodes = (
-            _whole_numbers(
+            whole_numbers(
                 batch_size=batch_size,
                 predownload=predownload,
                 replication=replication,
@@ -194,15 +194,9 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             "sampling_granularity": self.sampling_granularity,
             "epoch_size": None if epoch_size is None else parse_count(epoch_size, "epoch_size") or None,
             "mosaic": mosaic if shuffle_algo in MOSAIC_ALGORITHMS else None,
-            "schedule": _bound(schedule, self.streams),
+            "schedule": bound_schedule(schedule, self.streams),
         }
-        rows = None if pack is None else pack.rows("")
-        order = OrderConfig.resolve(batch_size=1, device_batch_size=1, packing=rows, **order_arguments)
-        if balance is not None and not order.batching.can_be_balanced:
-            raise ValueError(
-                f"this order assigns samples to ranks itself; found balance={balance!r} with batching_method="
-                f"{batching_method!r} and shuffle_algo={shuffle_algo!r}. Omit balance, or choose another order"
-            )
+        check_order(order_arguments, pack, balance)
         config = CacheConfig(
             limit_bytes=self.cache_limit, validate_hash=validate_hash, keep_zip=bool(keep_zip), shared=shared_cache
         )
@@ -382,40 +376,3 @@ def source_of(dataset: StreamingDataset) -> SampleSource:
 def plain_iterations_of(dataset: StreamingDataset) -> PlainIterations:
     """The position of a dataset that is read without a `StreamingDataLoader`."""
     return dataset._streaming_plain  # noqa: SLF001 - the one door to it
-
-
-def _whole_numbers(**given: float | None) -> list[int | None]:
-    numbers = {name: whole(value) for name, value in given.items()}
-    rules = {name: count(int(name != "predownload"), optional=True) for name in numbers}
-    if problems := broken(numbers, rules):
-        raise ValueError(" ".join(problems))
-    return list(numbers.values())
-
-
-def _bound(given: Any, streams: Sequence[Stream]) -> Schedule | None:
-    if given is None:
-        return None
-    return (given if isinstance(given, Schedule) else Schedule(given)).of_streams(labels_of(streams))
-
-
-def _streams(
-    streams: Sequence[Stream] | None, name: str, given: Mapping[str, Any], config: Mapping[str, Any] | None
-) -> tuple[Stream, ...]:
-    if name != "stream":
-        raise ValueError(
-            f"a stream of another class is passed itself; found stream_name={name!r}. Pass streams=[YourStream(...)]"
-        )
-    if not streams:
-        return (Stream(**{**(config or {}), **{name: value for name, value in given.items() if value is not None}}),)
-    if config or any(given[name] is not None for name in ("remote", "local", "version")):
-        raise ValueError("pass either streams=, or remote=, local= and version= of a single one, not both")
-    for stream in streams:
-        stream.split = stream.split or given["split"] or ""
-    relative = [stream for stream in streams if stream.proportion is not None]
-    if relative and len(relative) < len(streams):
-        others = [stream for stream in streams if stream.proportion is None]
-        raise ValueError(
-            "the streams of a mix are weighted all by proportion, or all by repeat or choose; found a proportion for "
-            f"{relative} and none for {others}. Give every stream a proportion, or none"
-        )
-    return tuple(streams)

@@ -17,7 +17,7 @@ from lightning_stream.loading.checks import ReadAhead, check_run
 from lightning_stream.loading.collate import collate_samples
 from lightning_stream.loading.distributed import WorldLike, detect_world
 from lightning_stream.loading.iteration import Driver, LoaderIterator, Progress, driver_of
-from lightning_stream.loading.loader_arguments import check_arguments, check_classes
+from lightning_stream.loading.loader_arguments import check_arguments, check_classes, device_batch, refuse_order
 from lightning_stream.loading.mixing import MixtureChanges
 from lightning_stream.loading.packing import Packing
 from lightning_stream.loading.randomness import SeededCall
@@ -89,11 +89,7 @@ class StreamingDataLoader(MixtureChanges, DataLoader[Any]):
         pin_memory_device: str = "",
         in_order: Literal[True] = True,
     ) -> None:
-        if shuffle or (sampler, batch_sampler, generator) != (None, None, None) or not in_order:
-            raise ValueError(
-                "StreamingDataLoader does not take shuffle, sampler, batch_sampler, generator or in_order: the dataset "
-                "has the order. Pass shuffle=True and shuffle_seed= to the StreamingDataset"
-            )
+        refuse_order((shuffle, sampler, batch_sampler, generator), in_order)
         batch_size, global_batch_size = whole(batch_size), whole(global_batch_size)
         check_classes(self, dataset, StreamingDataset)
         check_arguments(dataset, batch_size, global_batch_size, accumulate, tail, drop_last)
@@ -145,14 +141,7 @@ class StreamingDataLoader(MixtureChanges, DataLoader[Any]):
         """Samples per device and micro-batch."""
         if self.global_batch_size is None:
             return self._device_batch_size or self.streaming.batch_size
-        replicas = self.detect_world().num_replicas
-        if self.global_batch_size % (replicas * self.accumulate):
-            raise ValueError(
-                f"a global batch divides over replicas and accumulation: {self.global_batch_size} samples do not "
-                f"divide by {replicas} replicas x {self.accumulate} accumulated micro-batches. Choose a "
-                f"global_batch_size that is a multiple of {replicas * self.accumulate}, or another number of devices"
-            )
-        return self.global_batch_size // (replicas * self.accumulate)
+        return device_batch(self.global_batch_size, self.detect_world().num_replicas, self.accumulate)
 
     @batch_size.setter
     def batch_size(self, value: int | None) -> None:
@@ -165,10 +154,7 @@ class StreamingDataLoader(MixtureChanges, DataLoader[Any]):
         return detect_world(given, source.replication or 1, source.data_dimension)
 
     def settings(self, resumed: OrderConfig | None = None) -> BatchSettings:
-        """How the data is divided into batches in this world, for a run that continues with these order settings.
-
-        They default to those of the loader's own position.
-        """
+        """How the data is divided here, for a run that continues with these order settings, or else with its own."""
         size = self.batch_size
         assert size is not None
         here = self._progress.position if self._driver is None else self._driver.known
@@ -182,10 +168,7 @@ class StreamingDataLoader(MixtureChanges, DataLoader[Any]):
         return self._source.order(settings.order)
 
     def __len__(self) -> int:
-        """Micro-batches of this rank in a full epoch, including those consumed already.
-
-        Where samples are packed into rows, epochs differ: these are those of the epoch that the position is in.
-        """
+        """Micro-batches of this rank in a full epoch; where samples are packed, in the one that the position is in."""
         return self.num_batches(0 if self.packing is None or self.evaluation else self.position.epoch)
 
     @property
@@ -202,10 +185,7 @@ class StreamingDataLoader(MixtureChanges, DataLoader[Any]):
         if self.packing is None:
             whole = self.micro_batches_from(replace(position, position=0))  # a mixture's last epoch may be shorter
             return len(whole) - len(self.micro_batches_from(position))
-        changes = position.batch_changes or ((0, position.batch_size),)
-        ends = [*(begin for begin, _ in changes[1:]), position.position]
-        steps = sum(-(-(end - begin) // size) for (begin, size), end in zip(changes, ends, strict=True))
-        return steps * self.accumulate
+        return position.num_steps * self.accumulate
 
     def micro_batches_from(self, position: Position) -> MicroBatches:
         """This rank's micro-batches from a position to the end of its epoch, by number."""

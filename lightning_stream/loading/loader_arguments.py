@@ -60,3 +60,24 @@ def check_arguments(
     problems += broken(numbers, {name: count(1, optional=name != "accumulate") for name in numbers})
     if problems:
         raise ValueError(" ".join(problems))
+
+
+def refuse_order(given: tuple[Any, ...], in_order: bool) -> None:
+    """Raise ValueError for arguments of torch's loader that choose an order."""
+    if any(given) or not in_order:
+        raise ValueError(
+            "StreamingDataLoader does not take shuffle, sampler, batch_sampler, generator or in_order: the dataset "
+            "has the order. Pass shuffle=True and shuffle_seed= to the StreamingDataset"
+        )
+
+
+def device_batch(global_batch_size: int, num_replicas: int, accumulate: int) -> int:
+    """Samples per device and micro-batch; raise ValueError where a global batch does not divide."""
+    divisor = num_replicas * accumulate
+    if global_batch_size % divisor:
+        raise ValueError(
+            f"a global batch divides over replicas and accumulation: {global_batch_size} samples do not divide by "
+            f"{num_replicas} replicas x {accumulate} accumulated micro-batches. Choose a global_batch_size that is a "
+            f"multiple of {divisor}, or another number of devices"
+        )
+    return global_batch_size // divisor

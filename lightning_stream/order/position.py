@@ -111,6 +111,13 @@ class Position:
             order.learn(self.landmark)
         return order
 
+    @property
+    def num_steps(self) -> int:
+        """Global batches of this epoch that are done."""
+        changes = self.batch_changes or ((0, self.batch_size),)
+        ends = [*(begin for begin, _ in changes[1:]), self.position]
+        return sum(-(-(end - begin) // size) for (begin, size), end in zip(changes, ends, strict=True))
+
     def next_epoch(self) -> Position:
         """The beginning of the next epoch."""
         return replace(self, epoch=self.epoch + 1, position=0, ledger=0, batch_changes=(), landmark=None)

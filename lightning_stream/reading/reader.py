@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 
 from lightning_stream.cache import Lease, ShardCache
 from lightning_stream.errors import DigestError, FormatError
-from lightning_stream.formats.encodings.base import FlatArrays
 from lightning_stream.formats.encodings.images import load_images
 from lightning_stream.formats.hashing import digest
 from lightning_stream.formats.index import Index, ShardEntry
-from lightning_stream.formats.mds.gather import gather, gather_mixed
+from lightning_stream.formats.mds.gather import flat_copies, gather, gather_mixed
 from lightning_stream.formats.mds.shard import MdsShard
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.order import Snapshot
@@ -214,21 +213,7 @@ class SampleReader:
             found = self._mine().open.flat_arrays(*self.snapshot.locate(ids), names, use)
             if found is not None:
                 return found
-        columns = self.batch(ids)
-        flat, parts, at = {}, [], 0
-        for name in dict.fromkeys(names):
-            if name not in columns:
-                raise ValueError(f"There is no column {name!r}; the dataset has {', '.join(columns)}.")
-            arrays = [np.asarray(value) for value in columns[name]]
-            if len({array.dtype for array in arrays}) != 1 or any(array.ndim != 1 for array in arrays):
-                found_kinds = sorted({f"{array.dtype}{list(array.shape)}" for array in arrays})[:3]
-                raise FormatError(f"Column {name!r} must have 1-d arrays of one dtype; found {', '.join(found_kinds)}.")
-            counts = np.array([len(array) for array in arrays], np.int64)
-            ends = at + np.cumsum(counts) * arrays[0].dtype.itemsize
-            flat[name] = FlatArrays(arrays[0].dtype, ends - counts * arrays[0].dtype.itemsize, counts)
-            parts.append(np.concatenate(arrays).view(np.uint8))
-            at = int(ends[-1])
-        return use(flat, np.concatenate(parts).data)
+        return use(*flat_copies(self.batch(ids), names))
 
     def _columns(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None) -> dict[str, Any]:
         columns = self._gathered(ids, out)

@@ -125,6 +125,28 @@ def flat_arrays(
     return found if found.keys() == {*names} else None
 
 
+def flat_copies(columns: Batch, names: Sequence[str]) -> tuple[dict[str, FlatArrays], memoryview]:
+    """Some decoded columns as 1-d arrays in one memory.
+
+    ValueError for a column that is absent; FormatError for values that are no 1-d arrays of one dtype.
+    """
+    flat, parts, at = {}, [], 0
+    for name in dict.fromkeys(names):
+        if name not in columns:
+            raise ValueError(f"There is no column {name!r}; the dataset has {', '.join(columns)}.")
+        arrays = [np.asarray(value) for value in columns[name]]
+        dtype = arrays[0].dtype
+        if any(array.ndim != 1 or array.dtype != dtype for array in arrays):
+            found = sorted({f"{array.dtype}{list(array.shape)}" for array in arrays})[:3]
+            raise FormatError(f"Column {name!r} must have 1-d arrays of one dtype; found {', '.join(found)}.")
+        counts = np.array([len(array) for array in arrays], np.int64)
+        ends = at + np.cumsum(counts) * dtype.itemsize
+        flat[name] = FlatArrays(dtype, ends - counts * dtype.itemsize, counts)
+        parts.append(np.concatenate(arrays).view(np.uint8))
+        at = int(ends[-1])
+    return flat, np.concatenate(parts).data
+
+
 def _check_range(values: Int64s, limit: int | Int64s, what: str) -> None:
     wrong = values.view(np.uint64) >= limit  # as unsigned numbers, negative ones are too large
     if wrong.any():

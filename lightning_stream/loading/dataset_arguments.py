@@ -1,0 +1,63 @@
+"""Checks of a dataset's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_stream.formats.sizes import whole
+from lightning_stream.loading.packing import Packing
+from lightning_stream.order import OrderConfig, Schedule
+from lightning_stream.order.rules import broken, count
+from lightning_stream.reading.stream import Stream, labels_of
+
+
+def whole_numbers(**given: float | None) -> list[int | None]:
+    """Numbers that may be floats (``1e9``) or None, as whole numbers; raise ValueError for others."""
+    numbers = {name: whole(value) for name, value in given.items()}
+    rules = {name: count(int(name != "predownload"), optional=True) for name in numbers}
+    if problems := broken(numbers, rules):
+        raise ValueError(" ".join(problems))
+    return list(numbers.values())
+
+
+def bound_schedule(given: Any, streams: Sequence[Stream]) -> Schedule | None:
+    """The schedule of a mixture, given as itself or by its points, for streams in this order."""
+    if given is None:
+        return None
+    return (given if isinstance(given, Schedule) else Schedule(given)).of_streams(labels_of(streams))
+
+
+def check_order(arguments: Mapping[str, Any], pack: Packing | None, balance: object) -> None:
+    """Raise ValueError for settings of an order that are wrong, or contradict each other."""
+    rows = None if pack is None else pack.rows("")
+    order = OrderConfig.resolve(batch_size=1, device_batch_size=1, packing=rows, **arguments)
+    if balance is not None and not order.batching.can_be_balanced:
+        raise ValueError(
+            f"this order assigns samples to ranks itself; found balance={balance!r} with batching_method="
+            f"{order.batching_method!r} and shuffle_algo={order.algorithm!r}. Omit balance, or choose another order"
+        )
+
+
+def chosen_streams(
+    streams: Sequence[Stream] | None, name: str, given: Mapping[str, Any], config: Mapping[str, Any] | None
+) -> tuple[Stream, ...]:
+    """The streams of a dataset, given themselves or by the arguments of a single one."""
+    if name != "stream":
+        raise ValueError(
+            f"a stream of another class is passed itself; found stream_name={name!r}. Pass streams=[YourStream(...)]"
+        )
+    if not streams:
+        return (Stream(**{**(config or {}), **{name: value for name, value in given.items() if value is not None}}),)
+    if config or any(given[name] is not None for name in ("remote", "local", "version")):
+        raise ValueError("pass either streams=, or remote=, local= and version= of a single one, not both")
+    for stream in streams:
+        stream.split = stream.split or given["split"] or ""
+    relative = [stream for stream in streams if stream.proportion is not None]
+    if relative and len(relative) < len(streams):
+        others = [stream for stream in streams if stream.proportion is None]
+        raise ValueError(
+            "the streams of a mix are weighted all by proportion, or all by repeat or choose; found a proportion for "
+            f"{relative} and none for {others}. Give every stream a proportion, or none"
+        )
+    return tuple(streams)
