@@ -17,16 +17,20 @@ from torch.utils.data import Dataset, IterableDataset
 from lightning_stream.cache import CacheConfig
 from lightning_stream.errors import suggesting
 from lightning_stream.formats.sizes import parse_bytes, parse_count, whole
-from lightning_stream.loading.dataset_arguments import bound_schedule, check_order, chosen_streams, whole_numbers
+from lightning_stream.loading.dataset_arguments import (
+    bound_schedule,
+    check_order,
+    chosen_streams,
+    mosaic_settings,
+    whole_numbers,
+)
 from lightning_stream.loading.distributed import Dimensions, WorldLike
 from lightning_stream.loading.indexed import IndexedSamples, Readable, refuse_overrides
 from lightning_stream.loading.packing import Packing
 from lightning_stream.loading.plain import PlainIterations
 from lightning_stream.loading.source import Cost, SampleSource, Transform
-from lightning_stream.order import MosaicConfig, Occurrence, Schedule
-from lightning_stream.order.config import MOSAIC_ALGORITHMS
+from lightning_stream.order import Occurrence, Schedule
 from lightning_stream.order.forget import Replay
-from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.reading.bad_samples import Policy, bad_data
 from lightning_stream.reading.filters import Filters, Ids, Keep, LengthRules
 from lightning_stream.reading.reader import ReaderConfig, SampleReader
@@ -180,9 +184,6 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         self.batching_method, self.partition_algo = batching_method, partition_algo
         self.cache_limit = None if cache_limit is None else parse_bytes(cache_limit, "cache_limit") or None
         self.allow_unsafe_types = allow_unsafe_types
-        if partition_algo not in PARTITIONS:
-            raise ValueError(f"partition_algo is one of {', '.join(PARTITIONS)}; found {partition_algo!r}. Correct it")
-        mosaic = MosaicConfig(partition_algo, self.shuffle_block_size)
         order_arguments: dict[str, Any] = {
             "shuffle": shuffle,
             "seed": self.shuffle_seed,
@@ -193,7 +194,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             "sampling_method": sampling_method,
             "sampling_granularity": self.sampling_granularity,
             "epoch_size": None if epoch_size is None else parse_count(epoch_size, "epoch_size") or None,
-            "mosaic": mosaic if shuffle_algo in MOSAIC_ALGORITHMS else None,
+            "mosaic": mosaic_settings(shuffle_algo, partition_algo, self.shuffle_block_size),
             "schedule": bound_schedule(schedule, self.streams),
         }
         check_order(order_arguments, pack, balance)

@@ -7,7 +7,9 @@ from typing import Any
 
 from lightning_stream.formats.sizes import whole
 from lightning_stream.loading.packing import Packing
-from lightning_stream.order import OrderConfig, Schedule
+from lightning_stream.order import MosaicConfig, OrderConfig, Schedule
+from lightning_stream.order.config import MOSAIC_ALGORITHMS
+from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.rules import broken, count
 from lightning_stream.reading.stream import Stream, labels_of
 
@@ -26,6 +28,13 @@ def bound_schedule(given: Any, streams: Sequence[Stream]) -> Schedule | None:
     if given is None:
         return None
     return (given if isinstance(given, Schedule) else Schedule(given)).of_streams(labels_of(streams))
+
+
+def mosaic_settings(algorithm: str | None, partition: str, block_size: int | None) -> MosaicConfig | None:
+    """The settings of the orders of mosaicml-streaming; None for the native one. ValueError for a wrong partition."""
+    if partition not in PARTITIONS:
+        raise ValueError(f"partition_algo is one of {', '.join(PARTITIONS)}; found {partition!r}. Correct it")
+    return MosaicConfig(partition, block_size) if algorithm in MOSAIC_ALGORITHMS else None
 
 
 def check_order(arguments: Mapping[str, Any], pack: Packing | None, balance: object) -> None:
