@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
-from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -77,18 +77,19 @@ def find_problems(config: DictConfig) -> list[str]:
 def wrong_types(node: DictConfig, where: str) -> list[str]:
     """Settings whose types are not those that the constructor's annotations name; only plain types are compared."""
     hints: dict[str, Any] = {}
-    for one in reversed(get_class(node._target_).__mro__):
-        with suppress(NameError, TypeError):  # an annotation that cannot be evaluated
-            hints |= get_type_hints(vars(one).get("__init__", object.__init__))
+    with suppress(ImportError, AttributeError, ValueError, TypeError):  # Hydra reports a target that cannot be found
+        for one in reversed(resolve_name(node.get("_target_")).__mro__):  # a function's types are not compared
+            with suppress(NameError, TypeError):  # an annotation that cannot be evaluated
+                hints |= get_type_hints(vars(one).get("__init__", object.__init__))
     problems = []
-    for key, value in ((key, value) for key, value in node.items() if key in hints):
-        is_union = get_origin(hints[key]) in (Union, UnionType)
-        accepted = get_args(hints[key]) if is_union else (hints[key],)
+    for key in hints.keys() & node.keys():
+        hint, value = hints[key], node[key]
+        accepted = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         is_plain = set(accepted) <= {bool, int, float, str, NoneType}
         if is_plain and type(value) not in accepted and not (type(value) is int and float in accepted):
             names = " or ".join("null" if one is NoneType else one.__name__ for one in accepted)
             problems.append(f"{where}.{key} must be {names}; found {value!r}.")
-    return problems
+    return sorted(problems)
 
 
 def _hardware(config: DictConfig) -> Iterator[str]:

@@ -84,9 +84,9 @@ def build(config: DictConfig) -> tuple[RecipeData, RecipeModule, Any]:
 
     def make(where: str, **more: Any) -> Any:
         node = OmegaConf.select(config, where)
+        wrong = wrong_types(node, where) if node else []
+        problems.extend(wrong)
         try:
-            wrong = wrong_types(node, where) if node else []
-            problems.extend(wrong)
             return instantiate(node, **more, _convert_="all") if node and not wrong else None
         except HydraException as error:
             problems.append(_sentence(error))

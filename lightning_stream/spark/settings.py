@@ -77,14 +77,21 @@ def _problems(held: Mapping[str, Any], with_udf: bool) -> list[str]:
         problems.append(f"columns must be a dict of encodings by name, {{'id': 'int64'}}; found {columns!r:.60}.")
     elif with_udf and not columns:
         problems.append("with udf_iterable, mds_kwargs needs columns: the encoding of each value of its samples.")
-    unknown = sorted(held.keys() - {*_WRITER_KEYS, *_OWN_KEYS})
-    if unknown:
+    if unknown := sorted(held.keys() - {*_WRITER_KEYS, *_OWN_KEYS}):
         problems.append(f"mds_kwargs has no {', '.join(unknown)}; it takes {', '.join(_OWN_KEYS + _WRITER_KEYS)}.")
     if isinstance(held.get("hashes"), str):
         problems.append(f"hashes must be a list of names, such as [{held['hashes']!r}]; found {held['hashes']!r}.")
-    try:  # what the writer in an executor would refuse, without a task's long error around it
-        WriterConfig.make(held.get("compression"), held.get("hashes"), held.get("size_limit"))
-        check_functions(held.get("lengths"))
+    given = (("hashes", "hashes"), ("compression", "compression"), ("limit", "size_limit"), ("lengths", "lengths"))
+    return problems + [problem for name, key in given for problem in _refused(name, held.get(key))]
+
+
+def _refused(name: str, value: Any) -> list[str]:
+    """What the writer in an executor would refuse, without a task's long error around it."""
+    try:
+        if name == "lengths":
+            check_functions(value)
+        else:
+            WriterConfig.make(**{"compression": None, "hashes": None, "limit": None, name: value})
     except (ValueError, TypeError) as error:
-        problems.append(str(error))
-    return problems
+        return [str(error)]
+    return []

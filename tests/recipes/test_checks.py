@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync")
 pytest.importorskip("torchvision", reason="the recipes need torchvision: uv sync")
 
-from recipes.checks import RENAMED, find_problems, renamed_arguments
+from recipes.checks import RENAMED, find_problems, renamed_arguments, wrong_types
 from recipes.train import build
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -135,3 +136,8 @@ def test_a_refused_config_leaves_nothing(tmp_path: Path) -> None:
     assert "Invalid config:\n  data: " in done.stderr
     assert not [each for each in tmp_path.rglob("*") if each.is_file()]
     assert not (tmp_path / "runs" / "flowers").exists()
+
+
+@pytest.mark.parametrize("target", ["no.such.Logger", "recipes.checks.wrong_types"])
+def test_a_target_that_is_no_class_is_left_to_hydra(target: str) -> None:
+    assert wrong_types(OmegaConf.create({"_target_": target, "where": 1}), "logger") == []
