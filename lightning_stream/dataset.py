@@ -99,6 +99,15 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             verified: a difference ends the run.
         pack: How documents are packed into rows of one length, see `Packing`; a batch then has rows.
         schedule: The streams' weights over the run, by their names: a `Schedule`, or its points alone, in samples.
+        bucket_by: Name of lengths, e.g. ``"tokens"``: each global batch then has samples of similar lengths, so that
+            padding them to the longest costs little. The lengths must be known, see `MDSWriter(lengths=...)`.
+        bucket_window: Samples that are sorted by length together; None for 16,384, or 16 batches where these are more.
+        batch_tokens: Instead of batch sizes: tokens of a global batch at most, over all devices and with all samples
+            padded to the longest. Each batch has as many samples of similar lengths as there is room for; the number
+            of batches is the same on every rank. `bucket_by` defaults to ``"tokens"``.
+        batch_multiple: With `batch_tokens`, the sizes of all batches are multiples of this, so that numbers of devices
+            that divide it get equal shares, and all others padding. None for the largest of 1, 2, 4, 8, 16 that the
+            longest samples leave room for.
         stream_config: Further arguments of the stream that is made of `remote` and `local`, e.g.
             ``{"options": {"endpoint_url": ...}}``.
         filter: Function of a sample (a dict, before `transform`) that returns whether it is kept. It is evaluated once
@@ -146,6 +155,10 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         batching_method: str = "random",
         allow_unsafe_types: bool = False,
         replication: float | None = None,
+        bucket_by: str | None = None,
+        bucket_window: float | None = None,
+        batch_tokens: float | None = None,
+        batch_multiple: float | None = None,
         stream_name: str = "stream",
         stream_config: Mapping[str, Any] | None = None,
         transform: Transform | None = None,
@@ -179,6 +192,10 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
                 num_canonical_nodes=num_canonical_nodes,
             )
         )
+        sizes = {"bucket_window": bucket_window, "batch_tokens": batch_tokens, "batch_multiple": batch_multiple}
+        buckets = dict(zip(sizes, whole_numbers(**sizes), strict=True))
+        self.batch_tokens = buckets["batch_tokens"]
+        bucket_by = "tokens" if bucket_by is None and batch_tokens is not None else bucket_by
         self.shuffle, self.shuffle_seed, self.shuffle_algo = shuffle, whole(shuffle_seed), shuffle_algo or "window"
         self.sampling_method, self.sampling_granularity = sampling_method, whole(sampling_granularity)
         self.batching_method, self.partition_algo = batching_method, partition_algo
@@ -197,7 +214,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             "mosaic": mosaic_settings(shuffle_algo, partition_algo, self.shuffle_block_size),
             "schedule": bound_schedule(schedule, self.streams),
         }
-        check_order(order_arguments, pack, balance)
+        check_order(order_arguments, pack, balance, {"bucket_by": bucket_by, **buckets})
         config = CacheConfig(
             limit_bytes=self.cache_limit, validate_hash=validate_hash, keep_zip=bool(keep_zip), shared=shared_cache
         )
@@ -224,6 +241,8 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             data_dimension=data_dimension,
             packing=pack,
             balance=balance,
+            bucket_by=bucket_by,
+            **buckets,
             forget=None if forget is None else np.asarray([*forget], dtype=np.int64),
         )
         self._streaming_plain = PlainIterations(self.batch_size)

@@ -126,6 +126,12 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
             "downloads more. num_canonical_nodes=1, set when a run starts, balances over all machines; each then "
             "downloads all shards."
         )
+    if run.config.buckets is not None and size % (settings.device_batch_size * world.num_replicas):
+        _log.warning(
+            f"The batches of batch_tokens have multiples of {size} samples, so {world.num_replicas} replicas with "
+            "their accumulation get padding in each of them. Set batch_multiple to a multiple of their number when a "
+            "run starts."
+        )
     if world.num_nodes > 1 and (settings.balance is None or run.config.canonical_nodes > 1):
         factor = estimate_factor(run, epoch=0, batch_size=size, world=world)
         if sentence := warning_about(run, batch_size=size, world=world, factor=factor):

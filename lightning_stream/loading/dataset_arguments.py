@@ -8,6 +8,7 @@ from typing import Any
 from lightning_stream.formats.sizes import whole
 from lightning_stream.loading.packing import Packing
 from lightning_stream.order import MosaicConfig, OrderConfig, Schedule
+from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.rules import broken, count
@@ -37,10 +38,16 @@ def mosaic_settings(algorithm: str | None, partition: str, block_size: int | Non
     return MosaicConfig(partition, block_size) if algorithm in MOSAIC_ALGORITHMS else None
 
 
-def check_order(arguments: Mapping[str, Any], pack: Packing | None, balance: object) -> None:
+def check_order(
+    arguments: Mapping[str, Any], pack: Packing | None, balance: object, buckets: Mapping[str, Any]
+) -> None:
     """Raise ValueError for settings of an order that are wrong, or contradict each other."""
-    rows = None if pack is None else pack.rows("")
-    order = OrderConfig.resolve(batch_size=1, device_batch_size=1, packing=rows, **arguments)
+    by, budget = buckets["bucket_by"], buckets["batch_tokens"]
+    for name, needed, there in (("bucket_window", "bucket_by", by), ("batch_multiple", "batch_tokens", budget)):
+        if buckets[name] is not None and there is None:
+            raise ValueError(f"{name} needs {needed}; found {name}={buckets[name]} alone. Pass {needed} too")
+    rows, sorted_by = None if pack is None else pack.rows(""), None if by is None else LengthBuckets(1, 1, budget)
+    order = OrderConfig.resolve(batch_size=1, device_batch_size=1, packing=rows, buckets=sorted_by, **arguments)
     if balance is not None and not order.batching.can_be_balanced:
         raise ValueError(
             f"this order assigns samples to ranks itself; found balance={balance!r} with batching_method="

@@ -32,9 +32,11 @@ from lightning_stream.order import (
     World,
     where,
 )
+from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.order.forget import Forgotten, Replay, forgetting, plan_replay
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
+from lightning_stream.order.rank_split import ceil_div
 from lightning_stream.reading.bad_samples import BadData
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import weights_of
@@ -109,6 +111,10 @@ class SampleSource:
     packing: Packing | None = None  # how samples are packed into rows
     balance: str | Cost | None = None  # what shares are balanced by: the name of lengths, or a cost of lengths
     forget: NDArray[np.int64] | None = None  # ids of samples in whose places others are delivered
+    bucket_by: str | None = None  # name of the lengths by which samples come together
+    bucket_window: int | None = None  # samples that are sorted by length together; None to choose
+    batch_tokens: int | None = None  # tokens of a global batch, padding included; None: it has one number of samples
+    batch_multiple: int | None = None  # what the sizes of its batches are multiples of; None to choose
     _seeded: SeededCall | None = field(default=None, init=False, repr=False)
     orders: dict[OrderConfig, RunOrder] = field(default_factory=dict, repr=False)  # the latest; shared by copies
 
@@ -135,16 +141,42 @@ class SampleSource:
         arguments = {**self.order_arguments, "forgotten": self.forgotten and self.forgotten.digest}
         if self.packing is not None:
             arguments["packing"] = self.packing.rows(self.reader.lengths_digest(self.packing.lengths_name))
+        if self.bucket_by is not None:
+            arguments["buckets"] = buckets = self._buckets(size, resumed)
+            if buckets.batch_tokens is not None:
+                size = buckets.batch_size
+                device_batch_size = ceil_div(size, accumulate * world.num_replicas)
         order = OrderConfig.resolve(
             batch_size=size, device_batch_size=device_batch_size, world=world, resumed=resumed, **arguments
         )
         return BatchSettings(world, device_batch_size, size, tail, order, balance=self._balance(device_batch_size))
 
+    def _buckets(self, batch_size: int, resumed: OrderConfig | None) -> LengthBuckets:
+        assert self.bucket_by is not None
+        return LengthBuckets.resolved(
+            self.reader.lengths(self.bucket_by),
+            window=self.bucket_window,
+            batch_tokens=self.batch_tokens,
+            batch_size=batch_size if self.batch_tokens is None else self.batch_multiple,
+            digest=self.reader.lengths_digest(self.bucket_by),
+            resumed=resumed and resumed.buckets,
+        )
+
+    @property
+    def lengths_name(self) -> str | None:
+        """The name of the lengths that the order depends on."""
+        return self.bucket_by if self.packing is None else self.packing.lengths_name
+
+    @property
+    def epochs_differ(self) -> bool:
+        """Whether epochs have different numbers of batches."""
+        return self.packing is not None or self.batch_tokens is not None
+
     def _balance(self, device_batch_size: int) -> Balance | None:
         if self.balance is None:
             return None
-        default = "tokens" if self.packing is None else self.packing.lengths_name
-        lengths = self.reader.lengths(self.balance if isinstance(self.balance, str) else default)
+        name = self.balance if isinstance(self.balance, str) else self.lengths_name or "tokens"
+        lengths = self.reader.lengths(name)
         cost = _as_they_are if isinstance(self.balance, str) else self.balance
         return Balance(_Costs(lengths, cost), device_batch_size, cost)
 
@@ -152,7 +184,7 @@ class SampleSource:
         """The order of a training run with these settings; the latest is kept."""
         found = self.orders.get(config)
         if found is None:
-            lengths = None if self.packing is None else self.reader.lengths(self.packing.lengths_name)
+            lengths = None if self.lengths_name is None else self.reader.lengths(self.lengths_name)
             forgotten = None if config.forgotten is None else self.forgotten
             weights = tuple(map(weights_of, self.reader.streams))
             found = RunOrder(self.snapshot, weights, config, lengths, forgotten=forgotten)
