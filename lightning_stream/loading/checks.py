@@ -128,9 +128,8 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
         )
     if run.config.buckets is not None and size % (settings.device_batch_size * world.num_replicas):
         _log.warning(
-            f"The batches of batch_tokens have multiples of {size} samples, so {world.num_replicas} replicas with "
-            "their accumulation get padding in each of them. Set batch_multiple to a multiple of their number when a "
-            "run starts."
+            f"With batch_tokens, batches have multiples of {size} samples. {world.num_replicas} replicas (times "
+            "accumulation) do not divide that, so every batch has padding. Set batch_multiple when a run starts."
         )
     if world.num_nodes > 1 and (settings.balance is None or run.config.canonical_nodes > 1):
         factor = estimate_factor(run, epoch=0, batch_size=size, world=world)

@@ -270,12 +270,12 @@ class BudgetOrder(BucketOrder):
         order = by_node[np.lexsort((nodes[by_node], np.arange(len(ids)) - starts))]
         ids, nodes = ids[order], nodes[order]
         longest = np.maximum.accumulate(self._lengths[ids][::-1])[::-1]  # of each sample and all behind it
-        edges = [0]
-        while edges[-1] < len(ids):
+        multiple, edges = self._buckets.batch_size, [0]
+        while (left := len(ids) - edges[-1]) > 0:
             room = self._room(int(longest[edges[-1]]))
-            edges.append(min(edges[-1] + room, len(ids)))
+            edges.append(edges[-1] + min(room, left // multiple * multiple or left))
         batches = np.split(np.arange(len(ids)), edges[1:-1])
-        rest = [batches.pop()] if len(ids) % self._buckets.batch_size else []  # it stays the last of the epoch
+        rest = [batches.pop()] if len(ids) % multiple else []  # it stays the last of the epoch
         batches = [batches[at] for at in self._turns(number, len(batches)).tolist()] + rest
         order = np.concatenate(batches)
         return _Window(ids[order], nodes[order], tuple(np.cumsum([len(one) for one in batches]).tolist()))
