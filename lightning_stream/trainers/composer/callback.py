@@ -78,6 +78,8 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         self._trainer, tracker.counts = trainer, True
         self._epoch_clock, self._batch_clock = int(clock.epoch), int(clock.batch)
         trainer.state.callbacks.insert(0, self)
+        if trainer.state.device_train_microbatch_size is None:  # batch sizes differ: no batch of the budget has more
+            trainer.state.device_train_microbatch_size = self.loader.streaming.batch_tokens
         if int(clock.batch) > 0 and not trainer.first_train_batch_complete and not tracker.is_resumed:
             tracker.report_missing("the checkpoint was loaded without its data position")
         here = tracker.position
