@@ -19,6 +19,7 @@ from lightning_stream.errors import suggesting
 from lightning_stream.formats.sizes import parse_bytes, parse_count, whole
 from lightning_stream.loading.dataset_arguments import (
     bound_schedule,
+    bucketing,
     check_order,
     chosen_streams,
     mosaic_settings,
@@ -192,10 +193,6 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
                 num_canonical_nodes=num_canonical_nodes,
             )
         )
-        sizes = {"bucket_window": bucket_window, "batch_tokens": batch_tokens, "batch_multiple": batch_multiple}
-        buckets = dict(zip(sizes, whole_numbers(**sizes), strict=True))
-        self.batch_tokens = buckets["batch_tokens"]
-        bucket_by = "tokens" if bucket_by is None and batch_tokens is not None else bucket_by
         self.shuffle, self.shuffle_seed, self.shuffle_algo = shuffle, whole(shuffle_seed), shuffle_algo or "window"
         self.sampling_method, self.sampling_granularity = sampling_method, whole(sampling_granularity)
         self.batching_method, self.partition_algo = batching_method, partition_algo
@@ -214,10 +211,9 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             "mosaic": mosaic_settings(shuffle_algo, partition_algo, self.shuffle_block_size),
             "schedule": bound_schedule(schedule, self.streams),
         }
-        check_order(order_arguments, pack, balance, {"bucket_by": bucket_by, **buckets})
-        config = CacheConfig(
-            limit_bytes=self.cache_limit, validate_hash=validate_hash, keep_zip=bool(keep_zip), shared=shared_cache
-        )
+        buckets = bucketing(bucket_by, bucket_window, batch_tokens, batch_multiple)
+        check_order(order_arguments, pack, balance, buckets)
+        config = CacheConfig(self.cache_limit, validate_hash, keep_zip=bool(keep_zip), shared=shared_cache)
         defaults = CacheDefaults(config, retries=download_retry, timeout_s=download_timeout)
         reading = ReaderConfig(
             allow_unsafe_types=allow_unsafe_types,
@@ -226,11 +222,10 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             load_images=on_bad_sample == "substitute",
         )
         bad = bad_data(on_bad_sample, on_bad_shard, quarantine, self.shuffle_seed)
+        filters = Filters(filter, filter_lengths, exclude_ids, bad.policy)
         # All that reading needs is in these two: the attributes of a subclass never meet them.
         self._streaming_source = SampleSource(
-            Filters(filter, filter_lengths, exclude_ids, bad.policy).applied(
-                SampleReader(self.streams, defaults, reading)
-            ),
+            filters.applied(SampleReader(self.streams, defaults, reading)),
             bad,
             order_arguments,
             self.shuffle_seed,
@@ -241,8 +236,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             data_dimension=data_dimension,
             packing=pack,
             balance=balance,
-            bucket_by=bucket_by,
-            **buckets,
+            buckets=buckets,
             forget=None if forget is None else np.asarray([*forget], dtype=np.int64),
         )
         self._streaming_plain = PlainIterations(self.batch_size)
@@ -256,6 +250,11 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         defaults = signature(StreamingDataset).parameters
         settings = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name].default]
         return f"{type(self).__name__}({', '.join([*map(repr, reader.streams), *known, *settings])})"
+
+    @property
+    def batch_tokens(self) -> int | None:
+        """Tokens of a global batch at most; None where batches have one number of samples."""
+        return self._streaming_source.batch_tokens
 
     @Readable
     def epoch_size(self) -> int:

@@ -271,9 +271,7 @@ def test_a_change_leaves_the_batches_before_it_where_windows_are_rearranged(
 
     def run(ranks: int, steps: int, schedule: Any = LINEAR, state: Any = None, after: int = 0) -> Any:
         made = [
-            StreamingDataLoader(
-                dataset_of(documents, schedule, **dataset), world=World(rank, ranks), **loading
-            )
+            StreamingDataLoader(dataset_of(documents, schedule, **dataset), world=World(rank, ranks), **loading)
             for rank in range(ranks)
         ]
         found: list[list[int]] = []

@@ -79,6 +79,27 @@ class BatchSettings:
         return MicroBatches(self.plan(source, start), self.device_batch_size, self.padding)
 
 
+@dataclass(frozen=True)
+class Bucketing:
+    """How samples of similar lengths come together, as the user gave it: None for what is to be chosen."""
+
+    by: str  # name of the lengths
+    window: int | None = None  # samples that are sorted together
+    batch_tokens: int | None = None  # tokens of a global batch, padding included; None: it has one number of samples
+    batch_multiple: int | None = None  # what the sizes of its batches are multiples of
+
+    def resolved(self, reader: SampleReader, batch_size: int, resumed: OrderConfig | None) -> LengthBuckets:
+        """With what was to be chosen, from the data and the run's first start."""
+        return LengthBuckets.resolved(
+            reader.lengths(self.by),
+            window=self.window,
+            batch_tokens=self.batch_tokens,
+            batch_size=batch_size if self.batch_tokens is None else self.batch_multiple,
+            digest=reader.lengths_digest(self.by),
+            resumed=None if resumed is None else resumed.buckets,
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class _Costs:
     """What samples cost, by their ids."""
@@ -111,10 +132,7 @@ class SampleSource:
     packing: Packing | None = None  # how samples are packed into rows
     balance: str | Cost | None = None  # what shares are balanced by: the name of lengths, or a cost of lengths
     forget: NDArray[np.int64] | None = None  # ids of samples in whose places others are delivered
-    bucket_by: str | None = None  # name of the lengths by which samples come together
-    bucket_window: int | None = None  # samples that are sorted by length together; None to choose
-    batch_tokens: int | None = None  # tokens of a global batch, padding included; None: it has one number of samples
-    batch_multiple: int | None = None  # what the sizes of its batches are multiples of; None to choose
+    buckets: Bucketing | None = None  # how samples of similar lengths come together
     _seeded: SeededCall | None = field(default=None, init=False, repr=False)
     orders: dict[OrderConfig, RunOrder] = field(default_factory=dict, repr=False)  # the latest; shared by copies
 
@@ -141,8 +159,8 @@ class SampleSource:
         arguments = {**self.order_arguments, "forgotten": self.forgotten and self.forgotten.digest}
         if self.packing is not None:
             arguments["packing"] = self.packing.rows(self.reader.lengths_digest(self.packing.lengths_name))
-        if self.bucket_by is not None:
-            arguments["buckets"] = buckets = self._buckets(size, resumed)
+        if self.buckets is not None:
+            arguments["buckets"] = buckets = self.buckets.resolved(self.reader, size, resumed)
             if buckets.batch_tokens is not None:
                 size = buckets.batch_size
                 device_batch_size = ceil_div(size, accumulate * world.num_replicas)
@@ -151,26 +169,22 @@ class SampleSource:
         )
         return BatchSettings(world, device_batch_size, size, tail, order, balance=self._balance(device_batch_size))
 
-    def _buckets(self, batch_size: int, resumed: OrderConfig | None) -> LengthBuckets:
-        assert self.bucket_by is not None
-        return LengthBuckets.resolved(
-            self.reader.lengths(self.bucket_by),
-            window=self.bucket_window,
-            batch_tokens=self.batch_tokens,
-            batch_size=batch_size if self.batch_tokens is None else self.batch_multiple,
-            digest=self.reader.lengths_digest(self.bucket_by),
-            resumed=resumed and resumed.buckets,
-        )
-
     @property
     def lengths_name(self) -> str | None:
         """The name of the lengths that the order depends on."""
-        return self.bucket_by if self.packing is None else self.packing.lengths_name
+        if self.packing is not None:
+            return self.packing.lengths_name
+        return None if self.buckets is None else self.buckets.by
 
     @property
     def epochs_differ(self) -> bool:
         """Whether epochs have different numbers of batches."""
         return self.packing is not None or self.batch_tokens is not None
+
+    @property
+    def batch_tokens(self) -> int | None:
+        """Tokens of a global batch at most; None where it has one number of samples."""
+        return None if self.buckets is None else self.buckets.batch_tokens
 
     def _balance(self, device_batch_size: int) -> Balance | None:
         if self.balance is None:

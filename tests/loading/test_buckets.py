@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -68,7 +69,7 @@ def steps_of(loaders, *, stop=None):
 @pytest.mark.parametrize(("ranks", "workers", "accumulate"), [(2, 0, 1), (3, 2, 1), (2, 1, 3), (4, 0, 2), (6, 0, 1)])
 def test_global_batches_are_the_same_in_every_world(folder, options, ranks, workers, accumulate):
     alone, sizes = steps_of(loaders_of(folder, **options))
-    assert sorted(sum(alone, [])) == list(range(0, COUNT, 2))
+    assert sorted(chain.from_iterable(alone)) == list(range(0, COUNT, 2))
     if "batch_tokens" in options:
         assert max(sizes) <= 4000
         assert max(map(len, alone)) > 2 * min(map(len, alone))
@@ -109,9 +110,9 @@ def test_a_mixture_keeps_its_shares_and_a_budget_has_tails_and_evaluations(folde
     assert set(shares) <= {17, 18, 19}
     for tail, wanted in (("drop", COUNT // 2 // 16 * 16), ("pad", COUNT // 2), ("exact", COUNT // 2)):
         steps, _ = steps_of(loaders_of(folder, 3, loader={"tail": tail}, **BUDGET))
-        assert len(sum(steps, [])) == wanted
+        assert len([*chain.from_iterable(steps)]) == wanted
     steps, _ = steps_of(loaders_of(folder, 3, loader={"evaluation": True}, **BUDGET))
-    assert sorted(sum(steps, [])) == list(range(0, COUNT, 2))
+    assert sorted(chain.from_iterable(steps)) == list(range(0, COUNT, 2))
 
 
 def test_where_and_trace_find_samples_in_batches_of_any_size(folder):

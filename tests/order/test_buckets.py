@@ -1,10 +1,11 @@
-"""Samples sorted by length within windows, and batches of a budget of tokens: the same in every world, from anywhere."""
+"""Samples sorted by length within windows, and batches of a budget of tokens: the same in every world."""
 
 from __future__ import annotations
 
 import json
 import pickle
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -27,7 +28,9 @@ def run_of(lengths, *, tokens=None, multiple=None, window=None, batch_size=8, st
     buckets = LengthBuckets.resolved(lengths, batch_size=size, window=window, batch_tokens=tokens)
     options = {"shuffle": True, **options}
     config = OrderConfig.resolve(batch_size=buckets.batch_size, buckets=buckets, **options)
-    return RunOrder(Snapshot.of([sizes[k::streams] for k in range(streams)]), [StreamWeights()] * streams, config, lengths)
+    return RunOrder(
+        Snapshot.of([sizes[k::streams] for k in range(streams)]), [StreamWeights()] * streams, config, lengths
+    )
 
 
 def below(run):
@@ -70,7 +73,7 @@ def test_the_samples_of_a_node_are_divided_over_the_batches_by_length(lengths, w
             batches = [one for one in batches if one]
             assert all(one == sorted(one) for one in batches)
             ranges = sorted((one[0], one[-1]) for one in batches)
-            assert all(a[1] <= b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+            assert all(a[1] <= b[0] for a, b in pairwise(ranges))
 
 
 @prop

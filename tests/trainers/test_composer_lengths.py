@@ -103,7 +103,9 @@ def test_a_resume_continues_at_the_next_row(
     assert resumed
 
 
-def test_a_bare_loader_is_trained_to_the_ends_too(folder: str, whole: tuple[Any, int, Path, Any], tmp_path: Path) -> None:
+def test_a_bare_loader_is_trained_to_the_ends_too(
+    folder: str, whole: tuple[Any, int, Path, Any], tmp_path: Path
+) -> None:
     assert fit(folder, tmp_path, whole[3], bare=True) == whole[:2]
 
 
