@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _KEPT_WINDOWS = 3
 _WINDOW = 16384
-_BATCHES = 16  # in a window, at least
+_BATCHES = 64  # in a window, at least
 _MULTIPLES = (1, 2, 4, 8, 16)  # so that 16 devices or fewer, as a power of two, have equal shares
 _MOST = 2**31 - 1
 
@@ -86,7 +86,7 @@ class LengthBuckets:
         Args:
             lengths: Those of all samples: 1-d.
             batch_size: As above; with a budget, None means the largest power of two up to 16 that it has room for.
-            window: Rounded up to whole batches; None means 16,384, or 16 batches where these are more.
+            window: Rounded up to whole batches; None means 16,384, or 64 batches where these are more.
             resumed: The settings of the state to resume from.
 
         Raises:
