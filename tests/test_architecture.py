@@ -16,14 +16,15 @@ FLOORS = {
     "errors": -1, "lazy": 0, "shared_files": 0, "threads": 0, "fingerprint": 0, "processes": 0,
     "order": 1, "formats": 1, "stores": 1,
     "cache": 2, "writer": 2,
-    "reading": 3,
-    "loading": 4, "convert": 4,
-    "dataset": 5,
-    "loader": 6,
-    "trainers": 7, "spark": 7,
-    "cli": 8,
+    "sources": 3,
+    "reading": 4,
+    "loading": 5, "convert": 5,
+    "dataset": 6,
+    "loader": 7,
+    "trainers": 8, "spark": 8,
+    "cli": 9,
 }  # fmt: skip
-TORCH_FROM_FLOOR = 4
+TORCH_FROM_FLOOR = 5
 OPTIONAL = {
     "boto3",
     "botocore",

@@ -6,29 +6,51 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from lightning_stream.cache.folder import CacheConfig, CacheFolder
 from lightning_stream.errors import CacheError, DigestError, FormatError, NotFoundError
 from lightning_stream.formats.codecs import decompress_file
 from lightning_stream.formats.hashing import FASTEST_FIRST, digest_file
-from lightning_stream.formats.index import FileEntry, Index, ShardEntry
+from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
 from lightning_stream.shared_files import FULL, publish_bytes
 from lightning_stream.stores import Store
 from lightning_stream.stores.base import REMEDY
 
 
+class OtherFormat(Protocol):
+    """Makes the index and the shards of a dataset in another format."""
+
+    @property
+    def identity(self) -> str:
+        """What distinguishes its shards from those of other settings."""
+
+    def index(self, store: Store) -> bytes:
+        """Return the text of the index of what a store holds; NotFoundError if it is of no known format."""
+
+    def write(self, store: Store, entry: ShardEntry, to: Path) -> None:
+        """Make a shard in the file `to`."""
+
+
 @dataclass(frozen=True)
 class ShardFetcher:
-    """Downloads, verifies and decompresses the files of one shard. `kept` folders may hold compressed files."""
+    """Downloads, verifies and decompresses the files of one shard. `kept` folders may hold compressed files.
+
+    A shard with an origin is made by `make` instead.
+    """
 
     store: Store
     compression: str | None
     config: CacheConfig
     kept: tuple[Path, ...]
     connections: int = 1
+    make: Callable[[Path], object] | None = None
 
     def fetch(self, raw: FileEntry, compressed: FileEntry | None, draft: Path, packed: Path) -> None:
         """Put the verified bytes of the raw file into `draft`; a compressed file that was fetched stays in `packed`."""
+        if raw.origin is not None and self.make is not None:
+            self.make(draft)
+            return
         here = None
         if compressed is not None:
             paths = (folder / compressed.basename for folder in self.kept)
@@ -65,14 +87,16 @@ class ShardFetcher:
 
 def check_size(path: Path, file: FileEntry, where: str) -> None:
     """Raise DigestError unless a file has the size in its index; `where` names it in the message."""
-    size = size_of(path)
-    if size != file.num_bytes:
+    if not is_here(path, file):
+        size = size_of(path)
         raise DigestError(f"{where}: the index promises {file.num_bytes:,} bytes; there are {size or 0:,}. {REMEDY}")
 
 
 def verify(path: Path, file: FileEntry, validate_hash: str | None, where: str) -> None:
     """Raise DigestError unless a file has the size and the hash in its index: `validate_hash`, or the fastest one."""
     check_size(path, file, where)
+    if file.origin is not None:
+        return  # it was made here, from bytes that have no hash
     if validate_hash is not None and validate_hash not in file.hashes:
         has = ", ".join(sorted(file.hashes)) or "none"
         raise ValueError(
@@ -82,6 +106,12 @@ def verify(path: Path, file: FileEntry, validate_hash: str | None, where: str) -
     name = validate_hash or next((name for name in FASTEST_FIRST if name in file.hashes), None)
     if name is not None and (found := digest_file([name], path)[name]) != file.hashes[name]:
         raise DigestError(f"{where}: the index promises {name} {file.hashes[name]}; the bytes have {found}. {REMEDY}")
+
+
+def is_here(path: Path, file: FileEntry) -> bool:
+    """Return whether there is a file with the size in its index; any size if that is an estimate."""
+    size = size_of(path)
+    return size == file.num_bytes or (size is not None and file.origin is not None)
 
 
 def size_of(path: Path) -> int | None:
@@ -107,8 +137,10 @@ class IndexFile:
     If a new index has other bytes for a shard that the cache has fetched, `drop` deletes that shard.
     """
 
-    def __init__(self, store: Store, folder: CacheFolder, drop: Callable[[ShardEntry], object]) -> None:
-        self._store = store
+    def __init__(
+        self, store: Store, folder: CacheFolder, drop: Callable[[ShardEntry], object], other: OtherFormat | None = None
+    ) -> None:
+        self._store, self._other = store, other
         self._folder = folder
         self._drop = drop
 
@@ -121,7 +153,12 @@ class IndexFile:
 
     def fetch(self, name: str, draft: Path) -> Index:
         """Fetch the index into a draft and publish it; under its lock. CacheError if there is another dataset."""
-        self._store.get(name, draft)
+        try:
+            self._store.get(name, draft)
+        except NotFoundError:
+            if self._other is None or name != INDEX_NAME:
+                raise
+            draft.write_bytes(self._other.index(self._store))
         path, new = self._folder.path / name, draft.read_bytes()
         old = path.read_bytes() if path.is_file() else None
         # It is parsed before it is published: a file that is not an index would make every later run fail.

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -22,7 +23,7 @@ from lightning_stream.stores import Store
 from lightning_stream.stores.local import LocalStore
 
 from .eviction import Evictor
-from .fetch import IndexFile, ShardFetcher, check_size, is_full, size_of, verify
+from .fetch import IndexFile, OtherFormat, ShardFetcher, check_size, is_full, is_here, size_of, verify
 
 T = TypeVar("T")
 _DELETIONS = 3  # so many times the folder may be deleted while one shard is fetched
@@ -80,29 +81,35 @@ class ShardCache:
             shards are read in place and nothing there is changed; those that are only there compressed are decompressed
             into :func:`default_folder`.
         config: The settings.
+        other: What makes the index and the shards of a dataset in another format; None if there is none.
     """
 
     def __init__(
-        self, store: Store | None, folder: Path | str | None = None, config: CacheConfig | None = None
+        self,
+        store: Store | None,
+        folder: Path | str | None = None,
+        config: CacheConfig | None = None,
+        other: OtherFormat | None = None,
     ) -> None:
         if store is None and folder is None:
             raise ValueError("a cache needs a store, or a folder that holds the shards, or both; got neither")
         self.store: Store = store if store is not None else LocalStore(str(folder))
-        self.config = config or CacheConfig()
+        self.config, self.other = config or CacheConfig(), other
         chosen = None if folder is None else Path(folder).expanduser().absolute()
         own = self.store.folder if isinstance(self.store, LocalStore) else None
         self.in_place = own is not None and (chosen is None or os.path.realpath(chosen) == os.path.realpath(own))
         self._source = own if self.in_place else None
-        self.folder = default_folder(self.store.identity) if chosen is None or self.in_place else chosen
+        identity = self.store.identity + ("" if other is None else other.identity)
+        self.folder = default_folder(identity) if chosen is None or self.in_place else chosen
         self._place = CacheFolder(self.folder, self.config.shared)
         self._evictor = Evictor(self._place)
-        self._index = IndexFile(self.store, self._place, self._drop)
+        self._index = IndexFile(self.store, self._place, self._drop, other)
         self._next_use: Callable[[str], float | None] | None = None
         self._checked: set[str] = set()
         self._refetched: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"store": self.store, "folder": self._source or self.folder, "config": self.config}
+        return {"store": self.store, "folder": self._source or self.folder, "config": self.config, "other": self.other}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -113,7 +120,7 @@ class ShardCache:
         If a new index has other bytes for a shard that was fetched, that shard is deleted.
         """
         try:
-            if self.in_place:
+            if self.in_place and (self.other is None or self.store.exists(name)):
                 return Index.from_bytes(self.store.read(name), f"{self.store.url}/{name}")
             with self._translate_os_errors():
                 here = partial(self._index.here, name)
@@ -256,7 +263,7 @@ class ShardCache:
 
     def _find(self, entry: ShardEntry) -> Path | None:
         for folder in (self._source, self.folder):
-            if folder is not None and all(size_of(folder / raw.basename) == raw.num_bytes for raw, _ in entry.files):
+            if folder is not None and all(is_here(folder / raw.basename, raw) for raw, _ in entry.files):
                 return folder
         return None
 
@@ -266,7 +273,7 @@ class ShardCache:
         for raw, compressed in entry.files:
             path = self._source / raw.basename
             size = size_of(path)
-            if size is None and compressed is not None:
+            if size is None and (compressed is not None or raw.origin is not None):
                 return None
             if size is None:
                 raise NotFoundError(f"no such file: {path}, which {self._source}/index.json lists. Check the folder.")
@@ -350,7 +357,8 @@ class ShardCache:
         name = entry.raw.basename
         drafts = [self._place.draft(name, f"{i}.{kind}") for i in range(len(entry.files)) for kind in ("raw", "zip")]
         kept = () if fresh else tuple(folder for folder in (self.folder, self._source) if folder is not None)
-        fetcher = ShardFetcher(self.store, entry.schema.compression, self.config, kept, connections)
+        make = None if self.other is None else partial(self.other.write, self.store, entry)
+        fetcher = ShardFetcher(self.store, entry.schema.compression, self.config, kept, connections, make)
         reserved = _cache_entry(entry, with_zip=True)
         with self._cleanup_on_error(drafts, name, reserved.num_bytes):
             self._evictor.make_space(reserved, self.config.limit_bytes, self.config.room_wait_s, self._next_use)
@@ -359,7 +367,10 @@ class ShardCache:
                 if not self.config.keep_zip:
                     drafts[2 * i + 1].unlink(missing_ok=True)
             lease = self._publish_all(entry, drafts)
-            self._evictor.log.settle(_cache_entry(entry, with_zip=self.config.keep_zip))
+            fetched = _cache_entry(entry, with_zip=self.config.keep_zip)
+            if entry.raw.origin is not None:
+                fetched = replace(fetched, num_bytes=size_of(self.folder / name) or 0)
+            self._evictor.log.settle(fetched)
         return lease
 
     def _publish_all(self, entry: ShardEntry, drafts: list[Path]) -> Lease:

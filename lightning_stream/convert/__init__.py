@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_stream.convert.api import convert
     from lightning_stream.convert.lengths import add_lengths
     from lightning_stream.convert.publish import ConversionResult, read_manifest
-    from lightning_stream.convert.sources.inputs import Inputs
+    from lightning_stream.sources.inputs import Inputs
 
 _NAMES = {
     "api": "convert",

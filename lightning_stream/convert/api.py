@@ -9,15 +9,16 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from lightning_stream.convert.conversion import Conversion
-from lightning_stream.convert.files import Uris
 from lightning_stream.convert.publish import ConversionResult, read_manifest
-from lightning_stream.convert.sources.choose import open_source
-from lightning_stream.convert.sources.inputs import Inputs
-from lightning_stream.convert.task import NullRule, Transform
+from lightning_stream.convert.task import Transform
 from lightning_stream.formats.codecs import check_compression
 from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.processes import num_processes, refuse_in_worker
+from lightning_stream.sources.choose import open_source
+from lightning_stream.sources.files import Uris
+from lightning_stream.sources.inputs import Inputs
+from lightning_stream.sources.nulls import NullRule
 from lightning_stream.stores import LocalStore
 from lightning_stream.writer.lengths import LengthFunctions, check_functions
 from lightning_stream.writer.place import Out, is_remote

@@ -11,17 +11,18 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from lightning_stream.convert.files import check_unchanged
 from lightning_stream.convert.partition import OutputSpec, Receipt, check
 from lightning_stream.convert.publish import ConversionResult, Publication, alone, differences, manifest_of
 from lightning_stream.convert.shuffle import Shuffle, shuffled_listing
-from lightning_stream.convert.sources.base import Found, Partition, Source
-from lightning_stream.convert.task import TRAIN, VAL, NullRule, PartitionTask, Transform, ValidationSplit
+from lightning_stream.convert.task import TRAIN, VAL, PartitionTask, Transform, ValidationSplit
 from lightning_stream.errors import NotFoundError
 from lightning_stream.fingerprint import function_text
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.formats.index.lengths import with_lengths
 from lightning_stream.processes import Progress, run_partitions
+from lightning_stream.sources.base import Found, Partition, Source
+from lightning_stream.sources.files import check_unchanged
+from lightning_stream.sources.nulls import NullRule
 from lightning_stream.stores import Store
 from lightning_stream.writer.infer import infer_columns
 from lightning_stream.writer.lengths import LengthFunctions, check_measurable

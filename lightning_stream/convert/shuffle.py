@@ -28,12 +28,12 @@ from lightning_stream.convert.partition import (
     index_bytes,
     row_bytes,
 )
-from lightning_stream.convert.sources.base import Partition, Source
 from lightning_stream.convert.task import PartitionTask
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.mds.shard import MdsShard
 from lightning_stream.formats.shard_encoder import EncodedBatch
+from lightning_stream.sources.base import Partition, Source
 from lightning_stream.writer.lengths import Lengths
 from lightning_stream.writer.place import is_remote
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -20,13 +20,12 @@ from lightning_stream.convert.partition import (
     encoded_rows,
     row_bytes,
 )
-from lightning_stream.convert.sources.base import Batch, Partition, Reader, Row, batched
 from lightning_stream.formats.mds.encode import MdsEncoder
-from lightning_stream.writer.batch import batch_columns
+from lightning_stream.sources.base import Batch, Partition, Reader, Row, batched
+from lightning_stream.sources.nulls import NullRule
 from lightning_stream.writer.lengths import LengthFunctions, measure_batch
 
 TRAIN, VAL = "train", "val"
-_NUMBERS = ("int", "uint", "float")
 
 
 @dataclass(frozen=True)
@@ -73,39 +72,6 @@ def _checked(made: Any, name: str) -> Iterator[Row]:
         yield sample
 
 
-@dataclass(frozen=True)
-class NullRule:
-    """How nulls are treated in columns whose encoding has none: all but json."""
-
-    fill: Mapping[str, Any] = field(default_factory=dict)
-    drop: bool = False
-
-    def settle(self, rows: Any, columns: Mapping[str, str], nulls: dict[str, int]) -> tuple[dict[str, Any], int]:
-        """Return an Arrow batch, or rows, as columns of values for a writer, and the number of rows.
-
-        There are no rows if nulls are left; ``nulls`` counts them by column.
-        """
-        if not hasattr(rows, "schema"):
-            return batch_columns(self._plain(rows, columns, nulls))
-        from lightning_stream.convert.arrow import settle_nulls, writer_columns
-
-        batch = settle_nulls(rows, columns, self.fill, self.drop, nulls)
-        return batch_columns({} if nulls or not batch.num_rows else writer_columns(batch, columns))
-
-    def _plain(self, rows: Sequence[Row], columns: Mapping[str, str], nulls: dict[str, int]) -> dict[str, Any]:
-        needed = {name for name, encoding in columns.items() if encoding != "json"}
-        if self.drop:
-            rows = [row for row in rows if all(row.get(name) is not None for name in needed - self.fill.keys())]
-        held = {name: [row.get(name) for row in rows] for name in columns}
-        for name in needed:
-            if name in self.fill:
-                held[name] = [self.fill[name] if value is None else value for value in held[name]]
-            count = sum(value is None for value in held[name])  # not list.count: arrays compare by element
-            if count:
-                nulls[name] = nulls.get(name, 0) + count
-        return {} if nulls else {name: _fitted(name, values, columns[name]) for name, values in held.items()}
-
-
 def _refuse_others(rows: Sequence[Row], columns: Mapping[str, str]) -> None:
     """Raise ValueError if a row has a value beyond the columns that were inferred."""
     for row in rows:
@@ -116,31 +82,6 @@ def _refuse_others(rows: Sequence[Row], columns: Mapping[str, str]) -> None:
                 f"{key}a row has {others}, unlike the rows that the columns were inferred from. Pass columns= to "
                 "choose what is written."
             )
-
-
-def _fitted(name: str, values: list[Any], encoding: str) -> Any:
-    """Values as a writer takes them: lists as arrays, and numbers in one array, if that is what the encoding stores."""
-    kinds = set(map(type, values))
-    try:
-        if encoding.startswith("ndarray"):
-            return [_array(value, encoding) if isinstance(value, list) else value for value in values]
-        if values and encoding.startswith(_NUMBERS) and (kinds <= {int, bool} or kinds <= {int, float}):
-            return np.array(values) if kinds <= {int, bool} else np.array(values, np.float64)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ValueError(f"column {name!r}: {error}") from error
-    return values
-
-
-def _array(value: list[Any], encoding: str) -> Any:
-    dtype = encoding.split(":")[1] if ":" in encoding else None
-    array = np.array(value) if value else np.array(value, dtype)
-    if dtype is None or array.dtype == dtype:
-        return array
-    cast = array.astype(dtype)
-    whole = cast.dtype.kind in "iu" and not np.array_equal(cast, array)
-    if whole or array.dtype.kind not in "iufb":
-        raise ValueError(f"{value!s:.60} does not fit {encoding}.")
-    return cast
 
 
 @dataclass(frozen=True)

@@ -33,19 +33,19 @@ _WIDE_BYTES = 1 << 15  # from this size on, a Python loop costs nothing beside t
 class MappedFile:
     """A whole file in memory, read-only. It is unmapped when nothing refers to it any more.
 
-    `where` is its path, for messages; `view` and `array` are its bytes, and `address` is where they begin.
+    ``num_bytes`` is its size in its index; None if that is an estimate. `where` is its path, for messages; `view` and `array` are its bytes, and `address` is where they begin.
     """
 
     __slots__ = ("address", "array", "num_bytes", "view", "where")
 
-    def __init__(self, path: Path, num_bytes: int) -> None:
+    def __init__(self, path: Path, num_bytes: int | None) -> None:
         self.where = str(path)
         with path.open("rb") as file:
             found = os.fstat(file.fileno()).st_size
-            if found != num_bytes:
+            if num_bytes not in (None, found):
                 raise FormatError(f"{path}: its index says {num_bytes} bytes; it has {found}. Fetch it again.")
             mapped: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **MAP_OPTIONS) if found else b""
-        self.num_bytes = num_bytes
+        self.num_bytes = found
         self.view = memoryview(mapped)
         self.array: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
         self.address: int = self.array.__array_interface__["data"][0]

@@ -330,8 +330,8 @@ class SampleReader:
     def ranges_are_cheaper(self, number: int, num_samples: int) -> bool:
         """Whether so many samples of a shard that is not here cost less by ranges than the whole shard."""
         cache, entry = self.entry(number)
-        is_hooked = isinstance(cache.store, DownloadHook)
-        return not is_hooked and self._mine().ranges.cheaper(number, cache, entry, num_samples)
+        is_whole = isinstance(cache.store, DownloadHook) or entry.raw.origin is not None
+        return not is_whole and self._mine().ranges.cheaper(number, cache, entry, num_samples)
 
     def _shard(self, process: ReaderProcess, number: int) -> Shard:
         """A mapped shard, fetched where it is not here. The caller has announced that it reads it."""

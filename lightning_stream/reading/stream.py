@@ -14,6 +14,7 @@ from lightning_stream.cache import CacheConfig, ShardCache, default_folder
 from lightning_stream.errors import FormatError, NotFoundError, StoreError, redact
 from lightning_stream.formats.index import INDEX_NAME, Index, version_name
 from lightning_stream.order import StreamWeights
+from lightning_stream.sources.in_place import InPlace
 from lightning_stream.stores import Store, open_store
 
 _NEVER_CALLED = {  # methods of mosaicml-streaming's Stream, and what to do instead
@@ -56,6 +57,8 @@ class Stream:
         name: What a `Schedule` calls it; None for the last part of `remote` or `local`.
         version: The version of the dataset: 6 or more digits of its index's digest, as in a saved state or in the file
             names ``index.<digits>.json``, which `MDSWriter(append=True)` keeps; None for the newest.
+        format: Of a folder without an index.json: ``"parquet"``, ``"arrow"``...; None to recognise it.
+        columns: Of such a folder, the columns to read, and their encodings if it is a mapping; None for all.
 
     Raises:
         ValueError: No `remote` or `local`, the path of an index instead of its folder, or more than one weight.
@@ -78,6 +81,8 @@ class Stream:
         options: Mapping[str, Any] | None = None,
         version: str | None = None,
         name: str | None = None,
+        format: str | None = None,  # noqa: A002 - the word for it
+        columns: Mapping[str, str] | Sequence[str] | None = None,
     ) -> None:
         for method, remedy in _NEVER_CALLED.items():
             if hasattr(type(self), method):
@@ -106,6 +111,7 @@ class Stream:
         self.options = self._options = dict(options or {})  # a subclass may use the name for its own
         self._label = name or os.fspath(remote or local or "").rstrip("/").rpartition("/")[2]
         self._store: Store | None = None
+        self._in_place = InPlace(format, columns)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({name_of(self)!r})"
@@ -216,7 +222,8 @@ def cache_of(stream: Stream, defaults: CacheDefaults) -> ShardCache:
         keep_zip=defaults.config.keep_zip if stream.keep_zip is None else stream.keep_zip,
         validate_hash=stream.validate_hash or defaults.config.validate_hash,
     )
-    return ShardCache(store, None if stream.local is None else Path(stream.local, stream.split), config)
+    other = None if isinstance(store, DownloadHook) else stream._in_place  # noqa: SLF001 - of this file's own class
+    return ShardCache(store, None if stream.local is None else Path(stream.local, stream.split), config, other)
 
 
 def _store_of(stream: Stream, defaults: CacheDefaults) -> Store:

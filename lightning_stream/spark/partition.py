@@ -17,9 +17,9 @@ import numpy as np
 import pyarrow as pa
 
 from lightning_stream.convert.partition import OutputSpec, PartitionWriter, Receipt, RefusedError
-from lightning_stream.convert.task import NullRule
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.encodings import get_encoding
+from lightning_stream.sources.nulls import NullRule
 from lightning_stream.writer.place import digest_of
 
 RESULT = "receipt binary"

@@ -1,6 +1,6 @@
 """The Arrow type and the MDS encoding of each Spark type.
 
-Tasks get their rows as Arrow batches, so the encodings are those of `lightning_stream.convert.arrow`. Spark has
+Tasks get their rows as Arrow batches, so the encodings are those of `lightning_stream.sources.arrow`. Spark has
 two types more: an ML vector is written as ``ndarray:float64``, and a row of the image source as ``pil`` (or ``png``,
 ``jpeg``, if asked for). docs/spark.md has the table.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from lightning_stream.convert.arrow import arrow_columns
+from lightning_stream.sources.arrow import arrow_columns
 
 _ARROW = {
     "ByteType": pa.int8(),

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_stream.convert import convert
 from lightning_stream.convert.shuffle import row_keys
-from lightning_stream.convert.sources.choose import open_source
+from lightning_stream.sources.choose import open_source
 
 PLAIN: dict[str, Any] = {"compression": None, "num_workers": 1}
 

@@ -160,7 +160,7 @@ def test_a_json_array_is_read_as_rows(tmp_path: Path, samples_of: Any) -> None:
 
 def test_without_pyarrow_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.delitem(sys.modules, "lightning_stream.convert.sources.tables", raising=False)
+    monkeypatch.delitem(sys.modules, "lightning_stream.sources.tables", raising=False)
     (tmp_path / "in.parquet").write_bytes(b"PAR1")
     with pytest.raises(MissingExtraError, match=r"lightning-stream\[convert\]"):
         convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN)

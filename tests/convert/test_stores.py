@@ -10,8 +10,8 @@ import pytest
 from servers import processes
 
 from lightning_stream.convert import convert
-from lightning_stream.convert.files import find_files
 from lightning_stream.errors import StoreError
+from lightning_stream.sources.files import find_files
 from lightning_stream.stores import open_store
 
 pytest.importorskip("fsspec", reason="needs fsspec: uv sync --group test")

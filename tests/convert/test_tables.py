@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lightning_stream.convert import convert
-from lightning_stream.convert.sources.choose import open_source
 from lightning_stream.errors import FormatError
+from lightning_stream.sources.choose import open_source
 
 PLAIN: dict[str, Any] = {"compression": None, "num_workers": 1}
 

@@ -17,17 +17,35 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.codecs import check_compression
 from lightning_stream.formats.encodings import encoding_of_column
-from lightning_stream.formats.index.schema import ROW_TYPES, SEPARATORS, FileEntry, Schema, ShardEntry, check_basename
+from lightning_stream.formats.index.schema import (
+    ROW_TYPES,
+    SEPARATORS,
+    FileEntry,
+    Origin,
+    Schema,
+    ShardEntry,
+    check_basename,
+)
 
 _FIELDS = 6  # begin, end, samples, raw bytes, stored bytes, schema
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _MAX_SHARD_BYTES = 1 << 32  # offsets have 32 bits
 
 
+class _Origin(msgspec.Struct, gc=False):
+    kind: str
+    name: str
+    num_bytes: _Count
+    stamp: str
+    begin: _Count
+    end: _Count
+
+
 class _File(msgspec.Struct, gc=False):
     basename: str
     bytes: _Count
     hashes: dict[str, str]
+    origin: _Origin | None = None
 
 
 class _Entry(msgspec.Struct, gc=False):
@@ -122,8 +140,13 @@ def parse_entry(text: bytes, where: str, schema: Schema) -> ShardEntry:
     except _DECODE_ERRORS as error:
         raise _bad_entry(where, error) from error
     found = (entry.raw_data, entry.zip_data, entry.raw_meta, entry.zip_meta)[: 2 if schema.format == "mds" else 4]
-    files = [None if file is None else FileEntry(file.basename, file.bytes, file.hashes) for file in found]
+    files = [None if file is None else _file_entry(file) for file in found]
     return ShardEntry(schema, entry.samples, *files)  # type: ignore[arg-type]  # there is always raw_data
+
+
+def _file_entry(file: _File) -> FileEntry:
+    origin = None if file.origin is None else Origin(**msgspec.structs.asdict(file.origin))
+    return FileEntry(file.basename, file.bytes, file.hashes, origin)
 
 
 def _place(data: bytes, text: msgspec.Raw) -> int:
@@ -183,8 +206,11 @@ def _sizes(entry: _Entry, where: str) -> tuple[int, int, str]:
         raw_total += raw.bytes
         stored_total += (packed or raw).bytes
         described += f"{raw.basename} {raw.bytes} {sorted(raw.hashes.items())} "
+        if (origin := raw.origin) is not None:
+            check_basename(origin.name, where)
+            described += f"{origin.kind} {origin.name} {origin.num_bytes} {origin.stamp} {origin.begin} {origin.end} "
     # A wrong count must not become memory for an order. The file with the offsets is the last, or the only one.
     count, table_bytes = entry.samples, min((entry.raw_meta or entry.raw_data).bytes, _MAX_SHARD_BYTES)
-    if count and 8 + 4 * count > table_bytes:
+    if count and 8 + 4 * count > table_bytes and entry.raw_data.origin is None:
         raise ValueError(f"'samples' must fit the offsets in its file; found {count!r:.40} in {table_bytes:,} bytes")
     return raw_total, stored_total, described

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_stream.errors import FormatError
@@ -43,12 +43,34 @@ class Schema:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """The part of a file in another format that a shard is made from.
+
+    Attributes:
+        kind: The format, e.g. ``"parquet"``.
+        name, num_bytes, stamp: The file; its stamp is another one after each change.
+        begin, end: The part, in the units of the format, such as row groups.
+    """
+
+    kind: str
+    name: str
+    num_bytes: int
+    stamp: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file of a shard: its name below the dataset's root, its size, and its hashes."""
+    """One file of a shard: its name below the dataset's root, its size, and its hashes.
+
+    With an ``origin`` the file is made from another one, and its size is an estimate.
+    """
 
     basename: str
     num_bytes: int
     hashes: Mapping[str, str] = field(default_factory=dict)
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,4 +136,5 @@ def file_object(file: FileEntry | None) -> dict[str, Any] | None:
     """Return the description of a file in the index."""
     if file is None:
         return None
-    return {"basename": file.basename, "bytes": file.num_bytes, "hashes": dict(file.hashes)}
+    about: dict[str, Any] = {"basename": file.basename, "bytes": file.num_bytes, "hashes": dict(file.hashes)}
+    return about if file.origin is None else {**about, "origin": asdict(file.origin)}

@@ -32,7 +32,7 @@ class MdsShard:
         self.num_samples = entry.num_samples
         self._layout = record_layout(entry.schema, allow_unsafe_types, decoders)
         self._path = folder / entry.raw.basename
-        file = MappedFile(self._path, entry.raw.num_bytes)
+        file = MappedFile(self._path, None if entry.raw.origin else entry.raw.num_bytes)
         offsets = sample_offsets(file, self.num_samples, file.num_bytes)
         steps, first = offsets[1:] - offsets[:-1], int(offsets[0])
         right = steps >= self._layout.min_bytes if self._layout.stride is None else steps == self._layout.stride

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from lightning_stream.convert.files import SourceFile
-from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, Row, batched, spread
+from lightning_stream.sources.base import Batch, Found, InputSplit, Reader, Row, batched, spread
+from lightning_stream.sources.files import SourceFile
 
 _LOG = logging.getLogger(__name__)
 _BATCH_BYTES = 1 << 20  # so that the next images use the same memory

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from lightning_stream.convert.files import SourceFile
-from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, batched
 from lightning_stream.fingerprint import function_text, value_digest
+from lightning_stream.sources.base import Batch, Found, InputSplit, Reader, batched
+from lightning_stream.sources.files import SourceFile
 from lightning_stream.writer.infer import infer_columns
 
 

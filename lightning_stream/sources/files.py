@@ -41,6 +41,7 @@ class SourceFile:
     stamp: str  # differs between contents of the same size: the time of change, or the store's version
     options: Mapping[str, Any] | None = field(default=None, repr=False)  # for the store
     value: Any = None  # the input
+    store: Store | None = field(default=None, repr=False, compare=False)  # the open store; None to open it
 
     @property
     def path(self) -> Path | None:
@@ -68,7 +69,7 @@ class SourceFile:
         path = self.path
         if path is not None:
             return path.open("rb", buffering)
-        raw = _Ranges(open_store(self.root, self.options), self.name, self.num_bytes)
+        raw = _Ranges(self._store, self.name, self.num_bytes)
         return cast(BinaryIO, io.BufferedReader(raw, _BUFFER_BYTES))
 
     @contextmanager
@@ -86,7 +87,11 @@ class SourceFile:
     def read(self) -> bytes:
         """All of it, as stored."""
         path = self.path
-        return open_store(self.root, self.options).read(self.name) if path is None else path.read_bytes()
+        return self._store.read(self.name) if path is None else path.read_bytes()
+
+    @property
+    def _store(self) -> Store:
+        return self.store or open_store(self.root, self.options)
 
 
 def _zstd(file: BinaryIO) -> BinaryIO:
@@ -157,6 +162,13 @@ def _found(uri: str, options: Mapping[str, Any] | None) -> list[SourceFile]:
         root, _, name = uri.rpartition("/")
         entries = [entry for entry in open_store(root or "/", options).list(name) if entry.name == name]
     return [SourceFile(root, entry.name, entry.num_bytes, entry.version, options) for entry in entries]
+
+
+def files_of(store: Store) -> list[SourceFile]:
+    """Return all files of a store but hidden ones, sorted by name."""
+    root = str(store.folder) if isinstance(store, LocalStore) else store.url
+    entries = (entry for entry in store.list("") if not _HIDDEN.search(entry.name))
+    return [SourceFile(root, entry.name, entry.num_bytes, entry.version, store=store) for entry in entries]
 
 
 def _pattern(text: str) -> re.Pattern[str]:

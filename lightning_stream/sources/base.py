@@ -9,8 +9,8 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import xxhash
 
-from lightning_stream.convert.files import SourceFile
 from lightning_stream.formats.encodings import get_encoding
+from lightning_stream.sources.files import SourceFile
 
 Row: TypeAlias = "Mapping[str, Any]"
 SAMPLED_ROWS = 10_000
@@ -28,6 +28,15 @@ class InputSplit:
     begin: int  # in units of the kind of source: bytes, row groups, batches
     end: int | None  # None for the file's end
     num_bytes: int  # about
+
+
+class Piece(NamedTuple):
+    """A piece of a file that becomes a shard: where it is, its rows, and about their bytes."""
+
+    begin: int
+    end: int
+    num_rows: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,13 @@ class Reader(ABC):
     @abstractmethod
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield the rows of some pieces, in order, some at a time."""
+
+    def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:  # noqa: ARG002
+        """Return the pieces of a file that become shards where it is read in place, in order.
+
+        Only a header, a footer or an index of the file is read. FormatError if it has not these columns.
+        """
+        raise ValueError(f"a source of kind {self.kind} cannot be read in place. Convert it with `convert`.")
 
     @property
     def settings(self) -> dict[str, Any]:

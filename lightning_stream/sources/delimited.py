@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from lightning_stream.convert.files import SourceFile
-from lightning_stream.convert.sources.base import (
+from lightning_stream.errors import FormatError
+from lightning_stream.sources.base import (
     SAMPLED_ROWS,
     Batch,
     Found,
@@ -22,9 +22,9 @@ from lightning_stream.convert.sources.base import (
     present,
     spread,
 )
-from lightning_stream.convert.sources.lines import line_blocks, line_splits
-from lightning_stream.convert.sources.tables import pieces_of
-from lightning_stream.errors import FormatError
+from lightning_stream.sources.files import SourceFile
+from lightning_stream.sources.lines import line_blocks, line_splits
+from lightning_stream.sources.tables import pieces_of
 
 _BLOCK_BYTES = 1 << 22
 # A leading "+" is one of a telephone number; a larger exponent would become inf or 0.

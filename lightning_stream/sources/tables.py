@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,22 +16,22 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
-from lightning_stream.convert.arrow import arrow_columns
-from lightning_stream.convert.files import SourceFile
-from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, present
-from lightning_stream.convert.sources.images import image_encoding
 from lightning_stream.errors import FormatError, LightningStreamError
+from lightning_stream.sources.arrow import arrow_columns
+from lightning_stream.sources.arrow_messages import messages
+from lightning_stream.sources.base import Batch, Found, InputSplit, Piece, Reader, present
+from lightning_stream.sources.files import SourceFile
+from lightning_stream.sources.images import image_encoding
 
 _BATCH_BYTES, _MAX_ROWS, _BLOCK_ROWS = 1 << 23, 8192, 1024
-_MAGIC = b"ARROW1"
 _FILES = ("Image", "Audio", "Video")  # features that are a struct of a file's bytes and its path
 
 
 class _Table(NamedTuple):
-    """An open file: its schema, the sizes of its pieces, and the record batches of some pieces, in some columns."""
+    """An open file: its schema, its pieces with their stored bytes, and the record batches of some, in some columns."""
 
     schema: pa.Schema
-    sizes: Callable[[], Sequence[int]]
+    pieces: Callable[[], Sequence[Piece]]
     batches: Callable[[int, int | None, list[str] | None], Iterator[pa.RecordBatch]]
 
 
@@ -41,22 +41,26 @@ class _TableReader(Reader):
     def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
         """Read the first file's schema."""
         with self._opened(files[0]) as table:
-            first = next((batch for batch in table.batches(0, None, None) if batch.num_rows), None)
-            return _found(table.schema, first, asked)
+            needs_values = asked is None and _files(_noted(table.schema))
+            batches = table.batches(0, None, None) if needs_values else iter(())
+            return _found(table.schema, next((batch for batch in batches if batch.num_rows), None), asked)
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:
         """Cut between row groups, record batches or blocks of rows, where a file is larger than a partition."""
         if file.num_bytes <= partition_bytes:
             return super().input_splits(file, partition_bytes)
-        with self._opened(file) as table:
-            sizes = table.sizes()
-        splits, begin, num_bytes = [], 0, 0
-        for end, size in enumerate(sizes, 1):
-            num_bytes += size
-            if num_bytes >= partition_bytes or end == len(sizes):
-                splits.append(InputSplit(file, begin, end, num_bytes))
-                begin, num_bytes = end, 0
+        splits, held = [], list[Piece]()
+        for piece in (pieces := self._pieces(file)):
+            held.append(piece)
+            num_bytes = sum(each.num_bytes for each in held)
+            if num_bytes >= partition_bytes or piece is pieces[-1]:
+                splits.append(InputSplit(file, held[0].begin, piece.end, num_bytes))
+                held = []
         return splits
+
+    def _pieces(self, file: SourceFile) -> Sequence[Piece]:
+        with self._opened(file) as table:
+            return table.pieces()
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield batches of about 8 MiB."""
@@ -71,6 +75,15 @@ class _TableReader(Reader):
                     for piece in pieces_of(batch.select(wanted)):
                         yield Batch(piece, f"{split.file.uri}, rows {done:,} to {done + piece.num_rows:,}{after}")
                         done += piece.num_rows
+
+    def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
+        """Return a piece for each row group or record batch that has rows."""
+        with self._opened(file) as table:
+            try:
+                _found(table.schema, None, {name: columns[name] for name in present(table.schema.names, columns, file)})
+            except ValueError as error:
+                raise FormatError(f"{file.uri}: {error}") from error
+            return [piece for piece in table.pieces() if piece.num_rows]
 
     @contextmanager
     def _opened(self, file: SourceFile) -> Iterator[_Table]:
@@ -107,37 +120,72 @@ class ParquetReader(_TableReader):
 
     def _table(self, plain: Any, file: SourceFile) -> _Table:  # noqa: ARG002
         opened = pq.ParquetFile(plain, pre_buffer=not isinstance(plain, pa.MemoryMappedFile))
-        groups = list(map(opened.metadata.row_group, range(opened.num_row_groups)))
+
+        def pieces(begin: int = 0, end: int | None = None) -> list[Piece]:
+            numbers = range(opened.num_row_groups)[begin:end]
+            groups = zip(numbers, map(opened.metadata.row_group, numbers), strict=True)
+            return [Piece(k, k + 1, group.num_rows, group.total_byte_size) for k, group in groups]
 
         def batches(begin: int, end: int | None, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
-            chosen = groups[begin:end]
-            rows = _fitting_rows(sum(each.num_rows for each in chosen), sum(each.total_byte_size for each in chosen))
-            numbers = list(range(len(groups)))[begin:end]
+            chosen = pieces(begin, end)
+            rows = _fitting_rows(sum(each.num_rows for each in chosen), sum(each.num_bytes for each in chosen))
+            numbers = [each.begin for each in chosen]
             return opened.iter_batches(rows, numbers, columns, use_threads=False)  # type: ignore[no-any-return]
 
-        def sizes() -> list[int]:
-            return [sum(each.column(k).total_compressed_size for k in range(each.num_columns)) for each in groups]
-
-        return _Table(opened.schema_arrow, sizes, batches)
+        return _Table(opened.schema_arrow, pieces, batches)
 
 
 @dataclass
 class ArrowReader(_TableReader):
-    """Rows of Arrow IPC files and streams (Feather too), cut between record batches."""
+    """Rows of Arrow IPC files and streams (Feather too), cut between record batches, by bytes of the file."""
 
     kind = "arrow"
 
-    def _table(self, plain: Any, file: SourceFile) -> _Table:  # noqa: ARG002
-        is_file = plain.read(len(_MAGIC)) == _MAGIC
-        plain.seek(0)
-        opened = pa.ipc.open_file(plain) if is_file else pa.ipc.open_stream(plain)
+    def _table(self, plain: Any, file: SourceFile) -> _Table:
+        head = next(messages(plain, file.uri, file.num_bytes))
+        plain.seek(head.begin)
+        schema = pa.ipc.read_schema(plain)
+
+        def pieces() -> list[Piece]:
+            records = (each for each in messages(plain, file.uri, file.num_bytes) if each.num_rows is not None)
+            return [Piece(each.begin, each.end, each.num_rows or 0, each.end - each.begin) for each in records]
 
         def batches(begin: int, end: int | None, _: list[str] | None) -> Iterator[pa.RecordBatch]:
-            if not is_file:
-                return islice(opened, begin, end)
-            return map(opened.get_batch, range(opened.num_record_batches)[begin:end])
+            if begin <= head.end:
+                spans = [(head.begin, end or file.num_bytes)]
+            else:
+                spans = [(head.begin, head.end), (begin, end or file.num_bytes)]
+            if any("dictionary<" in str(kind) for kind in schema.types):  # each batch needs all those before it
+                before = (each for each in messages(plain, file.uri, file.num_bytes) if each.is_dictionary)
+                spans[1:1] = [(each.begin, each.end) for each in before if head.end <= each.begin < begin]
+            return pa.ipc.open_stream(io.BufferedReader(_Spans(plain, spans), _BATCH_BYTES))  # type: ignore[no-any-return]
 
-        return _Table(opened.schema, lambda: [batch.nbytes for batch in batches(0, None, None)], batches)
+        return _Table(schema, pieces, batches)
+
+
+class _Spans(io.RawIOBase):
+    """Some stretches of a file, one after another, as a file."""
+
+    def __init__(self, file: Any, spans: Sequence[tuple[int, int]]) -> None:
+        self._file, self._spans = file, [*spans]
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while self._spans:
+            begin, end = self._spans[0]
+            if begin == end:
+                del self._spans[0]
+                continue
+            self._file.seek(begin)
+            data = self._file.read(min(len(buffer), end - begin))
+            if not data:
+                raise EOFError(f"the file ends at byte {begin:,}, before byte {end:,}")
+            buffer[: len(data)] = data
+            self._spans[0] = (begin + len(data), end)
+            return len(data)
+        return 0
 
 
 def _blocks(schema: pa.Schema, num_rows: int, num_bytes: int, read: Callable[[int, int, Any], Any]) -> _Table:
@@ -149,7 +197,11 @@ def _blocks(schema: pa.Schema, num_rows: int, num_bytes: int, read: Callable[[in
         for first in begins[begin:end]:
             yield from read(first, min(num_rows, first + rows), columns)
 
-    return _Table(schema, lambda: [num_bytes // len(begins) for _ in begins], batches)
+    def pieces() -> list[Piece]:
+        each = num_bytes // max(1, len(begins))
+        return [Piece(k, k + 1, min(rows, num_rows - first), each) for k, first in enumerate(begins)]
+
+    return _Table(schema, pieces, batches)
 
 
 @dataclass

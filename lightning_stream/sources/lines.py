@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
-from lightning_stream.convert.files import SourceFile
-from lightning_stream.convert.sources.base import (
+from lightning_stream.errors import FormatError
+from lightning_stream.sources.base import (
     SAMPLED_ROWS,
     Batch,
     Found,
@@ -19,7 +19,7 @@ from lightning_stream.convert.sources.base import (
     batched,
     spread,
 )
-from lightning_stream.errors import FormatError
+from lightning_stream.sources.files import SourceFile
 from lightning_stream.writer.infer import infer_encoding
 
 _BLOCK_BYTES = 1 << 22

@@ -11,10 +11,10 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from lightning_stream.convert.files import SourceFile, find_files
-from lightning_stream.convert.sources.base import Source
-from lightning_stream.convert.sources.inputs import FunctionReader, Inputs, input_items
 from lightning_stream.errors import FormatError, missing_extra, redact
+from lightning_stream.sources.base import Reader, Source
+from lightning_stream.sources.files import SourceFile, find_files
+from lightning_stream.sources.inputs import FunctionReader, Inputs, input_items
 
 # The suffixes and the reader of each kind.
 _KINDS = {
@@ -44,24 +44,37 @@ def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None
         return Source("a datasets.Dataset", dataset.files, dataset)
     is_one = isinstance(source, (str, os.PathLike))
     name = redact(str(source) if is_one else f"{', '.join(map(str, source)):.200}")
-    found = _saved_files(find_files(source, store_options))
-    chosen = kind or _only_kind(found, name)
-    if chosen not in _KINDS:
-        raise ValueError(f"kind must be one of {', '.join(sorted(_KINDS))}; got {chosen!r}.")
-    files = [file for file in found if _KIND_OF.get(file.ending) == chosen] or found
+    files, reader = reader_of(find_files(source, store_options), name, kind, options)
     splits = _by_split(files) if is_one else {}
-    try:
-        reader = _reader_class(_KINDS[chosen][1])(**(options or {}))
-    except TypeError as error:
-        raise ValueError(f"source_options do not fit kind {chosen!r}: {error}.") from error
     reader.begin([file for each in splits.values() for file in each] or files)
     return Source(name, tuple(files), reader, splits)
+
+
+def reader_of(
+    found: Sequence[SourceFile], name: str, kind: str | None = None, options: Mapping[str, Any] | None = None
+) -> tuple[Sequence[SourceFile], Reader]:
+    """Return the files of one kind among all files of a source, and the reader for them."""
+    found = _saved_files(found)
+    chosen = kind or _only_kind(found, name)
+    files = [file for file in found if _KIND_OF.get(file.ending) == chosen] or found
+    try:
+        return files, reader_class(chosen)(**(options or {}))
+    except TypeError as error:
+        raise ValueError(f"source_options do not fit kind {chosen!r}: {error}.") from error
+
+
+def reader_class(kind: str) -> type[Reader]:
+    """Return the reader of a kind."""
+    if kind not in _KINDS:
+        raise ValueError(f"kind must be one of {', '.join(sorted(_KINDS))}; got {kind!r}.")
+    found: type[Reader] = _reader_class(_KINDS[kind][1])
+    return found
 
 
 def _reader_class(name: str) -> Any:
     module, _, reader = name.partition(".")
     try:
-        return getattr(import_module(f"lightning_stream.convert.sources.{module}"), reader)
+        return getattr(import_module(f"lightning_stream.sources.{module}"), reader)
     except ModuleNotFoundError as error:
         raise missing_extra("pyarrow", "convert", "reading Parquet, Arrow, CSV and NumPy files") from error
 

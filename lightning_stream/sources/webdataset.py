@@ -13,9 +13,9 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from lightning_stream.convert.files import SourceFile
-from lightning_stream.convert.sources.base import Batch, Found, InputSplit, Reader, Row, batched
 from lightning_stream.errors import FormatError
+from lightning_stream.sources.base import Batch, Found, InputSplit, Reader, Row, batched
+from lightning_stream.sources.files import SourceFile
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -1,0 +1,126 @@
+"""Datasets in other formats, read in place: an index is made of them, and each shard when it is fetched.
+
+A piece of a file, such as a row group of Parquet, is a shard. The index is made from listings, footers and headers
+alone. A shard is read, and written to the cache as MDS, when it is needed: all that reads MDS shards reads it then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from lightning_stream.errors import FormatError, NotFoundError
+from lightning_stream.formats.index.schema import FileEntry, Origin, Schema, ShardEntry, file_object, schema_object
+from lightning_stream.formats.mds.encode import MdsEncoder
+from lightning_stream.sources.base import InputSplit, Piece, Reader
+from lightning_stream.sources.choose import reader_class, reader_of
+from lightning_stream.sources.files import SourceFile, files_of
+from lightning_stream.sources.nulls import NullRule
+from lightning_stream.stores import LocalStore, Store
+from lightning_stream.threads import DaemonPool
+
+_THREADS = 32  # a footer costs two requests, and little else
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """How a dataset in another format is read.
+
+    Attributes:
+        kind: Its format, e.g. ``"parquet"``; None to recognise it by the names of its files.
+        columns: The columns that are read, and their encodings if it is a mapping; None for all.
+    """
+
+    kind: str | None = None
+    columns: Mapping[str, str] | Sequence[str] | None = None
+
+    def index(self, store: Store) -> bytes:
+        """Return the text of the index of what a store holds.
+
+        Raises:
+            NotFoundError: There is no file of a format that can be read.
+            FormatError: A file is damaged, or has not the columns of the first one.
+        """
+        found = files_of(store)
+        if not found:
+            raise NotFoundError(f"{store.url} holds no files: neither index.json nor files of a known format.")
+        files, reader = reader_of(found, store.url, self.kind)
+        reader.begin(files)
+        columns = self._columns(reader, files)
+        with DaemonPool(_THREADS, "index") as pool:
+            pieces = [pool.submit(reader.pieces, file, columns) for file in files]
+            shards = [(file, piece) for file, made in zip(files, pieces, strict=True) for piece in made.result()]
+        schema = MdsEncoder(columns, None, (), None).schema
+        entries = [json.dumps(_entry(schema, reader.kind, number, *one)) for number, one in enumerate(shards)]
+        return f'{{"shards": [{", ".join(entries)}], "version": 2}}'.encode()
+
+    def write(self, store: Store, entry: ShardEntry, to: Path) -> None:
+        """Make a shard, as its index describes it, in the file `to`.
+
+        Raises:
+            NotFoundError: The file that it is made from is not there any more.
+            FormatError: That file was changed since the index was made, or has values that cannot be read.
+        """
+        _write(store, entry, to)
+
+    @property
+    def identity(self) -> str:
+        """What distinguishes the shards that are made from those of other settings; empty for the defaults."""
+        return "" if self == InPlace() else f" as {self.kind} {json.dumps(self.columns)}"
+
+    def _columns(self, reader: Reader, files: Sequence[SourceFile]) -> dict[str, str]:
+        found = reader.find_columns(files, self.columns if isinstance(self.columns, Mapping) else None)
+        if self.columns is None:
+            return found.columns
+        if missing := [name for name in self.columns if name not in found.columns]:
+            raise ValueError(f"{files[0].uri} has no column {', '.join(missing)}; it has {', '.join(found.columns)}.")
+        return {name: found.columns[name] for name in self.columns}
+
+
+def _entry(schema: Schema, kind: str, number: int, file: SourceFile, piece: Piece) -> dict[str, Any]:
+    origin = Origin(kind, file.name, file.num_bytes, file.stamp, piece.begin, piece.end)
+    mark = xxhash.xxh3_64_hexdigest(repr((origin, schema.columns)).encode())  # shards of another version have other names
+    raw = FileEntry(f"shard.{number:05}.{mark}.mds", piece.num_bytes, {}, origin)
+    return {**schema_object(schema), "samples": piece.num_rows, "raw_data": file_object(raw), "zip_data": None}
+
+
+def _write(store: Store, entry: ShardEntry, to: Path) -> None:
+    origin, columns = entry.raw.origin, entry.schema.columns
+    assert origin is not None
+    root = str(store.folder) if isinstance(store, LocalStore) else store.url
+    source = SourceFile(root, origin.name, origin.num_bytes, origin.stamp, store=store)
+    where = f"{source.uri} ({origin.kind}, part {origin.begin} to {origin.end})"
+    encoder, nulls = MdsEncoder(columns, None, (), None), dict[str, int]()
+    sizes: list[np.ndarray[Any, Any]] = []
+    parts: list[Any] = []
+    reader = reader_class(origin.kind)()
+    for batch in reader.read([InputSplit(source, origin.begin, origin.end, entry.raw.num_bytes)], columns):
+        try:
+            values, num_rows = NullRule().settle(batch.rows, columns, nulls)
+            if num_rows:
+                encoded = encoder.encode_batch(values, num_rows)
+                sizes.append(encoded.sizes)
+                parts.append(encoded.joined())
+        except (TypeError, ValueError) as error:  # noqa: PERF203 - a batch has many rows
+            raise FormatError(f"{batch.where}: {error}") from error
+    if nulls:
+        counts = ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items()))
+        raise FormatError(
+            f"{where}: only json columns may have nulls; found {counts}. Pass columns= without these columns, or with "
+            "the encoding 'json' for them."
+        )
+    if sum(map(len, sizes)) != entry.num_samples:
+        raise FormatError(
+            f"{where}: the index has {entry.num_samples:,} rows of it, and it has {sum(map(len, sizes)):,}. It was changed "
+            "since the index was made: start again."
+        )
+    all_sizes = np.concatenate(sizes) if sizes else np.empty(0, np.int64)
+    ((_, pieces),) = encoder.files(all_sizes, parts)  # type: ignore[arg-type]
+    with to.open("wb") as out:
+        out.writelines(pieces)

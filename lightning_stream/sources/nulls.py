@@ -1,0 +1,72 @@
+"""Rows of a source as columns of values that an encoder takes, and how nulls are treated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lightning_stream.sources.base import Row
+from lightning_stream.writer.batch import batch_columns
+
+_NUMBERS = ("int", "uint", "float")
+
+
+@dataclass(frozen=True)
+class NullRule:
+    """How nulls are treated in columns whose encoding has none: all but json."""
+
+    fill: Mapping[str, Any] = field(default_factory=dict)
+    drop: bool = False
+
+    def settle(self, rows: Any, columns: Mapping[str, str], nulls: dict[str, int]) -> tuple[dict[str, Any], int]:
+        """Return an Arrow batch, or rows, as columns of values for a writer, and the number of rows.
+
+        There are no rows if nulls are left; ``nulls`` counts them by column.
+        """
+        if not hasattr(rows, "schema"):
+            return batch_columns(self._plain(rows, columns, nulls))
+        from lightning_stream.sources.arrow import settle_nulls, writer_columns
+
+        batch = settle_nulls(rows, columns, self.fill, self.drop, nulls)
+        return batch_columns({} if nulls or not batch.num_rows else writer_columns(batch, columns))
+
+    def _plain(self, rows: Sequence[Row], columns: Mapping[str, str], nulls: dict[str, int]) -> dict[str, Any]:
+        needed = {name for name, encoding in columns.items() if encoding != "json"}
+        if self.drop:
+            rows = [row for row in rows if all(row.get(name) is not None for name in needed - self.fill.keys())]
+        held = {name: [row.get(name) for row in rows] for name in columns}
+        for name in needed:
+            if name in self.fill:
+                held[name] = [self.fill[name] if value is None else value for value in held[name]]
+            count = sum(value is None for value in held[name])  # not list.count: arrays compare by element
+            if count:
+                nulls[name] = nulls.get(name, 0) + count
+        return {} if nulls else {name: _fitted(name, values, columns[name]) for name, values in held.items()}
+
+
+def _fitted(name: str, values: list[Any], encoding: str) -> Any:
+    """Values as a writer takes them: lists as arrays, and numbers in one array, if that is what the encoding stores."""
+    kinds = set(map(type, values))
+    try:
+        if encoding.startswith("ndarray"):
+            return [_array(value, encoding) if isinstance(value, list) else value for value in values]
+        if values and encoding.startswith(_NUMBERS) and (kinds <= {int, bool} or kinds <= {int, float}):
+            return np.array(values) if kinds <= {int, bool} else np.array(values, np.float64)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"column {name!r}: {error}") from error
+    return values
+
+
+def _array(value: list[Any], encoding: str) -> Any:
+    dtype = encoding.split(":")[1] if ":" in encoding else None
+    array = np.array(value) if value else np.array(value, dtype)
+    if dtype is None or array.dtype == dtype:
+        return array
+    cast = array.astype(dtype)
+    whole = cast.dtype.kind in "iu" and not np.array_equal(cast, array)
+    if whole or array.dtype.kind not in "iufb":
+        raise ValueError(f"{value!s:.60} does not fit {encoding}.")
+    return cast
