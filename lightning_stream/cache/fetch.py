@@ -25,6 +25,9 @@ class OtherFormat(Protocol):
     def identity(self) -> str:
         """What distinguishes its shards from those of other settings."""
 
+    def recognises(self, index: bytes) -> bool:
+        """Return whether the bytes of an index.json are those of another format."""
+
     def index(self, store: Store) -> bytes:
         """Return the text of the index of what a store holds; NotFoundError if it is of no known format."""
 
@@ -153,12 +156,15 @@ class IndexFile:
 
     def fetch(self, name: str, draft: Path) -> Index:
         """Fetch the index into a draft and publish it; under its lock. CacheError if there is another dataset."""
+        other = self._other if name == INDEX_NAME else None
         try:
             self._store.get(name, draft)
+            if other is not None and other.recognises(draft.read_bytes()):
+                draft.write_bytes(other.index(self._store))
         except NotFoundError:
-            if self._other is None or name != INDEX_NAME:
+            if other is None:
                 raise
-            draft.write_bytes(self._other.index(self._store))
+            draft.write_bytes(other.index(self._store))
         path, new = self._folder.path / name, draft.read_bytes()
         old = path.read_bytes() if path.is_file() else None
         # It is parsed before it is published: a file that is not an index would make every later run fail.

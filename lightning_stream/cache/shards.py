@@ -120,8 +120,8 @@ class ShardCache:
         If a new index has other bytes for a shard that was fetched, that shard is deleted.
         """
         try:
-            if self.in_place and (self.other is None or self.store.exists(name)):
-                return Index.from_bytes(self.store.read(name), f"{self.store.url}/{name}")
+            if self.in_place and (data := self._mds_index(name)) is not None:
+                return Index.from_bytes(data, f"{self.store.url}/{name}")
             with self._translate_os_errors():
                 here = partial(self._index.here, name)
                 if not refresh and (index := here()) is not None:
@@ -129,6 +129,14 @@ class ShardCache:
                 return self._once(name, (lambda: None) if refresh else here, partial(self._fetch_index, name))
         except NotFoundError as error:
             raise NotFoundError(f"{error} A dataset is a folder with {name}, which its writer puts last.") from error
+
+    def _mds_index(self, name: str) -> bytes | None:
+        """The text of the index in the store's own folder; None if the dataset is in another format."""
+        other = self.other if name == INDEX_NAME else None
+        if other is not None and not self.store.exists(name):
+            return None
+        data = self.store.read(name)
+        return None if other is not None and other.recognises(data) else data
 
     def newest_index(self, name: str = INDEX_NAME) -> Index:
         """Return the index as the store has it now; if the store cannot be reached, the one in the cache."""

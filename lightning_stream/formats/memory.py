@@ -33,7 +33,8 @@ _WIDE_BYTES = 1 << 15  # from this size on, a Python loop costs nothing beside t
 class MappedFile:
     """A whole file in memory, read-only. It is unmapped when nothing refers to it any more.
 
-    ``num_bytes`` is its size in its index; None if that is an estimate. `where` is its path, for messages; `view` and `array` are its bytes, and `address` is where they begin.
+    ``num_bytes`` is its size in its index; None if that is an estimate. `where` is its path, for messages; `view` and
+    `array` are its bytes, and `address` is where they begin.
     """
 
     __slots__ = ("address", "array", "num_bytes", "view", "where")

@@ -11,6 +11,7 @@ import xxhash
 
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.sources.files import SourceFile
+from lightning_stream.threads import DaemonPool
 
 Row: TypeAlias = "Mapping[str, Any]"
 SAMPLED_ROWS = 10_000
@@ -31,12 +32,13 @@ class InputSplit:
 
 
 class Piece(NamedTuple):
-    """A piece of a file that becomes a shard: where it is, its rows, and about their bytes."""
+    """A piece of a file that becomes a shard: where it is, its rows, about their bytes, and the reader's settings."""
 
     begin: int
     end: int
     num_rows: int
     num_bytes: int
+    settings: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,14 @@ class Reader(ABC):
         Only a header, a footer or an index of the file is read. FormatError if it has not these columns.
         """
         raise ValueError(f"a source of kind {self.kind} cannot be read in place. Convert it with `convert`.")
+
+    def all_pieces(
+        self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool
+    ) -> Iterator[tuple[SourceFile, Piece]]:
+        """Yield the pieces of all files, in order; several files are looked at at once."""
+        found = [pool.submit(self.pieces, file, columns) for file in files]
+        for file, pieces in zip(files, found, strict=True):
+            yield from ((file, piece) for piece in pieces.result())
 
     @property
     def settings(self) -> dict[str, Any]:

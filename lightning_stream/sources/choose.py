@@ -25,6 +25,7 @@ _KINDS = {
     "tsv": (".tsv", "delimited.TsvReader"),
     "images": (".jpg .jpeg .png .webp .gif .bmp .tif .tiff", "images.ImageFolderReader"),
     "webdataset": (".tar .tgz", "webdataset.TarReader"),
+    "litdata": (".bin", "litdata.LitDataReader"),
     "numpy": (".npy .npz", "tables.NumpyReader"),
     "text": (".txt .text .md", "lines.TextReader"),
 }

@@ -40,6 +40,10 @@ class InPlace:
     kind: str | None = None
     columns: Mapping[str, str] | Sequence[str] | None = None
 
+    def recognises(self, index: bytes) -> bool:
+        """Return whether an index.json is that of another format: of LitData."""
+        return b'"chunks"' in index and b'"shards"' not in index
+
     def index(self, store: Store) -> bytes:
         """Return the text of the index of what a store holds.
 
@@ -54,8 +58,7 @@ class InPlace:
         reader.begin(files)
         columns = self._columns(reader, files)
         with DaemonPool(_THREADS, "index") as pool:
-            pieces = [pool.submit(reader.pieces, file, columns) for file in files]
-            shards = [(file, piece) for file, made in zip(files, pieces, strict=True) for piece in made.result()]
+            shards = list(reader.all_pieces(files, columns, pool))
         schema = MdsEncoder(columns, None, (), None).schema
         entries = [json.dumps(_entry(schema, reader.kind, number, *one)) for number, one in enumerate(shards)]
         return f'{{"shards": [{", ".join(entries)}], "version": 2}}'.encode()
@@ -84,8 +87,11 @@ class InPlace:
 
 
 def _entry(schema: Schema, kind: str, number: int, file: SourceFile, piece: Piece) -> dict[str, Any]:
-    origin = Origin(kind, file.name, file.num_bytes, file.stamp, piece.begin, piece.end)
-    mark = xxhash.xxh3_64_hexdigest(repr((origin, schema.columns)).encode())  # shards of another version have other names
+    settings = json.dumps(piece.settings) if piece.settings else ""
+    origin = Origin(kind, file.name, file.num_bytes, file.stamp, piece.begin, piece.end, settings)
+    mark = xxhash.xxh3_64_hexdigest(
+        repr((origin, schema.columns)).encode()
+    )  # shards of another version have other names
     raw = FileEntry(f"shard.{number:05}.{mark}.mds", piece.num_bytes, {}, origin)
     return {**schema_object(schema), "samples": piece.num_rows, "raw_data": file_object(raw), "zip_data": None}
 
@@ -99,7 +105,7 @@ def _write(store: Store, entry: ShardEntry, to: Path) -> None:
     encoder, nulls = MdsEncoder(columns, None, (), None), dict[str, int]()
     sizes: list[np.ndarray[Any, Any]] = []
     parts: list[Any] = []
-    reader = reader_class(origin.kind)()
+    reader = reader_class(origin.kind)(**(json.loads(origin.settings) if origin.settings else {}))
     for batch in reader.read([InputSplit(source, origin.begin, origin.end, entry.raw.num_bytes)], columns):
         try:
             values, num_rows = NullRule().settle(batch.rows, columns, nulls)
@@ -117,8 +123,8 @@ def _write(store: Store, entry: ShardEntry, to: Path) -> None:
         )
     if sum(map(len, sizes)) != entry.num_samples:
         raise FormatError(
-            f"{where}: the index has {entry.num_samples:,} rows of it, and it has {sum(map(len, sizes)):,}. It was changed "
-            "since the index was made: start again."
+            f"{where} must have {entry.num_samples:,} rows, as when its index was made; found "
+            f"{sum(map(len, sizes)):,}. The file was changed: start again."
         )
     all_sizes = np.concatenate(sizes) if sizes else np.empty(0, np.int64)
     ((_, pieces),) = encoder.files(all_sizes, parts)  # type: ignore[arg-type]

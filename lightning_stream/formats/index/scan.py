@@ -39,6 +39,7 @@ class _Origin(msgspec.Struct, gc=False):
     stamp: str
     begin: _Count
     end: _Count
+    settings: str = ""
 
 
 class _File(msgspec.Struct, gc=False):
@@ -208,7 +209,7 @@ def _sizes(entry: _Entry, where: str) -> tuple[int, int, str]:
         described += f"{raw.basename} {raw.bytes} {sorted(raw.hashes.items())} "
         if (origin := raw.origin) is not None:
             check_basename(origin.name, where)
-            described += f"{origin.kind} {origin.name} {origin.num_bytes} {origin.stamp} {origin.begin} {origin.end} "
+            described += f"{msgspec.structs.astuple(origin)} "
     # A wrong count must not become memory for an order. The file with the offsets is the last, or the only one.
     count, table_bytes = entry.samples, min((entry.raw_meta or entry.raw_data).bytes, _MAX_SHARD_BYTES)
     if count and 8 + 4 * count > table_bytes and entry.raw_data.origin is None:

@@ -50,6 +50,7 @@ class Origin:
         kind: The format, e.g. ``"parquet"``.
         name, num_bytes, stamp: The file; its stamp is another one after each change.
         begin, end: The part, in the units of the format, such as row groups.
+        settings: What reading it takes besides, as JSON.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Origin:
     stamp: str
     begin: int
     end: int
+    settings: str = ""
 
 
 @dataclass(frozen=True, slots=True)

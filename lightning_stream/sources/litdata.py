@@ -1,0 +1,209 @@
+"""LitData's chunks: files of items, which its index.json describes. Pickled values are refused.
+
+A chunk has the number of its items and their offsets (uint32), then the items: the sizes of an item's values (uint32),
+then the values. Items of its token loader are one value without a size. See ``litdata/streaming/writer.py`` and
+``serializers.py`` in github.com/Lightning-AI/litdata.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from lightning_stream.errors import FormatError, NotFoundError
+from lightning_stream.formats.index import INDEX_NAME
+from lightning_stream.sources.base import Batch, Found, InputSplit, Piece, Reader, Row, batched, present
+from lightning_stream.sources.files import SourceFile
+from lightning_stream.threads import DaemonPool
+
+# The dtypes by the numbers that LitData stores.
+_TORCH = ["float32", "float32", "float64", "float64", "complex64", "complex64", "complex128", "complex128",
+          "float16", "float16", "bfloat16", "uint8", "int8", "int16", "int16", "int32", "int32", "int64", "int64",
+          "bool"]  # fmt: skip
+_NUMPY = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+          "complex64", "complex128", "bool", "object", "bytes", "str", "void"]  # fmt: skip
+_SCALARS = {"int": "int64", "float": "float64", "bool": "uint8"}
+_STORED = {name: name for name in ("str", "pil", "jpeg", "bytes", "json")} | {"video": "bytes", "tifffile": "bytes"}
+_FRAMED, _FRAMED_HEAD, _FRAME_BYTES = b"LDFZ01", struct.Struct("<8sHHIII"), 24
+_UNUSABLE = ("complex64", "complex128", "bfloat16", "object", "bytes", "str", "void")
+
+
+@dataclass
+class LitDataReader(Reader):
+    """Items of LitData's chunks.
+
+    Attributes:
+        names, formats: The column and LitData's format of each value of an item, in their order.
+        compression: What is compressed with zstd: ``"chunk"``, ``"batch"`` (frames of several items) or ``"sample"``.
+        has_sizes: Whether items begin with the sizes of their values.
+    """
+
+    kind = "litdata"
+    names: Sequence[str] = ()
+    formats: Sequence[str] = ()
+    compression: str | None = None
+    has_sizes: bool = True
+
+    def begin(self, files: Sequence[SourceFile]) -> None:
+        """Read the index of the chunks."""
+        index = replace(files[0], name=INDEX_NAME)
+        try:
+            about = json.loads(index.read())
+            config = about["config"]
+            self.formats = [str(one) for one in config["data_format"]]
+            self.compression = (config.get("compression_level") or "chunk") if config.get("compression") else None
+            self.names = _leaves(json.loads(config["data_spec"])[1]) if config.get("data_spec") else []
+            self._chunks = {str(one["filename"]): int(one["chunk_size"]) for one in about["chunks"]}
+        except NotFoundError as error:
+            raise FormatError(f"{files[0].uri} must lie beside LitData's {INDEX_NAME}. Copy that, too.") from error
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise FormatError(f"{index.uri} is not an index of LitData ({error!r}). Write it again.") from error
+        self.has_sizes = config.get("item_loader") != "TokensLoader"
+        self.names = self.names if len(self.names) == len(self.formats) else list(map(str, range(len(self.formats))))
+        if config.get("encryption"):
+            raise FormatError(f"{index.uri}: encrypted chunks cannot be read. Write them without encryption.")
+
+    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
+        """Return the columns of the index; ValueError for values that cannot be read, such as pickled ones."""
+        wanted = self.names if asked is None else [name for name in asked if name in self.names]
+        formats = dict(zip(self.names, self.formats, strict=True))
+        return Found({name: _encoding(name, formats[name], files[0].root) for name in wanted})
+
+    def all_pieces(
+        self,
+        files: Sequence[SourceFile],
+        columns: Mapping[str, str],
+        pool: DaemonPool,  # noqa: ARG002
+    ) -> Iterator[tuple[SourceFile, Piece]]:
+        """Yield a piece for each chunk of the index, in its order."""
+        by_name, settings = {file.name: file for file in files}, self.settings
+        del settings["kind"]
+        for name, num_items in self._chunks.items():
+            if name not in by_name:
+                raise FormatError(f"{files[0].root}/{name} is in LitData's index, but not there. Copy it again.")
+            present(self.names, columns, by_name[name])
+            yield by_name[name], Piece(0, num_items, num_items, by_name[name].num_bytes, settings)
+
+    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
+        """Yield some MiB of items at a time."""
+        for split in splits:
+            yield from batched(self._rows(split.file, columns))
+
+    def _rows(self, file: SourceFile, columns: Mapping[str, str]) -> Iterator[tuple[Row, str]]:
+        try:
+            view, offsets = self._items(file)
+        except (zstandard.ZstdError, struct.error) as error:
+            raise FormatError(f"{file.uri} must be a chunk of LitData in zstd: {error}. Copy it again.") from error
+        decoders = [_decoder(name, form, file) if name in columns else None for name, form in self._values]
+        for number, (begin, end) in enumerate(pairwise(offsets.tolist())):
+            where = f"{file.uri}, item {number:,}"
+            at = begin + 4 * len(decoders) * self.has_sizes
+            sizes = np.frombuffer(view[begin:at], "<u4").tolist() if self.has_sizes else [end - begin]
+            if at + sum(sizes) != end:
+                raise FormatError(f"{where}: its values have {sum(sizes):,} bytes in {end - at:,}. Copy it again.")
+            row = {}
+            for (name, _), decode, size in zip(self._values, decoders, sizes, strict=True):
+                if decode is not None:
+                    row[name] = decode(view[at : at + size])
+                at += size
+            yield row, where
+
+    def _items(self, file: SourceFile) -> tuple[memoryview, NDArray[np.int64]]:
+        """The uncompressed items of a chunk, and where each begins, and the last one ends."""
+        data = file.read()
+        if self.compression == "chunk":
+            data = _inflated(data)
+        if self.compression == "batch" and data.startswith(_FRAMED):
+            *_, count, _, num_frames = _FRAMED_HEAD.unpack_from(data)
+            at = _FRAMED_HEAD.size + 4 * (count + 1)
+            offsets = np.frombuffer(data[_FRAMED_HEAD.size : at], "<u4").astype(np.int64)
+            view = memoryview(_inflated(data[at + _FRAME_BYTES * num_frames :]))
+        else:
+            view, count = memoryview(data), int.from_bytes(data[:4], "little")
+            offsets = np.frombuffer(view[4 : min(8 + 4 * count, len(view) // 4 * 4)], "<u4").astype(np.int64)
+        if self.compression == "sample":
+            items = [_inflated(view[begin:end]) for begin, end in pairwise(offsets.tolist())]
+            view, offsets = memoryview(b"".join(items)), np.cumsum([0, *map(len, items)])
+        if len(offsets) != count + 1 or int(offsets[-1]) > len(view) or (np.diff(offsets) < 0).any():
+            raise FormatError(f"{file.uri} must be a chunk of LitData; its offsets do not fit its {len(view):,} bytes.")
+        return view, offsets
+
+    @property
+    def _values(self) -> list[tuple[str, str]]:
+        return list(zip(self.names, self.formats, strict=True))
+
+
+def _leaves(spec: Any, above: str = "") -> list[str]:
+    """The names of the values of an item: keys of dicts, numbers in lists; joined by dots where they are nested."""
+    children = spec.get("children_spec") or []
+    if not children and spec.get("type") is None:
+        return [above or "value"]
+    keys = json.loads(spec["context"]) if str(spec.get("type")).endswith("dict") else range(len(children))
+    dot = f"{above}." if above else ""
+    return [name for key, child in zip(keys, children, strict=True) for name in _leaves(child, f"{dot}{key}")]
+
+
+def _encoding(name: str, form: str, where: str) -> str:
+    kind, _, code = form.partition(":")
+    if kind in _SCALARS:
+        return _SCALARS[kind]
+    if kind in _STORED:
+        return _STORED[kind]
+    if kind == "file":
+        return "jpeg" if code in ("jpg", "jpeg") else "png" if code == "png" else "bytes"
+    if kind in ("numpy", "tensor"):
+        return "ndarray"
+    if kind in ("no_header_numpy", "no_header_tensor") and code.isdecimal():
+        dtype = (_NUMPY if kind == "no_header_numpy" else _TORCH)[int(code)]
+        if dtype not in _UNUSABLE:
+            return f"ndarray:{'uint8' if dtype == 'bool' else dtype}"
+        form = f"{form} ({dtype})"
+    why = "Unpickling would run code" if kind == "pickle" else "There is no encoding for it"
+    raise ValueError(f"{where}: column {name!r} has LitData's format {form!r}. {why}; omit it by columns=.")
+
+
+def _decoder(name: str, form: str, file: SourceFile) -> Callable[[memoryview], Any]:
+    """What turns the bytes of a value into what its encoding takes."""
+    kind, _, _ = form.partition(":")
+    encoding = _encoding(name, form, file.uri)
+    if kind in _SCALARS:
+        dtype = np.dtype(_SCALARS[kind])
+        return lambda data: np.frombuffer(data, dtype)[0].item()
+    if kind in ("numpy", "tensor"):
+        return lambda data: _array(data, _NUMPY if kind == "numpy" else _TORCH, f"{file.uri}: column {name!r}")
+    if encoding.startswith("ndarray"):
+        return lambda data: np.frombuffer(data, encoding.split(":")[1])
+    if encoding == "json":
+        return lambda data: _json(bytes(data), f"{file.uri}: column {name!r}")
+    return (lambda data: str(data, "utf-8")) if encoding == "str" else bytes
+
+
+def _json(data: bytes, where: str) -> Any:
+    if data[:1] <= b" ":
+        raise FormatError(f"{where}: a nested value is in LitData's own binary form. Omit the column by columns=.")
+    return json.loads(data)
+
+
+def _array(data: memoryview, dtypes: Sequence[str], where: str) -> NDArray[Any]:
+    # Tensors of newer versions have a big-endian head. No array has 2**24 dimensions, so only one order makes sense.
+    order = "<" if len(data) < 8 or data[4] else ">"
+    code, num_dims = (0, 1 << 24) if len(data) < 8 else struct.unpack_from(f"{order}II", data)
+    begin = 8 + 4 * num_dims
+    dtype = dtypes[code] if code < len(dtypes) and begin <= len(data) else "void"
+    if dtype in _UNUSABLE:
+        raise FormatError(f"{where}: an array of {dtype} cannot be read. Omit the column by columns=.")
+    shape = struct.unpack_from(f"{order}{num_dims}I", data, 8)
+    return np.frombuffer(data[begin:], "uint8" if dtype == "bool" else dtype).reshape(shape)
+
+
+def _inflated(data: Any) -> bytes:
+    return zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data), read_across_frames=True).read()
