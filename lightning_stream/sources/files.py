@@ -70,7 +70,7 @@ class SourceFile:
         if path is not None:
             return path.open("rb", buffering)
         raw = _Ranges(self._store, self.name, self.num_bytes)
-        return cast(BinaryIO, io.BufferedReader(raw, _BUFFER_BYTES))
+        return cast(BinaryIO, io.BufferedReader(raw, _BUFFER_BYTES if buffering < 1 else buffering))
 
     @contextmanager
     def unpacked(self, what: str) -> Iterator[BinaryIO]:
@@ -84,10 +84,14 @@ class SourceFile:
         except _DAMAGED as error:
             raise FormatError(f"{self.uri} must be {what}; reading it failed: {error}. Fetch it again.") from error
 
-    def read(self) -> bytes:
-        """All of it, as stored."""
+    def read(self, begin: int = 0, end: int | None = None) -> bytes:
+        """All of it, or its bytes [begin, end), as stored."""
         path = self.path
-        return self._store.read(self.name) if path is None else path.read_bytes()
+        if path is None:
+            return self._store.read(self.name) if end is None else self._store.get_range(self.name, begin, end)
+        with path.open("rb") as file:
+            file.seek(begin)
+            return file.read(-1 if end is None else end - begin)
 
     @property
     def _store(self) -> Store:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
-from lightning_stream.sources.base import Batch, Found, InputSplit, Reader, Row, batched, spread
+from lightning_stream.sources.base import Batch, Found, InputSplit, Piece, Reader, Row, batched, spread
 from lightning_stream.sources.files import SourceFile
+from lightning_stream.threads import DaemonPool
 
 _LOG = logging.getLogger(__name__)
 _BATCH_BYTES = 1 << 20  # so that the next images use the same memory
 _SAMPLED_REMOTE = 64
 _TAIL_BYTES = 1 << 12
+_PIECE_BYTES, _PIECE_FILES = 32 << 20, 1024
+_CONNECTIONS = 16
 
 
 def image_encoding(data: bytes) -> str:
@@ -40,12 +43,14 @@ class ImageFolderReader(Reader):
 
     Attributes:
         truncated: ``"refuse"`` or ``"skip"`` images that lack their end. A skipped one is logged by name.
+        listed: The files of a shard, where images are read in place: name, bytes, stamp and label of each.
         classes: All of them, sorted: a label is a position in this list.
     """
 
     kind = "images"
     is_listing = True
     truncated: str = "refuse"
+    listed: Sequence[tuple[str, int, str, int]] = ()
     classes: tuple[str, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
@@ -71,16 +76,47 @@ class ImageFolderReader(Reader):
         about = {"classes": {"label": list(self.classes)}} if "label" in known else {}
         return Found(known, about, identity=("image",), media=("image",))
 
+    def all_pieces(
+        self,
+        files: Sequence[SourceFile],
+        columns: Mapping[str, str],  # noqa: ARG002
+        pool: DaemonPool,  # noqa: ARG002
+    ) -> Iterator[tuple[SourceFile, Piece]]:
+        """Yield pieces of about 32 MiB of images."""
+        labels, held = {name: label for label, name in enumerate(self.classes)}, list[SourceFile]()
+        for file in files:
+            held.append(file)
+            num_bytes = sum(each.num_bytes for each in held)
+            if num_bytes >= _PIECE_BYTES or len(held) == _PIECE_FILES or file is files[-1]:
+                listed = [(each.name, each.num_bytes, each.stamp, labels[_class_of(each)]) for each in held]
+                yield held[0], Piece(0, len(held), len(held), num_bytes, {"listed": listed})
+                held = []
+
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield about a MiB of images at a time."""
-        return batched(self._rows([split.file for split in splits], columns), _BATCH_BYTES)
-
-    def _rows(self, files: Sequence[SourceFile], columns: Mapping[str, str]) -> Iterator[tuple[Row, str]]:
         labels = {name: label for label, name in enumerate(self.classes)}
-        for file in files:
-            row: Row = {"name": file.name, "label": labels[_class_of(file)]}
+        if self.listed:
+            first = splits[0].file
+            each = [(replace(first, name=name, num_bytes=size), label) for name, size, _, label in self.listed]
+        else:
+            each = [(split.file, labels[_class_of(split.file)]) for split in splits]
+        return batched(self._rows(each, columns), _BATCH_BYTES)
+
+    def _rows(self, files: Sequence[tuple[SourceFile, int]], columns: Mapping[str, str]) -> Iterator[tuple[Row, str]]:
+        with DaemonPool(_CONNECTIONS, "images") as pool:
+            if self.listed and files[0][0].path is None and "image" in columns:
+                fetched = [pool.submit(file.read) for file, _ in files]
+                yield from self._read(files, columns, [future.result for future in fetched])
+            else:
+                yield from self._read(files, columns, [file.read for file, _ in files])
+
+    def _read(
+        self, files: Sequence[tuple[SourceFile, int]], columns: Mapping[str, str], reads: Sequence[Callable[[], bytes]]
+    ) -> Iterator[tuple[Row, str]]:
+        for (file, label), read in zip(files, reads, strict=True):
+            row: Row = {"name": file.name, "label": label}
             if "image" in columns:
-                data = file.read()
+                data = read()
                 if not self._is_kept(file, data, columns["image"]):
                     continue
                 row = {**row, "image": data}

@@ -14,6 +14,7 @@ from lightning_stream.sources.base import (
     Batch,
     Found,
     InputSplit,
+    Piece,
     Reader,
     Row,
     batched,
@@ -23,7 +24,7 @@ from lightning_stream.sources.files import SourceFile
 from lightning_stream.writer.infer import infer_encoding
 
 _BLOCK_BYTES = 1 << 22
-_SAMPLED_PIECES = 8
+_SAMPLED_PIECES, _PIECE_BYTES = 8, 64 << 20
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -82,6 +83,14 @@ class JsonlReader(Reader):
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:
         """Cut anywhere, unless the file is compressed, or one array of objects."""
         return super().input_splits(file, partition_bytes) if _is_array(file) else line_splits(file, partition_bytes)
+
+    def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:  # noqa: ARG002
+        """Return pieces of about 64 MiB. Their rows are counted, so the file is read once."""
+        splits = self.input_splits(file, _PIECE_BYTES)
+        sizes = [(split, sum(len(lines) for lines, _ in _filled_lines(split))) for split in splits]
+        if _is_array(file):
+            sizes = [(split, sum(len(batch.rows) for batch in _json_rows(split))) for split in splits]
+        return [Piece(one.begin, one.end or file.num_bytes, rows, one.num_bytes) for one, rows in sizes if rows]
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:  # noqa: ARG002
         """Yield a few MiB of lines at a time."""
