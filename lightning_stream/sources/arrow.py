@@ -41,9 +41,9 @@ _ENCODING = {
 _NUMERIC = ("int", "uint", "float", "str_")
 # What may be asked for instead of the inferred encoding: beginnings of names.
 _ALLOWED = {
-    **dict.fromkeys(("number", "duration", "time"), _NUMERIC),
-    **dict.fromkeys(("date", "timestamp"), (*_NUMERIC, "str")),
-    "text": ("str", "bytes", "json"), "decimal": ("str_decimal", "str", "float", "int"),
+    **dict.fromkeys(("number", "duration", "time"), (*_NUMERIC, "json")),
+    **dict.fromkeys(("date", "timestamp"), (*_NUMERIC, "str", "json")),
+    "text": ("str", "bytes", "json"), "decimal": ("str_decimal", "str", "float", "int", "json"),
     "list": ("ndarray", "json"), "struct": ("json",), "map": ("json",),
 }  # fmt: skip
 # The type whose whole numbers are written.

@@ -32,13 +32,15 @@ class InputSplit:
 
 
 class Piece(NamedTuple):
-    """A piece of a file that becomes a shard: where it is, its rows, about their bytes, and the reader's settings."""
+    """A piece of a file that becomes a shard: where it is, its rows, about their bytes, the reader's settings,
+    and the columns that are known to have nulls."""
 
     begin: int
     end: int
     num_rows: int
     num_bytes: int
     settings: Mapping[str, Any] = {}
+    nulls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

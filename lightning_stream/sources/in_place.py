@@ -32,6 +32,8 @@ _THREADS = 32  # a footer costs two requests, and little else
 class InPlace:
     """How a dataset in another format is read.
 
+    A column that is known to have nulls gets the encoding ``json``, whose values may be None.
+
     Attributes:
         kind: Its format, e.g. ``"parquet"``; None to recognise it by the names of its files.
         columns: The columns that are read, and their encodings if it is a mapping; None for all.
@@ -59,6 +61,9 @@ class InPlace:
         columns = self._columns(reader, files)
         with DaemonPool(_THREADS, "index") as pool:
             shards = list(reader.all_pieces(files, columns, pool))
+        if not isinstance(self.columns, Mapping):  # MDS has no null but in json
+            nulls = {name for _, piece in shards for name in piece.nulls if columns.get(name) != "bytes"}
+            columns = {name: "json" if name in nulls else encoding for name, encoding in columns.items()}
         schema = MdsEncoder(columns, None, (), None).schema
         entries = [json.dumps(_entry(schema, reader.kind, number, *one)) for number, one in enumerate(shards)]
         return f'{{"shards": [{", ".join(entries)}], "version": 2}}'.encode()

@@ -124,7 +124,7 @@ class ParquetReader(_TableReader):
         def pieces(begin: int = 0, end: int | None = None) -> list[Piece]:
             numbers = range(opened.num_row_groups)[begin:end]
             groups = zip(numbers, map(opened.metadata.row_group, numbers), strict=True)
-            return [Piece(k, k + 1, group.num_rows, group.total_byte_size) for k, group in groups]
+            return [Piece(k, k + 1, group.num_rows, group.total_byte_size, nulls=_nulls(group)) for k, group in groups]
 
         def batches(begin: int, end: int | None, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
             chosen = pieces(begin, end)
@@ -133,6 +133,13 @@ class ParquetReader(_TableReader):
             return opened.iter_batches(rows, numbers, columns, use_threads=False)  # type: ignore[no-any-return]
 
         return _Table(opened.schema_arrow, pieces, batches)
+
+
+def _nulls(group: Any) -> tuple[str, ...]:
+    """The columns of a row group that have nulls, by its statistics, which know nothing of nested columns."""
+    columns = map(group.column, range(group.num_columns))
+    flat = [each for each in columns if "." not in each.path_in_schema and each.statistics is not None]
+    return tuple(each.path_in_schema for each in flat if each.statistics.has_null_count and each.statistics.null_count)
 
 
 @dataclass

@@ -88,6 +88,13 @@ def test_every_golden_case_is_encoded_and_decoded_exactly(shared_golden: Path) -
             assert agrees(encoding.decode(given_as), value_of(case["decoded"])), (case["encoding"], case["decoded"])
 
 
+@pytest.mark.parametrize("name", ["ndarray", "ndarray:int16"])
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 300)])
+def test_empty_arrays_come_back(name: str, shape: tuple[int, ...]) -> None:
+    back = get_encoding(name).decode(get_encoding(name).encode(np.zeros(shape, np.int16)))
+    assert agrees(back, np.zeros(shape, np.int16))
+
+
 def test_there_are_28_encodings() -> None:
     assert set(encoding_names()) >= NAMES
     assert len(NAMES) == 28
@@ -241,8 +248,7 @@ def test_floats_out_of_range_are_refused(name: str, value: float) -> None:
         ("str_decimal", 1.5, "str_decimal takes decimal.Decimal; got float"),
         ("json", object(), "json takes a JSON value; got object"),
         ("ndarray", [1, 2], "ndarray takes a numpy array, or what offers __array__; got list"),
-        ("ndarray", np.array(3), "1 to 32 dimensions, each at least 1; got shape"),
-        ("ndarray", np.zeros((2, 0)), "each at least 1; got shape"),
+        ("ndarray", np.array(3), "1 to 32 dimensions; got shape"),
         ("ndarray", np.zeros(2, bool), "ndarray takes arrays of uint8, .*; got dtype bool"),
         ("ndarray", np.zeros(2, complex), "got dtype complex128"),
         ("ndarray", np.array(["a"]), "got dtype <U1"),

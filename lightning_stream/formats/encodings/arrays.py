@@ -48,10 +48,10 @@ class _AnyArray(ViewEncoding):
         else:
             raise ValueError(f"{self.name} takes arrays of {', '.join(_CODE_OF)}; got dtype {array.dtype}.")
         shape = array.shape
-        if not shape or 0 in shape or len(shape) > _MAX_DIMS:
+        if not shape or len(shape) > _MAX_DIMS:
             raise ValueError(
-                f"{self.name} takes arrays of 1 to {_MAX_DIMS} dimensions, each at least 1; got shape {shape}. "
-                "Store a number as a scalar encoding, and an absent or empty value as 'json' or 'bytes'."
+                f"{self.name} takes arrays of 1 to {_MAX_DIMS} dimensions; got shape {shape}. Store a number as a "
+                "scalar encoding, and an absent value as 'json' or 'bytes'."
             )
         largest = max(shape)
         step = 0 if largest < 1 << 8 else 1 if largest < 1 << 16 else 2 if largest < 1 << 32 else 3
