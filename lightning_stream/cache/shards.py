@@ -374,10 +374,11 @@ class ShardCache:
                 fetcher.fetch(raw, compressed, drafts[2 * i], drafts[2 * i + 1])
                 if not self.config.keep_zip:
                     drafts[2 * i + 1].unlink(missing_ok=True)
-            lease = self._publish_all(entry, drafts)
             fetched = _cache_entry(entry, with_zip=self.config.keep_zip)
-            if entry.raw.origin is not None:
-                fetched = replace(fetched, num_bytes=size_of(self.folder / name) or 0)
+            if entry.raw.origin is not None:  # now its size is known
+                fetched = replace(fetched, num_bytes=drafts[0].stat().st_size)
+                self._evictor.make_space(fetched, self.config.limit_bytes, self.config.room_wait_s, self._next_use)
+            lease = self._publish_all(entry, drafts)
             self._evictor.log.settle(fetched)
         return lease
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings import get_encoding
+from lightning_stream.sources.base import Asked
 from lightning_stream.writer.batch import arrow_numbers
 
 Values: TypeAlias = "NDArray[Any] | Sequence[Any] | pa.Array"
@@ -67,7 +68,7 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
     return _plain_type(kind.value_type) if pa.types.is_dictionary(kind) else kind
 
 
-def arrow_columns(schema: pa.Schema, asked: Mapping[str, str] | None = None) -> dict[str, str]:
+def arrow_columns(schema: pa.Schema, asked: Asked | None = None) -> dict[str, str]:
     """Return the encoding of every column that is written; ValueError names all that cannot be."""
     names = list(schema.names)
     problems = [f"two columns are named {name!r}." for name in sorted({n for n in names if names.count(n) > 1})]
@@ -78,7 +79,8 @@ def arrow_columns(schema: pa.Schema, asked: Mapping[str, str] | None = None) -> 
             continue
         try:
             kind = _plain_type(schema.field(name).type)
-            columns[name] = _inferred(kind) if asked is None else _allowed(kind, asked[name])
+            wanted = None if asked is None else asked[name]
+            columns[name] = _inferred(kind) if wanted is None else _allowed(kind, wanted)
         except (ValueError, TypeError, KeyError) as error:
             problems.append(f"column {name!r}: {error}.")
     if problems or not columns:

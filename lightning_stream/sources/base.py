@@ -14,6 +14,7 @@ from lightning_stream.sources.files import SourceFile
 from lightning_stream.threads import DaemonPool
 
 Row: TypeAlias = "Mapping[str, Any]"
+Asked: TypeAlias = "Mapping[str, str | None]"  # columns that are wanted, with their encodings or None to infer them
 SAMPLED_ROWS = 10_000
 _MIN_BYTES, _MAX_BYTES, _PARTITIONS = 32 << 20, 512 << 20, 32
 _BATCH_BYTES, _BATCH_ROWS = 8 << 20, 256
@@ -91,7 +92,7 @@ class Reader(ABC):
         """Look at the list of all files, those of all splits, before anything else."""
 
     @abstractmethod
-    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         """Return the columns, from a schema or from some rows; of those that are not asked for, less may be known."""
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:  # noqa: ARG002
@@ -159,7 +160,7 @@ class Source:
         files = [{"name": file.name, "bytes": file.num_bytes, "stamp": file.stamp} for file in listed]
         return {**self.identity, "name": self.name, "files": files}
 
-    def find_columns(self, asked: Mapping[str, str] | None) -> Found:
+    def find_columns(self, asked: Asked | None) -> Found:
         """Return the columns that are read: those asked for, or all."""
         found = self.reader.find_columns(self.files, asked)
         missing = [name for name in asked or () if name not in found.columns]

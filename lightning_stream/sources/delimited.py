@@ -15,6 +15,7 @@ import pyarrow.csv
 from lightning_stream.errors import FormatError
 from lightning_stream.sources.base import (
     SAMPLED_ROWS,
+    Asked,
     Batch,
     Found,
     InputSplit,
@@ -48,7 +49,7 @@ class CsvReader(Reader):
     delimiter: str = ","
     names: Sequence[str] | None = None
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:  # noqa: ARG002
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
         """Look at the first rows of some files: whole numbers, else numbers, else true and false, else text."""
         columns: dict[str, list[Any]] = {}
         for file in spread(files):

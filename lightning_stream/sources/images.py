@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
-from lightning_stream.sources.base import Batch, Found, InputSplit, Piece, Reader, Row, batched, spread
+from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, Row, batched, spread
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.threads import DaemonPool
 
@@ -61,7 +61,7 @@ class ImageFolderReader(Reader):
         """Find all classes: of all splits, so that a class has the same number in each."""
         self.classes = tuple(sorted({_class_of(file) for file in files}))
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:  # noqa: ARG002
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
         """Return ``image``, ``label`` (omitted where there is one folder only) and ``name``.
 
         The column of images is ``jpeg`` or ``png`` if all files are JPEG or PNG files, whatever their names are:

@@ -83,12 +83,14 @@ class InPlace:
         return "" if self == InPlace() else f" as {self.kind} {json.dumps(self.columns)}"
 
     def _columns(self, reader: Reader, files: Sequence[SourceFile]) -> dict[str, str]:
-        found = reader.find_columns(files, self.columns if isinstance(self.columns, Mapping) else None)
-        if self.columns is None:
-            return found.columns
-        if missing := [name for name in self.columns if name not in found.columns]:
-            raise ValueError(f"{files[0].uri} has no column {', '.join(missing)}; it has {', '.join(found.columns)}.")
-        return {name: found.columns[name] for name in self.columns}
+        wanted = self.columns
+        asked = wanted if isinstance(wanted, Mapping) else None if wanted is None else dict.fromkeys(wanted)
+        found = reader.find_columns(files, asked).columns
+        if asked is None:
+            return found
+        if missing := [name for name in asked if name not in found]:
+            raise ValueError(f"{files[0].uri} has no column {', '.join(missing)}; it has {', '.join(found)}.")
+        return {name: encoding or found[name] for name, encoding in asked.items()}
 
 
 def _entry(schema: Schema, kind: str, number: int, file: SourceFile, piece: Piece) -> dict[str, Any]:

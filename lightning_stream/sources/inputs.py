@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from lightning_stream.fingerprint import function_text, value_digest
-from lightning_stream.sources.base import Batch, Found, InputSplit, Reader, batched
+from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Reader, batched
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.writer.infer import infer_columns
 
@@ -47,7 +47,7 @@ class FunctionReader(Reader):
         """The function, and all that it uses."""
         return {"kind": self.kind, "function": function_text(self.function)}
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         """Look at the first sample."""
         if asked is not None:
             return Found(dict(asked))

@@ -11,6 +11,7 @@ from typing import Any
 from lightning_stream.errors import FormatError
 from lightning_stream.sources.base import (
     SAMPLED_ROWS,
+    Asked,
     Batch,
     Found,
     InputSplit,
@@ -70,7 +71,7 @@ class JsonlReader(Reader):
 
     kind = "jsonl"
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:  # noqa: ARG002
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
         """Look at some rows of some files: where they can be cut, from all over."""
         rows: list[Row] = []
         for file in spread(files):
@@ -179,7 +180,7 @@ class TextReader(Reader):
     kind = "text"
     lines: bool = False
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:  # noqa: ARG002
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
         """Return ``text``, and ``name`` for whole files."""
         return Found({"text": "str"} if self.lines else {"text": "str", "name": "str"})
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.formats.index import INDEX_NAME
-from lightning_stream.sources.base import Batch, Found, InputSplit, Piece, Reader, Row, batched, present
+from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, Row, batched, present
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.threads import DaemonPool
 
@@ -72,7 +72,7 @@ class LitDataReader(Reader):
         if config.get("encryption"):
             raise FormatError(f"{index.uri}: encrypted chunks cannot be read. Write them without encryption.")
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         """Return the columns of the index; ValueError for values that cannot be read, such as pickled ones."""
         wanted = self.names if asked is None else [name for name in asked if name in self.names]
         formats = dict(zip(self.names, self.formats, strict=True))

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from lightning_stream.errors import FormatError, LightningStreamError
 from lightning_stream.sources.arrow import arrow_columns
 from lightning_stream.sources.arrow_messages import messages
-from lightning_stream.sources.base import Batch, Found, InputSplit, Piece, Reader, present
+from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, present
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.images import image_encoding
 
@@ -38,10 +38,10 @@ class _Table(NamedTuple):
 class _TableReader(Reader):
     """Rows of files that hold Arrow record batches, or what becomes some."""
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         """Read the first file's schema."""
         with self._opened(files[0]) as table:
-            needs_values = asked is None and _files(_noted(table.schema))
+            needs_values = any(asked is None or name in asked for name in _files(_noted(table.schema)))
             batches = table.batches(0, None, None) if needs_values else iter(())
             return _found(table.schema, next((batch for batch in batches if batch.num_rows), None), asked)
 
@@ -279,14 +279,16 @@ class DatasetReader(_TableReader):
         return _blocks(schema, len(self.dataset), file.num_bytes, read)
 
 
-def _found(schema: pa.Schema, first: Any, asked: Mapping[str, str] | None) -> Found:
+def _found(schema: pa.Schema, first: Any, asked: Asked | None) -> Found:
     """The columns of a schema: with what Hugging Face's ``datasets`` notes in it about images, classes and shapes."""
     features = _noted(schema)
     files = [name for name in _files(features) if name in schema.names]
     for name in files:
         schema = schema.set(schema.get_field_index(name), pa.field(name, pa.binary()))
     columns = arrow_columns(schema, asked)
-    for name, kind in features.items() if asked is None else ():
+    for name, kind in features.items():
+        if name not in columns or (asked is not None and asked[name] is not None):
+            continue
         shape = kind.get("shape") if str(kind.get("_type")).startswith("Array") else None
         if name in files:
             value = None if first is None else _file_bytes(first.column(name))[0].as_py()

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from lightning_stream.errors import FormatError
-from lightning_stream.sources.base import Batch, Found, InputSplit, Piece, Reader, Row, batched
+from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, Row, batched
 from lightning_stream.sources.files import SourceFile
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class TarReader(Reader):
 
     kind = "webdataset"
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Mapping[str, str] | None) -> Found:  # noqa: ARG002
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
         """Return ``__key__`` and the endings of the first samples."""
         known: dict[str, str] = {}
         for sample in islice(_samples(InputSplit(files[0], 0, None, 0)), _SAMPLED):
@@ -55,13 +55,14 @@ class TarReader(Reader):
         if file.is_packed or file.ending == ".tgz":
             raise ValueError(f"{file.uri}: a compressed tar can only be read from its beginning. Convert it.")
         found, begin, num_rows, key = [], 0, 0, None
-        for stem, _, member in _members(file, file.open(_HEADER_BYTES)):
-            if stem == key:
-                continue
-            if num_rows and member.offset - begin >= _PIECE_BYTES:
-                found.append(Piece(begin, member.offset, num_rows, member.offset - begin))
-                begin, num_rows = member.offset, 0
-            key, num_rows = stem, num_rows + 1
+        with file.open(_HEADER_BYTES) as plain:
+            for stem, _, member in _members(file, plain):
+                if stem == key:
+                    continue
+                if num_rows and member.offset - begin >= _PIECE_BYTES:
+                    found.append(Piece(begin, member.offset, num_rows, member.offset - begin))
+                    begin, num_rows = member.offset, 0
+                key, num_rows = stem, num_rows + 1
         return [*found, *([Piece(begin, file.num_bytes, num_rows, file.num_bytes - begin)] if num_rows else [])]
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:

@@ -1,0 +1,290 @@
+"""Datasets in other formats, read in place: the same rows give the same ids, the same ledger and equal batches."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: uv sync --extra convert")
+import pyarrow.feather as feather  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
+
+from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataset, merge_index  # noqa: E402
+from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError, SnapshotMismatch  # noqa: E402
+
+ROWS, PER_SHARD = 100, 25
+TOKENS = [np.arange(number % 7, dtype=np.int32) for number in range(ROWS)]
+TEXTS = [f"text {number} é" * (number % 3) for number in range(ROWS)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LIGHTNING_STREAM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def table(numbers: range) -> Any:
+    columns = {
+        "id": pa.array(numbers, pa.int64()),
+        "text": pa.array([TEXTS[k] for k in numbers]),
+        "tokens": pa.array([TOKENS[k] for k in numbers], pa.list_(pa.int32())),
+    }
+    return pa.table(columns)
+
+
+def samples(numbers: range) -> list[dict[str, Any]]:
+    return [{"id": k, "text": TEXTS[k], "tokens": TOKENS[k]} for k in numbers]
+
+
+def write_mds(folder: Path, number: int, numbers: range) -> None:
+    columns = {"id": "int64", "text": "str", "tokens": "ndarray:int32"}
+    with MDSWriter(out=str(folder / f"part-{number}"), columns=columns) as writer:
+        for sample in samples(numbers):
+            writer.write(sample)
+    merge_index(str(folder))
+
+
+def write_parquet(folder: Path, number: int, numbers: range) -> None:
+    if number % 2:  # two row groups in each file
+        numbers = range(numbers[0] - PER_SHARD, numbers[-1] + 1)
+        pq.write_table(table(numbers), folder / f"part-{number}.parquet", row_group_size=PER_SHARD)
+
+
+def write_arrow(folder: Path, number: int, numbers: range) -> None:
+    with pa.OSFile(str(folder / f"{number}.arrow"), "wb") as file, pa.ipc.new_file(file, table(numbers).schema) as out:
+        out.write_table(table(numbers))
+
+
+def write_stream(folder: Path, number: int, numbers: range) -> None:
+    """As Hugging Face's ``save_to_disk`` writes."""
+    name = f"data-{number:05}-of-00004.arrow"
+    with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, table(numbers).schema) as out:
+        out.write_table(table(numbers))
+    state = {"_data_files": [{"filename": f"data-{k:05}-of-00004.arrow"} for k in range(number + 1)]}
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+def write_feather(folder: Path, number: int, numbers: range) -> None:
+    feather.write_feather(table(numbers), str(folder / f"{number}.feather"), compression="zstd")
+
+
+def write_jsonl(folder: Path, number: int, numbers: range) -> None:
+    rows = [{**sample, "tokens": sample["tokens"].tolist()} for sample in samples(numbers)]
+    (folder / f"{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_tar(folder: Path, number: int, numbers: range) -> None:
+    with tarfile.open(folder / f"{number}.tar", "w") as out:
+        for sample in samples(numbers):
+            array = io.BytesIO()
+            np.save(array, sample["tokens"])
+            texts = {"id": str(sample["id"]).encode(), "txt": sample["text"].encode(), "npy": array.getvalue()}
+            for ending, data in texts.items():
+                member = tarfile.TarInfo(f"{sample['id']:05}.{ending}")
+                member.size = len(data)
+                out.addfile(member, io.BytesIO(data))
+
+
+def write_litdata(
+    folder: Path, number: int, numbers: range, formats: Any = ("int", "str", "no_header_numpy:2")
+) -> None:
+    items = []
+    for sample in samples(numbers):
+        text = pickle.dumps(sample["text"]) if "pickle" in formats else sample["text"].encode()
+        values = [np.int64(sample["id"]).tobytes(), text, sample["tokens"].tobytes()]
+        items.append(np.array([*map(len, values)], "<u4").tobytes() + b"".join(values))
+    ends = np.cumsum([8 + 4 * len(items), *map(len, items)])
+    chunk = np.uint32(len(items)).tobytes() + ends.astype("<u4").tobytes() + b"".join(items)
+    (folder / f"chunk-0-{number}.bin").write_bytes(chunk)
+    path = folder / "index.json"
+    chunks = json.loads(path.read_text())["chunks"] if path.exists() else []
+    chunks.append({"chunk_bytes": len(chunk), "chunk_size": len(items), "filename": f"chunk-0-{number}.bin"})
+    leaf = {"type": None, "context": None, "children_spec": []}
+    spec = {"type": "builtins.dict", "context": '["id", "text", "tokens"]', "children_spec": [leaf] * 3}
+    config = {"compression": None, "data_format": [*formats], "data_spec": json.dumps([1, spec])}
+    path.write_text(json.dumps({"chunks": chunks, "config": config}))
+
+
+FORMATS: dict[str, Callable[[Path, int, range], None]] = {
+    "mds": write_mds,
+    "parquet": write_parquet,
+    "arrow": write_arrow,
+    "hugging_face": write_stream,
+    "feather": write_feather,
+    "jsonl": write_jsonl,
+    "tar": write_tar,
+    "litdata": write_litdata,
+}
+
+
+def written(folder: Path, kind: str) -> str:
+    folder.mkdir()
+    for number in range(ROWS // PER_SHARD):
+        FORMATS[kind](folder, number, range(number * PER_SHARD, (number + 1) * PER_SHARD))
+    return str(folder)
+
+
+def values(sample: dict[str, Any]) -> tuple[int, str, list[int]]:
+    text, tokens = (sample["txt"], sample["npy"]) if "txt" in sample else (sample["text"], sample["tokens"])
+    return int(sample["id"]), text, [int(token) for token in tokens]
+
+
+def collate(batch: list[dict[str, Any]]) -> list[tuple[int, str, list[int]]]:
+    return [values(sample) for sample in batch]
+
+
+def trained(dataset: StreamingDataset, steps: int | None = None, **options: Any) -> tuple[list[Any], dict[str, Any]]:
+    """The batches from where the dataset is, with the sample ids of each, and the state after them."""
+    loader, found = StreamingDataLoader(dataset, global_batch_size=8, collate_fn=collate, **options), []
+    for batch in loader:
+        assert loader.last_batch is not None
+        found.append((loader.last_batch.ids.tolist(), batch))
+        if len(found) == steps:
+            break
+    return found, loader.state_dict()
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("wanted") / "mds"
+    return trained(StreamingDataset(local=written(folder, "mds"), shuffle=True), 9)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "mds"])
+def test_the_same_rows_have_the_same_ids_ledger_and_batches_in_every_format(
+    kind: str, wanted: tuple[list[Any], dict[str, Any]], tmp_path: Path
+) -> None:
+    uri = written(tmp_path / kind, kind)
+    before = {path: path.read_bytes() for path in Path(uri).rglob("*")}
+    dataset = StreamingDataset(remote=uri, shuffle=True)
+    assert [values(dataset[k]) for k in (0, 31, 99)] == [(k, TEXTS[k], TOKENS[k].tolist()) for k in (0, 31, 99)]
+    found, state = trained(dataset, 9, num_workers=2)
+    assert found == wanted[0]
+    assert (state["ledger"], state["position"]) == (wanted[1]["ledger"], wanted[1]["position"])
+    rest = StreamingDataset(remote=uri, shuffle=True)  # in a new process: nothing of the first one is needed
+    loader = StreamingDataLoader(rest, global_batch_size=8, collate_fn=collate)
+    loader.load_state_dict(state)
+    assert sorted(row[0] for _, batch in found for row in batch) + sorted(
+        row[0] for batch in loader for row in batch
+    ) != sorted(range(ROWS))  # two sorted halves, which together are all samples:
+    loader.load_state_dict(state)
+    assert sorted([row[0] for _, batch in found for row in batch] + [r[0] for b in loader for r in b]) == [*range(ROWS)]
+    assert {path: path.read_bytes() for path in Path(uri).rglob("*")} == before, "nothing is written beside the data"
+
+
+def test_streams_of_different_formats_mix(tmp_path: Path) -> None:
+    streams = [Stream(remote=written(tmp_path / kind, kind)) for kind in ("parquet", "mds", "litdata")]
+    found, _ = trained(StreamingDataset(streams=streams, shuffle=True, batching_method="stratified"))
+    assert sorted(row[0] for _, batch in found for row in batch) == sorted([*range(ROWS)] * 3)
+
+
+def test_only_the_columns_that_are_asked_for_are_read(tmp_path: Path) -> None:
+    uri = written(tmp_path / "parquet", "parquet")
+    assert set(StreamingDataset(streams=[Stream(remote=uri, columns=["text"])])[7]) == {"text"}
+    sample = StreamingDataset(streams=[Stream(remote=uri, columns={"id": "int32", "tokens": "json"})])[9]
+    assert (type(sample["id"]), sample["tokens"]) == (np.int32, [0, 1])
+    with pytest.raises(ValueError, match="is not a column; the columns are id, text, tokens"):
+        StreamingDataset(streams=[Stream(remote=uri, columns=["words"])])[0]
+
+
+def test_a_cache_limit_holds_and_shards_are_made_again(tmp_path: Path, cache: Path) -> None:
+    uri = written(tmp_path / "parquet", "parquet")
+    dataset = StreamingDataset(remote=uri, cache_limit="5kb", num_canonical_nodes=1, window=1, predownload=1)
+    assert [dataset[k]["id"] for k in range(ROWS)] == [*range(ROWS)]
+    assert sum(path.stat().st_size for path in cache.rglob("*.mds")) <= 5000
+    assert len(list(cache.rglob("*.mds"))) < 4
+
+
+def test_a_changed_file_is_another_snapshot(tmp_path: Path) -> None:
+    uri = written(tmp_path / "parquet", "parquet")
+    _, state = trained(StreamingDataset(remote=uri, shuffle=True), 3)
+    text = table(range(50)).set_column(1, "text", pa.array(["changed"] * 50))
+    pq.write_table(text, Path(uri) / "part-1.parquet", row_group_size=PER_SHARD)
+    dataset = StreamingDataset(remote=uri, shuffle=True)
+    assert dataset[3]["text"] == "changed"
+    with pytest.raises(SnapshotMismatch):
+        StreamingDataLoader(dataset, global_batch_size=8).load_state_dict(state)
+
+
+def test_a_file_that_changes_under_a_run_is_an_error_that_names_it(tmp_path: Path) -> None:
+    uri = written(tmp_path / "parquet", "parquet")
+    dataset = StreamingDataset(remote=uri)
+    assert dataset[0]["id"] == 0
+    pq.write_table(table(range(3)), Path(uri) / "part-3.parquet")
+    with pytest.raises(FormatError, match=r"part-3.parquet"):
+        dataset[60]
+    (Path(uri) / "part-3.parquet").unlink()
+    with pytest.raises(LightningStreamError, match=r"part-3.parquet"):
+        dataset[60]
+
+
+def test_nulls_are_none_where_the_footer_knows_them(tmp_path: Path) -> None:
+    folder = tmp_path / "nulls"
+    folder.mkdir()
+    pq.write_table(pa.table({"id": [1, None, 3], "text": ["a", "b", None], "x": [1.5, 2.5, 3.5]}), folder / "a.parquet")
+    dataset = StreamingDataset(remote=str(folder))
+    assert [(dataset[k]["id"], dataset[k]["text"]) for k in range(3)] == [(1, "a"), (None, "b"), (3, None)]
+    assert isinstance(dataset[0]["x"], np.float64)
+    write_arrow_nulls = pa.table({"id": pa.array([1, None])})
+    feather.write_feather(write_arrow_nulls, str(tmp_path / "cache.feather"))
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.move(str(tmp_path / "cache.feather"), other / "a.feather")
+    with pytest.raises(FormatError, match=r"a.feather.*nulls; found id: 1.*'json'"):
+        StreamingDataset(remote=str(other))[0]
+
+
+def broken(folder: Path, kind: str) -> None:
+    """Damage the last file of a dataset."""
+    path = max(path for path in folder.rglob("*") if path.name not in ("index.json", "state.json"))
+    data = path.read_bytes()
+    path.write_bytes(data[:-10] if kind == "jsonl" else data[: len(data) // 2])
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "hugging_face", "feather", "jsonl", "tar", "litdata"])
+def test_a_file_that_is_cut_off_is_an_error_that_names_it(kind: str, tmp_path: Path) -> None:
+    uri = written(tmp_path / kind, kind)
+    broken(Path(uri), kind)
+    dataset = StreamingDataset(remote=uri)
+    with pytest.raises(FormatError, match=str(tmp_path / kind)):
+        [dataset[k] for k in range(ROWS)]
+
+
+def test_wrong_folders_get_a_clear_error(tmp_path: Path) -> None:
+    for name in ("empty", "mixed", "other", "columns", "types"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(NotFoundError, match=r"empty holds no files"):
+        StreamingDataset(remote=str(tmp_path / "empty"))[0]
+    write_arrow(tmp_path / "mixed", 0, range(3))
+    write_jsonl(tmp_path / "mixed", 0, range(3))
+    with pytest.raises(ValueError, match=r"of one kind; .* \(1 arrow, 1 jsonl\)"):
+        StreamingDataset(remote=str(tmp_path / "mixed"))[0]
+    assert StreamingDataset(streams=[Stream(remote=str(tmp_path / "mixed"), format="arrow")])[2]["id"] == 2
+    (tmp_path / "other" / "a.xyz").write_text("?")
+    with pytest.raises(FormatError, match=r"no file of a known kind"):
+        StreamingDataset(remote=str(tmp_path / "other"))[0]
+    pq.write_table(table(range(3)), tmp_path / "columns" / "a.parquet")
+    pq.write_table(table(range(3)).select(["id"]), tmp_path / "columns" / "b.parquet")
+    with pytest.raises(FormatError, match=r"b.parquet lacks text, tokens"):
+        StreamingDataset(remote=str(tmp_path / "columns"))[0]
+    pq.write_table(pa.table({"id": [1]}), tmp_path / "types" / "a.parquet")
+    pq.write_table(pa.table({"id": ["one"]}), tmp_path / "types" / "b.parquet")
+    with pytest.raises(FormatError, match=r"b.parquet.*'id'.*string is not written as 'int64'"):
+        StreamingDataset(remote=str(tmp_path / "types"))[0]
+
+
+def test_a_pickle_in_a_chunk_is_refused_and_not_executed(tmp_path: Path) -> None:
+    write_litdata(tmp_path, 0, range(5), ("int", "pickle", "no_header_numpy:2"))
+    with pytest.raises(ValueError, match=r"'text' has LitData's format 'pickle'. Unpickling would run code"):
+        StreamingDataset(remote=str(tmp_path))[0]
+    dataset = StreamingDataset(streams=[Stream(remote=str(tmp_path), columns=["id", "tokens"])])
+    assert [dataset[k]["id"] for k in range(5)] == [*range(5)]
