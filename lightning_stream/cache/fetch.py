@@ -28,8 +28,11 @@ class OtherFormat(Protocol):
     def recognises(self, index: bytes) -> bool:
         """Return whether the bytes of an index.json are those of another format."""
 
-    def index(self, store: Store) -> bytes:
-        """Return the text of the index of what a store holds; NotFoundError if it is of no known format."""
+    def index(self, store: Store, before: bytes | None) -> bytes:
+        """Return the text of the index of what a store holds; NotFoundError if it is of no known format.
+
+        ``before`` was made of the same store; it is returned if it still holds.
+        """
 
     def write(self, store: Store, entry: ShardEntry, to: Path) -> None:
         """Make a shard in the file `to`."""
@@ -156,24 +159,25 @@ class IndexFile:
 
     def fetch(self, name: str, draft: Path) -> Index:
         """Fetch the index into a draft and publish it; under its lock. CacheError if there is another dataset."""
-        other = self._other if name == INDEX_NAME else None
+        path, other = self._folder.path / name, self._other if name == INDEX_NAME else None
+        old = path.read_bytes() if path.is_file() else None
+        before = old if self._folder.source() == self._label else None
         try:
             self._store.get(name, draft)
             if other is not None and other.recognises(draft.read_bytes()):
-                draft.write_bytes(other.index(self._store))
+                draft.write_bytes(other.index(self._store, before))
         except NotFoundError:
             if other is None:
                 raise
-            draft.write_bytes(other.index(self._store))
-        path, new = self._folder.path / name, draft.read_bytes()
-        old = path.read_bytes() if path.is_file() else None
+            draft.write_bytes(other.index(self._store, before))
+        new = draft.read_bytes()
         # It is parsed before it is published: a file that is not an index would make every later run fail.
         index = Index.from_bytes(new, f"{self._store.url}/{name}")
-        before = index if old == new else self._former(path, old)
-        self._refuse_another(before, index)
-        if before is not None and before.digest != index.digest:
+        former = index if old == new else self._former(path, old)
+        self._refuse_another(former, index)
+        if former is not None and former.digest != index.digest:
             now = {raw.basename: raw for raw in (index.entry(number).raw for number in range(index.num_shards))}
-            for entry in map(before.entry, range(before.num_shards)):
+            for entry in map(former.entry, range(former.num_shards)):
                 if now.get(entry.raw.basename) != entry.raw:
                     self._drop(entry)
         # In this order: if it is killed in between, the folder is known to hold no other dataset.

@@ -46,8 +46,8 @@ class InPlace:
         """Return whether an index.json is that of another format: of LitData."""
         return b'"chunks"' in index and b'"shards"' not in index
 
-    def index(self, store: Store) -> bytes:
-        """Return the text of the index of what a store holds.
+    def index(self, store: Store, before: bytes | None = None) -> bytes:
+        """Return the text of the index of what a store holds; ``before``, if that was made of the same files.
 
         Raises:
             NotFoundError: There is no file of a format that can be read.
@@ -56,6 +56,9 @@ class InPlace:
         found = files_of(store)
         if not found:
             raise NotFoundError(f"{store.url} holds no files: neither index.json nor files of a known format.")
+        listing = json.dumps({"listing": _listing(found)})[:-1].encode()
+        if before is not None and before.startswith(listing):
+            return before
         files, reader = reader_of(found, store.url, self.kind)
         reader.begin(files)
         columns = self._columns(reader, files)
@@ -66,7 +69,7 @@ class InPlace:
             columns = {name: "json" if name in nulls else encoding for name, encoding in columns.items()}
         schema = MdsEncoder(columns, None, (), None).schema
         entries = [json.dumps(_entry(schema, reader.kind, number, *one)) for number, one in enumerate(shards)]
-        return f'{{"shards": [{", ".join(entries)}], "version": 2}}'.encode()
+        return listing + f', "shards": [{", ".join(entries)}], "version": 2}}'.encode()
 
     def write(self, store: Store, entry: ShardEntry, to: Path) -> None:
         """Make a shard, as its index describes it, in the file `to`.
@@ -91,6 +94,14 @@ class InPlace:
         if missing := [name for name in asked if name not in found]:
             raise ValueError(f"{files[0].uri} has no column {', '.join(missing)}; it has {', '.join(found)}.")
         return {name: encoding or found[name] for name, encoding in asked.items()}
+
+
+def _listing(files: Sequence[SourceFile]) -> str:
+    """A digest of the names, sizes and stamps of all files."""
+    digest = xxhash.xxh3_128()
+    for file in files:
+        digest.update(f"{file.name}\0{file.num_bytes}\0{file.stamp}\n".encode())
+    return digest.hexdigest()
 
 
 def _entry(schema: Schema, kind: str, number: int, file: SourceFile, piece: Piece) -> dict[str, Any]:

@@ -215,6 +215,16 @@ def test_a_changed_file_is_another_snapshot(tmp_path: Path) -> None:
         StreamingDataLoader(dataset, global_batch_size=8).load_state_dict(state)
 
 
+def test_the_index_is_made_once_while_the_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = written(tmp_path / "parquet", "parquet")
+    assert StreamingDataset(remote=uri)[5]["id"] == 5
+    with monkeypatch.context() as patched:
+        patched.setattr(pq, "ParquetFile", None)
+        assert StreamingDataset(remote=uri)[7]["id"] == 7
+    pq.write_table(table(range(50)), Path(uri) / "part-9.parquet", row_group_size=PER_SHARD)
+    assert StreamingDataset(remote=uri).size == 150
+
+
 def test_a_file_that_changes_under_a_run_is_an_error_that_names_it(tmp_path: Path) -> None:
     uri = written(tmp_path / "parquet", "parquet")
     dataset = StreamingDataset(remote=uri)
