@@ -46,6 +46,12 @@ class EncodedBatch(NamedTuple):
         if num_bytes:
             raise TypeError("encode_many must give bytes, or views of bytes; it gave arrays of other items.")
 
+    def pieces(self) -> Sequence[Any]:
+        """Return all bytes in order, as views where no copy is needed."""
+        if len(self.blocks) == 1 and self.blocks[0].flags.c_contiguous:
+            return [self.blocks[0].reshape(-1).data]
+        return self.parts if self.per_row == 1 and not self.blocks else [self.joined()]
+
     def joined(self) -> bytes | memoryview:
         """Return all bytes in order, copied."""
         if len(self.blocks) > 1:

@@ -57,7 +57,7 @@ class Partition:
 
 
 class Batch(NamedTuple):
-    """Some rows, as an Arrow record batch or as a list of dicts, and where they are, for messages."""
+    """Some rows, and where they are, for messages: an Arrow record batch, a list of dicts, or a dict of columns."""
 
     rows: Any
     where: str
@@ -117,6 +117,10 @@ class Reader(ABC):
         found = [pool.submit(self.pieces, file, columns) for file in files]
         for file, pieces in zip(files, found, strict=True):
             yield from ((file, piece) for piece in pieces.result())
+
+    def read_columns(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
+        """Yield the rows of a piece as `read` does, or as the values of each column, which is faster."""
+        return self.read([split], columns)
 
     @property
     def settings(self) -> dict[str, Any]:

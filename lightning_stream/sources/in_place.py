@@ -107,9 +107,8 @@ def _listing(files: Sequence[SourceFile]) -> str:
 def _entry(schema: Schema, kind: str, number: int, file: SourceFile, piece: Piece) -> dict[str, Any]:
     settings = json.dumps(piece.settings) if piece.settings else ""
     origin = Origin(kind, file.name, file.num_bytes, file.stamp, piece.begin, piece.end, settings)
-    mark = xxhash.xxh3_64_hexdigest(
-        repr((origin, schema.columns)).encode()
-    )  # shards of another version have other names
+    # Shards of another version have other names.
+    mark = xxhash.xxh3_64_hexdigest(repr((origin, schema.columns)).encode())
     raw = FileEntry(f"shard.{number:05}.{mark}.mds", piece.num_bytes, {}, origin)
     return {**schema_object(schema), "samples": piece.num_rows, "raw_data": file_object(raw), "zip_data": None}
 
@@ -124,13 +123,13 @@ def _write(store: Store, entry: ShardEntry, to: Path) -> None:
     sizes: list[np.ndarray[Any, Any]] = []
     parts: list[Any] = []
     reader = reader_class(origin.kind)(**(json.loads(origin.settings) if origin.settings else {}))
-    for batch in reader.read([InputSplit(source, origin.begin, origin.end, entry.raw.num_bytes)], columns):
+    for batch in reader.read_columns(InputSplit(source, origin.begin, origin.end, entry.raw.num_bytes), columns):
         try:
             values, num_rows = NullRule().settle(batch.rows, columns, nulls)
             if num_rows:
                 encoded = encoder.encode_batch(values, num_rows)
                 sizes.append(encoded.sizes)
-                parts.append(encoded.joined())
+                parts += encoded.pieces()
         except (TypeError, ValueError) as error:  # noqa: PERF203 - a batch has many rows
             raise FormatError(f"{batch.where}: {error}") from error
     if nulls:

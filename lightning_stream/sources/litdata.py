@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -20,8 +20,9 @@ import zstandard
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError, NotFoundError
+from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import INDEX_NAME
-from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, Row, batched, present
+from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, batched, present
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.threads import DaemonPool
 
@@ -96,26 +97,36 @@ class LitDataReader(Reader):
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield some MiB of items at a time."""
         for split in splits:
-            yield from batched(self._rows(split.file, columns))
+            values = self._columns(split.file, columns)
+            rows = (
+                {name: _own(value) for name, value in zip(values, row)} for row in zip(*values.values(), strict=True)
+            )
+            yield from batched((row, f"{split.file.uri}, item {number:,}") for number, row in enumerate(rows))
 
-    def _rows(self, file: SourceFile, columns: Mapping[str, str]) -> Iterator[tuple[Row, str]]:
+    def read_columns(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
+        """Yield the values of all items by column."""
+        yield Batch(self._columns(split.file, columns), split.file.uri)
+
+    def _columns(self, file: SourceFile, columns: Mapping[str, str]) -> dict[str, Any]:
         try:
-            view, offsets = self._items(file)
+            data, offsets = self._items(file)
         except (zstandard.ZstdError, struct.error) as error:
             raise FormatError(f"{file.uri} must be a chunk of LitData in zstd: {error}. Copy it again.") from error
-        decoders = [_decoder(name, form, file) if name in columns else None for name, form in self._values]
-        for number, (begin, end) in enumerate(pairwise(offsets.tolist())):
-            where = f"{file.uri}, item {number:,}"
-            at = begin + 4 * len(decoders) * self.has_sizes
-            sizes = np.frombuffer(view[begin:at], "<u4").tolist() if self.has_sizes else [end - begin]
-            if at + sum(sizes) != end:
-                raise FormatError(f"{where}: its values have {sum(sizes):,} bytes in {end - at:,}. Copy it again.")
-            row = {}
-            for (name, _), decode, size in zip(self._values, decoders, sizes, strict=True):
-                if decode is not None:
-                    row[name] = decode(view[at : at + size])
-                at += size
-            yield row, where
+        sizes = np.diff(offsets)[:, None]
+        if self.has_sizes:
+            head = 4 * len(self.names)
+            if (sizes < head).any():
+                raise FormatError(f"{file.uri} must be a chunk of LitData; it has an item of {sizes.min()} bytes.")
+            heads = _gathered(data, offsets[:-1], head).view("<u4").astype(np.int64)
+            if (heads.sum(axis=1) + head != sizes[:, 0]).any():
+                raise FormatError(f"{file.uri} must be a chunk of LitData; an item's values do not fit it.")
+            sizes = heads
+        begins = offsets[1:, None] - np.cumsum(sizes[:, ::-1], axis=1)[:, ::-1]
+        return {
+            name: _values(name, form, data, begins[:, k], sizes[:, k], file)
+            for k, (name, form) in enumerate(zip(self.names, self.formats, strict=True))
+            if name in columns
+        }
 
     def _items(self, file: SourceFile) -> tuple[memoryview, NDArray[np.int64]]:
         """The uncompressed items of a chunk, and where each begins, and the last one ends."""
@@ -136,10 +147,6 @@ class LitDataReader(Reader):
         if len(offsets) != count + 1 or int(offsets[-1]) > len(view) or (np.diff(offsets) < 0).any():
             raise FormatError(f"{file.uri} must be a chunk of LitData; its offsets do not fit its {len(view):,} bytes.")
         return view, offsets
-
-    @property
-    def _values(self) -> list[tuple[str, str]]:
-        return list(zip(self.names, self.formats, strict=True))
 
 
 def _leaves(spec: Any, above: str = "") -> list[str]:
@@ -171,20 +178,44 @@ def _encoding(name: str, form: str, where: str) -> str:
     raise ValueError(f"{where}: column {name!r} has LitData's format {form!r}. {why}; omit it by columns=.")
 
 
-def _decoder(name: str, form: str, file: SourceFile) -> Callable[[memoryview], Any]:
-    """What turns the bytes of a value into what its encoding takes."""
+def _values(
+    name: str, form: str, data: memoryview, begins: NDArray[np.int64], sizes: NDArray[np.int64], file: SourceFile
+) -> Any:
+    """The values of one column, as its encoding takes them; views of the chunk where that is possible."""
     kind, _, _ = form.partition(":")
-    encoding = _encoding(name, form, file.uri)
+    encoding, where = _encoding(name, form, file.uri), f"{file.uri}: column {name!r}"
     if kind in _SCALARS:
-        dtype = np.dtype(_SCALARS[kind])
-        return lambda data: np.frombuffer(data, dtype)[0].item()
+        dtype = np.dtype(encoding)
+        if (sizes != dtype.itemsize).any():
+            raise FormatError(f"{where}: {form} takes {dtype.itemsize} bytes; found others. Copy the chunk again.")
+        return _gathered(data, begins, dtype.itemsize).view(dtype)[:, 0]
+    if encoding.startswith("ndarray:") and len(sizes) and sizes[0] and (sizes == sizes[0]).all():
+        return _gathered(data, begins, int(sizes[0])).view(encoding.split(":")[1])
+    views = [data[begin : begin + size] for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True)]
     if kind in ("numpy", "tensor"):
-        return lambda data: _array(data, _NUMPY if kind == "numpy" else _TORCH, f"{file.uri}: column {name!r}")
-    if encoding.startswith("ndarray"):
-        return lambda data: np.frombuffer(data, encoding.split(":")[1])
+        return [_array(view, _NUMPY if kind == "numpy" else _TORCH, where) for view in views]
+    if encoding.startswith("ndarray:"):
+        return [np.frombuffer(view, encoding.split(":")[1]) for view in views]
     if encoding == "json":
-        return lambda data: _json(bytes(data), f"{file.uri}: column {name!r}")
-    return (lambda data: str(data, "utf-8")) if encoding == "str" else bytes
+        return [_json(bytes(view), where) for view in views]
+    found = BinaryColumn(views)
+    found.encoding = encoding
+    return found
+
+
+def _gathered(data: memoryview, begins: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
+    """``width`` bytes from each of these places: uint8[n, width], in C order."""
+    flat = np.frombuffer(data, np.uint8)
+    steps = np.diff(begins)
+    if len(steps) and (steps == steps[0]).all():  # items of one size lie at one distance
+        first, step = int(begins[0]), int(steps[0])
+        strided = np.lib.stride_tricks.as_strided(flat[first:], (len(begins), width), (step, 1), writeable=False)
+        return np.ascontiguousarray(strided)
+    return flat[begins[:, None] + np.arange(width)]
+
+
+def _own(value: Any) -> Any:
+    return bytes(value) if isinstance(value, memoryview) else value
 
 
 def _json(data: bytes, where: str) -> Any:

@@ -26,6 +26,8 @@ class NullRule:
 
         There are no rows if nulls are left; ``nulls`` counts them by column.
         """
+        if isinstance(rows, Mapping):
+            return batch_columns(rows)
         if not hasattr(rows, "schema"):
             return batch_columns(self._plain(rows, columns, nulls))
         from lightning_stream.sources.arrow import settle_nulls, writer_columns

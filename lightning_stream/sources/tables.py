@@ -158,14 +158,19 @@ class ArrowReader(_TableReader):
             return [Piece(each.begin, each.end, each.num_rows or 0, each.end - each.begin) for each in records]
 
         def batches(begin: int, end: int | None, _: list[str] | None) -> Iterator[pa.RecordBatch]:
-            if begin <= head.end:
-                spans = [(head.begin, end or file.num_bytes)]
-            else:
-                spans = [(head.begin, head.end), (begin, end or file.num_bytes)]
+            stop, at = end or file.num_bytes, max(begin, head.end)
             if any("dictionary<" in str(kind) for kind in schema.types):  # each batch needs all those before it
                 before = (each for each in messages(plain, file.uri, file.num_bytes) if each.is_dictionary)
-                spans[1:1] = [(each.begin, each.end) for each in before if head.end <= each.begin < begin]
-            return pa.ipc.open_stream(io.BufferedReader(_Spans(plain, spans), _BATCH_BYTES))  # type: ignore[no-any-return]
+                earlier = [(each.begin, each.end) for each in before if each.begin < at]
+                yield from pa.ipc.open_stream(_Spans(plain, [(head.begin, head.end), *earlier, (at, stop)]))
+                return
+            plain.seek(at)
+            while plain.tell() < stop:
+                try:
+                    message = pa.ipc.read_message(plain)  # a view, where the file is mapped
+                except EOFError:  # the mark of the end
+                    return
+                yield pa.ipc.read_record_batch(message, schema)
 
         return _Table(schema, pieces, batches)
 
