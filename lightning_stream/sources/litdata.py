@@ -99,7 +99,8 @@ class LitDataReader(Reader):
         for split in splits:
             values = self._columns(split.file, columns)
             rows = (
-                {name: _own(value) for name, value in zip(values, row)} for row in zip(*values.values(), strict=True)
+                {name: _own(value) for name, value in zip(values, row, strict=True)}
+                for row in zip(*values.values(), strict=True)
             )
             yield from batched((row, f"{split.file.uri}, item {number:,}") for number, row in enumerate(rows))
 
