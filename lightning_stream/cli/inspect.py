@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from lightning_stream.cli.arguments import FoundDataset, add_dataset, add_store_options, datasets_at
-from lightning_stream.cli.lengths import summary
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import StoreError
 from lightning_stream.formats.index import Index
+from lightning_stream.reading.lengths import summary
 from lightning_stream.stores import LocalStore
 
 HELP = "show columns, samples, shards, sizes and hashes of a dataset"

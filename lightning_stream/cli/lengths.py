@@ -9,11 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lightning_stream.cli.arguments import add_dataset, add_store_options, datasets_at
 from lightning_stream.cli.output import ExitCode, Output
+from lightning_stream.reading.lengths import summary
 
 HELP = "add the lengths of the samples (tokens, bytes, frames) to a dataset"
 EXAMPLES = """examples:
@@ -67,12 +65,6 @@ def run(options: argparse.Namespace, out: Output) -> int:
         out.show({"lengths": lengths})
     out.data = {"datasets": described}
     return ExitCode.OK
-
-
-def summary(numbers: NDArray[np.uint32]) -> dict[str, Any]:
-    """Describe the lengths of a dataset's samples."""
-    total = int(numbers.sum(dtype=np.uint64))
-    return {"sum": total, "mean": total / max(1, len(numbers)), "max": int(numbers.max(initial=0))}
 
 
 def _function(text: str) -> Callable[[Any], int]:
