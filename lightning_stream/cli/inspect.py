@@ -74,7 +74,7 @@ def _read(dataset: FoundDataset, count: int, store_options: dict[str, Any] | Non
 
     with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
         local = None if isinstance(dataset.store, LocalStore) else folder
-        stream = Stream(remote=dataset.store.url, local=local, options=store_options)
+        stream = Stream(dataset.remote, local=local, options=store_options)
         reader = SampleReader([stream], CacheDefaults(), ReaderConfig())
         try:
             lengths = {name: summary(reader.lengths(name)) for name in dataset.index.lengths}

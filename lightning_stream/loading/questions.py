@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from lightning_stream.loading.plain import PlainIterations
@@ -11,7 +10,15 @@ from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.order import Occurrence, Position, RunOrder, explain, trace
 from lightning_stream.order.balance import can_balance
-from lightning_stream.order.chain import PUBLIC_NAMES, Chain, Stage, counts_rows, readable, stages_of_order
+from lightning_stream.order.chain import (
+    PUBLIC_NAMES,
+    Chain,
+    Stage,
+    counts_rows,
+    readable,
+    stage_of_batches,
+    stages_of_order,
+)
 from lightning_stream.order.forget import Replay
 from lightning_stream.order.tracing import Explanation, TracedBatch
 from lightning_stream.reading.data_stages import stages_of_reader
@@ -112,19 +119,17 @@ def described(
     run = source.order(settings.order)
     stages = _stages(source, run, epoch, count_rows)
     what, world = "samples" if source.packing is None else "rows", settings.world
-    counts = {f"{what} per global batch": settings.global_batch_size}
-    note = "num_batches(epoch) of the loader plans the epoch and counts its batches"
+    size, divided = settings.global_batch_size, {"replicas": world.num_replicas, "accumulate": accumulate}
+    count, note = None, "num_batches(epoch) of the loader plans the epoch and counts its batches"
     if source.packing is None or counts_rows(run, count_rows):
-        counts = {"batches": settings.plan(source, Start(epoch)).num_batches, **counts}
-        note = f"in epoch {epoch}"
-    batches: dict[str, Any] = {"tail": settings.tail, "replicas": world.num_replicas, "accumulate": accumulate}
-    stages.append(Stage("batches", batches, counts, note=note))
+        count, note = settings.plan(source, Start(epoch)).num_batches, f"in epoch {epoch}"
+    stages.append(stage_of_batches(run.config, size, settings.tail, num_batches=count, note=note, **divided))
     if source.balance is not None:
         note = "" if can_balance(run, world) else "every machine has one replica here, so there is nothing to balance"
         stages.append(Stage("balance", {"balance": source.balance, "lengths": source.balanced_by}, note=note))
     share = {"rank": f"{world.rank} of {world.num_ranks}", "nodes": world.num_nodes}
     share |= {} if world.replication == 1 else {"replication": world.replication}
-    counts = {f"{what} per step": settings.global_batch_size // world.num_replicas}
+    counts = {f"{what} per step": size // world.num_replicas}
     stages.append(Stage("share", share, {**counts, f"{what} per micro-batch": settings.device_batch_size}))
     return Chain((*stages, _delivered(source)))
 

@@ -174,12 +174,12 @@ def imbalance(plan: BatchPlan, balance: Balance) -> tuple[float, float]:
 
     These are up to 16 whole batches spread evenly over the epoch, fewer with many replicas.
     """
-    world, order = plan.world, plan.order
-    count = max(1, min(16, plan.num_whole_batches, 256 // world.num_replicas))
+    order, ranks = plan.order, range(0, plan.world.num_ranks, plan.world.replication)
+    count = max(1, min(16, plan.num_whole_batches, 256 // len(ranks)))
     batches = np.unique(np.arange(count) * plan.num_whole_batches // count).tolist()
     found = []
     for one in (None, balance):
-        plans = [plan.of(replace(world, rank=replica * world.replication), one) for replica in range(world.num_replicas)]
+        plans = [plan.of(replace(plan.world, rank=rank), one) for rank in ranks]
         ratios = []
         for k in batches:
             begin, end = plan.bounds(k)

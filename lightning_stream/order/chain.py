@@ -18,11 +18,12 @@ from lightning_stream.order.draw import StreamWeights, weights_digest
 from lightning_stream.order.packing import RowPacking
 from lightning_stream.order.plan import RunOrder
 from lightning_stream.order.position import SnapshotSummary
+from lightning_stream.order.rank_split import Tail
 from lightning_stream.order.schedule import Schedule
 
 PUBLIC_NAMES = {"seed": "shuffle_seed", "algorithm": "shuffle_algo", "canonical_nodes": "num_canonical_nodes"}
 _WORTH_COUNTING = 2**20  # documents whose rows are counted without being asked for: a third of a second
-_COLUMNS, _NAME, _DIGITS, _PARTS = 100, 9, 12, 8
+_COLUMNS, _NAME, _DIGITS, _PARTS = 98, 9, 12, 8
 _ROOM = _COLUMNS - _NAME - _DIGITS - 2
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 _PLURAL = re.compile(r"(?<=ch)es\b|s\b")
@@ -56,7 +57,7 @@ class Stage:
         return {name: value for name, value in found.items() if value}
 
     def lines(self) -> list[str]:
-        """The stage on a screen of 100 columns."""
+        """The stage on a screen, at most 98 columns wide."""
         found = _block(self._texts, self.digest) if self._texts or not self.parts else []
         for part in self.parts[:_PARTS]:
             about = "; ".join(part._texts)  # noqa: SLF001 - of this class
@@ -132,6 +133,15 @@ def summarized(summary: SnapshotSummary) -> Stage:
     return Stage("streams", {"version": " ".join(summary.versions)} if summary.versions else {}, counts, summary.digest)
 
 
+def stage_of_batches(
+    config: OrderConfig, batch_size: int, tail: Tail, *, num_batches: int | None = None, note: str = "", **settings: int
+) -> Stage:
+    """The global batches, of ``batch_size`` samples or rows each."""
+    counts = {} if num_batches is None else {"batches": num_batches}
+    counts[f"{'samples' if config.packing is None else 'rows'} per global batch"] = batch_size
+    return Stage("batches", {"tail": tail, **settings}, counts, note=note)
+
+
 def weights_in(weights: StreamWeights) -> dict[str, Any]:
     """The weights of a stream that are set."""
     return {name: value for name, value in vars(weights).items() if value is not None}
@@ -149,13 +159,13 @@ def _draw(config: OrderConfig, run: RunOrder | None) -> Stage:
 
 def _schedule(schedule: Schedule) -> Stage:
     settings = {"unit": schedule.unit, "interpolation": schedule.interpolation, "exhausted": schedule.exhausted}
-    changes = len(schedule.changes)
+    counts = {"points": len(schedule.points), **({"changes": len(schedule.changes)} if schedule.changes else {})}
     points = [Stage(f"from {at:,}", dict(weights)) for at, weights in schedule.points]
     points += [
         Stage(f"changed at sample {one.at:,}", dict(one.weights or ()), {f"{name} skipped": n for name, n in one.skip})
         for one in schedule.changes
     ]
-    return Stage("schedule", settings, {"points": len(schedule.points), "changes": changes}, parts=tuple(points))
+    return Stage("schedule", settings, counts, parts=tuple(points))
 
 
 def _shuffle(config: OrderConfig, run: RunOrder | None) -> Stage:
@@ -213,13 +223,14 @@ def readable(num_bytes: float) -> str:
 
 def _block(texts: Sequence[str], digest: str | None) -> list[str]:
     """Texts in as few lines as keep each whole, if it is no longer than a line; the digest ends the first line."""
-    lines = [""]
+    lines: list[str] = []
     for text in texts:
-        joined = f"{lines[-1]}; {text}" if lines[-1] else text
-        lines[-1:] = [joined] if len(joined) <= _ROOM else [
-            *filter(None, lines[-1:]), *textwrap.wrap(text, _ROOM, break_on_hyphens=False)
-        ]  # fmt: skip
-    return [f"{lines[0]:<{_ROOM}} {(digest or '')[:_DIGITS]}", *lines[1:]]
+        if lines and len(lines[-1]) + 2 + len(text) <= _ROOM:
+            lines[-1] += f"; {text}"
+        else:
+            lines += textwrap.wrap(text, _ROOM, break_on_hyphens=False)
+    first, *others = lines or [""]
+    return [f"{first:<{_ROOM}} {(digest or '')[:_DIGITS]}", *others]
 
 
 def _counted(counts: Mapping[str, Any]) -> str:
