@@ -14,7 +14,7 @@ import numpy as np
 
 import lightning_stream
 from lightning_stream.cli.arguments import Mixture, add_rules, add_store_options, add_streams, mixtures_of
-from lightning_stream.cli.output import ExitCode, Output
+from lightning_stream.cli.output import ExitCode, Output, separated
 from lightning_stream.errors import FormatError, NotFoundError, StateError
 from lightning_stream.order import EpochOrder, OrderConfig, Position, RunOrder, explain
 from lightning_stream.order.chain import Chain, Stage, stage_of_batches, stages_of_order, summarized
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     if position.batch_changes:
         about["batch_size_changes"] = [f"{size} from {at}" for at, size in position.batch_changes]
     data: dict[str, Any] = {"samples": position.snapshot.num_samples, "shards": position.snapshot.num_shards}
-    stages, found = [summarized(position.snapshot), *stages_of_order(position.order)], {}
+    stages, upcoming = [summarized(position.snapshot), *stages_of_order(position.order)], dict[str, Any]()
     matching, chosen = None, False
     with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
         if options.stream:
@@ -69,14 +69,16 @@ def run(options: argparse.Namespace, out: Output) -> int:
             matching = next((one for one in mixtures if one.snapshot.digest == position.snapshot.digest), None)
             data["matches_stream"] = matching is not None
         if matching:
-            stages, trained, found = _over(matching, position, options.forget)
+            stages, trained, upcoming = _over(matching, position, options.forget)
             about |= trained
     chain = Chain((*stages, stage_of_batches(position.order, position.batch_size, position.tail)))
-    shown = {**about, "matches_stream": data["matches_stream"]} if options.stream else about
-    out.show(_separated(shown))
+    shown = {name: value for name, value in about.items() if name not in ("global_batch_size", "tail")}
+    out.show({**shown, "matches_stream": data["matches_stream"]} if options.stream else shown)
     out.lines(str(chain))
-    out.show({name: _separated(one) for name, one in found.items()})
-    out.data = {**about, "data": data, "order": settings_of(position.order), "chain": chain.to_json(), **found}
+    if upcoming:
+        out.show({"next": separated(upcoming)})
+        about["next"] = upcoming
+    out.data = {**about, "data": data, "order": settings_of(position.order), "chain": chain.to_json()}
     if options.stream and not matching:
         out.line(
             "  The training run read other samples of --stream: pass its --filter-lengths and --exclude-ids. Where a "
@@ -85,11 +87,6 @@ def run(options: argparse.Namespace, out: Output) -> int:
             else "  The data of --stream is not that of the checkpoint. Pass each stream of the training run, in order."
         )
     return ExitCode.OK if matching or not options.stream else ExitCode.NO
-
-
-def _separated(about: dict[str, Any]) -> dict[str, Any]:
-    """Numbers as text with separators of thousands."""
-    return {name: f"{value:,}" if type(value) is int else value for name, value in about.items()}
 
 
 def settings_of(order: OrderConfig) -> dict[str, Any]:
@@ -119,7 +116,7 @@ def _over(
     if lengths is not None:
         documents, tokens = _held(run.epoch(position.epoch), 0, position.position)
         trained = {"documents_begun": documents, "tokens_trained_on": tokens}
-    return stages, trained, {"next": _next(position, run)}
+    return stages, trained, _next(position, run)
 
 
 def _lengths_of(order: OrderConfig, reader: SampleReader) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from lightning_stream.cli.arguments import FoundDataset, add_dataset, add_store_options, datasets_at
+from lightning_stream.cli.lengths import shown_lengths
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import StoreError
 from lightning_stream.formats.index import Index
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
         about |= _read(dataset, options.samples, options.store_options)
         described.append({"url": dataset.store.url, **about})
         out.line(dataset.store.url)
-        out.show(about)
+        out.show({**about, **shown_lengths(about.get("lengths"))})
     out.data = {"datasets": described}
     return ExitCode.OK
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from lightning_stream.cli.arguments import add_dataset, add_store_options, datasets_at
 from lightning_stream.cli.output import ExitCode, Output
+from lightning_stream.order.chain import counted
 from lightning_stream.reading.lengths import summary
 
 HELP = "add the lengths of the samples (tokens, bytes, frames) to a dataset"
@@ -62,9 +63,14 @@ def run(options: argparse.Namespace, out: Output) -> int:
         lengths = {name: summary(numbers) for name, numbers in added.items()}
         described.append({"url": dataset.store.url, "lengths": lengths})
         out.line(dataset.store.url)
-        out.show({"lengths": lengths})
+        out.show(shown_lengths(lengths))
     out.data = {"datasets": described}
     return ExitCode.OK
+
+
+def shown_lengths(lengths: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Any]:
+    """Summaries of lengths as text, by their names."""
+    return {"lengths": {name: counted(one) for name, one in lengths.items()}} if lengths else {}
 
 
 def _function(text: str) -> Callable[[Any], int]:

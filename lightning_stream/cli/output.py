@@ -59,7 +59,7 @@ class Output:
 
     def show(self, about: Mapping[str, Any]) -> None:
         """Print names and values, one pair a line; those of a mapping below its name."""
-        for name, value in about.items():
+        for name, value in separated(about).items():
             label = f"  {name.removesuffix('_bytes').replace('_', ' ')}"
             if isinstance(value, Mapping):
                 self.line(label)
@@ -92,6 +92,12 @@ class Output:
         if self._has_progress:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
             self._has_progress = False
+
+
+def separated(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Whole numbers that are no bytes as text with separators of thousands."""
+    is_count = {name: type(value) is int and not name.endswith("_bytes") for name, value in about.items()}
+    return {name: f"{value:,}" if is_count[name] else value for name, value in about.items()}
 
 
 def _text(name: str, value: Any) -> str:

@@ -23,7 +23,7 @@ from lightning_stream.loading.packing import Packing
 from lightning_stream.order import BatchPlan, MosaicConfig, OrderConfig, RunOrder, Schedule, World
 from lightning_stream.order.balance import Balance, imbalance
 from lightning_stream.order.batching import METHODS
-from lightning_stream.order.chain import Chain, readable, stage_of_batches, stages_of_order
+from lightning_stream.order.chain import Chain, Stage, readable, stage_of_batches, stages_of_order
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.order.downloads import plan_downloads
 from lightning_stream.order.packing import LONG_DOCUMENTS
@@ -40,7 +40,7 @@ EXAMPLES = """examples:
   lightning-stream simulate --global-batch-size 64 --stream s3://bucket/code=0.3 --stream s3://bucket/text=0.7
   lightning-stream simulate s3://bucket/tokens --global-batch-size 64 --pack-column tokens --row-length 8192
 """
-_IN_CHAIN = ("samples", "shards", "epoch_samples", "rows")
+_IN_CHAIN = ("urls", "samples", "shards", "epoch_samples", "epoch_rows", "order", "chain")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     packing = parser.add_argument_group("packing of documents into rows; batch sizes then count rows")
     packing.add_argument("--pack-column", metavar="NAME", help="column of the tokens, whose lengths are known")
     packing.add_argument("--row-length", help="tokens of a row (default: 2048)", **number)
-    packing.add_argument("--pack-window", help="documents that are packed together", **number)
+    packing.add_argument("--pack-window", help="documents packed together (default: as Packing)", **number)
     packing.add_argument("--long-documents", choices=LONG_DOCUMENTS, help="those longer than a row (default: split)")
     add_rules(parser)
     add_store_options(parser)
@@ -92,8 +92,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     for chain, about in found:
         out.line(" + ".join(about["urls"]))
         out.lines(str(chain))
-        shown = {name: value for name, value in about.items() if name not in ("urls", "order", "chain", *_IN_CHAIN)}
-        out.show(shown)
+        out.show({name: value for name, value in about.items() if name not in _IN_CHAIN})
     out.data = {"datasets": [about for _, about in found]}
     return ExitCode.OK
 
@@ -147,22 +146,15 @@ def _device_batch_size(options: argparse.Namespace, world: World) -> int:
 
 def _simulate(mixture: Mixture, world: World, options: argparse.Namespace) -> tuple[Chain, dict[str, Any]]:
     """The chain of a training run, and what was simulated of it."""
-    packing, indexes, size = _packing(options), mixture.reader.indexes, options.global_batch_size
+    packing, indexes = _packing(options), mixture.reader.indexes
     lengths = None if packing is None else packing.lengths_name
     order = mixture.order(_order(options, world, mixture.reader, packing), lengths, options.forget)
-    begin = time.perf_counter()
-    stages = stages_of_order(order.config, order, epoch=options.epoch, count_rows=True)
+    begin, num_positions = time.perf_counter(), order.epoch(options.epoch).num_samples  # which plans all rows
     planned_s = time.perf_counter() - begin
-    plan = BatchPlan(order.epoch(options.epoch), batch_size=size, world=world, tail=options.tail)
-    of_batches = {"replicas": world.num_replicas, "num_batches": plan.num_batches}
-    shown = [name for name in dict.fromkeys((lengths, options.balance)) if name]
-    chain = Chain((
-        *stages_of_reader(mixture.reader, shown, order),
-        *stages,
-        stage_of_batches(order.config, size, options.tail, **of_batches, note=f"in epoch {options.epoch}"),
-    ))  # fmt: skip
+    batches: dict[str, Any] = {"epoch": options.epoch, "batch_size": options.global_batch_size}
+    plan = BatchPlan(order.epoch(options.epoch), batch_size=options.global_batch_size, world=world, tail=options.tail)
+    chain = _chain(mixture, order, plan, lengths, options)
     sizes = np.concatenate([index.raw_bytes for index in indexes])
-    batches: dict[str, Any] = {"epoch": options.epoch, "batch_size": size}
     stored = np.concatenate([index.stored_bytes for index in indexes])
     downloads = plan_downloads(order, world=world, tail=options.tail, shard_bytes=stored, **batches)
     about: dict[str, Any] = {
@@ -174,8 +166,8 @@ def _simulate(mixture: Mixture, world: World, options: argparse.Namespace) -> tu
         "chain": chain.to_json(),
     }
     if packing is not None:
-        about["rows"] = dict(chain["pack"].counts)
-        about["planning"] = {"seconds": planned_s, "documents_per_s": int(order.num_samples / planned_s)}
+        about |= {"epoch_rows": num_positions, "planning_s": planned_s}
+        about["documents_per_s"] = int(order.num_samples / planned_s)
     about["shuffle_quality"] = asdict(measure(order, shard_bytes=sizes, **batches))
     about["download_per_node_bytes"] = downloads.num_bytes.tolist()
     about["download_factor"] = downloads.factor
@@ -183,9 +175,23 @@ def _simulate(mixture: Mixture, world: World, options: argparse.Namespace) -> tu
         about["warning"] = in_flags(downloads.warning, options.parser)
     if options.balance is not None:
         balance = Balance.by_lengths(mixture.reader.lengths(options.balance), _device_batch_size(options, world))
-        without, balanced = imbalance(plan, balance)
-        about["most_expensive_rank_over_mean"] = {"without_balance": without, f"balance={options.balance}": balanced}
+        ratios = zip(("without_balance", "with_balance"), imbalance(plan, balance), strict=True)
+        about["most_expensive_rank_over_mean"] = dict(ratios)
     return chain, {**about, **_cache_need(order, world, sizes, options)}
+
+
+def _chain(
+    mixture: Mixture, order: RunOrder, plan: BatchPlan, lengths: str | None, options: argparse.Namespace
+) -> Chain:
+    names = [name for name in dict.fromkeys((lengths, options.balance)) if name]
+    settings = {"replicas": plan.world.num_replicas, "num_batches": plan.num_batches}
+    note = f"in epoch {options.epoch}"
+    return Chain((
+        *stages_of_reader(mixture.reader, names, order),
+        *stages_of_order(order.config, order, epoch=options.epoch, count_rows=True),
+        stage_of_batches(order.config, plan.batch_size, options.tail, note=note, **settings),
+        *([Stage("balance", {"balance": options.balance})] if options.balance else []),
+    ))  # fmt: skip
 
 
 def _cache_need(

@@ -68,7 +68,7 @@ class Stage:
 
     @property
     def _texts(self) -> list[str]:
-        return [text for text in (_counted(self.counts), _set(self.settings), self.note) if text]
+        return [text for text in (counted(self.counts), _set(self.settings), self.note) if text]
 
 
 @dataclass(frozen=True)
@@ -201,13 +201,12 @@ def _packed(pack: RowPacking, run: RunOrder, epoch: int, count_rows: bool | None
         order = run.epoch(epoch)
         assert isinstance(order, PackedOrder)
         found = order.totals()
-        counts = {"rows": found.num_rows, "tokens": found.num_tokens, "padding tokens": found.padding}
+        counts: dict[str, Any] = {"rows": found.num_rows, "tokens": found.num_tokens, "padding tokens": found.padding}
         counts |= {"padding_percent": 100 * found.padding / max(1, found.num_rows * pack.row_length)}
         counts |= {"long documents": found.num_long, "tokens lost": found.lost_tokens} if found.num_long else {}
         return Stage("pack", _pack_settings(pack), counts, pack.lengths, f"in epoch {epoch}")
-    counts = {"documents per epoch": run.num_samples}
     note = "describe(count_rows=True) plans the epoch and counts its rows and padding"
-    return Stage("pack", _pack_settings(pack), counts, pack.lengths, note)
+    return Stage("pack", _pack_settings(pack), {"documents per epoch": run.num_samples}, pack.lengths, note)
 
 
 # The screen
@@ -233,7 +232,8 @@ def _block(texts: Sequence[str], digest: str | None) -> list[str]:
     return [f"{first:<{_ROOM}} {(digest or '')[:_DIGITS]}", *others]
 
 
-def _counted(counts: Mapping[str, Any]) -> str:
+def counted(counts: Mapping[str, Any]) -> str:
+    """The counts of a stage as text, e.g. ``"892 samples, 15 shards, 61.8 MB"``."""
     text = ""
     for name, value in counts.items():
         if name.endswith("_percent"):

@@ -255,6 +255,24 @@ def test_explain_knows_filters_and_forgotten_samples(
     assert "forget    2 samples" in out
 
 
+def test_explain_shows_changes_of_the_batch_size(
+    shards: Path, tmp_path: Path, answer: Answer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset, state = StreamingDataset(str(shards / "train"), shuffle=True, num_canonical_nodes=4), None
+    for size in (8, 16):
+        loader = StreamingDataLoader(dataset, global_batch_size=size)
+        if state is not None:
+            loader.load_state_dict(state)
+        next(iter(loader))
+        state = loader.state_dict()
+    torch.save({"callbacks": {"lightning_stream": {"position": state}}}, tmp_path / "last.ckpt")
+    code, about = answer("explain", str(tmp_path / "last.ckpt"))
+    assert (code, about["samples_trained_on"], about["global_batches"]) == (0, 24, 2)
+    assert about["batch_size_changes"] == ["8 from 0", "16 from 8"]
+    assert main(["explain", str(tmp_path / "last.ckpt")]) == 0
+    assert "batch size changes     8 from 0, 16 from 8" in capsys.readouterr().out
+
+
 def test_explain_shows_a_schedule_by_its_points(documents: Path, tmp_path: Path, answer: Answer) -> None:
     streams = [Stream(str(documents / name)) for name in ("web", "code")]
     dataset = StreamingDataset(
@@ -280,11 +298,12 @@ def test_simulate_packs_the_rows_that_a_loader_delivers(policy: Any, documents: 
     code, about = answer("simulate", str(documents / "web"), "--global-batch-size", "8", *flags)
     assert code == 0
     (one,) = about["datasets"]
-    assert (one["rows"]["rows"], one["rows"]["tokens"]) == (rows, tokens)
-    assert one["rows"]["padding tokens"] == 64 * rows - tokens
-    assert one["rows"]["tokens lost"] == int(dataset.lengths("tokens").sum()) - tokens
+    (packed,) = (stage["counts"] for stage in one["chain"] if stage["name"] == "pack")
+    assert (one["epoch_rows"], packed["rows"], packed["tokens"]) == (rows, rows, tokens)
+    assert packed["padding tokens"] == 64 * rows - tokens
+    assert packed["tokens lost"] == int(dataset.lengths("tokens").sum()) - tokens
     assert one["order"]["packing"] == loader.state_dict()["order"]["packing"]
-    assert one["planning"]["documents_per_s"] > 0
+    assert one["documents_per_s"] > 0
     without, balanced = one["most_expensive_rank_over_mean"].values()
     assert 1 <= balanced <= without
 
