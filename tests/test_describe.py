@@ -151,6 +151,24 @@ def test_a_dataset_tells_what_it_cannot_know_before_the_batch_size(folder: str) 
         chain["pack"]
 
 
+def test_settings_that_no_batch_size_decides_are_shown_without_one(folder: str) -> None:
+    mosaic = StreamingDataset(folder, shuffle=True, shuffle_algo="py1e").describe()["shuffle"]
+    assert (mosaic.settings["num_canonical_nodes"], mosaic.note) == (1, "")
+    ordered = StreamingDataset(folder).describe()["shuffle"]
+    assert ordered.note == "the batch size decides num_canonical_nodes"
+    blocks = StreamingDataset(folder, shuffle=True, batching_method="device_per_stream").describe()["shuffle"]
+    assert blocks.note == "the batch size decides num_canonical_nodes and window and device_block"
+
+
+def test_many_columns_are_counted(tmp_path: Path) -> None:
+    names = [f"column_{number:02}" for number in range(40)]
+    with MDSWriter(out=str(tmp_path), columns=dict.fromkeys(names, "int")) as writer:
+        writer.write(dict.fromkeys(names, 1))
+    chain = StreamingDataset(str(tmp_path), batch_size=1).describe()
+    assert "column_07 int, ... 40 in all)" in str(chain)
+    assert len(json.loads(json.dumps(chain.to_json()))[-1]["settings"]["columns"]) == 40
+
+
 def test_many_documents_are_packed_only_when_that_is_asked_for(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = StreamingDataLoader(StreamingDataset(folder, shuffle=True, pack=PACK), batch_size=2)
     counted = loader.describe()

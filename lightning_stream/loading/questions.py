@@ -143,9 +143,10 @@ def _stages(source: SampleSource, run: RunOrder, epoch: int, count_rows: bool | 
 
 def _before_batch_size(stage: Stage, source: SampleSource) -> Stage:
     """What is known of a stage before the batch size is, which some settings follow from."""
-    names = ("canonical_nodes", "window")
-    later = [PUBLIC_NAMES.get(name, name) for name in names if source.order_arguments[name] is None]
-    if stage.name != "shuffle" or not later:
+    given = source.order_arguments
+    names = {PUBLIC_NAMES.get(name, name): name for name in ("canonical_nodes", "window", "device_block")}
+    later = [name for name, own in names.items() if name in stage.settings and given.get(own) is None]
+    if stage.name != "shuffle" or given["mosaic"] is not None or not later:
         return stage
     settings = {name: value for name, value in stage.settings.items() if name not in later}
     return Stage("shuffle", settings, note=f"the batch size decides {' and '.join(later)}")

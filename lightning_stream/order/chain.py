@@ -38,7 +38,7 @@ class Stage:
         settings: By the names that `StreamingDataset` and `StreamingDataLoader` have for them.
         counts: What it counts, by plural nouns. Names that end in ``bytes`` are shown in units, and one that ends in
             ``_percent`` belongs to the count before it.
-        digest: Differs for any other data or settings; None if there is none.
+        digest: Hexadecimal digits that differ for any other data or settings; None where nothing has a digest.
         note: What is not known here, and what shows it.
         parts: What it consists of, e.g. streams or rules.
     """
@@ -51,7 +51,7 @@ class Stage:
     parts: tuple[Stage, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The stage as plain values, without what is empty; settings that are no plain values as text."""
+        """The stage as plain values, without what is empty; functions and other settings as text."""
         settings = {name: value if _is_plain(value) else _text(value) for name, value in self.settings.items()}
         found = {**vars(self), "settings": settings, "parts": [part.to_json() for part in self.parts]}
         return {name: value for name, value in found.items() if value}
@@ -254,9 +254,12 @@ def _set(settings: Mapping[str, Any]) -> str:
 
 def _text(value: Any) -> str:
     if isinstance(value, tuple):
-        return f"({', '.join(map(_text, value))})"
+        more = [f"... {len(value):,} in all"] if len(value) > _PARTS else []
+        return f"({', '.join([*map(_text, value[:_PARTS]), *more])})"
     return str(getattr(value, "__name__", type(value).__name__)) if callable(value) else str(value)
 
 
 def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
