@@ -10,8 +10,11 @@ at least 500,000 documents per CPU-s, and a resume within 50 ms. Times are CPU s
     first fit of 8     no windows; the first of 8 open rows with room; where none has room, the fullest one is closed
     next fit           no windows; one open row
 
-The last three get the lengths as Python integers in the order of the epoch, long documents already cut, and their time
+The last three of these get the lengths as Python integers in the order of the epoch, long documents already cut, and their time
 is that of the placement alone. The last two cannot seek: every row depends on all rows before it.
+
+Then batches of whole documents, padded to their longest one, of 64 documents or of a budget of 64 times the longest:
+batches of the shuffled order as they come, `bucket_by`, and `batch_tokens`.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import numpy as np
 
 from lightning_stream import Packing
 from lightning_stream.order import BatchPlan, EpochOrder, OrderConfig, RunOrder, Snapshot, StreamWeights, World
+from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.batching.packed import Landmark
 from lightning_stream.order.packing import RowPacking
 
@@ -114,6 +118,27 @@ class Data:
         return sorted(found)
 
 
+def measure_batches(data: Data, longest: int = 8192, size: int = 64) -> None:
+    """Padding of batches of whole documents, and the CPU seconds that planning them takes."""
+    lengths = np.minimum(data.lengths, longest)
+    print(f"\nbatches of documents of at most {longest:,} tokens{'documents/CPU-s':>18}{'padding':>12}")
+    for name, budget in (("as they come", None), ("bucket_by", None), ("batch_tokens", size * longest)):
+        buckets = None
+        if name != "as they come":
+            buckets = LengthBuckets.resolved(lengths, batch_size=size if budget is None else None, batch_tokens=budget)
+        multiple = size if buckets is None else buckets.batch_size
+        config = OrderConfig.resolve(batch_size=multiple, shuffle=True, buckets=buckets)
+        order = RunOrder(data.snapshot, [StreamWeights()], config, None if buckets is None else lengths).epoch(0)
+
+        def padded(order: EpochOrder = order, multiple: int = multiple) -> int:
+            plan, ids = BatchPlan(order, batch_size=multiple), order.ids(0, order.num_samples)
+            edges = np.array([plan.bounds(k)[0] for k in range(plan.num_batches)])
+            return int((np.maximum.reduceat(lengths[ids], edges) * np.diff(edges, append=len(ids))).sum())
+
+        seconds, tokens = cpu_seconds(padded)
+        print(f"  {name:<42}{len(lengths) / seconds:>18,.0f}{1 - int(lengths.sum()) / tokens:>12.1%}")
+
+
 def show(name: str, window: str, lengths: np.ndarray, row_length: int, action: Callable[[], int]) -> None:
     seconds, rows = cpu_seconds(action)
     padding = 1 - int(lengths.sum()) / (rows * row_length)
@@ -152,6 +177,7 @@ def main() -> None:
         print(f"{given.documents:,} documents of {data.lengths.mean():,.0f} tokens in the mean")
         for row_length in ROW_LENGTHS:
             measure(data, row_length)
+        measure_batches(data)
 
 
 if __name__ == "__main__":

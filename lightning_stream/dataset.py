@@ -19,6 +19,7 @@ from lightning_stream.errors import suggesting
 from lightning_stream.formats.sizes import parse_bytes, parse_count, whole
 from lightning_stream.loading.dataset_arguments import (
     bound_schedule,
+    bucketing,
     check_order,
     chosen_streams,
     mosaic_settings,
@@ -99,6 +100,15 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
             verified: a difference ends the run.
         pack: How documents are packed into rows of one length, see `Packing`; a batch then has rows.
         schedule: The streams' weights over the run, by their names: a `Schedule`, or its points alone, in samples.
+        bucket_by: Name of lengths, e.g. ``"tokens"``: each global batch then has samples of similar lengths, so that
+            padding them to the longest costs little. The lengths must be known, see `MDSWriter(lengths=...)`.
+        bucket_window: Samples that are sorted by length together; None for 16,384, or 64 batches where these are more.
+        batch_tokens: Instead of batch sizes: tokens of a global batch at most, over all devices and with all samples
+            padded to the longest. Each batch has as many samples of similar lengths as there is room for; the number
+            of batches is the same on every rank. `bucket_by` defaults to ``"tokens"``.
+        batch_multiple: With `batch_tokens`, the sizes of all batches are multiples of this, so that numbers of devices
+            that divide it get equal shares, and all others padding. None for the largest of 1, 2, 4, 8, 16 that the
+            longest samples leave room for.
         stream_config: Further arguments of the stream that is made of `remote` and `local`, e.g.
             ``{"options": {"endpoint_url": ...}}``.
         filter: Function of a sample (a dict, before `transform`) that returns whether it is kept. It is evaluated once
@@ -146,6 +156,10 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         batching_method: str = "random",
         allow_unsafe_types: bool = False,
         replication: float | None = None,
+        bucket_by: str | None = None,
+        bucket_window: float | None = None,
+        batch_tokens: float | None = None,
+        batch_multiple: float | None = None,
         stream_name: str = "stream",
         stream_config: Mapping[str, Any] | None = None,
         transform: Transform | None = None,
@@ -197,10 +211,9 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
             "mosaic": mosaic_settings(shuffle_algo, partition_algo, self.shuffle_block_size),
             "schedule": bound_schedule(schedule, self.streams),
         }
-        check_order(order_arguments, pack, balance)
-        config = CacheConfig(
-            limit_bytes=self.cache_limit, validate_hash=validate_hash, keep_zip=bool(keep_zip), shared=shared_cache
-        )
+        buckets = bucketing(bucket_by, bucket_window, batch_tokens, batch_multiple)
+        check_order(order_arguments, pack, balance, buckets)
+        config = CacheConfig(self.cache_limit, validate_hash, keep_zip=bool(keep_zip), shared=shared_cache)
         defaults = CacheDefaults(config, retries=download_retry, timeout_s=download_timeout)
         reading = ReaderConfig(
             allow_unsafe_types=allow_unsafe_types,
@@ -209,11 +222,10 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
             load_images=on_bad_sample == "substitute",
         )
         bad = bad_data(on_bad_sample, on_bad_shard, quarantine, self.shuffle_seed)
+        filters = Filters(filter, filter_lengths, exclude_ids, bad.policy)
         # All that reading needs is in these two: the attributes of a subclass never meet them.
         self._streaming_source = SampleSource(
-            Filters(filter, filter_lengths, exclude_ids, bad.policy).applied(
-                SampleReader(self.streams, defaults, reading)
-            ),
+            filters.applied(SampleReader(self.streams, defaults, reading)),
             bad,
             order_arguments,
             self.shuffle_seed,
@@ -224,6 +236,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
             data_dimension=data_dimension,
             packing=pack,
             balance=balance,
+            buckets=buckets,
             forget=None if forget is None else np.asarray([*forget], dtype=np.int64),
         )
         self._streaming_plain = PlainIterations(self.batch_size)
@@ -237,6 +250,11 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         defaults = signature(StreamingDataset).parameters
         settings = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name].default]
         return f"{type(self).__name__}({', '.join([*map(repr, reader.streams), *known, *settings])})"
+
+    @property
+    def batch_tokens(self) -> int | None:
+        """Tokens of a global batch at most; None where batches have one number of samples."""
+        return self._streaming_source.batch_tokens
 
     @Readable
     def epoch_size(self) -> int:

@@ -19,7 +19,6 @@ from lightning_stream.loading.distributed import WorldLike, detect_world
 from lightning_stream.loading.iteration import Driver, LoaderIterator, Progress, driver_of
 from lightning_stream.loading.loader_arguments import check_arguments, check_classes, device_batch, refuse_order
 from lightning_stream.loading.mixing import MixtureChanges
-from lightning_stream.loading.packing import Packing
 from lightning_stream.loading.questions import LoaderQuestions
 from lightning_stream.loading.randomness import SeededCall
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
@@ -132,6 +131,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
     def __repr__(self) -> str:
         size = self._device_batch_size or self.streaming.batch_size
         batch = f"batch_size={size}" if size else f"global_batch_size={self.global_batch_size}"
+        batch = f"batch_tokens={self.streaming.batch_tokens}" if self.streaming.batch_tokens else batch
         return f"{type(self).__name__}({self.streaming!r}, {batch}, num_workers={self.num_workers}, tail={self.tail!r})"
 
     # The batches
@@ -155,34 +155,34 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
 
     def settings(self, resumed: OrderConfig | None = None) -> BatchSettings:
         """How the data is divided here, for a run that continues with these order settings, or else with its own."""
-        size = self.batch_size
-        assert size is not None
         here = self._progress.position if self._driver is None else self._driver.known
         own = None if here is None else here.order
-        settings = self._source.settings(self.detect_world(), size, self.accumulate, self.tail, resumed or own)
+        settings = self._source.settings(
+            self.detect_world(), self.batch_size or 1, self.accumulate, self.tail, resumed or own
+        )
         if self._driver is not None:
             settings = replace(settings, padding=self._driver.padding)
         return settings if resumed is not None or own is None else replace(settings, order=own)
 
     def __len__(self) -> int:
-        """Micro-batches of this rank in a full epoch; where samples are packed, in the one that the position is in."""
-        return self.num_batches(0 if self.packing is None or self.evaluation else self.position.epoch)
+        """Micro-batches of this rank in a full epoch; where epochs differ, in the one that the position is in."""
+        return self.num_batches(self.position.epoch if self.epochs_differ and not self.evaluation else 0)
 
     @property
-    def packing(self) -> Packing | None:
-        """How samples are packed into rows; None if they are not."""
-        return self._source.packing
+    def epochs_differ(self) -> bool:
+        """Whether epochs have different numbers of batches: with packed rows, and with a budget of tokens."""
+        return self._source.epochs_differ
 
     def num_batches(self, epoch: int) -> int:
-        """Micro-batches of this rank in one epoch. Where samples are packed into rows, this plans all of its rows."""
+        """Micro-batches of this rank in one epoch. Where epochs differ, this plans all of its batches."""
         return len(self.settings().micro_batches(self._source, Start(epoch)))
 
     def batches_before(self, position: Position) -> int:
         """Micro-batches of this rank that count as done at a position: those of a full epoch less those to come."""
-        if self.packing is None:
+        if not self.epochs_differ:
             whole = self.micro_batches_from(replace(position, position=0))  # a mixture's last epoch may be shorter
             return len(whole) - len(self.micro_batches_from(position))
-        return position.num_steps * self.accumulate
+        return position.num_steps(self._source.order(position.order)) * self.accumulate
 
     def micro_batches_from(self, position: Position) -> MicroBatches:
         """This rank's micro-batches from a position to the end of its epoch, by number."""
@@ -364,7 +364,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
     def resumed_at(self, position: Position) -> str:
         """The sentence that announces a resume at a position."""
         position = self.normalised(position)
-        total = None if self.packing is not None else self.num_samples
+        total = None if self._source.packing is not None else self.num_samples
         return resumed_at(position, self.batches_before(position) // self.accumulate, total)
 
     def continue_from(self, position: Position) -> None:

@@ -181,6 +181,23 @@ def test_many_documents_are_packed_only_when_that_is_asked_for(folder: str, monk
     assert "batches" not in chain["batches"].counts
 
 
+def test_batches_by_length_are_described(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sorted_ = StreamingDataset(folder, shuffle=True, bucket_by="tokens", bucket_window=64)
+    loader = StreamingDataLoader(sorted_, batch_size=4, collate_fn=list)
+    chain, state = loader.describe(), loader.state_dict()
+    assert chain["buckets"].settings == {"bucket_window": 64}
+    assert chain["buckets"].digest == chain["lengths"].parts[0].digest == state["order"]["buckets"]["lengths"]
+    assert chain["batches"].counts == {"batches": len(list(loader)), "samples per global batch": 4}
+    dataset = StreamingDataset(folder, shuffle=True, batch_tokens=800)
+    assert names(dataset.describe())[-3:] == ["batches", "share", "samples"]
+    loader = StreamingDataLoader(dataset, collate_fn=list)
+    chain = loader.describe()
+    assert chain["buckets"].settings["batch_tokens"] == 800
+    assert chain["batches"].counts == {"batches": len(list(loader)), "tokens per global batch at most": 800}
+    monkeypatch.setattr(chains, "_WORTH_COUNTING", 100)
+    assert "batches" not in loader.describe()["batches"].counts
+
+
 def test_a_mixture_shows_its_streams_and_its_schedule(folder: str, tmp_path: Path) -> None:
     streams = [Stream(write(tmp_path / f"s{k}", 8, seed=k), repeat=2 if k else None) for k in range(10)]
     chain = StreamingDataLoader(StreamingDataset(streams=streams), batch_size=4).describe()

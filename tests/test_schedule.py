@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from lightning_stream import (  # noqa: E402
     MDSWriter,
+    Packing,
     PositionTracker,
     Schedule,
     Stream,
@@ -234,6 +235,76 @@ def test_a_change_before_or_between_epochs_holds_from_the_next_batch(folder: Pat
         pass
     assert loader.change_mixture({"math": 1}) == loader.change_mixture({"math": 1, "web": 0}) == 120
     assert set(stream_of(take([loader], 1)[0])) == {2}
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root, first, rng = tmp_path_factory.mktemp("documents"), 1, np.random.default_rng(0)
+    for name, size in SIZES.items():
+        columns, lengths = {"tokens": "ndarray:int32"}, {"tokens": len}
+        with MDSWriter(out=str(root / name), columns=columns, size_limit=1000, lengths=lengths) as writer:
+            for number in range(first, first + size):
+                writer.write({"tokens": np.full(rng.integers(1, 20), number, np.int32)})
+        first += size
+    return root
+
+
+def padded(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    tokens = [torch.as_tensor(one["tokens"]) for one in samples]
+    return {"input_ids": torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)}
+
+
+CHAINS = {
+    "rows": ({"pack": Packing(row_length=24, window=30)}, {"global_batch_size": 6}),
+    "rows_of_nodes": ({"pack": Packing(row_length=24, window=10), "num_canonical_nodes": 4}, {"global_batch_size": 6}),
+    "buckets": ({"bucket_by": "tokens", "bucket_window": 24}, {"global_batch_size": 12, "collate_fn": padded}),
+    "budget": ({"batch_tokens": 320, "bucket_window": 48}, {"collate_fn": padded}),
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_a_change_leaves_the_batches_before_it_where_windows_are_rearranged(
+    documents: Path, chain: str, after: int
+) -> None:
+    dataset, loading = CHAINS[chain]
+
+    def run(ranks: int, steps: int, schedule: Any = LINEAR, state: Any = None, after: int = 0) -> Any:
+        made = [
+            StreamingDataLoader(dataset_of(documents, schedule, **dataset), world=World(rank, ranks), **loading)
+            for rank in range(ranks)
+        ]
+        found: list[list[int]] = []
+        for loader in made:
+            if state is not None:
+                loader.load_state_dict(state)
+        while len(found) < steps:
+            iterators = [iter(loader) for loader in made]
+            for parts in zip(*iterators, strict=True):
+                kept = [part["input_ids"][~one.last_batch.filler] for part, one in zip(parts, iterators, strict=True)]
+                found.append(sorted(token for part in kept for token in part.flatten().tolist() if token))
+                if len(found) == after:
+                    assert len({loader.change_mixture(CHANGE, skip={"code": 3}) for loader in made}) == 1
+                if len(found) == steps:
+                    break
+            states = [one.state_dict() for one in made]
+            for one in iterators:
+                one.close()
+        assert all(one == states[0] for one in states)
+        return found, states[0]
+
+    plain, _ = run(1, 24)
+    changed, _ = run(1, 24, after=after)
+    assert changed[:after] == plain[:after]
+    assert changed[after:] != plain[after:]
+    last = [np.asarray(batch) - 1 for batch in changed[-4:]]
+    assert 0 not in stream_of(np.concatenate(last).tolist()), "the change drops this stream"
+    for ranks in (2, 3):
+        half, state = run(ranks, after + 3, after=after)
+        assert half == changed[: after + 3]
+        assert run(4 - ranks, 24 - after - 3, state=state)[0] == changed[after + 3 :]
+    again = Schedule.from_state(state["order"]["schedule"])
+    assert run(2, 24, again)[0] == changed
 
 
 def test_a_change_of_a_dataset_without_a_schedule_is_refused(folder: Path) -> None:

@@ -53,7 +53,6 @@ def run(options: argparse.Namespace, out: Output) -> int:
         "checkpoint": name,
         "epoch": position.epoch,
         f"{what}_trained_on": position.position,
-        "global_batches": position.num_steps,
         "global_batch_size": position.batch_size,
         "tail": position.tail,
     }
@@ -68,6 +67,9 @@ def run(options: argparse.Namespace, out: Output) -> int:
             chosen = any(map(position.snapshot.has_streams_of, (one.snapshot for one in mixtures)))
             matching = next((one for one in mixtures if one.snapshot.digest == position.snapshot.digest), None)
             data["matches_stream"] = matching is not None
+        buckets = position.order.buckets
+        if not matching and (buckets is None or buckets.batch_tokens is None):
+            about["global_batches"] = position.num_steps(None)
         if matching:
             stages, trained, upcoming = _over(matching, position, options.forget)
             about |= trained
@@ -112,23 +114,23 @@ def _over(
         raise StateError(f"{' '.join(differences)} Give every --stream its weight of the training run: URL=WEIGHT.")
     stages = stages_of_reader(mixture.reader, [] if lengths is None else [lengths], run)
     stages += stages_of_order(position.order, run, epoch=position.epoch, count_rows=True)
-    trained = {}
-    if lengths is not None:
+    trained = {"global_batches": position.num_steps(run)}
+    if position.order.packing is not None:
         documents, tokens = _held(run.epoch(position.epoch), 0, position.position)
-        trained = {"documents_begun": documents, "tokens_trained_on": tokens}
+        trained |= {"documents_begun": documents, "tokens_trained_on": tokens}
     return stages, trained, _next(position, run)
 
 
 def _lengths_of(order: OrderConfig, reader: SampleReader) -> str | None:
-    """The name of the lengths that a state's rows were packed by; None if it has no rows."""
-    if order.packing is None:
+    """The name of the lengths that a state's order depends on; None if there are none."""
+    if (sized := order.packing or order.buckets) is None:
         return None
     for name in dict.fromkeys(name for index in reader.indexes for name in (*index.lengths, *index.columns)):
         with suppress(NotFoundError, FormatError):
-            if reader.lengths_digest(name) == order.packing.lengths:
+            if reader.lengths_digest(name) == sized.lengths:
                 return name
     raise StateError(
-        f"The rows of the checkpoint were packed by lengths with digest {order.packing.lengths}, which --stream does "
+        f"The batches of the checkpoint were planned by lengths with digest {sized.lengths}, which --stream does "
         "not have. Pass the dataset with the lengths that it had in the training run."
     )
 

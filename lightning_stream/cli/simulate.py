@@ -23,6 +23,7 @@ from lightning_stream.loading.packing import Packing
 from lightning_stream.order import BatchPlan, MosaicConfig, OrderConfig, RunOrder, Schedule, World
 from lightning_stream.order.balance import Balance, imbalance
 from lightning_stream.order.batching import METHODS
+from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.chain import Chain, Stage, readable, stage_of_batches, stages_of_order
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.order.downloads import plan_downloads
@@ -40,7 +41,7 @@ EXAMPLES = """examples:
   lightning-stream simulate --global-batch-size 64 --stream s3://bucket/code=0.3 --stream s3://bucket/text=0.7
   lightning-stream simulate s3://bucket/tokens --global-batch-size 64 --pack-column tokens --row-length 8192
 """
-_IN_CHAIN = ("urls", "samples", "shards", "epoch_samples", "epoch_rows", "order", "chain")
+_IN_CHAIN = ("urls", "samples", "shards", "epoch_samples", "epoch_rows", "batches", "order", "chain")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_streams(parser)
     number: dict[str, Any] = {"type": int, "metavar": "N"}
     training = parser.add_argument_group("training run")
-    training.add_argument("--global-batch-size", required=True, help="samples of one optimizer step", **number)
+    training.add_argument("--global-batch-size", help="samples of one optimizer step", **number)
     training.add_argument("--batch-size", help="samples of a micro-batch on one device", **number)
     training.add_argument("--nodes", default=1, help="machines (default: 1)", **number)
     training.add_argument("--devices", default=1, help="devices of each machine (default: 1)", **number)
@@ -72,6 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dataset.add_argument("--cache-limit", metavar="SIZE", help="bytes of the cache of a node, e.g. 100gb")
     dataset.add_argument("--schedule", metavar="FILE", help="JSON file: a Schedule's points, or all of its arguments")
     dataset.add_argument("--balance", metavar="NAME", help="the lengths that shares are balanced by, e.g. tokens")
+    dataset.add_argument("--bucket-by", metavar="NAME", help="lengths by which batches have similar samples")
+    dataset.add_argument("--bucket-window", help="samples that are sorted by length together", **number)
+    dataset.add_argument("--batch-tokens", help="tokens of a global batch, instead of --global-batch-size", **number)
+    dataset.add_argument("--batch-multiple", help="what the sizes of such batches are multiples of", **number)
     packing = parser.add_argument_group("packing of documents into rows; batch sizes then count rows")
     packing.add_argument("--pack-column", metavar="NAME", help="column of the tokens, whose lengths are known")
     packing.add_argument("--row-length", help="tokens of a row (default: 2048)", **number)
@@ -86,6 +91,8 @@ def run(options: argparse.Namespace, out: Output) -> int:
     streams = options.stream or [options.remote]
     if (options.remote is None) == (not options.stream):
         raise ValueError("simulate takes either a PATH|URL, or --stream URL[=WEIGHT] for each dataset of a mixture")
+    if (options.global_batch_size is None) == (options.batch_tokens is None):
+        raise ValueError("simulate takes either --global-batch-size or --batch-tokens")
     world = World(0, options.nodes * options.devices, options.devices, options.replication)
     with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
         found = [_simulate(mixture, world, options) for mixture in mixtures_of(streams, options, folder)]
@@ -119,11 +126,22 @@ def _schedule(options: argparse.Namespace, streams: Sequence[Stream]) -> Schedul
     return schedule.of_streams(labels_of(streams))
 
 
+def _buckets(options: argparse.Namespace, reader: SampleReader) -> LengthBuckets | None:
+    tokens, window, multiple = options.batch_tokens, options.bucket_window, options.batch_multiple
+    name = options.bucket_by or (None if tokens is None else "tokens")
+    if name is None:
+        return None
+    size = options.global_batch_size if tokens is None else multiple
+    sizes = {"batch_size": size, "window": window, "batch_tokens": tokens}
+    return LengthBuckets.resolved(reader.lengths(name), digest=reader.lengths_digest(name), **sizes)
+
+
 def _order(options: argparse.Namespace, world: World, reader: SampleReader, packing: Packing | None) -> OrderConfig:
-    mosaic = MosaicConfig(options.partition_algo, options.shuffle_block_size)
+    mosaic, buckets = MosaicConfig(options.partition_algo, options.shuffle_block_size), _buckets(options, reader)
+    size = _batch_size(options, buckets)
     return OrderConfig.resolve(
-        batch_size=options.global_batch_size,
-        device_batch_size=_device_batch_size(options, world),
+        batch_size=size,
+        device_batch_size=_device_batch_size(options, size, world),
         shuffle=options.shuffle,
         seed=options.shuffle_seed,
         algorithm=options.shuffle_algo,
@@ -136,23 +154,31 @@ def _order(options: argparse.Namespace, world: World, reader: SampleReader, pack
         mosaic=mosaic if options.shuffle_algo in MOSAIC_ALGORITHMS else None,
         packing=None if packing is None else packing.rows(reader.lengths_digest(packing.lengths_name)),
         schedule=_schedule(options, reader.streams),
+        buckets=buckets,
         world=world,
     )
 
 
-def _device_batch_size(options: argparse.Namespace, world: World) -> int:
-    return int(options.batch_size or max(1, options.global_batch_size // world.num_replicas))
+def _batch_size(options: argparse.Namespace, buckets: LengthBuckets | None) -> int:
+    """Samples of a global batch; where it has a budget of tokens, what its size is a multiple of."""
+    return int(options.global_batch_size) if buckets is None or options.batch_tokens is None else buckets.batch_size
+
+
+def _device_batch_size(options: argparse.Namespace, size: int, world: World) -> int:
+    return int(options.batch_size or max(1, size // world.num_replicas))
 
 
 def _simulate(mixture: Mixture, world: World, options: argparse.Namespace) -> tuple[Chain, dict[str, Any]]:
     """The chain of a training run, and what was simulated of it."""
     packing, indexes = _packing(options), mixture.reader.indexes
-    lengths = None if packing is None else packing.lengths_name
-    order = mixture.order(_order(options, world, mixture.reader, packing), lengths, options.forget)
-    begin, num_positions = time.perf_counter(), order.epoch(options.epoch).num_samples  # which plans all rows
+    config = _order(options, world, mixture.reader, packing)
+    size = _batch_size(options, config.buckets)
+    lengths = packing.lengths_name if packing else (options.bucket_by or "tokens") if config.buckets else None
+    order = mixture.order(config, lengths, options.forget)
+    batches: dict[str, Any] = {"epoch": options.epoch, "batch_size": size}
+    plan = BatchPlan(order.epoch(options.epoch), batch_size=size, world=world, tail=options.tail)
+    begin, num_batches = time.perf_counter(), plan.num_batches  # which plans all rows or batches of different sizes
     planned_s = time.perf_counter() - begin
-    batches: dict[str, Any] = {"epoch": options.epoch, "batch_size": options.global_batch_size}
-    plan = BatchPlan(order.epoch(options.epoch), batch_size=options.global_batch_size, world=world, tail=options.tail)
     chain = _chain(mixture, order, plan, lengths, options)
     sizes = np.concatenate([index.raw_bytes for index in indexes])
     stored = np.concatenate([index.stored_bytes for index in indexes])
@@ -162,22 +188,27 @@ def _simulate(mixture: Mixture, world: World, options: argparse.Namespace) -> tu
         "samples": order.snapshot.num_samples,
         "shards": order.snapshot.num_shards,
         "epoch_samples": order.num_samples,
+        "batches": num_batches,
         "order": settings_of(order.config),
         "chain": chain.to_json(),
     }
-    if packing is not None:
-        about |= {"epoch_rows": num_positions, "planning_s": planned_s}
-        about["documents_per_s"] = int(order.num_samples / planned_s)
-    about["shuffle_quality"] = asdict(measure(order, shard_bytes=sizes, **batches))
+    if order.config.packing is not None:
+        about["epoch_rows"] = plan.order.num_samples
+    if order.config.buckets is not None and order.lengths is not None:
+        about["padding_percent"] = _padding_percent(plan, order.lengths)
+    if packing is not None or options.batch_tokens is not None:
+        about |= {"planning_s": planned_s, "documents_per_s": int(order.num_samples / planned_s)}
+    if options.batch_tokens is None:  # else a perfect shuffle has batches of other sizes
+        about["shuffle_quality"] = asdict(measure(order, shard_bytes=sizes, **batches))
     about["download_per_node_bytes"] = downloads.num_bytes.tolist()
     about["download_factor"] = downloads.factor
     if downloads.warning:
         about["warning"] = in_flags(downloads.warning, options.parser)
     if options.balance is not None:
-        balance = Balance.by_lengths(mixture.reader.lengths(options.balance), _device_batch_size(options, world))
+        balance = Balance.by_lengths(mixture.reader.lengths(options.balance), _device_batch_size(options, size, world))
         ratios = zip(("without_balance", "with_balance"), imbalance(plan, balance), strict=True)
         about["most_expensive_rank_over_mean"] = dict(ratios)
-    return chain, {**about, **_cache_need(order, world, sizes, options)}
+    return chain, {**about, **_cache_need(order, plan, sizes, options)}
 
 
 def _chain(
@@ -195,12 +226,12 @@ def _chain(
 
 
 def _cache_need(
-    order: RunOrder, world: World, shard_bytes: NDArray[np.int64], options: argparse.Namespace
+    order: RunOrder, plan: BatchPlan, shard_bytes: NDArray[np.int64], options: argparse.Namespace
 ) -> dict[str, Any]:
     """What the cache of a node must hold, where options ask for it."""
     if options.cache_limit is None and options.predownload is None:
         return {}
-    active = _active_shards(order, world, options)
+    active = _active_shards(order, plan, options)
     needed = int(np.sort(shard_bytes)[::-1][:active].sum())
     about: dict[str, Any] = {"cache_needed_per_node_bytes": needed}
     if options.cache_limit is not None and parse_bytes(options.cache_limit, "cache_limit") < needed:
@@ -211,16 +242,25 @@ def _cache_need(
     return about
 
 
-def _active_shards(order: RunOrder, world: World, options: argparse.Namespace) -> int:
+def _active_shards(order: RunOrder, plan: BatchPlan, options: argparse.Namespace) -> int:
     """The most shards that a node has downloaded and will use again, over all nodes."""
-    epoch, nodes = order.epoch(options.epoch), defaultdict[int, list[BatchPlan]](list)
-    ahead = 8 * options.global_batch_size // world.num_replicas if options.predownload is None else options.predownload
-    ahead *= epoch.samples_per_position
-    for rank in [replace(world, rank=rank) for rank in range(0, world.num_ranks, world.replication)]:
-        plan = BatchPlan(epoch, batch_size=options.global_batch_size, world=rank, tail=options.tail)
-        nodes[rank.node].append(plan)
+    world, nodes = plan.world, defaultdict[int, list[BatchPlan]](list)
+    ahead = 8 * plan.batch_size // world.num_replicas if options.predownload is None else options.predownload
+    ahead *= plan.order.samples_per_position
+    for rank in range(0, world.num_ranks, world.replication):
+        own = plan.of(replace(world, rank=rank), None)
+        nodes[own.world.node].append(own)
     most = 0
     for plans in nodes.values():
         ids = [plan.share(k).sample_ids for k in range(plans[0].num_batches) for plan in plans]
         most = max(most, max_active(order.snapshot.shards_of(np.concatenate(ids)), ahead * len(plans)))
     return most
+
+
+def _padding_percent(plan: BatchPlan, lengths: NDArray[np.integer]) -> float:
+    """The padding of an epoch whose global batches are padded to their longest samples."""
+    tokens = padded = 0
+    for k in range(plan.num_batches):
+        own = lengths[plan.ids(k)]
+        tokens, padded = tokens + int(own.sum(dtype=np.int64)), padded + len(own) * int(own.max())
+    return 100 * (1 - tokens / max(1, padded))

@@ -7,7 +7,9 @@ from typing import Any
 
 from lightning_stream.formats.sizes import whole
 from lightning_stream.loading.packing import Packing
+from lightning_stream.loading.source import Bucketing
 from lightning_stream.order import MosaicConfig, OrderConfig, Schedule
+from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.rules import broken, count
@@ -30,6 +32,17 @@ def bound_schedule(given: Any, streams: Sequence[Stream]) -> Schedule | None:
     return (given if isinstance(given, Schedule) else Schedule(given)).of_streams(labels_of(streams))
 
 
+def bucketing(by: str | None, window: float | None, tokens: float | None, multiple: float | None) -> Bucketing | None:
+    """How samples of similar lengths come together; None if they do not. ValueError for settings that lack another."""
+    numbers = whole_numbers(bucket_window=window, batch_tokens=tokens, batch_multiple=multiple)
+    by = "tokens" if by is None and tokens is not None else by
+    if window is not None and by is None:
+        raise ValueError(f"bucket_window needs bucket_by; found bucket_window={window} alone. Pass bucket_by too")
+    if multiple is not None and tokens is None:
+        raise ValueError(f"batch_multiple needs batch_tokens; found batch_multiple={multiple} alone. Pass both")
+    return None if by is None else Bucketing(by, *numbers)
+
+
 def mosaic_settings(algorithm: str | None, partition: str, block_size: int | None) -> MosaicConfig | None:
     """The settings of the orders of mosaicml-streaming; None for the native one. ValueError for a wrong partition."""
     if partition not in PARTITIONS:
@@ -37,10 +50,11 @@ def mosaic_settings(algorithm: str | None, partition: str, block_size: int | Non
     return MosaicConfig(partition, block_size) if algorithm in MOSAIC_ALGORITHMS else None
 
 
-def check_order(arguments: Mapping[str, Any], pack: Packing | None, balance: object) -> None:
+def check_order(arguments: Mapping[str, Any], pack: Packing | None, balance: object, buckets: Bucketing | None) -> None:
     """Raise ValueError for settings of an order that are wrong, or contradict each other."""
     rows = None if pack is None else pack.rows("")
-    order = OrderConfig.resolve(batch_size=1, device_batch_size=1, packing=rows, **arguments)
+    sorted_by = None if buckets is None else LengthBuckets(1, 1, buckets.batch_tokens)
+    order = OrderConfig.resolve(batch_size=1, device_batch_size=1, packing=rows, buckets=sorted_by, **arguments)
     if balance is not None and not order.batching.can_be_balanced:
         raise ValueError(
             f"this order assigns samples to ranks itself; found balance={balance!r} with batching_method="

@@ -50,7 +50,10 @@ def check_arguments(
     either = "pass batch_size= (per device) or global_batch_size= (of an optimizer step)"
     if None not in sizes:
         problems.append(f"{either}, not both.")
-    if sizes == (None, None) and dataset.batch_size is None:
+    unknown = sizes == (None, None) and dataset.batch_size is None
+    if dataset.batch_tokens is not None and not unknown:
+        problems.append(f"the dataset's batch_tokens={dataset.batch_tokens} decides the batch sizes: pass no other.")
+    if dataset.batch_tokens is None and unknown:
         problems.append(f"{either}.")
     if batch_size is not None and dataset.batch_size not in (None, batch_size):
         problems.append(

@@ -65,10 +65,10 @@ class MixtureChanges:
                 "StreamingDataset(schedule=[(0, {name: weight})]) from the start of the run."
             )
         iteration = self._progress.leading if self._driver is None else self._driver.iteration
-        size = self._source.order(order).num_samples
-        seen = [here, *([iteration.upcoming] if iteration is not None and iteration.upcoming else [])]
-        earliest = [one.epoch * size + one.position for one in seen]
-        earliest += [earliest[0] + after_steps * self.settings().global_batch_size]
+        run, waited = self._source.order(order), after_steps * self.settings().global_batch_size
+        seen = [here, replace(here, position=here.position + waited)]
+        seen += [iteration.upcoming] if iteration is not None and iteration.upcoming else []
+        earliest = [one.epoch * run.num_samples + one.order_in(run).settled(one.position) for one in seen]
         at = max(earliest + [change.at for change in order.schedule.changes])
         order = replace(order, schedule=order.schedule.changed(at, weights, skip))
         if iteration is not None:

@@ -115,6 +115,8 @@ class PlainIterations:
                 f"{worker.num_workers} DataLoader workers divide the batches, so the dataset must know the batch "
                 "size: pass batch_size= to StreamingDataset, the same as to the DataLoader, or use StreamingDataLoader"
             )
+        if source.batch_tokens is not None:
+            raise ValueError("batch_tokens makes batches of different sizes: load the dataset by StreamingDataLoader")
         source.reader.require_samples()
         refuse_second_dealing(dataset, source.detect_world(), has_loader=self.has_loader)
         index, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)

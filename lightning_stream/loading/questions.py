@@ -38,8 +38,8 @@ class DatasetQuestions:
         the filters.
 
         Args:
-            count_rows: Whether to plan the epoch where documents are packed, about 3 million of them per second, which
-                counts its rows, batches and padding; None for up to a million documents.
+            count_rows: Whether to plan the epoch where documents are packed or batches have a budget of tokens, about 3
+                million documents per second, which counts rows, batches and padding; None for up to a million.
 
         Example::
 
@@ -51,7 +51,7 @@ class DatasetQuestions:
             return loader.describe(count_rows)
         source, plain = self._streaming_source, self._streaming_plain
         settings, epoch = plain.settings(source), plain.next_epoch
-        if plain.batch_size is not None:
+        if plain.batch_size is not None or source.batch_tokens is not None:
             return described(source, settings, epoch, count_rows)
         found = _stages(source, source.order(settings.order), epoch, count_rows)
         note = "a StreamingDataLoader has the batch size: see its describe()"
@@ -121,7 +121,7 @@ def described(
     what, world = "samples" if source.packing is None else "rows", settings.world
     size, divided = settings.global_batch_size, {"replicas": world.num_replicas, "accumulate": accumulate}
     count, note = None, "num_batches(epoch) of the loader plans the epoch and counts its batches"
-    if source.packing is None or counts_rows(run, count_rows):
+    if not source.epochs_differ or counts_rows(run, count_rows):
         count, note = settings.plan(source, Start(epoch)).num_batches, f"in epoch {epoch}"
     stages.append(stage_of_batches(run.config, size, settings.tail, num_batches=count, note=note, **divided))
     if source.balance is not None:
@@ -129,13 +129,13 @@ def described(
         stages.append(Stage("balance", {"balance": source.balance, "lengths": source.balanced_by}, note=note))
     share = {"rank": f"{world.rank} of {world.num_ranks}", "nodes": world.num_nodes}
     share |= {} if world.replication == 1 else {"replication": world.replication}
-    counts = {f"{what} per step": size // world.num_replicas}
-    stages.append(Stage("share", share, {**counts, f"{what} per micro-batch": settings.device_batch_size}))
+    counts = {f"{what} per step": size // world.num_replicas, f"{what} per micro-batch": settings.device_batch_size}
+    stages.append(Stage("share", share, counts if source.batch_tokens is None else {}))
     return Chain((*stages, _delivered(source)))
 
 
 def _stages(source: SampleSource, run: RunOrder, epoch: int, count_rows: bool | None) -> list[Stage]:
-    names = [] if source.packing is None else [source.packing.lengths_name]
+    names = [] if source.lengths_name is None else [source.lengths_name]
     names += [] if source.balance is None else [source.balanced_by]
     found = stages_of_reader(source.reader, dict.fromkeys(names), run)
     return found + stages_of_order(run.config, run, epoch=epoch, count_rows=count_rows)

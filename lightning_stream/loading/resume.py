@@ -50,7 +50,7 @@ def position_in(
     run = source.order(mosaic_config(state, settings.order) if ours is None else settings.order)
     accepted = [] if ours is None else ours.check(run, tail=tail, on_mismatch=on_mismatch)
     try:
-        is_checked = ours is not None and ours.position <= _CHECKED_POSITIONS and run.config.packing is None
+        is_checked = ours is not None and ours.position <= _CHECKED_POSITIONS and not run.config.needs_lengths
         if ours is not None and is_checked and not accepted and not ours.is_proven(run):
             raise StateError(
                 f"A state's ledger must be the sum of the samples before its position, but that of epoch {ours.epoch}, "

@@ -32,9 +32,11 @@ from lightning_stream.order import (
     where,
 )
 from lightning_stream.order.balance import Balance, Cost
+from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.order.forget import Forgotten, Replay, forgetting, plan_replay
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
+from lightning_stream.order.rank_split import ceil_div
 from lightning_stream.reading.bad_samples import BadData
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import weights_of
@@ -76,6 +78,27 @@ class BatchSettings:
         return MicroBatches(self.plan(source, start), self.device_batch_size, self.padding)
 
 
+@dataclass(frozen=True)
+class Bucketing:
+    """How samples of similar lengths come together, as the user gave it: None for what is to be chosen."""
+
+    by: str  # name of the lengths
+    window: int | None = None  # samples that are sorted together
+    batch_tokens: int | None = None  # tokens of a global batch, padding included; None: it has one number of samples
+    batch_multiple: int | None = None  # what the sizes of its batches are multiples of
+
+    def resolved(self, reader: SampleReader, batch_size: int, resumed: OrderConfig | None) -> LengthBuckets:
+        """With what was to be chosen, from the data and the run's first start."""
+        return LengthBuckets.resolved(
+            reader.lengths(self.by),
+            window=self.window,
+            batch_tokens=self.batch_tokens,
+            batch_size=batch_size if self.batch_tokens is None else self.batch_multiple,
+            digest=reader.lengths_digest(self.by),
+            resumed=None if resumed is None else resumed.buckets,
+        )
+
+
 @dataclass
 class SampleSource:
     """What a dataset reads, in which order, and what becomes of a sample; see also `StreamingDataset`."""
@@ -93,6 +116,7 @@ class SampleSource:
     packing: Packing | None = None  # how samples are packed into rows
     balance: str | Cost | None = None  # what shares are balanced by: the name of lengths, or a cost of lengths
     forget: NDArray[np.int64] | None = None  # ids of samples in whose places others are delivered
+    buckets: Bucketing | None = None  # how samples of similar lengths come together
     _seeded: SeededCall | None = field(default=None, init=False, repr=False)
     orders: dict[OrderConfig, RunOrder] = field(default_factory=dict, repr=False)  # the latest; shared by copies
 
@@ -119,10 +143,32 @@ class SampleSource:
         arguments = {**self.order_arguments, "forgotten": self.forgotten and self.forgotten.digest}
         if self.packing is not None:
             arguments["packing"] = self.packing.rows(self.reader.lengths_digest(self.packing.lengths_name))
+        if self.buckets is not None:
+            arguments["buckets"] = buckets = self.buckets.resolved(self.reader, size, resumed)
+            if buckets.batch_tokens is not None:
+                size = buckets.batch_size
+                device_batch_size = ceil_div(size, accumulate * world.num_replicas)
         order = OrderConfig.resolve(
             batch_size=size, device_batch_size=device_batch_size, world=world, resumed=resumed, **arguments
         )
         return BatchSettings(world, device_batch_size, size, tail, order, balance=self._balance(device_batch_size))
+
+    @property
+    def lengths_name(self) -> str | None:
+        """The name of the lengths that the order depends on."""
+        if self.packing is not None:
+            return self.packing.lengths_name
+        return None if self.buckets is None else self.buckets.by
+
+    @property
+    def epochs_differ(self) -> bool:
+        """Whether epochs have different numbers of batches."""
+        return self.packing is not None or self.batch_tokens is not None
+
+    @property
+    def batch_tokens(self) -> int | None:
+        """Tokens of a global batch at most; None where it has one number of samples."""
+        return None if self.buckets is None else self.buckets.batch_tokens
 
     def _balance(self, device_batch_size: int) -> Balance | None:
         if self.balance is None:
@@ -135,13 +181,13 @@ class SampleSource:
         """The name of the lengths that shares are balanced by."""
         if isinstance(self.balance, str):
             return self.balance
-        return "tokens" if self.packing is None else self.packing.lengths_name
+        return self.lengths_name or "tokens"
 
     def order(self, config: OrderConfig) -> RunOrder:
         """The order of a training run with these settings; the latest is kept."""
         found = self.orders.get(config)
         if found is None:
-            lengths = None if self.packing is None else self.reader.lengths(self.packing.lengths_name)
+            lengths = None if self.lengths_name is None else self.reader.lengths(self.lengths_name)
             forgotten = None if config.forgotten is None else self.forgotten
             weights = tuple(map(weights_of, self.reader.streams))
             found = RunOrder(self.snapshot, weights, config, lengths, forgotten=forgotten)

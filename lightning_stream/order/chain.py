@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.batching.packed import PackedOrder
 from lightning_stream.order.config import OrderConfig
 from lightning_stream.order.draw import StreamWeights, weights_digest
@@ -109,16 +110,17 @@ def stages_of_order(
 
     ``count_rows`` plans all rows of the epoch; None does so if that takes less than a second.
     """
-    pack = config.packing
+    pack, buckets = config.packing, config.buckets
     found = [
         _draw(config, run),
         None if config.schedule is None else _schedule(config.schedule),
         _shuffle(config, run),
         None if config.forgotten is None else _forget(config.forgotten, run),
         None if pack is None else Stage("pack", _pack_settings(pack), digest=pack.lengths),
+        None if buckets is None else _buckets(buckets),
     ]
     if run is not None and pack is not None:
-        found[-1] = _packed(pack, run, epoch, count_rows)
+        found[-2] = _packed(pack, run, epoch, count_rows)
     return [stage for stage in found if stage is not None]
 
 
@@ -136,9 +138,12 @@ def summarized(summary: SnapshotSummary) -> Stage:
 def stage_of_batches(
     config: OrderConfig, batch_size: int, tail: Tail, *, num_batches: int | None = None, note: str = "", **settings: int
 ) -> Stage:
-    """The global batches, of ``batch_size`` samples or rows each."""
+    """The global batches: of ``batch_size`` samples or rows each, or of a budget of tokens."""
     counts = {} if num_batches is None else {"batches": num_batches}
-    counts[f"{'samples' if config.packing is None else 'rows'} per global batch"] = batch_size
+    if config.buckets is not None and config.buckets.batch_tokens is not None:
+        counts["tokens per global batch at most"] = config.buckets.batch_tokens
+    else:
+        counts[f"{'samples' if config.packing is None else 'rows'} per global batch"] = batch_size
     return Stage("batches", {"tail": tail, **settings}, counts, note=note)
 
 
@@ -190,6 +195,13 @@ def _forget(digest: str, run: RunOrder | None) -> Stage:
         return Stage("forget", digest=digest, note="some samples are replaced by others of their streams")
     note = "they are replaced by others of their streams"
     return Stage("forget", {}, {"samples": len(run.forgotten.ids)}, digest, note)
+
+
+def _buckets(buckets: LengthBuckets) -> Stage:
+    settings = {"bucket_window": buckets.window}
+    if buckets.batch_tokens is not None:
+        settings |= {"batch_tokens": buckets.batch_tokens, "batch_multiple": buckets.batch_size}
+    return Stage("buckets", settings, digest=buckets.lengths)
 
 
 def _pack_settings(pack: RowPacking) -> dict[str, Any]:

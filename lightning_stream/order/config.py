@@ -11,6 +11,7 @@ from typing import Any
 from lightning_stream.errors import StateError
 from lightning_stream.order.batching import METHODS, SCHEDULED
 from lightning_stream.order.batching.base import EpochOrder
+from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.mosaic.epoch import MosaicEpoch
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.mosaic.shuffles import SHUFFLES
@@ -69,6 +70,7 @@ class OrderConfig:
     packing: RowPacking | None = None  # how samples are packed into rows; None: positions count samples
     forgotten: str | None = None  # the digest of the samples in whose places others are delivered, see `Forgotten`
     schedule: Schedule | None = None  # the streams' weights over the run; None for those of each stream
+    buckets: LengthBuckets | None = None  # how samples of similar lengths come together; None: they do not
 
     def __post_init__(self) -> None:
         problems = broken(vars(self), _RULES)
@@ -77,9 +79,12 @@ class OrderConfig:
         problems += [sentence for name, sentence in fixes.items() if getattr(self, name) is None]
         problems += [] if self.mosaic is None else broken(vars(self.mosaic), _MOSAIC_RULES)
         kind = method if self.mosaic is None else MosaicEpoch
-        if self.packing is not None and kind is not None and not kind.can_be_packed:
+        if (self.packing or self.buckets) and kind is not None and not kind.can_be_packed:
             able = [name for name, one in METHODS.items() if one.can_be_packed]
-            problems.append(f"Rows are packed from the native order with batching_method {' or '.join(able)}.")
+            what = "Rows are packed from" if self.packing else "Samples are sorted by length in"
+            problems.append(f"{what} the native order with batching_method {' or '.join(able)}.")
+        if self.packing is not None and self.buckets is not None:
+            problems.append("Packed rows have one length: omit bucket_by and batch_tokens, and set the batch size.")
         if self.mosaic is not None and self.forgotten is not None:
             problems.append("Samples can be forgotten in the native order only: forgotten must be None in this one.")
         if self.schedule is not None and not problems:
@@ -124,6 +129,7 @@ class OrderConfig:
         packing: RowPacking | None = None,
         forgotten: str | None = None,
         schedule: Schedule | None = None,
+        buckets: LengthBuckets | None = None,
         resumed: OrderConfig | None = None,
         world: World | None = None,
     ) -> OrderConfig:
@@ -171,7 +177,13 @@ class OrderConfig:
             packing=packing,
             forgotten=forgotten,
             schedule=schedule,
+            buckets=buckets,
         )
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether the order depends on the samples' lengths."""
+        return self.packing is not None or self.buckets is not None
 
     @property
     def batching(self) -> type[EpochOrder]:
@@ -184,7 +196,7 @@ class OrderConfig:
         """The settings as a dict of plain values."""
         state = {_KEYS.get(name, name): value for name, value in asdict(replace(self, schedule=None)).items()}
         state["schedule"] = self.schedule and self.schedule.to_state()
-        late = ("packing", "forgotten", "schedule")  # states of runs without these stay as they were
+        late = ("packing", "forgotten", "schedule", "buckets")  # states of runs without these stay as they were
         return {name: value for name, value in state.items() if value or name not in late}
 
     @property
@@ -199,8 +211,9 @@ class OrderConfig:
             values = _known(OrderConfig, state)
             if values.get("mosaic") is not None:
                 values["mosaic"] = MosaicConfig(**_known(MosaicConfig, values["mosaic"]))
-            if values.get("packing") is not None:
-                values["packing"] = RowPacking(**_known(RowPacking, values["packing"]))
+            for name, kind in (("packing", RowPacking), ("buckets", LengthBuckets)):
+                if values.get(name) is not None:
+                    values[name] = kind(**_known(kind, values[name]))
             if values.get("schedule") is not None:
                 values["schedule"] = Schedule.from_state(values["schedule"])
             return cls(**values)
@@ -233,7 +246,7 @@ def _resolve_mosaic(
     )
 
 
-def _known(kind: type[OrderConfig | MosaicConfig | RowPacking], values: object) -> dict[str, Any]:
+def _known(kind: type[OrderConfig | MosaicConfig | RowPacking | LengthBuckets], values: object) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         raise TypeError(f"expected a mapping of settings, found {type(values).__name__}.")
     names = {_KEYS.get(field.name, field.name): field.name for field in fields(kind)}

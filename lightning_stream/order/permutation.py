@@ -28,6 +28,7 @@ class RngStream(IntEnum):
     SHORTFALL = 9
     STRATA = 10
     ROWS = 11
+    BUCKETS = 12
     FORGOTTEN = 20
 
 

@@ -27,7 +27,7 @@ _KEPT_EPOCHS = 2
 class RunOrder:
     """The order of a run: every epoch's samples as a pure function of data, weights (one per stream) and settings.
 
-    ``lengths`` has the length of every sample by its id; only ``config.packing`` needs it.
+    ``lengths`` has the length of every sample by its id; only ``config.packing`` and ``buckets`` need it.
     ``forgotten`` are samples in whose places others are delivered; ``config.forgotten`` has their digest.
 
     Raises:
@@ -50,8 +50,8 @@ class RunOrder:
     ) -> None:
         self.snapshot, self.weights, self.config = snapshot, tuple(weights), config
         self.lengths, self.forgotten = lengths, forgotten
-        if (config.packing is None) != (lengths is None):
-            raise ValueError("An order of packed rows needs the lengths of all samples; found only one of both.")
+        if config.needs_lengths != (lengths is not None):
+            raise ValueError("An order of rows or buckets needs the lengths of all samples; found only one of both.")
         if config.forgotten != (None if forgotten is None else forgotten.digest):
             raise ValueError(
                 f"The forgotten samples of an order must be those of its settings, which have digest "
@@ -99,6 +99,8 @@ class RunOrder:
 
     def _epoch(self, epoch: int) -> EpochOrder:
         order = self.config.batching(self, epoch)
+        if self.config.buckets is not None:
+            return self.config.buckets.order(self, order)
         return order if self.config.packing is None else PackedOrder(self, order)
 
     def where(self, sample_id: int, epoch: int) -> NDArray[np.int64]:

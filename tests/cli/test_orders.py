@@ -226,7 +226,7 @@ def test_explain_refuses_documents_of_other_lengths(
     flags = ["explain", str(tmp_path / "last.ckpt"), "--stream"]
     assert main([*flags, web]) == 0
     assert main([*flags, str(documents / "web")]) == 2
-    assert "were packed by lengths with digest" in capsys.readouterr().err
+    assert "were planned by lengths with digest" in capsys.readouterr().err
 
 
 def test_explain_knows_filters_and_forgotten_samples(
@@ -284,6 +284,37 @@ def test_explain_shows_a_schedule_by_its_points(documents: Path, tmp_path: Path,
     (schedule,) = (stage for stage in about["chain"] if stage["name"] == "schedule")
     assert [part["name"] for part in schedule["parts"]] == ["from 0", "from 40"]
     assert schedule["parts"][0]["settings"] == {"code": 0.3, "web": 0.7}
+
+
+@pytest.mark.parametrize(
+    "size", [{"bucket_window": 64}, {"batch_tokens": 800}, {"batch_tokens": 800, "batch_multiple": 2}]
+)
+def test_simulate_and_explain_know_batches_by_length(
+    size: dict[str, int], documents: Path, tmp_path: Path, answer: Answer
+) -> None:
+    web, batch = str(documents / "web"), {} if "batch_tokens" in size else {"global_batch_size": 8}
+    dataset = StreamingDataset(web, shuffle=True, bucket_by="tokens", **size)
+    loader = StreamingDataLoader(dataset, collate_fn=list, **batch)
+    padded = tokens = steps = 0
+    for batch_of_samples in loader:
+        lengths = [len(sample["tokens"]) for sample in batch_of_samples]
+        padded, tokens, steps = padded + max(lengths) * len(lengths), tokens + sum(lengths), steps + 1
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**size, **batch}.items()]
+    code, about = answer("simulate", web, "--bucket-by", "tokens", "--devices", "2", "--cache-limit", "1mb", *flags)
+    assert code == 0
+    (one,) = about["datasets"]
+    assert one["batches"] == steps
+    assert one["padding_percent"] == pytest.approx(100 * (1 - tokens / padded), abs=2)
+    loader = StreamingDataLoader(dataset, collate_fn=list, **batch)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    torch.save({"callbacks": {"lightning_stream": {"position": loader.state_dict()}}}, tmp_path / "last.ckpt")
+    assert one["order"]["buckets"] == loader.state_dict()["order"]["buckets"]
+    code, about = answer("explain", str(tmp_path / "last.ckpt"), "--stream", web)
+    assert (code, about["global_batches"], about["next"]["ids"]) == (0, 3, loader.trace(3).ids.tolist())
+    code, about = answer("explain", str(tmp_path / "last.ckpt"))
+    assert ("global_batches" in about) == bool(batch)
 
 
 @pytest.mark.parametrize("policy", ["split", "truncate", "drop"])

@@ -49,6 +49,8 @@ class BatchPlan:
         plan.share(3).ids  # the four sample ids of rank 1 in the fourth step
     """
 
+    must_divide: ClassVar[bool] = True  # whether every batch must give all replicas equally many samples
+
     def __new__(cls, order: EpochOrder, **_: object) -> BatchPlan:  # noqa: PYI034 (a subclass)
         return super().__new__(order.plan_type)
 
@@ -208,7 +210,7 @@ class BatchPlan:
             )
         if batch_size < 1:
             problems.append(f"batch_size (B) must be at least 1, not {batch_size}.")
-        elif batch_size % replicas:
+        elif batch_size % replicas and self.must_divide:
             near = [b for b in (batch_size // replicas * replicas, -(-batch_size // replicas) * replicas) if b]
             problems.append(
                 f"A global batch must divide evenly over the data replicas, but {batch_size} samples over {replicas} "
@@ -242,7 +244,7 @@ class EpochOrder(ABC):
     can_be_packed: ClassVar[bool] = True  # whether its samples can be packed into rows
     can_be_balanced: ClassVar[bool] = True  # whether costs may decide which replica gets which sample
     plan_type: ClassVar[type[BatchPlan]] = BatchPlan  # how the epoch is cut into global batches
-    samples_per_position: int = 1  # about so many, where samples are packed into rows
+    samples_per_position: int = 1  # about so many, where samples are packed into rows or batches differ in size
 
     @classmethod
     def stretch_length_of(cls, config: OrderConfig) -> int:  # noqa: ARG003
@@ -303,6 +305,14 @@ class EpochOrder(ABC):
         """The sequences that are packed apart, of at least so many samples each if there is more than one."""
         return [self]
 
+    def batches_before(self, position: int) -> int | None:  # noqa: ARG002
+        """Global batches that end at or before a position; None where all have the size that the run gives them."""
+        return None
+
+    def settled(self, position: int) -> int:
+        """The first sample that may change without a change of what comes before a position."""
+        return position
+
     def landmark(self, position: int) -> Landmark | None:  # noqa: ARG002
         """What a state holds so that a resume at this position is fast; None where every position is."""
         return None
@@ -338,10 +348,6 @@ class RandomOrder(EpochOrder):
     @classmethod
     def shard_groups(cls, snapshot: Snapshot) -> Sequence[NDArray[np.int64]]:
         return (snapshot.sizes,)  # all shards are one group
-
-    def alternatives(self, position: int, seed: int) -> RowSpans:  # noqa: ARG002
-        """Rows to try where the one at a position cannot be read: 16 of its window at random, or none."""
-        raise TypeError("Only packed rows have alternatives.")
 
     def sequences(self, least: int) -> Sequence[Samples]:
         return self._samples.split(max(1, self.num_samples // least))

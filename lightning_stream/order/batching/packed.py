@@ -266,14 +266,27 @@ class PackedOrder(EpochOrder):
         """What a state holds, so that a resume at this position plans few windows."""
         if not position:
             return Landmark(self.epoch)
+        windows = (one.landmark(row) for one, row in zip(self._sequences, self._used(position), strict=True))
+        return Landmark(self.epoch, tuple(windows))
+
+    def _used(self, position: int) -> list[int]:
+        """The rows of each sequence that come before a position."""
         self.reaches(position)
         turn = next(one for one in reversed(self._turns) if one.begin <= position)
         rounds, place = divmod(position - turn.begin, max(1, len(turn.sequences)))
         used = [one.num_counted for one in self._sequences]  # of those that have ended: all rows
         for number, sequence in enumerate(turn.sequences):
             used[sequence] = turn.row + rounds + (number < place)
-        windows = (one.landmark(row) for one, row in zip(self._sequences, used, strict=True))
-        return Landmark(self.epoch, tuple(windows))
+        return used
+
+    def settled(self, position: int) -> int:
+        """The end of all windows that a row before the position is of."""
+        begun = []
+        for one, row in zip(self._sequences, self._used(position), strict=True):
+            window, before, _ = one.landmark(row)
+            begun.append(window + (row > before))
+        last = max(begun, default=0) * self._packing.window * len(self._sequences)
+        return min(last, self._documents.num_samples)
 
     def learn(self, landmark: Landmark) -> None:
         """Count rows from a landmark of this epoch, instead of from the beginning; one of another epoch is ignored."""

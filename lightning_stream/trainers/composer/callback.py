@@ -78,6 +78,8 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         self._trainer, tracker.counts = trainer, True
         self._epoch_clock, self._batch_clock = int(clock.epoch), int(clock.batch)
         trainer.state.callbacks.insert(0, self)
+        if trainer.state.device_train_microbatch_size is None:  # batch sizes differ: no batch of the budget has more
+            trainer.state.device_train_microbatch_size = self.loader.streaming.batch_tokens
         if int(clock.batch) > 0 and not trainer.first_train_batch_complete and not tracker.is_resumed:
             tracker.report_missing("the checkpoint was loaded without its data position")
         here = tracker.position
@@ -89,10 +91,10 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
     def _limit(self, trainer: Any) -> int | None:
         """Batches of an epoch, where the trainer takes fewer than there are."""
         length = trainer.state.dataloader_len
-        if self.loader.packing is not None and not self._is_subset(trainer.state):
+        if self.loader.epochs_differ and not self._is_subset(trainer.state):
             if length is not None and int(length) < self.loader.num_batches(self.tracker.position.epoch):
                 raise ValueError(
-                    f"the epochs of packed rows differ in length, and Composer would end this one after {length} "
+                    f"epochs differ in length here, and Composer would end this one after {length} "
                     f"batches of {len(self.loader)}. Pass the trainer a DataSpec of data_spec(...), not the loader"
                 )
             return None
@@ -104,8 +106,8 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         return length is not None and int(length) < min(map(self.loader.num_batches, {0, self._sized_epoch}))
 
     def _follow_length(self, state: State | None) -> None:
-        """Let Composer expect as many batches as this epoch has, where the epochs of packed rows differ."""
-        if self.loader.packing is not None and state is not None and not self._is_subset(state):
+        """Let Composer expect as many batches as this epoch has, where epochs differ."""
+        if self.loader.epochs_differ and state is not None and not self._is_subset(state):
             self._sized_epoch = self.tracker.position.epoch
             state.dataloader_len = -1  # then it asks for the length again
 

@@ -94,13 +94,15 @@ class StreamingDataModule(LightningDataModule):
         record_delivery: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        if (global_batch_size is None) == (batch_size is None):
-            raise ValueError(
-                "pass either global_batch_size= (samples of one optimizer step over all devices) or batch_size= (per "
-                f"device); found global_batch_size={global_batch_size}, batch_size={batch_size}"
-            )
         given = {"train": train, "val": val, "test": test, "predict": predict}
         self.datasets = {name: _dataset(name, what) for name, what in given.items()}
+        budget = next((one.batch_tokens for one in self.datasets.values() if one is not None), None)
+        if (global_batch_size, batch_size, budget).count(None) != 2:
+            raise ValueError(
+                "pass either global_batch_size= (samples of one optimizer step over all devices) or batch_size= (per "
+                f"device), or batch_tokens= to the dataset; found global_batch_size={global_batch_size}, "
+                f"batch_size={batch_size}, batch_tokens={budget}"
+            )
         self.global_batch_size, self.batch_size, self.eval_batch_size = global_batch_size, batch_size, eval_batch_size
         self.num_workers = num_workers
         self.eval_num_workers = num_workers if eval_num_workers is None else eval_num_workers
@@ -219,8 +221,10 @@ class StreamingDataModule(LightningDataModule):
 
     def _evaluation_loader(self, name: str) -> StreamingDataLoader:
         size = self.eval_batch_size or self.batch_size
-        if size is None:
-            assert self.global_batch_size is not None
+        dataset = self.datasets[name]
+        if size is None and self.global_batch_size is None and dataset is not None and dataset.batch_tokens is None:
+            raise ValueError(f"the {name} data needs a batch size: pass eval_batch_size=, or batch_tokens= to it too")
+        if size is None and self.global_batch_size is not None:
             size = max(1, self.global_batch_size // (self.world().num_replicas * self._accumulate()))
         return self._loader(name, size, evaluation=True, num_workers=self.eval_num_workers)
 

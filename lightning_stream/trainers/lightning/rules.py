@@ -52,8 +52,8 @@ def _check_accumulation(trainer: Any, loader: StreamingDataLoader) -> None:
             f"{trainer.accumulate_grad_batches} micro-batches a step and the loader {loader.accumulate}. Give both the "
             "same number: Trainer(accumulate_grad_batches=...), StreamingDataLoader(accumulate=...)"
         )
-    if loader.packing is not None:
-        return  # only the last global batch has fewer rows
+    if loader.epochs_differ:
+        return  # every global batch is cut into as many micro-batches
     settings = loader.settings()
     plan = loader.micro_batches_from(loader.first_position()).plan
     rests = range(plan.num_whole_batches, plan.num_batches - 1)

@@ -1,4 +1,4 @@
-"""Packed rows under Lightning: every row once, although the epochs differ in length."""
+"""Packed rows and budgets of tokens under Lightning: all of them once, although the epochs differ in length."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 L = pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
@@ -16,7 +17,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning_stream import MDSWriter, Packing, StreamingDataModule, StreamingDataset  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed")
-PACK = Packing(row_length=64, window=50, labels=True)
+PACK = {"pack": Packing(row_length=64, window=50, labels=True)}
+BUDGET = {"batch_tokens": 1200, "bucket_window": 128}
+
+
+def padded(samples: list[Any]) -> Any:
+    if "input_ids" in samples[0]:  # a packed row
+        return default_collate(samples)
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(one["tokens"]).long() for one in samples], True)
+    return {"input_ids": tokens, "labels": tokens}
 
 
 class Model(L.LightningModule):  # type: ignore[misc, name-defined]
@@ -48,11 +57,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
-def fit(folder: str, checkpoints: Path, ckpt_path: str | None = None, **given: Any) -> tuple[Model, Any]:
+def fit(folder: str, checkpoints: Path, kind: Any, ckpt_path: str | None = None, **given: Any) -> tuple[Model, Any]:
     data = StreamingDataModule(
-        train=StreamingDataset(local=folder, shuffle=True, pack=PACK),
-        val=StreamingDataset(local=folder, pack=PACK),
-        global_batch_size=12,
+        train=StreamingDataset(local=folder, shuffle=True, **kind),
+        val=StreamingDataset(local=folder, **kind),
+        global_batch_size=12 if kind is PACK else None,
+        collate_fn=padded,
     )
     keep = ModelCheckpoint(dirpath=checkpoints, filename="{step}", every_n_train_steps=4, save_top_k=-1)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -62,14 +72,14 @@ def fit(folder: str, checkpoints: Path, ckpt_path: str | None = None, **given: A
     return model, trainer
 
 
-@pytest.fixture(scope="module")
-def whole(folder: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Any, Path]:
+@pytest.fixture(scope="module", params=[PACK, BUDGET], ids=["packed", "budget"])
+def whole(folder: str, tmp_path_factory: pytest.TempPathFactory, request: Any) -> tuple[Model, Any, Path, Any]:
     checkpoints = tmp_path_factory.mktemp("whole")
-    return (*fit(folder, checkpoints), checkpoints)
+    return (*fit(folder, checkpoints, request.param), checkpoints, request.param)
 
 
-def test_epochs_of_different_lengths_are_trained_to_their_ends(whole: tuple[Model, Any, Path]) -> None:
-    model, trainer, _ = whole
+def test_epochs_of_different_lengths_are_trained_to_their_ends(whole: tuple[Model, Any, Path, Any]) -> None:
+    model, trainer, _, _ = whole
     loader = trainer.train_dataloader
     lengths = [loader.num_batches(epoch) for epoch in range(3)]
     assert len(set(lengths)) > 1, "the test needs epochs of different lengths"
@@ -81,18 +91,19 @@ def test_epochs_of_different_lengths_are_trained_to_their_ends(whole: tuple[Mode
 
 @pytest.mark.parametrize("step", [8, 40, 44, 84, 88, 124])
 def test_a_resume_continues_at_the_next_row(
-    folder: str, whole: tuple[Model, Any, Path], tmp_path: Path, step: int
+    folder: str, whole: tuple[Model, Any, Path, Any], tmp_path: Path, step: int
 ) -> None:
-    model, trainer, checkpoints = whole
-    resumed, again = fit(folder, tmp_path, str(checkpoints / f"step={step}.ckpt"))
+    model, trainer, checkpoints, kind = whole
+    resumed, again = fit(folder, tmp_path, kind, str(checkpoints / f"step={step}.ckpt"))
     assert again.global_step == trainer.global_step
     for epoch, rows in resumed.seen.items():
         assert rows == model.seen[epoch][-len(rows) :]
     seen = sum(map(len, resumed.seen.values()))
-    assert sum(map(len, model.seen.values())) - seen <= step * 12
+    assert sum(map(len, model.seen.values())) - seen <= step * (12 if kind is PACK else 1200)
+    assert seen > 0
 
 
 def test_a_limit_and_a_share_of_the_epoch_hold_in_every_epoch(folder: str, tmp_path: Path) -> None:
-    assert fit(folder, tmp_path, limit_train_batches=5, max_epochs=2)[1].global_step == 10
-    _, trainer = fit(folder, tmp_path, limit_train_batches=0.5, val_check_interval=0.5, max_epochs=2)
+    assert fit(folder, tmp_path, PACK, limit_train_batches=5, max_epochs=2)[1].global_step == 10
+    _, trainer = fit(folder, tmp_path, PACK, limit_train_batches=0.5, val_check_interval=0.5, max_epochs=2)
     assert trainer.global_step == sum(trainer.train_dataloader.num_batches(epoch) // 2 for epoch in range(2))

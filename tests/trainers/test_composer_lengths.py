@@ -1,4 +1,4 @@
-"""Packed rows under Composer: every row once, although the epochs differ in length."""
+"""Packed rows and budgets of tokens under Composer: all of them once, although the epochs differ in length."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 pytest.importorskip("composer", reason="Composer is not installed: uv sync --no-dev --extra composer")
 
@@ -17,7 +18,15 @@ from composer.models import ComposerModel
 from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset, data_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:Cannot split tensor")
-PACK = Packing(row_length=64, window=50, labels=True)
+PACK = {"pack": Packing(row_length=64, window=50, labels=True)}
+BUDGET = {"batch_tokens": 1200, "bucket_window": 128}
+
+
+def padded(samples: list[Any]) -> Any:
+    if "input_ids" in samples[0]:  # a packed row
+        return default_collate(samples)
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(one["tokens"]).long() for one in samples], True)
+    return {"input_ids": tokens, "labels": tokens}
 
 
 class Model(ComposerModel):  # type: ignore[misc]
@@ -44,13 +53,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
+def dataset_of(folder: str, kind: Any) -> StreamingDataset:
+    return StreamingDataset(local=folder, shuffle=True, **kind)
+
+
+def loading(kind: Any) -> dict[str, Any]:
+    return {"global_batch_size": 12 if kind is PACK else None, "collate_fn": padded}
+
+
 def fit(
-    folder: str, checkpoints: Path, load_path: str | None = None, bare: bool = False, **given: Any
+    folder: str, checkpoints: Path, kind: Any, load_path: str | None = None, bare: bool = False, **given: Any
 ) -> tuple[Any, int]:
-    dataset, model = StreamingDataset(local=folder, shuffle=True, pack=PACK), Model()
-    loader: Any = (
-        StreamingDataLoader(dataset, global_batch_size=12) if bare else data_spec(dataset, global_batch_size=12)
-    )
+    loader: Any = (StreamingDataLoader if bare else data_spec)(dataset_of(folder, kind), **loading(kind))
+    model = Model()
     trainer = Trainer(
         model=model, train_dataloader=loader, optimizers=torch.optim.SGD(model.parameters(), lr=1e-3), device="cpu",
         save_folder=str(checkpoints), save_filename="step-{batch}.pt", save_interval="4ba", save_overwrite=True,
@@ -63,14 +78,14 @@ def fit(
     return model.seen, steps
 
 
-@pytest.fixture(scope="module")
-def whole(folder: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, int, Path]:
+@pytest.fixture(scope="module", params=[PACK, BUDGET], ids=["packed", "budget"])
+def whole(folder: str, tmp_path_factory: pytest.TempPathFactory, request: Any) -> tuple[Any, int, Path, Any]:
     checkpoints = tmp_path_factory.mktemp("whole")
-    return (*fit(folder, checkpoints), checkpoints)
+    return (*fit(folder, checkpoints, request.param), checkpoints, request.param)
 
 
-def test_epochs_of_different_lengths_are_trained_to_their_ends(folder: str, whole: tuple[Any, int, Path]) -> None:
-    loader = StreamingDataLoader(StreamingDataset(local=folder, shuffle=True, pack=PACK), global_batch_size=12)
+def test_epochs_of_different_lengths_are_trained_to_their_ends(folder: str, whole: tuple[Any, int, Path, Any]) -> None:
+    loader = StreamingDataLoader(dataset_of(folder, whole[3]), **loading(whole[3]))
     lengths = [loader.num_batches(epoch) for epoch in range(3)]
     assert len(set(lengths)) > 1, "the test needs epochs of different lengths"
     assert whole[1] == sum(lengths)
@@ -78,18 +93,21 @@ def test_epochs_of_different_lengths_are_trained_to_their_ends(folder: str, whol
 
 @pytest.mark.parametrize("step", [8, 40, 44, 84, 88, 124])
 def test_a_resume_continues_at_the_next_row(
-    folder: str, whole: tuple[Any, int, Path], tmp_path: Path, step: int
+    folder: str, whole: tuple[Any, int, Path, Any], tmp_path: Path, step: int
 ) -> None:
-    seen, steps, checkpoints = whole
-    resumed, again = fit(folder, tmp_path, str(checkpoints / f"step-{step}.pt"))
+    seen, steps, checkpoints, kind = whole
+    resumed, again = fit(folder, tmp_path, kind, str(checkpoints / f"step-{step}.pt"))
     assert again == steps
     assert resumed == seen[len(seen) - len(resumed) :]
-    assert len(seen) - len(resumed) <= step * 12
+    assert len(seen) - len(resumed) <= step * (12 if kind is PACK else 1200)
+    assert resumed
 
 
-def test_a_bare_loader_is_trained_to_the_ends_too(folder: str, whole: tuple[Any, int, Path], tmp_path: Path) -> None:
-    assert fit(folder, tmp_path, bare=True) == whole[:2]
+def test_a_bare_loader_is_trained_to_the_ends_too(
+    folder: str, whole: tuple[Any, int, Path, Any], tmp_path: Path
+) -> None:
+    assert fit(folder, tmp_path, whole[3], bare=True) == whole[:2]
 
 
 def test_a_subset_of_each_epoch_is_kept(folder: str, tmp_path: Path) -> None:
-    assert fit(folder, tmp_path, train_subset_num_batches=5)[1] == 15
+    assert fit(folder, tmp_path, PACK, train_subset_num_batches=5)[1] == 15

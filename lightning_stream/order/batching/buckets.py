@@ -1,0 +1,323 @@
+"""Samples of similar lengths together: an epoch's order, rearranged within windows by the samples' lengths.
+
+Padding a batch to its longest sample is cheap if all are about as long. Window w has the positions [wW, (w+1)W) of the
+order below. Its samples are sorted by length and divided over its global batches, which keep a random order. Every
+position keeps its canonical node and its stream: machines read what they read without, and mixtures stay exact.
+
+    lengths in the order below   9 2 7 3 | 8 1 2 9 | 3 8 1 7     a window of three batches
+    sorted, in batches           1 1 2 2 | 3 3 7 7 | 8 8 9 9
+    permuted                     8 8 9 9 | 1 1 2 2 | 3 3 7 7
+
+With a budget of tokens, batches differ in size: each takes the longest samples left, as many as the budget has room for
+if all are padded to the longest one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.order.batching.base import BatchPlan, EpochOrder
+from lightning_stream.order.batching.packed import Landmark
+from lightning_stream.order.permutation import RngStream, permutation
+from lightning_stream.order.rank_split import ReplicaBatch, ceil_div
+from lightning_stream.order.rules import TEXT, Rule, broken, count
+from lightning_stream.order.window import kept
+
+if TYPE_CHECKING:
+    from lightning_stream.order.plan import RunOrder
+
+_KEPT_WINDOWS = 3
+_WINDOW = 16384
+_BATCHES = 64  # in a window, at least
+_MULTIPLES = (1, 2, 4, 8, 16)  # so that 16 devices or fewer, as a power of two, have equal shares
+_MOST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class LengthBuckets:
+    """How samples of similar lengths come together. Make one with :meth:`resolved`, which chooses what is left open.
+
+    Args:
+        window: W, samples that are sorted by length together, a multiple of ``batch_size``.
+        batch_size: B of the run's first start. With a budget: what the sizes of all batches are multiples of.
+        batch_tokens: Tokens of a global batch at most, if its samples are padded to the longest; None: batches of B.
+        lengths: A digest of the samples' lengths, by which a state recognises other data.
+
+    Raises:
+        ValueError: A value that is not allowed; all of them are named.
+
+    Example::
+
+        LengthBuckets.resolved(np.array([512, 2000]), batch_size=None, batch_tokens=65536)
+    """
+
+    window: int
+    batch_size: int
+    batch_tokens: int | None = None
+    lengths: str = ""
+
+    def __post_init__(self) -> None:
+        problems = broken(vars(self), _RULES)
+        if not problems and self.window % self.batch_size:
+            problems = [f"window must be a multiple of batch_size, {self.batch_size}; found {self.window}."]
+        if problems:
+            raise ValueError(f"Samples cannot be sorted by length this way. {' '.join(problems)}")
+
+    @classmethod
+    def resolved(
+        cls,
+        lengths: NDArray[np.integer],
+        *,
+        batch_size: int | None,
+        window: int | None = None,
+        batch_tokens: int | None = None,
+        digest: str = "",
+        resumed: LengthBuckets | None = None,
+    ) -> LengthBuckets:
+        """Choose what was left open, from the data and the run's first start alone.
+
+        Args:
+            lengths: Those of all samples: 1-d.
+            batch_size: As above; with a budget, None means the largest power of two up to 16 that it has room for.
+            window: Rounded up to whole batches; None means 16,384, or 64 batches where these are more.
+            resumed: The settings of the state to resume from.
+
+        Raises:
+            ValueError: The budget has no room for ``batch_size`` samples of the greatest length.
+        """
+        longest, usual = int(lengths.max(initial=1)), batch_size or 1
+        if batch_tokens is not None:
+            room = batch_tokens // max(longest, 1)
+            multiple = batch_size or max(one for one in _MULTIPLES if one <= max(room, 1))
+            if multiple > room:
+                raise ValueError(
+                    f"batch_tokens must have room for {multiple} samples of the greatest length, {longest:,}, which is "
+                    f"{multiple * longest:,}; found {batch_tokens:,}. Raise it, omit long samples with filter_lengths, "
+                    "or lower batch_multiple"
+                )
+            batch_size, usual = multiple, batch_tokens // max(1, int(lengths.mean() if len(lengths) else 1))
+        elif resumed is not None:
+            batch_size = resumed.batch_size
+        batch_size = batch_size or 1
+        if window is None:
+            window = max(_WINDOW, _BATCHES * usual) if resumed is None else resumed.window
+        return cls(ceil_div(window, batch_size) * batch_size, batch_size, batch_tokens, digest)
+
+    def order(self, run: RunOrder, samples: EpochOrder) -> BucketOrder:
+        """An epoch in this arrangement."""
+        return (BucketOrder if self.batch_tokens is None else BudgetOrder)(run, samples, self)
+
+
+_RULES: dict[str, Rule] = {
+    "window": count(1, _MOST),
+    "batch_size": count(1, _MOST),
+    "batch_tokens": count(1, 2**62, optional=True),
+    "lengths": TEXT,
+}
+
+
+class _Window(NamedTuple):
+    """A planned window: the sample and the canonical node of each position, and where its batches end."""
+
+    ids: NDArray[np.int64]
+    nodes: NDArray[np.int64]
+    ends: tuple[int, ...] = ()
+
+
+class BucketOrder(EpochOrder):
+    """An epoch whose global batches have samples of similar lengths, as an order of its own.
+
+    Args:
+        run: The order of the run, which has the lengths.
+        samples: The order whose windows are rearranged.
+        buckets: How.
+    """
+
+    def __init__(self, run: RunOrder, samples: EpochOrder, buckets: LengthBuckets) -> None:
+        assert run.lengths is not None
+        self.epoch, self.num_samples, self.full_end = samples.epoch, samples.num_samples, samples.full_end
+        self._samples, self._buckets, self._lengths, self._snapshot = samples, buckets, run.lengths, run.snapshot
+        self._key = (run.config.seed, samples.epoch) if run.config.shuffle else None
+        self._windows: dict[int, _Window] = {}
+        self.num_windows = ceil_div(self.num_samples, buckets.window)
+
+    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
+        return np.concatenate([np.empty(0, dtype=np.int64), *(one.ids[at] for one, at in self._parts(begin, end))])
+
+    def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
+        return np.concatenate([np.empty(0, dtype=np.int64), *(one.nodes[at] for one, at in self._parts(begin, end))])
+
+    def _parts(self, begin: int, end: int) -> Iterator[tuple[_Window, slice]]:
+        """The windows of [begin, end), and what each has of it."""
+        self.check_range(begin, end)
+        size = self._buckets.window
+        for number in range(begin // size, ceil_div(end, size)):
+            first = number * size
+            yield self.window(number), slice(max(begin - first, 0), end - first)
+
+    def settled(self, position: int) -> int:
+        return min(ceil_div(position, self._buckets.window) * self._buckets.window, self.num_samples)
+
+    def positions(self, sample_id: int) -> list[int]:
+        size = self._buckets.window
+        windows = sorted({at // size for at in self._samples.positions(sample_id)})
+        return [
+            at for one in windows for at in (one * size + np.flatnonzero(self.window(one).ids == sample_id)).tolist()
+        ]
+
+    def window(self, number: int) -> _Window:
+        """A window of the epoch; the last few are kept."""
+        return kept(self._windows, number, self._plan, _KEPT_WINDOWS)
+
+    def _bounds(self, number: int) -> tuple[int, int]:
+        begin = number * self._buckets.window
+        return begin, min(begin + self._buckets.window, self.num_samples)
+
+    def _plan(self, number: int) -> _Window:
+        begin, end = self._bounds(number)
+        ids, nodes = self._samples.ids(begin, end), self._samples.canonical(begin, end)
+        group = nodes * self._snapshot.num_streams + self._snapshot.streams_of(ids)
+        size = self._buckets.batch_size
+        # The batch of each position, by its place in the order of lengths; a last partial batch stays the last.
+        turn = np.append(self._turns(number, (end - begin) // size), (end - begin) // size)
+        places = np.lexsort((np.repeat(turn, size)[: end - begin], group))
+        ids[places] = ids[np.lexsort((self._lengths[ids], group))]
+        return _Window(ids, nodes)
+
+    def _turns(self, number: int, count: int) -> NDArray[np.int64]:
+        """The permutation of the batches of a window."""
+        if self._key is None:
+            return np.arange(count)
+        return permutation(RngStream.BUCKETS, *self._key, number, size=count)
+
+
+class BudgetPlan(BatchPlan):
+    """The global batches of a `BudgetOrder`: found window by window, as far as they are asked for."""
+
+    order: BudgetOrder
+    must_divide = False
+
+    @cached_property
+    def _found(self) -> list[int]:
+        """The borders of the batches, as far as they are known."""
+        return [self.start]
+
+    def _reach(self, k: int) -> bool:
+        """Whether there is a batch ``k``. Plans windows until that is known."""
+        found = self._found
+        while len(found) <= k + 1 and found[-1] < self._last:
+            found += self.order.ends_after(found[-1])
+        return k + 1 < len(found) and found[k + 1] <= self._last
+
+    @property
+    def _last(self) -> int:
+        """The position behind the last batch."""
+        total = self.order.num_samples
+        return total - total % self.batch_size if self.tail == "drop" else total
+
+    def is_whole(self, k: int) -> bool:
+        return self._reach(k)
+
+    def has(self, k: int) -> bool:
+        return self._reach(k)
+
+    def _cut(self) -> tuple[int, tuple[int, ...]]:
+        self._reach(self.order.num_samples)
+        return bisect_right(self._found, self._last) - 1, ()
+
+    @property
+    def end(self) -> int:
+        return max(self.start, self._last)
+
+    def bounds(self, k: int) -> tuple[int, int]:
+        if k < 0 or not self._reach(k):
+            raise ValueError(f"Global batches count from 0 to {self.num_batches - 1} here; found {k}.")
+        return self._found[k], self._found[k + 1]
+
+    def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:
+        return [self.share(k) for k in ks]
+
+    def num_micro_batches(self, k: int, device_batch_size: int) -> int:  # noqa: ARG002
+        return max(1, ceil_div(ceil_div(self.batch_size, self.world.num_replicas), device_batch_size))
+
+
+class BudgetOrder(BucketOrder):
+    """An epoch whose global batches have as many samples of similar lengths as a budget of tokens has room for.
+
+    Batches have whole multiples of ``batch_size`` samples; at the end of the epoch, one may have a rest.
+    """
+
+    plan_type = BudgetPlan
+
+    def __init__(self, run: RunOrder, samples: EpochOrder, buckets: LengthBuckets) -> None:
+        super().__init__(run, samples, buckets)
+        self.full_end = self.num_samples
+        self._base, self._counts = 0, [0]  # batches before this window, and each behind it, as far as they were counted
+
+    def _plan(self, number: int) -> _Window:
+        begin, end = self._bounds(number)
+        ids, nodes = self._samples.ids(begin, end), self._samples.canonical(begin, end)
+        # The longest samples first; every node gives one in turn.
+        by_node = np.lexsort((-self._lengths[ids].astype(np.int64), nodes))
+        starts = np.searchsorted(nodes[by_node], nodes[by_node])
+        order = by_node[np.lexsort((nodes[by_node], np.arange(len(ids)) - starts))]
+        ids, nodes = ids[order], nodes[order]
+        longest = np.maximum.accumulate(self._lengths[ids][::-1])[::-1]  # of each sample and all behind it
+        multiple, edges = self._buckets.batch_size, [0]
+        while (left := len(ids) - edges[-1]) > 0:
+            room = self._room(int(longest[edges[-1]]))
+            edges.append(edges[-1] + min(room, left // multiple * multiple or left))
+        batches = np.split(np.arange(len(ids)), edges[1:-1])
+        rest = [batches.pop()] if len(ids) % multiple else []  # it stays the last of the epoch
+        batches = [batches[at] for at in self._turns(number, len(batches)).tolist()] + rest
+        order = np.concatenate(batches)
+        return _Window(ids[order], nodes[order], tuple(np.cumsum([len(one) for one in batches]).tolist()))
+
+    def _room(self, longest: int) -> int:
+        """Samples of a batch whose longest has so many tokens."""
+        tokens, multiple = self._buckets.batch_tokens, self._buckets.batch_size
+        assert tokens is not None
+        return max(1, tokens // max(longest, 1) // multiple) * multiple
+
+    @property
+    def samples_per_position(self) -> int:  # type: ignore[override]
+        """Batches have about so many times ``batch_size`` samples."""
+        ends = self.window(0).ends if self.num_windows else ()
+        return max(1, ends[-1] // len(ends) // self._buckets.batch_size) if ends else 1
+
+    def ends_after(self, position: int) -> list[int]:
+        """The ends of the batches of a position's window that lie behind it."""
+        number, inside = divmod(position, self._buckets.window)
+        ends = self.window(number).ends
+        return [number * self._buckets.window + end for end in ends[bisect_right(ends, inside) :]]
+
+    def batches_before(self, position: int) -> int:
+        """Global batches from the epoch's begin that end at or before a position. Counts those of windows before it."""
+        number, inside = divmod(position, self._buckets.window)
+        if number < self._base:
+            self._base, self._counts = 0, [0]
+        while number >= self._base + len(self._counts):
+            behind = self._base + len(self._counts) - 1
+            self._counts.append(self._counts[-1] + len(self.window(behind).ends))
+        here = bisect_right(self.window(number).ends, inside) if inside else 0
+        return self._counts[number - self._base] + here
+
+    def landmark(self, position: int) -> Landmark:
+        """What a state holds, so that a resume need not count the batches before it."""
+        window = position // self._buckets.window
+        before = self.batches_before(window * self._buckets.window)
+        return Landmark(self.epoch, ((window, before, before),) if window else ())
+
+    def learn(self, landmark: Landmark) -> None:
+        """Count batches from a landmark of this epoch, unless more is known already."""
+        if landmark.epoch == self.epoch and len(landmark.windows) == 1:
+            window, before, _ = landmark.windows[0]
+            if self._base + len(self._counts) <= window <= self.num_windows:
+                self._base, self._counts = window, [before]
