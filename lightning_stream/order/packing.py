@@ -62,8 +62,8 @@ class RowPacking:
             raise ValueError(f"Documents cannot be packed this way. {' '.join(problems)}")
 
     def kept(self, lengths: NDArray[np.integer]) -> NDArray[np.int64]:
-        """How many tokens of documents of these lengths are packed, by the rule for long documents."""
-        found: NDArray[np.int64] = lengths.astype(np.int64)
+        """How many tokens of each document are packed, int64[n]."""
+        found = lengths.astype(np.int64)
         if self.long_documents == "split":
             return found
         return np.where(found > self.row_length, self.row_length if self.long_documents == "truncate" else 0, found)
@@ -227,13 +227,14 @@ def _cut(lengths: NDArray[np.integer], packing: RowPacking) -> _Pieces:
             f"Lengths must be a 1-d array of integers of at least 0; found {lengths.dtype}{list(lengths.shape)} with a "
             f"minimum of {lengths.min(initial=0)}."
         )
-    kept, row_length = packing.kept(lengths), packing.row_length
-    num_long, total = int(np.count_nonzero(lengths > row_length)), int(lengths.sum(dtype=np.int64))
+    found = lengths.astype(np.int64)
+    row_length, kept = packing.row_length, packing.kept(found)
+    num_long = int(np.count_nonzero(found > row_length))
     pieces = -(-kept // row_length)
     document = np.repeat(np.arange(len(kept)), pieces)
     first = (np.arange(len(document)) - (np.cumsum(pieces) - pieces)[document]) * row_length
     num_tokens = np.minimum(kept[document] - first, row_length)
-    return _Pieces(document, first, num_tokens, num_long, total - int(kept.sum()))
+    return _Pieces(document, first, num_tokens, num_long, int((found - kept).sum()))
 
 
 def _place(num_tokens: NDArray[np.int64], row_length: int) -> tuple[NDArray[np.int64], int]:

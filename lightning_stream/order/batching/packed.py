@@ -198,8 +198,8 @@ class PackedOrder(EpochOrder):
         config, packing, lengths = run.config, run.config.packing, run.lengths
         assert packing is not None
         assert lengths is not None
-        self.epoch, self._documents = documents.epoch, documents
-        self._lengths, self._packing = lengths, packing
+        self.epoch, self._documents, self._packing = documents.epoch, documents, packing
+        self._lengths = lengths
         key = (config.seed, self.epoch) if config.shuffle else None
         sequences = documents.sequences(packing.window)
         self._sequences = [
