@@ -156,6 +156,13 @@ def test_settings_that_no_batch_size_decides_are_shown_without_one(folder: str) 
     assert (mosaic.settings["num_canonical_nodes"], mosaic.note) == (1, "")
     ordered = StreamingDataset(folder).describe()["shuffle"]
     assert ordered.note == "the batch size decides num_canonical_nodes"
+    given = StreamingDataset(folder, shuffle=True, num_canonical_nodes=2, window=4, batching_method="per_stream")
+    loader = StreamingDataLoader(given, batch_size=4)
+    found = given.describe()["shuffle"]
+    assert (found.note, found.settings) == ("", loader.describe()["shuffle"].settings)
+    assert found.digest is None  # which depends on the batch size here
+    packed = StreamingDataset(folder, shuffle=True, pack=PACK).describe(count_rows=True)["pack"]
+    assert (packed.counts, packed.note) == ({"documents per epoch": 400}, "the batch size decides the rows")
     blocks = StreamingDataset(folder, shuffle=True, batching_method="device_per_stream").describe()["shuffle"]
     assert blocks.note == "the batch size decides num_canonical_nodes and window and device_block"
 

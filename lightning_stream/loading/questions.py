@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning_stream.loading.plain import PlainIterations
@@ -53,7 +54,7 @@ class DatasetQuestions:
         settings, epoch = plain.settings(source), plain.next_epoch
         if plain.batch_size is not None or source.batch_tokens is not None:
             return described(source, settings, epoch, count_rows)
-        found = _stages(source, source.order(settings.order), epoch, count_rows)
+        found = _stages(source, source.order(settings.order), epoch, count_rows=False)
         note = "a StreamingDataLoader has the batch size: see its describe()"
         return Chain((*(_before_batch_size(stage, source) for stage in found), Stage("batches", note=note)))
 
@@ -143,13 +144,15 @@ def _stages(source: SampleSource, run: RunOrder, epoch: int, count_rows: bool | 
 
 def _before_batch_size(stage: Stage, source: SampleSource) -> Stage:
     """What is known of a stage before the batch size is, which some settings follow from."""
-    given = source.order_arguments
-    names = {PUBLIC_NAMES.get(name, name): name for name in ("canonical_nodes", "window", "device_block")}
-    later = [name for name, own in names.items() if name in stage.settings and given.get(own) is None]
-    if stage.name != "shuffle" or given["mosaic"] is not None or not later:
+    if stage.name == "pack":
+        return replace(stage, note="the batch size decides the rows")
+    if stage.name != "shuffle":
         return stage
+    given, names = source.order_arguments, ("canonical_nodes", "window", "device_block")
+    later = [PUBLIC_NAMES.get(name, name) for name in names if given.get(name) is None]
+    later = [name for name in later if name in stage.settings and given["mosaic"] is None]
     settings = {name: value for name, value in stage.settings.items() if name not in later}
-    return Stage("shuffle", settings, note=f"the batch size decides {' and '.join(later)}")
+    return Stage("shuffle", settings, note=f"the batch size decides {' and '.join(later)}" if later else "")
 
 
 def _delivered(source: SampleSource) -> Stage:
