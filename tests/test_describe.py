@@ -134,7 +134,7 @@ def test_only_the_rank_s_own_stages_differ_between_worlds(folder: str) -> None:
     assert (other["share"].settings["rank"], other["share"].counts["rows per step"]) == ("3 of 4", 2)
 
 
-def test_a_dataset_tells_what_it_cannot_know_before_the_batch_size(folder: str) -> None:
+def test_without_a_batch_size_a_dataset_describes_what_it_knows(folder: str) -> None:
     dataset = StreamingDataset(folder, shuffle=True, window=4)
     chain = dataset.describe()
     assert names(chain) == ["streams", "draw", "shuffle", "batches"]
