@@ -10,8 +10,8 @@ at least 500,000 documents per CPU-s, and a resume within 50 ms. Times are CPU s
     first fit of 8     no windows; the first of 8 open rows with room; where none has room, the fullest one is closed
     next fit           no windows; one open row
 
-The last three of these get the lengths as Python integers in the order of the epoch, long documents already cut, and their time
-is that of the placement alone. The last two cannot seek: every row depends on all rows before it.
+The last three of these get the lengths as Python integers in the order of the epoch, long documents already cut, and
+their time is that of the placement alone. The last two cannot seek: every row depends on all rows before it.
 
 Then batches of whole documents, padded to their longest one, of 64 documents or of a budget of 64 times the longest:
 batches of the shuffled order as they come, `bucket_by`, and `batch_tokens`.

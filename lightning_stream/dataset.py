@@ -29,18 +29,18 @@ from lightning_stream.loading.distributed import Dimensions, WorldLike
 from lightning_stream.loading.indexed import IndexedSamples, Readable, refuse_overrides
 from lightning_stream.loading.packing import Packing
 from lightning_stream.loading.plain import PlainIterations
-from lightning_stream.loading.source import Cost, SampleSource, Transform
-from lightning_stream.order import Occurrence, Schedule
-from lightning_stream.order.forget import Replay
+from lightning_stream.loading.questions import DatasetQuestions
+from lightning_stream.loading.source import SampleSource, Transform
+from lightning_stream.order import Schedule
+from lightning_stream.order.balance import Cost
+from lightning_stream.order.chain import PUBLIC_NAMES
 from lightning_stream.reading.bad_samples import Policy, bad_data
 from lightning_stream.reading.filters import Filters, Ids, Keep, LengthRules
 from lightning_stream.reading.reader import ReaderConfig, SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
 
-_PUBLIC = {"seed": "shuffle_seed", "algorithm": "shuffle_algo", "canonical_nodes": "num_canonical_nodes"}
 
-
-class StreamingDataset(IndexedSamples, IterableDataset[Any]):
+class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
     """Samples streamed from one or several datasets in an order that is elastic, deterministic and resumable.
 
     Iterated through a `StreamingDataLoader` (or a trainer's wrapper of one), every global batch is the same on any
@@ -245,7 +245,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         reader, order = self._streaming_source.reader, dict(self._streaming_source.order_arguments)
         snapshot = vars(reader).get("snapshot")  # only if it was read already
         known = [] if snapshot is None else [f"{snapshot.num_samples:,} samples in {snapshot.num_shards:,} shards"]
-        given = {_PUBLIC.get(name, name): value for name, value in order.items() if name != "mosaic"}
+        given = {PUBLIC_NAMES.get(name, name): value for name, value in order.items() if name != "mosaic"}
         given["batch_size"] = self._streaming_plain.batch_size
         defaults = signature(StreamingDataset).parameters
         settings = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name].default]
@@ -310,26 +310,6 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         Accelerate calls it before each iteration, with a count of its own.
         """
         self._streaming_plain.set_epoch(self, self._streaming_source, epoch)
-
-    def where(self, sample_id: int, epochs: Iterable[int] | None = None) -> list[Occurrence]:
-        """When and where the training run sees a sample, done or to come: ``(epoch, step, rank, micro_batch, row)``.
-
-        It is computed, not recorded: for this world and batch size, and the changes of the batch size in the current
-        epoch, which is what `epochs` defaults to. Padding does not count.
-
-        Example: ``dataset.where(7, epochs=range(3))`` is ``[Occurrence(epoch=0, step=12, rank=3, ...), ...]``.
-        """
-        return self._streaming_plain.where(self._streaming_source, sample_id, epochs)
-
-    def plan_replay(self, ids: Iterable[int], states: Sequence[Mapping[str, Any]]) -> Replay:
-        """What it takes that a run has never seen some samples: the newest of its states that is before all of them.
-
-        Continue from it with ``forget=ids``: the run is then the same as if it had begun so. Samples delivered in place
-        of bad ones are not searched.
-
-        Example: ``states[dataset.plan_replay([7], states).checkpoint]``
-        """
-        return self._streaming_source.plan_replay(ids, states)
 
     def warm(self, steps: int) -> int:
         """Fetch, before training, the shards of this rank's first optimizer steps from where the next iteration starts.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,20 +19,20 @@ from lightning_stream.loading.distributed import WorldLike, detect_world
 from lightning_stream.loading.iteration import Driver, LoaderIterator, Progress, driver_of
 from lightning_stream.loading.loader_arguments import check_arguments, check_classes, device_batch, refuse_order
 from lightning_stream.loading.mixing import MixtureChanges
+from lightning_stream.loading.questions import LoaderQuestions
 from lightning_stream.loading.randomness import SeededCall
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings
 from lightning_stream.loading.workers import MadeBatches, Workers
-from lightning_stream.order import Occurrence, OrderConfig, Position, RunOrder, Tail, World, explain, trace
+from lightning_stream.order import OrderConfig, Position, Tail, World
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
-from lightning_stream.order.tracing import Explanation, TracedBatch
 from lightning_stream.reading.look_ahead import read_ahead_depth, warm
 
 _log = logging.getLogger(__name__)
 
 
-class StreamingDataLoader(MixtureChanges, DataLoader[Any]):
+class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
     """Loads a `StreamingDataset` in batches, and owns the position in it.
 
     Global batch k of an epoch holds the same samples on any number of nodes, ranks and workers. `state_dict` right
@@ -163,9 +163,6 @@ class StreamingDataLoader(MixtureChanges, DataLoader[Any]):
         if self._driver is not None:
             settings = replace(settings, padding=self._driver.padding)
         return settings if resumed is not None or own is None else replace(settings, order=own)
-
-    def _run(self, settings: BatchSettings) -> RunOrder:
-        return self._source.order(settings.order)
 
     def __len__(self) -> int:
         """Micro-batches of this rank in a full epoch; where epochs differ, in the one that the position is in."""
@@ -386,15 +383,3 @@ class StreamingDataLoader(MixtureChanges, DataLoader[Any]):
     def builds_on(self, proven: Position) -> Position:
         """Continue with the ledger's sum of this position, instead of summing again what came before."""
         return self._progress.builds_on(proven)
-
-    def explain(self, position: Position | None = None) -> Explanation:
-        """The next epoch, batch and sample ids, from here or from a position."""
-        return explain(self._run(settings := self.settings()), position or self.position, world=settings.world)
-
-    def trace(self, step: int, position: Position | None = None) -> TracedBatch:
-        """The samples of one step of the epoch (from 0), done or to come: of all replicas, in position order."""
-        return trace(self._run(settings := self.settings()), position or self.position, step, world=settings.world)
-
-    def where(self, sample_id: int, epochs: Iterable[int] | None = None) -> list[Occurrence]:
-        """When and where the run sees a sample: in this epoch, or in `epochs`; see `StreamingDataset.where`."""
-        return self.settings().where(self._source, self.position, sample_id, epochs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import runpy
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -99,6 +100,19 @@ def test_the_api_page_has_every_public_name() -> None:
     shown = set(re.findall(r"^::: \S+\.(\w+)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE))
     public = {*lightning_stream.__all__, *lightning_stream.spark.__all__, *lightning_stream.convert.__all__}
     assert public - {"LightningStreamError"} <= shown  # that one is in the section of all errors
+
+
+def test_the_members_that_the_api_page_lists_are_shown() -> None:
+    pytest.importorskip("torch", reason="the loader needs torch: uv sync")
+    listed = []
+    for section in (DOCS / "api.md").read_text().split("\n::: ")[1:]:
+        module, name = section.split()[0].rsplit(".", 1)
+        for members in re.findall(r"\bmembers: \[(.*?)\]", section):
+            kind, inherits = getattr(import_module(module), name), "inherited_members: true" in section
+            hidden = [one for one in members.split(", ") if hasattr(kind, one) and one not in vars(kind)]
+            assert inherits or not hidden, name
+            listed.append(name)
+    assert {"StreamingDataset", "StreamingDataLoader", "Chain"} <= {*listed}
 
 
 def test_the_files_that_the_architecture_page_names_are_there() -> None:

@@ -13,7 +13,7 @@ from support.pages import PAGES, ROOT, Block, blocks_of
 
 from lightning_stream.cli import build_parser
 
-OTHERS = {"cd", "echo", "export", "git", "head", "mkdocs", "mypy", "pytest", "ruff"}
+OTHERS = {"cd", "echo", "export", "git", "head", "mkdocs", "mypy", "pytest", "ruff", "tail"}
 HYDRA_FLAGS = {"--cfg": 1, "--resolve": 0, "--help": 0, "-m": 0, "--multirun": 0, "--info": 0}
 
 

@@ -143,7 +143,7 @@ def test_ids_count_over_all_streams_of_a_mixture(make: Make, tmp_path: Path) -> 
         (
             {"exclude_ids": range(160), "filter": lambda _: False},
             ValueError,
-            "of 167, exclude_ids left 7, filter left 0",
+            "of 167, exclude_ids left 7, filter=<lambda> left 0",
         ),
         ({"filter": lambda _: None}, TypeError, "returns True or False; found None"),
     ],

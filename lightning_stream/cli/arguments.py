@@ -7,25 +7,31 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights
+from lightning_stream.order.forget import Forgotten
+from lightning_stream.reading.bad_samples import BadDataPolicy
+from lightning_stream.reading.filters import Filters, ids_of
+from lightning_stream.reading.reader import ReaderConfig, SampleReader
+from lightning_stream.reading.stream import CacheDefaults, Stream
 from lightning_stream.stores import LocalStore, Store, open_store
 
 _SPLITS = ("train", "val", "validation", "valid", "test", "eval")
 _SECRETS = ("secret", "password", "token", "_key", "key_")
+_BOUNDS = re.compile(r"(.+)=([0-9]*):([0-9]*)")
 _WEIGHTED = re.compile(r"(.+)=(?:(proportion|repeat|choose):)?([0-9]*\.?[0-9]+)")
 
 
 @dataclass(frozen=True)
 class FoundDataset:
-    """A dataset that an argument names: its files, and its index."""
+    """A dataset that an argument names: its URL as it was given, its files, and its index."""
 
+    remote: str
     store: Store
     index: Index
 
@@ -69,6 +75,31 @@ def add_streams(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_rules(parser: argparse.ArgumentParser) -> None:
+    """Let a command take what chooses among the samples, as `StreamingDataset` takes it."""
+    rules = parser.add_argument_group("samples that are kept, as in StreamingDataset")
+    rules.add_argument(
+        "--filter-lengths",
+        action=_Bounds,
+        metavar="NAME=LEAST:GREATEST",
+        help="lengths that are kept, e.g. tokens=64:4096, tokens=64: or tokens=:4096; once for each name",
+    )
+    rules.add_argument("--exclude-ids", metavar="FILE", help="ids of samples to exclude: one a line, or .npy")
+    rules.add_argument("--forget", metavar="FILE", help="ids of samples that others replace, in the same form")
+
+
+class _Bounds(argparse.Action):
+    """Collects ``NAME=LEAST:GREATEST``, given any number of times, in a dict."""
+
+    def __call__(self, _parser: Any, options: argparse.Namespace, given: Any, _flag: Any = None) -> None:
+        """Add a pair of bounds."""
+        match = _BOUNDS.fullmatch(given)
+        if match is None:
+            raise argparse.ArgumentError(self, f"expected NAME=LEAST:GREATEST, got {given!r}")
+        bounds = tuple(int(one) if one else None for one in match.group(2, 3))
+        setattr(options, self.dest, {**(getattr(options, self.dest) or {}), match[1]: bounds})
+
+
 def datasets_at(remote: str, options: Mapping[str, Any] | None) -> list[FoundDataset]:
     """Find the dataset in a folder, or the datasets in its splits.
 
@@ -77,7 +108,7 @@ def datasets_at(remote: str, options: Mapping[str, Any] | None) -> list[FoundDat
     """
     store = open_store(remote, options)
     try:
-        return [_read(store)]
+        return [_read(remote, store)]
     except NotFoundError as error:
         if "there is no" in str(error):  # bucket, or container
             raise
@@ -87,7 +118,8 @@ def datasets_at(remote: str, options: Mapping[str, Any] | None) -> list[FoundDat
     found = []
     for split in splits:
         with suppress(NotFoundError):
-            found.append(_read(open_store(f"{remote.rstrip('/')}/{split}", options)))
+            url = f"{remote.rstrip('/')}/{split}"
+            found.append(_read(url, open_store(url, options)))
     if not found:
         raise NotFoundError(
             f"a dataset is a folder with an {INDEX_NAME}; {store.url} has none, and none of its splits "
@@ -96,8 +128,8 @@ def datasets_at(remote: str, options: Mapping[str, Any] | None) -> list[FoundDat
     return found
 
 
-def _read(store: Store) -> FoundDataset:
-    return FoundDataset(store, Index.from_bytes(store.read(INDEX_NAME), f"{store.url}/{INDEX_NAME}"))
+def _read(remote: str, store: Store) -> FoundDataset:
+    return FoundDataset(remote, store, Index.from_bytes(store.read(INDEX_NAME), f"{store.url}/{INDEX_NAME}"))
 
 
 def _weighted(text: str) -> tuple[str, StreamWeights]:
@@ -114,35 +146,59 @@ def _weighted(text: str) -> tuple[str, StreamWeights]:
 class Mixture:
     """The datasets that ``--stream`` names, with their weights."""
 
-    datasets: Sequence[FoundDataset]
+    reader: SampleReader
     weights: Sequence[StreamWeights]
 
-    @cached_property
+    @property
     def snapshot(self) -> Snapshot:
-        """The data of these datasets together."""
-        return Snapshot.of(
-            [dataset.index.shard_sizes for dataset in self.datasets],
-            names=[dataset.store.url for dataset in self.datasets],
-            stream_digests=[dataset.index.digest for dataset in self.datasets],
-        )
+        """The samples of these datasets that are kept."""
+        return self.reader.snapshot
 
-    def order(self, config: OrderConfig) -> RunOrder:
-        """The order of a training run over this data."""
-        return RunOrder(self.snapshot, self.weights, config)
+    def order(self, config: OrderConfig, lengths: str | None = None, forget: str | None = None) -> RunOrder:
+        """The order of a training run over this data, with these lengths of documents and this file of ids."""
+        forgotten = self.forgotten(forget)
+        config = replace(config, forgotten=None if forgotten is None else forgotten.digest)
+        numbers = None if lengths is None else self.reader.lengths(lengths)
+        return RunOrder(self.snapshot, self.weights, config, numbers, forgotten=forgotten)
+
+    def forgotten(self, file: str | None) -> Forgotten | None:
+        """The samples whose ids a file lists; None without one."""
+        return None if file is None else Forgotten.of(self.snapshot, ids_of(file))
 
 
-def mixtures_of(streams: Sequence[str], options: Mapping[str, Any] | None) -> list[Mixture]:
+def mixtures_of(streams: Sequence[str], options: argparse.Namespace, folder: str) -> list[Mixture]:
     """Find the mixture of these streams; of a single one that is a folder of splits, each split.
+
+    The rules of :func:`add_rules` choose among the samples. What is downloaded is kept in the folder.
 
     Raises:
         ValueError: One of several streams is a folder of splits.
     """
     urls, weights = zip(*map(_weighted, streams), strict=True)
-    found = [datasets_at(url, options) for url in urls]
+    found = [datasets_at(url, options.store_options) for url in urls]
     if len(found) == 1:
-        return [Mixture([dataset], weights) for dataset in found[0]]
-    for text, datasets in zip(streams, found, strict=True):
-        if len(datasets) > 1:
-            splits = " or ".join(dataset.store.url for dataset in datasets)
-            raise ValueError(f"a stream of a mixture is one dataset; {text} is a folder of splits. Pass {splits}")
-    return [Mixture([dataset for (dataset,) in found], weights)]
+        chosen = [[dataset] for dataset in found[0]]
+    else:
+        for text, datasets in zip(streams, found, strict=True):
+            if len(datasets) > 1:
+                splits = " or ".join(dataset.store.url for dataset in datasets)
+                raise ValueError(f"a stream of a mixture is one dataset; {text} is a folder of splits. Pass {splits}")
+        chosen = [[dataset for (dataset,) in found]]
+    return [Mixture(_reader(one, weights, options, f"{folder}/{number}"), weights) for number, one in enumerate(chosen)]
+
+
+def _reader(
+    datasets: Sequence[FoundDataset], weights: Sequence[StreamWeights], options: argparse.Namespace, folder: str
+) -> SampleReader:
+    streams = [
+        Stream(
+            dataset.remote,
+            local=None if isinstance(dataset.store, LocalStore) else f"{folder}/{number}",
+            options=options.store_options,
+            **vars(weight),
+        )
+        for number, (dataset, weight) in enumerate(zip(datasets, weights, strict=True))
+    ]
+    reader = SampleReader(streams, CacheDefaults(), ReaderConfig())
+    reader.indexes = tuple(dataset.index for dataset in datasets)  # which were read to find the datasets
+    return Filters(None, options.filter_lengths, options.exclude_ids, BadDataPolicy()).applied(reader)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import argparse
 import pickle
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import lightning_stream
-from lightning_stream.cli.arguments import Mixture, add_store_options, add_streams, mixtures_of
-from lightning_stream.cli.output import ExitCode, Output
-from lightning_stream.errors import NotFoundError, StateError
-from lightning_stream.order import OrderConfig, Position, explain
+from lightning_stream.cli.arguments import Mixture, add_rules, add_store_options, add_streams, mixtures_of
+from lightning_stream.cli.output import ExitCode, Output, separated
+from lightning_stream.errors import FormatError, NotFoundError, StateError
+from lightning_stream.order import EpochOrder, OrderConfig, Position, RunOrder, explain
+from lightning_stream.order.chain import Chain, Stage, stage_of_batches, stages_of_order, summarized
+from lightning_stream.reading.data_stages import stages_of_reader
+from lightning_stream.reading.reader import SampleReader
 from lightning_stream.stores import LocalStore, Store, open_store
 
 HELP = "show the position of a checkpoint, and the next samples"
@@ -22,6 +28,7 @@ EXAMPLES = """examples:
   lightning-stream explain s3://bucket/run/last.ckpt --stream s3://bucket/train
   lightning-stream explain ep1-ba400.pt --stream s3://bucket/code=0.3 --stream s3://bucket/text=0.7
 """
+_ROWS_AT_ONCE = 1 << 14
 _LATEST = ("last.ckpt", "last.pt", "latest-rank0.pt")
 _OF_A_RUN = tuple(f"{folder}{name}" for folder in ("", "checkpoints/", "torch/", "composer/") for name in _LATEST)
 
@@ -34,36 +41,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a checkpoint of Lightning, Composer or plain PyTorch, or the folder of a training run",
     )
     add_streams(parser)
+    add_rules(parser)
     add_store_options(parser)
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
     """Explain a checkpoint; with ``--stream``, over the data that it was trained on."""
     name, position = _position_in(options.checkpoint, options.store_options)
+    what = "samples" if position.order.packing is None else "rows"
     about: dict[str, Any] = {
         "checkpoint": name,
         "epoch": position.epoch,
-        "samples_trained_on": position.position,
-        "global_batches": -(-position.position // position.batch_size),
+        f"{what}_trained_on": position.position,
         "global_batch_size": position.batch_size,
         "tail": position.tail,
-        "data": {"samples": position.snapshot.num_samples, "shards": position.snapshot.num_shards},
-        "order": settings_of(position.order),
     }
+    if position.batch_changes:
+        about["batch_size_changes"] = [f"{size} from {at}" for at, size in position.batch_changes]
+    data: dict[str, Any] = {"samples": position.snapshot.num_samples, "shards": position.snapshot.num_shards}
+    stages, upcoming = [summarized(position.snapshot), *stages_of_order(position.order)], dict[str, Any]()
     matching, chosen = None, False
-    if options.stream:
-        mixtures = mixtures_of(options.stream, options.store_options)
-        chosen = any(map(position.snapshot.has_streams_of, (one.snapshot for one in mixtures)))
-        matching = next((one for one in mixtures if one.snapshot.digest == position.snapshot.digest), None)
+    with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
+        if options.stream:
+            mixtures = mixtures_of(options.stream, options, folder)
+            chosen = any(map(position.snapshot.has_streams_of, (one.snapshot for one in mixtures)))
+            matching = next((one for one in mixtures if one.snapshot.digest == position.snapshot.digest), None)
+            data["matches_stream"] = matching is not None
+        buckets = position.order.buckets
+        if not matching and (buckets is None or buckets.batch_tokens is None):
+            about["global_batches"] = position.num_steps(None)
         if matching:
-            about["next"] = _next(position, matching)
-        about["data"]["matches_stream"] = matching is not None
-    out.show(about)
-    out.data = about
+            stages, trained, upcoming = _over(matching, position, options.forget)
+            about |= trained
+    chain = Chain((*stages, stage_of_batches(position.order, position.batch_size, position.tail)))
+    shown = {name: value for name, value in about.items() if name not in ("global_batch_size", "tail")}
+    out.show({**shown, "matches_stream": data["matches_stream"]} if options.stream else shown)
+    out.lines(str(chain))
+    if upcoming:
+        out.show({"next": separated(upcoming)})
+        about["next"] = upcoming
+    out.data = {**about, "data": data, "order": settings_of(position.order), "chain": chain.to_json()}
     if options.stream and not matching:
         out.line(
-            "  The training run read some of the samples of --stream, by a filter, exclude_ids or subset, so its next "
-            "samples are not known here. Use loader.explain() in its script."
+            "  The training run read other samples of --stream: pass its --filter-lengths and --exclude-ids. Where a "
+            "function or subset chose them, its next samples are not known here: use loader.explain() in its script."
             if chosen
             else "  The data of --stream is not that of the checkpoint. Pass each stream of the training run, in order."
         )
@@ -76,17 +97,67 @@ def settings_of(order: OrderConfig) -> dict[str, Any]:
     return {name: value for name, value in {**asdict(order), "schedule": schedule}.items() if value is not None}
 
 
-def _next(position: Position, mixture: Mixture) -> dict[str, Any]:
-    """The samples that come next over the checkpoint's data."""
-    order = mixture.order(position.order)
-    if differences := position.check(order, on_mismatch="warn"):
+def _over(
+    mixture: Mixture, position: Position, forget: str | None
+) -> tuple[list[Stage], dict[str, Any], dict[str, Any]]:
+    """Over the checkpoint's data: the stages of its chain, what was trained on, and the samples that come next."""
+    forgotten = mixture.forgotten(forget)
+    if position.order.forgotten != (None if forgotten is None else forgotten.digest):
+        own, given = position.order.forgotten, "none" if forgotten is None else f"{len(forgotten.ids):,} other ones"
+        raise StateError(
+            f"--forget must name the samples that the training run forgets (digest {own or 'none'}); found {given}. "
+            "Pass the file of their ids, or omit --forget if there are none."
+        )
+    lengths = _lengths_of(position.order, mixture.reader)
+    run = mixture.order(position.order, lengths, forget)
+    if differences := position.check(run, on_mismatch="warn"):
         raise StateError(f"{' '.join(differences)} Give every --stream its weight of the training run: URL=WEIGHT.")
-    about = explain(order, position)
-    found: dict[str, Any] = {"epoch": about.epoch, "epoch_samples": about.num_samples}
+    stages = stages_of_reader(mixture.reader, [] if lengths is None else [lengths], run)
+    stages += stages_of_order(position.order, run, epoch=position.epoch, count_rows=True)
+    trained = {"global_batches": position.num_steps(run)}
+    if position.order.packing is not None:
+        documents, tokens = _held(run.epoch(position.epoch), 0, position.position)
+        trained |= {"documents_begun": documents, "tokens_trained_on": tokens}
+    return stages, trained, _next(position, run)
+
+
+def _lengths_of(order: OrderConfig, reader: SampleReader) -> str | None:
+    """The name of the lengths that a state's order depends on; None if there are none."""
+    if (sized := order.packing or order.buckets) is None:
+        return None
+    for name in dict.fromkeys(name for index in reader.indexes for name in (*index.lengths, *index.columns)):
+        with suppress(NotFoundError, FormatError):
+            if reader.lengths_digest(name) == sized.lengths:
+                return name
+    raise StateError(
+        f"The batches of the checkpoint were planned by lengths with digest {sized.lengths}, which --stream does "
+        "not have. Pass the dataset with the lengths that it had in the training run."
+    )
+
+
+def _held(order: EpochOrder, begin: int, end: int) -> tuple[int, int]:
+    """How many documents begin in the rows at positions [begin, end), and their tokens."""
+    documents = tokens = 0
+    for first in range(begin, end, _ROWS_AT_ONCE):
+        rows = order.rows(first, min(first + _ROWS_AT_ONCE, end))
+        assert rows is not None
+        documents += int(np.count_nonzero(rows.first == 0))
+        tokens += int(rows.num_tokens.sum())
+    return documents, tokens
+
+
+def _next(position: Position, run: RunOrder) -> dict[str, Any]:
+    """The samples that come next."""
+    about, is_packed = explain(run, position), position.order.packing is not None
+    found: dict[str, Any] = {"epoch": about.epoch}
+    found["epoch_rows" if is_packed else "epoch_samples"] = about.num_samples
     found["global_batches_left"] = about.steps_left
     if batch := about.upcoming:
         streams, shards = sorted(set(batch.streams.tolist())), sorted(set(batch.shards.tolist()))
         found |= {"global_batch": batch.step, "streams": streams, "shards": shards, "ids": batch.ids.tolist()}
+        if is_packed:
+            documents, tokens = _held(run.epoch(batch.epoch), batch.begin, batch.end)
+            found |= {"rows": batch.end - batch.begin, "documents_begun": documents, "tokens": tokens}
     return found
 
 

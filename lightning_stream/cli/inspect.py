@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from lightning_stream.cli.arguments import FoundDataset, add_dataset, add_store_options, datasets_at
-from lightning_stream.cli.lengths import summary
+from lightning_stream.cli.lengths import shown_lengths
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import StoreError
 from lightning_stream.formats.index import Index
+from lightning_stream.reading.lengths import summary
 from lightning_stream.stores import LocalStore
 
 HELP = "show columns, samples, shards, sizes and hashes of a dataset"
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
         about |= _read(dataset, options.samples, options.store_options)
         described.append({"url": dataset.store.url, **about})
         out.line(dataset.store.url)
-        out.show(about)
+        out.show({**about, **shown_lengths(about.get("lengths"))})
     out.data = {"datasets": described}
     return ExitCode.OK
 
@@ -74,7 +75,7 @@ def _read(dataset: FoundDataset, count: int, store_options: dict[str, Any] | Non
 
     with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
         local = None if isinstance(dataset.store, LocalStore) else folder
-        stream = Stream(remote=dataset.store.url, local=local, options=store_options)
+        stream = Stream(dataset.remote, local=local, options=store_options)
         reader = SampleReader([stream], CacheDefaults(), ReaderConfig())
         try:
             lengths = {name: summary(reader.lengths(name)) for name in dataset.index.lengths}

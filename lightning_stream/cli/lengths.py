@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lightning_stream.cli.arguments import add_dataset, add_store_options, datasets_at
 from lightning_stream.cli.output import ExitCode, Output
+from lightning_stream.order.chain import counted
+from lightning_stream.reading.lengths import summary
 
 HELP = "add the lengths of the samples (tokens, bytes, frames) to a dataset"
 EXAMPLES = """examples:
@@ -64,15 +63,14 @@ def run(options: argparse.Namespace, out: Output) -> int:
         lengths = {name: summary(numbers) for name, numbers in added.items()}
         described.append({"url": dataset.store.url, "lengths": lengths})
         out.line(dataset.store.url)
-        out.show({"lengths": lengths})
+        out.show(shown_lengths(lengths))
     out.data = {"datasets": described}
     return ExitCode.OK
 
 
-def summary(numbers: NDArray[np.uint32]) -> dict[str, Any]:
-    """Describe the lengths of a dataset's samples."""
-    total = int(numbers.sum(dtype=np.uint64))
-    return {"sum": total, "mean": total / max(1, len(numbers)), "max": int(numbers.max(initial=0))}
+def shown_lengths(lengths: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Any]:
+    """Summaries of lengths as text, by their names."""
+    return {"lengths": {name: counted(one) for name, one in lengths.items()}} if lengths else {}
 
 
 def _function(text: str) -> Callable[[Any], int]:

@@ -52,9 +52,14 @@ class Output:
         if not self.as_json:
             print(text)
 
+    def lines(self, text: str) -> None:
+        """Print lines of text below a title."""
+        for line in text.splitlines():
+            self.line(f"  {line}")
+
     def show(self, about: Mapping[str, Any]) -> None:
         """Print names and values, one pair a line; those of a mapping below its name."""
-        for name, value in about.items():
+        for name, value in separated(about).items():
             label = f"  {name.removesuffix('_bytes').replace('_', ' ')}"
             if isinstance(value, Mapping):
                 self.line(label)
@@ -89,6 +94,12 @@ class Output:
             self._has_progress = False
 
 
+def separated(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Whole numbers that are no bytes as text with separators of thousands."""
+    is_count = {name: type(value) is int and not name.endswith("_bytes") for name, value in about.items()}
+    return {name: f"{value:,}" if is_count[name] else value for name, value in about.items()}
+
+
 def _text(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{inner} {_text(inner, one)}" for inner, one in value.items())
@@ -96,17 +107,10 @@ def _text(name: str, value: Any) -> str:
         more = [f"... ({len(value):,})"] if len(value) > _SHOWN else []
         return ", ".join([_text(name, one) for one in value[:_SHOWN]] + more) or "none"
     if isinstance(value, int) and name.endswith("_bytes"):
+        from lightning_stream.order.chain import readable  # not before Ctrl-C is handled
+
         return readable(value)
     return f"{value:.4g}" if isinstance(value, float) else "none" if value is None else str(value)
-
-
-def readable(num_bytes: float) -> str:
-    """A number of bytes as text, e.g. ``"12.3 MB"``."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"
 
 
 def in_flags(message: str, parser: argparse.ArgumentParser | None) -> str:

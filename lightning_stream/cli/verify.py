@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_stream.cli.arguments import FoundDataset, add_dataset, add_store_options, datasets_at
-from lightning_stream.cli.output import ExitCode, Output, readable
+from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import DigestError, FormatError, NotFoundError
 from lightning_stream.formats.codecs import decompress_file
 from lightning_stream.formats.hashing import digest_file
 from lightning_stream.formats.index import FileEntry
+from lightning_stream.order.chain import readable
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 

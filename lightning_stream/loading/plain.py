@@ -53,13 +53,15 @@ class PlainIterations:
         With `packed` states are one string of JSON under a constant key: Composer loads sharded checkpoints key by key
         into the state of the run that loads. None leaves it as it is.
         """
-        if self._loader() is not loader:
+        if self.loader is not loader:
             if self._owner is not None:
                 self.loaded_state = None  # it was for the loader before
             self._owner = ref(loader)
         self._packed = self._packed if packed is None else packed
 
-    def _loader(self) -> Loader | None:
+    @property
+    def loader(self) -> Loader | None:
+        """The loader of ours that reads this dataset; None if there is none."""
         return None if self._owner is None else self._owner()
 
     def passed(self, state: Mapping[str, Any], method: Callable[[], Any]) -> Any:
@@ -79,13 +81,13 @@ class PlainIterations:
     @property
     def next_epoch(self) -> int:
         """The epoch that the next iteration begins in, as mosaicml-streaming counts."""
-        owner = self._loader()
+        owner = self.loader
         here = self._shared.upcoming if owner is None else owner.position
         return here.epoch + (owner is not None and here.position > 0)
 
     @next_epoch.setter
     def next_epoch(self, epoch: int) -> None:
-        if (owner := self._loader()) is not None:
+        if (owner := self.loader) is not None:
             owner.set_epoch(epoch)
         self._shared.upcoming = Start(epoch)
 
@@ -134,7 +136,7 @@ class PlainIterations:
 
     def where(self, source: SampleSource, sample_id: int, epochs: Iterable[int] | None) -> list[Occurrence]:
         """When and where the training run sees a sample, see `StreamingDataset.where`."""
-        if (owner := self._loader()) is not None:
+        if (owner := self.loader) is not None:
             return owner.where(sample_id, epochs)
         settings, epoch = self.settings(source), self._shared.upcoming.epoch
         run, size = source.order(settings.order), settings.global_batch_size
@@ -152,7 +154,7 @@ class PlainIterations:
                     stacklevel=1,
                 )
             return dict(self._passing)
-        if (owner := self._loader()) is not None:
+        if (owner := self.loader) is not None:
             state = self.passed({}, lambda: owner.state_after(num_samples))
             return {STATE_KEY: json.dumps(state)} if self._packed else state
         if num_samples is None:
@@ -181,7 +183,7 @@ class PlainIterations:
         if self._passing is not None and state is not None:
             self._passing = state
             return
-        if (owner := self._loader()) is not None:
+        if (owner := self.loader) is not None:
             self.loaded_state = state
             self.passed({}, lambda: owner.load_state_dict(state))
             return

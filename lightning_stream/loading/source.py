@@ -20,7 +20,6 @@ from lightning_stream.loading.packing import Packing, read_rows, split_rows
 from lightning_stream.loading.randomness import SeededCall, preserved_generators, seed_sample
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.order import (
-    Balance,
     BatchPlan,
     Delivery,
     Occurrence,
@@ -32,6 +31,7 @@ from lightning_stream.order import (
     World,
     where,
 )
+from lightning_stream.order.balance import Balance, Cost
 from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.order.forget import Forgotten, Replay, forgetting, plan_replay
@@ -43,7 +43,6 @@ from lightning_stream.reading.stream import weights_of
 from lightning_stream.reading.subset import SubsetReader
 
 Transform = Callable[..., Any]
-Cost = Callable[[NDArray[np.int64]], NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -98,21 +97,6 @@ class Bucketing:
             digest=reader.lengths_digest(self.by),
             resumed=None if resumed is None else resumed.buckets,
         )
-
-
-@dataclass(frozen=True, eq=False)
-class _Costs:
-    """What samples cost, by their ids."""
-
-    lengths: NDArray[np.integer]  # of all samples
-    cost: Cost
-
-    def __call__(self, ids: NDArray[np.int64]) -> NDArray[Any]:
-        return self.cost(self.lengths[ids].astype(np.int64))
-
-
-def _as_they_are(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    return lengths
 
 
 @dataclass
@@ -189,10 +173,15 @@ class SampleSource:
     def _balance(self, device_batch_size: int) -> Balance | None:
         if self.balance is None:
             return None
-        name = self.balance if isinstance(self.balance, str) else self.lengths_name or "tokens"
-        lengths = self.reader.lengths(name)
-        cost = _as_they_are if isinstance(self.balance, str) else self.balance
-        return Balance(_Costs(lengths, cost), device_batch_size, cost)
+        cost = None if isinstance(self.balance, str) else self.balance
+        return Balance.by_lengths(self.reader.lengths(self.balanced_by), device_batch_size, cost)
+
+    @property
+    def balanced_by(self) -> str:
+        """The name of the lengths that shares are balanced by."""
+        if isinstance(self.balance, str):
+            return self.balance
+        return self.lengths_name or "tokens"
 
     def order(self, config: OrderConfig) -> RunOrder:
         """The order of a training run with these settings; the latest is kept."""

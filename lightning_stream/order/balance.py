@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heapreplace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +25,29 @@ from lightning_stream.order.rank_split import ceil_div
 from lightning_stream.order.world import World
 
 if TYPE_CHECKING:
-    from lightning_stream.order.batching.base import EpochOrder
+    from lightning_stream.order.batching.base import BatchPlan, EpochOrder
     from lightning_stream.order.plan import RunOrder
+
+Cost = Callable[[NDArray[np.int64]], NDArray[Any]]  # from sample ids, or from lengths
 
 _LARGEST = 2**32  # the sums of as many costs as a batch has fit into 64 bits
 _MOST_EXCHANGES = 32
 _EXCHANGED = 64  # in larger groups, the differences left are below 0.1 % without
+
+
+@dataclass(frozen=True, eq=False)
+class _Costs:
+    """What samples cost, by their ids."""
+
+    lengths: NDArray[np.integer]  # of all samples
+    cost: Cost
+
+    def __call__(self, ids: NDArray[np.int64]) -> NDArray[Any]:
+        return self.cost(self.lengths[ids].astype(np.int64))
+
+
+def _as_they_are(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    return lengths
 
 
 @dataclass(frozen=True)
@@ -49,9 +66,15 @@ class Balance:
         Balance(lambda ids: lengths[ids].astype(np.int64) ** 2, device_batch_size=8)
     """
 
-    costs: Callable[[NDArray[np.int64]], NDArray[np.generic]]
+    costs: Cost
     device_batch_size: int
-    of_lengths: Callable[[NDArray[np.int64]], NDArray[np.generic]] | None = None
+    of_lengths: Cost | None = None
+
+    @classmethod
+    def by_lengths(cls, lengths: NDArray[np.integer], device_batch_size: int, cost: Cost | None = None) -> Balance:
+        """A sample costs what this function makes of its length (int64[n]), or else its length."""
+        cost = cost or _as_they_are
+        return cls(_Costs(lengths, cost), device_batch_size, cost)
 
     def costs_of(self, order: EpochOrder, begin: int, end: int) -> NDArray[np.int64]:
         """The costs of the positions [begin, end) as whole numbers."""
@@ -144,6 +167,28 @@ def num_groups(canonical_nodes: int, world: World) -> int:
 def can_balance(run: RunOrder, world: World) -> bool:
     """Whether any group has several replicas."""
     return num_groups(run.config.canonical_nodes if run.config.shuffle else 1, world) < world.num_replicas
+
+
+def imbalance(plan: BatchPlan, balance: Balance) -> tuple[float, float]:
+    """Cost of the most expensive replica / mean, without this balance and with it: the mean over some batches.
+
+    These are up to 16 whole batches spread evenly over the epoch, fewer with many replicas.
+    """
+    order, ranks = plan.order, range(0, plan.world.num_ranks, plan.world.replication)
+    count = max(1, min(16, plan.num_whole_batches, 256 // len(ranks)))
+    batches = np.unique(np.arange(count) * plan.num_whole_batches // count).tolist()
+    found = []
+    for one in (None, balance):
+        plans = [plan.of(replace(plan.world, rank=rank), one) for rank in ranks]
+        ratios = []
+        for k in batches:
+            begin, end = plan.bounds(k)
+            costs = balance.costs_of(order, begin, end).astype(np.float64)
+            shares = [each.share(k) for each in plans]
+            sums = np.array([costs[share.positions[~share.filler] - begin].sum() for share in shares])
+            ratios.append(float(sums.max() / max(sums.mean(), 1e-9)))
+        found.append(float(np.mean(ratios)))
+    return found[0], found[1]
 
 
 def balanced_split(

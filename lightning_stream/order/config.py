@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -196,6 +198,11 @@ class OrderConfig:
         state["schedule"] = self.schedule and self.schedule.to_state()
         late = ("packing", "forgotten", "schedule", "buckets")  # states of runs without these stay as they were
         return {name: value for name, value in state.items() if value or name not in late}
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that differ for any other settings."""
+        return hashlib.sha256(json.dumps(self.to_state(), sort_keys=True).encode()).hexdigest()[:16]
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> OrderConfig:

@@ -122,7 +122,7 @@ def _replica_reads(
     replicas = world.num_replicas
     firsts = [replace(world, rank=replica * world.replication) for replica in range(replicas)]
     plans = [BatchPlan(order, batch_size=batch_size, world=one, tail=tail) for one in firsts]
-    whole = plans[0].num_whole_batches if order.splits_samples else 0
+    whole = plans[0].num_whole_batches if order.splits_samples and plans[0].must_divide else 0
     step = max(1, _CHUNK // batch_size)
     for k in range(0, whole, step):
         begin, end = plans[0].bounds(k)[0], plans[0].bounds(min(k + step, whole) - 1)[1]

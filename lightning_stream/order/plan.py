@@ -77,6 +77,11 @@ class RunOrder:
         own = None if self.config.schedule is None else self.config.epoch_size
         return sum(self._draw.chosen) if own is None else own
 
+    @property
+    def num_drawn(self) -> tuple[int, ...]:
+        """Samples drawn per epoch from each stream; with a schedule, those of its own epochs."""
+        return self._draw.chosen
+
     @cached_property
     def mixture(self) -> Mixture:
         """The streams of all samples of a run with a schedule, counted through its epochs."""

@@ -111,9 +111,9 @@ class Position:
             order.learn(self.landmark)
         return order
 
-    def num_steps(self, run: RunOrder) -> int:
-        """Global batches of this epoch that are done, in the run of its state."""
-        if (counted := self.order_in(run).batches_before(self.position)) is not None:
+    def num_steps(self, run: RunOrder | None) -> int:
+        """Global batches of this epoch that are done, in the run of its state; batches of a budget need the run."""
+        if run is not None and (counted := self.order_in(run).batches_before(self.position)) is not None:
             return counted
         changes = self.batch_changes or ((0, self.batch_size),)
         ends = [*(begin for begin, _ in changes[1:]), self.position]

@@ -78,32 +78,45 @@ class Filters:
         rules = (self.filter, self.filter_lengths, self.exclude_ids)
         return reader if all(rule is None for rule in rules) else SubsetReader(reader, self.chosen)
 
-    def chosen(self, reader: SampleReader) -> Bitmap:
-        """The samples that are kept; evaluates a function of samples where no process of the machine has.
+    def chosen(self, reader: SampleReader) -> tuple[Bitmap, dict[str, int]]:
+        """The samples that are kept, and how many are left after each rule, by the rule.
+
+        It evaluates a function of samples where no process of the machine has.
 
         Raises:
             ValueError: No sample is kept, or an id to exclude is unknown.
         """
         size = reader.snapshot.num_samples
-        mask, left = np.ones(size, dtype=np.bool_), list[str]()
+        mask, left = np.ones(size, dtype=np.bool_), dict[str, int]()
         if self.exclude_ids is not None:
             mask[_ids(self.exclude_ids, size)] = False
-            left.append(f"exclude_ids left {mask.sum():,}")
+            left["exclude_ids"] = int(mask.sum())
         for names, rule in (self.filter_lengths or {}).items():
             mask &= _passed(reader, names, rule)
-            left.append(f"filter_lengths[{names!r}] left {mask.sum():,}")
+            left[f"filter_lengths[{names!r}]={_text(rule)}"] = int(mask.sum())
         if self.filter is not None and mask.any():
             mask = Evaluation(reader, Bitmap.of_mask(mask), self.filter, BadData(self.policy)).mask()
-            left.append(f"filter left {mask.sum():,}")
+            left[f"filter={_text(self.filter)}"] = int(mask.sum())
         if not mask.any():
-            raise ValueError(f"filters must keep some samples; of {size:,}, {', '.join(left)}. Correct the last one")
-        return Bitmap.of_mask(mask)
+            found = ", ".join(f"{rule} left {count:,}" for rule, count in left.items())
+            raise ValueError(f"filters must keep some samples; of {size:,}, {found}. Correct the last one")
+        return Bitmap.of_mask(mask), left
+
+
+def _text(rule: object) -> str:
+    """A rule in a word: a function by its name."""
+    return str(getattr(rule, "__name__", type(rule).__name__)) if callable(rule) else repr(rule)
+
+
+def ids_of(given: Ids) -> NDArray[Any]:
+    """Ids that are given themselves, or as a file with one a line or of numpy (``.npy``)."""
+    ids = _read(Path(given)) if isinstance(given, (str, os.PathLike)) else given
+    return ids if isinstance(ids, np.ndarray) else np.array(list(ids))
 
 
 def _ids(given: Ids, size: int) -> NDArray[np.int64]:
     """The ids to exclude, also of a file."""
-    ids = _read(Path(given)) if isinstance(given, (str, os.PathLike)) else given
-    array = ids if isinstance(ids, np.ndarray) else np.array(list(ids))
+    array = ids_of(given)
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"exclude_ids are whole numbers; found {array.dtype} values like {array.ravel()[0]!r}")
     if (unknown := array[(array < 0) | (array >= size)]).size:

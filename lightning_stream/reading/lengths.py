@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,12 @@ def read_lengths(caches: Sequence[ShardCache], indexes: Sequence[Index], name: s
     found = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint32), *parts])
     found.setflags(write=False)
     return found
+
+
+def summary(lengths: NDArray[np.integer]) -> dict[str, Any]:
+    """Describe the lengths of samples by their sum, mean and maximum."""
+    total = int(lengths.sum(dtype=np.uint64))
+    return {"sum": total, "mean": total / max(1, len(lengths)), "max": int(lengths.max(initial=0))}
 
 
 def _of_stream(cache: ShardCache, index: Index, name: str) -> list[_Lengths]:

@@ -16,31 +16,42 @@ from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.reading.fetches import Announced, NextUse, UseFlat
 from lightning_stream.reading.reader import SampleReader, T
 
+Choice = tuple[Bitmap, Mapping[str, int]]
+
 
 class SubsetReader(SampleReader):
     """Reads some samples of another reader, and only their shards; its sample ids count them.
 
     Args:
         whole: That reader.
-        chosen: The sample ids that it has there, or what finds them on first use.
+        chosen: The sample ids that it has there; or what finds them on first use, with how many each rule left.
     """
 
-    def __init__(self, whole: SampleReader, chosen: Bitmap | Callable[[SampleReader], Bitmap]) -> None:
+    def __init__(self, whole: SampleReader, chosen: Bitmap | Callable[[SampleReader], Choice]) -> None:
         super().__init__(whole.streams, whole.defaults, whole.config)
         self.whole = whole
         self._choose = chosen if callable(chosen) else None
         if isinstance(chosen, Bitmap):
-            self.chosen, self.snapshot = chosen, whole.snapshot.subset(chosen)
+            self._choice, self.snapshot = (chosen, {}), whole.snapshot.subset(chosen)
 
     def __getstate__(self) -> dict[str, Any]:
         # What has chosen the samples, e.g. a lambda, is not needed any more, and perhaps cannot be pickled.
-        return {**super().__getstate__(), "_choose": None if "chosen" in self.__dict__ else self._choose}
+        return {**super().__getstate__(), "_choose": None if "_choice" in self.__dict__ else self._choose}
 
     @cached_property
-    def chosen(self) -> Bitmap:
-        """The sample ids in `whole`."""
+    def _choice(self) -> Choice:
         assert self._choose is not None
         return self._choose(self.whole)
+
+    @property
+    def chosen(self) -> Bitmap:
+        """The sample ids in `whole`."""
+        return self._choice[0]
+
+    @property
+    def left(self) -> Mapping[str, int]:
+        """How many samples were left after each rule, by the rule; none where the ids were given."""
+        return self._choice[1]
 
     @property
     def caches(self) -> tuple[ShardCache, ...]:

@@ -36,7 +36,7 @@ def test_lengths_are_added_to_every_split_and_shown(
     assert about["datasets"][0]["sample_0"]["name"] == "n0"
     assert main(["inspect", str(copied / "train")]) == 0
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
-    assert ["name", f"sum {total}, mean {total / 64:.4g}, max 3"] in lines
+    assert ["name", f"{total} sum, {total / 64:.1f} mean, 3 max"] in lines
     assert main(["lengths", str(copied), "--column", "name"]) == 2
     assert "has the lengths name already. Pass --overwrite to measure again" in capsys.readouterr().err
     assert main(["lengths", str(copied), "--column", "name", "--overwrite", "--num-workers", "1"]) == 0

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from servers.web import WebServer
 
 torch = pytest.importorskip("torch", reason="checkpoints need torch: uv sync")
 
-from lightning_stream import Stream, StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream import MDSWriter, Packing, Stream, StreamingDataLoader, StreamingDataset, add_lengths  # noqa: E402
 from lightning_stream.cli import main  # noqa: E402
 
 Answer = Callable[..., tuple[int, Any]]
@@ -46,7 +49,7 @@ def test_explain_names_the_samples_that_come_next(
     assert "The data of --stream is not that of the checkpoint." in capsys.readouterr().out
     trained(StreamingDataset(remote=str(shards / "train"), exclude_ids=[3]), run / "checkpoints" / "last.ckpt")
     assert main(["explain", str(run), "--stream", str(shards / "train")]) == 1
-    assert "by a filter, exclude_ids or subset" in capsys.readouterr().out
+    assert "read other samples of --stream: pass its --filter-lengths and --exclude-ids" in capsys.readouterr().out
     assert main(["explain", str(run)]) == 0
     assert ["samples", "trained", "on", "24"] in [line.split() for line in capsys.readouterr().out.splitlines()]
 
@@ -134,7 +137,7 @@ def test_simulate_takes_the_dataset_s_settings_to_the_same_order(
     assert code == 0
     next(iter(loader))
     expected = loader.state_dict()["order"]
-    assert {name: value for name, value in expected.items() if value is not None} == about["order"]
+    assert {name: value for name, value in expected.items() if value is not None} == about["datasets"][0]["order"]
 
 
 def test_simulate_prints_nothing_before_all_is_checked(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,3 +169,224 @@ def test_simulate_knows_mixtures(shards: Path, answer: Answer) -> None:
     code, about = answer("simulate", "--global-batch-size", "8", f"--stream={shards}=0.5", flags[1])
     assert code == 2
     assert "is a folder of splits" in about["error"]
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of two streams, with their lengths in tokens."""
+    root, rng = tmp_path_factory.mktemp("documents"), np.random.default_rng(0)
+    for name in ("web", "code"):
+        columns = {"tokens": "ndarray:int32"}
+        with MDSWriter(out=str(root / name), columns=columns, size_limit=1 << 12, lengths={"tokens": len}) as writer:
+            for size in rng.integers(1, 100, 300):
+                writer.write({"tokens": rng.integers(1, 1000, size).astype(np.int32)})
+    (root / "ids").write_text("3\n5\n")
+    return root
+
+
+PACK = Packing(row_length=64, window=50)
+
+
+def half(sample: dict[str, Any]) -> int:
+    return len(sample["tokens"]) // 2
+
+
+def test_explain_counts_documents_and_tokens_of_packed_rows(
+    documents: Path, tmp_path: Path, answer: Answer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    web, checkpoint = str(documents / "web"), str(tmp_path / "last.ckpt")
+    trained(StreamingDataset(web, shuffle=True, pack=PACK), tmp_path / "last.ckpt")
+    loader = StreamingDataLoader(StreamingDataset(web, shuffle=True, pack=PACK), global_batch_size=8, tail="exact")
+    batches = iter(loader)
+    tokens = sum(int(next(batches)["num_tokens"].sum()) for _ in range(3))
+    upcoming = next(batches)
+    code, about = answer("explain", checkpoint, "--stream", web)
+    assert code == 0
+    assert (about["rows_trained_on"], about["tokens_trained_on"]) == (24, tokens)
+    assert about["next"]["ids"] == loader.trace(3).ids.tolist()
+    assert (about["next"]["rows"], about["next"]["tokens"]) == (8, int(upcoming["num_tokens"].sum()))
+    assert about["next"]["epoch_rows"] == 24 + 8 + sum(len(batch["input_ids"]) for batch in batches)
+    assert main(["explain", checkpoint]) == 0
+    out = capsys.readouterr().out
+    assert "rows trained on        24" in out
+    assert "pack      row_length=64, window=50, long_documents=split" in out
+    assert "{" not in out
+
+
+def test_explain_refuses_documents_of_other_lengths(
+    documents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    web = str(tmp_path / "web")
+    shutil.copytree(documents / "web", web)
+    add_lengths(web, {"half": half}, num_workers=1)
+    pack = Packing(row_length=64, window=50, lengths="half")
+    dataset = StreamingDataset(web, shuffle=True, pack=pack)
+    position = StreamingDataLoader(dataset, global_batch_size=8).state_dict()
+    torch.save({"callbacks": {"lightning_stream": {"position": position}}}, tmp_path / "last.ckpt")
+    flags = ["explain", str(tmp_path / "last.ckpt"), "--stream"]
+    assert main([*flags, web]) == 0
+    assert main([*flags, str(documents / "web")]) == 2
+    assert "were planned by lengths with digest" in capsys.readouterr().err
+
+
+def test_explain_knows_filters_and_forgotten_samples(
+    documents: Path, tmp_path: Path, answer: Answer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    web, ids = str(documents / "web"), str(documents / "ids")
+    chosen = StreamingDataset(
+        web, shuffle=True, pack=PACK, filter_lengths={"tokens": (8, 90)}, exclude_ids=ids, forget=[3, 5]
+    )
+    trained(chosen, tmp_path / "last.ckpt")
+    loader = StreamingDataLoader(chosen, global_batch_size=8)
+    flags = ["explain", str(tmp_path / "last.ckpt"), "--stream", web]
+    rules = ["--filter-lengths", "tokens=8:90", "--exclude-ids", ids]
+    code, about = answer(*flags, *rules, "--forget", ids)
+    assert code == 0
+    assert about["next"]["ids"] == loader.trace(3).ids.tolist()
+    assert main([*flags, *rules[:2], "--forget", ids]) == 1
+    assert main([*flags, *rules]) == 2
+    assert "found none. Pass the file of their ids" in capsys.readouterr().err
+    (tmp_path / "other").write_text("7\n")
+    assert main([*flags, *rules, "--forget", str(tmp_path / "other")]) == 2
+    assert "found 1 other ones" in capsys.readouterr().err
+    assert main([*flags, *rules, "--forget", ids]) == 0
+    out = capsys.readouterr().out
+    assert "filter_lengths['tokens']=(8, 90): " in out
+    assert "forget    2 samples" in out
+
+
+def test_explain_shows_changes_of_the_batch_size(
+    shards: Path, tmp_path: Path, answer: Answer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset, state = StreamingDataset(str(shards / "train"), shuffle=True, num_canonical_nodes=4), None
+    for size in (8, 16):
+        loader = StreamingDataLoader(dataset, global_batch_size=size)
+        if state is not None:
+            loader.load_state_dict(state)
+        next(iter(loader))
+        state = loader.state_dict()
+    torch.save({"callbacks": {"lightning_stream": {"position": state}}}, tmp_path / "last.ckpt")
+    code, about = answer("explain", str(tmp_path / "last.ckpt"))
+    assert (code, about["samples_trained_on"], about["global_batches"]) == (0, 24, 2)
+    assert about["batch_size_changes"] == ["8 from 0", "16 from 8"]
+    assert main(["explain", str(tmp_path / "last.ckpt")]) == 0
+    assert "batch size changes     8 from 0, 16 from 8" in capsys.readouterr().out
+
+
+def test_explain_shows_a_schedule_by_its_points(documents: Path, tmp_path: Path, answer: Answer) -> None:
+    streams = [Stream(str(documents / name)) for name in ("web", "code")]
+    dataset = StreamingDataset(
+        streams=streams, shuffle=True, schedule=[(0, {"web": 0.7, "code": 0.3}), (40, {"web": 1})]
+    )
+    ids = trained(dataset, tmp_path / "last.ckpt")
+    code, about = answer("explain", str(tmp_path / "last.ckpt"), *(f"--stream={one.remote}" for one in streams))
+    assert (code, sorted(about["next"]["ids"])) == (0, sorted(ids))
+    (schedule,) = (stage for stage in about["chain"] if stage["name"] == "schedule")
+    assert [part["name"] for part in schedule["parts"]] == ["from 0", "from 40"]
+    assert schedule["parts"][0]["settings"] == {"code": 0.3, "web": 0.7}
+
+
+@pytest.mark.parametrize(
+    "size", [{"bucket_window": 64}, {"batch_tokens": 800}, {"batch_tokens": 800, "batch_multiple": 2}]
+)
+def test_simulate_and_explain_know_batches_by_length(
+    size: dict[str, int], documents: Path, tmp_path: Path, answer: Answer
+) -> None:
+    web, batch = str(documents / "web"), {} if "batch_tokens" in size else {"global_batch_size": 8}
+    dataset = StreamingDataset(web, shuffle=True, bucket_by="tokens", **size)
+    loader = StreamingDataLoader(dataset, collate_fn=list, **batch)
+    padded = tokens = steps = 0
+    for batch_of_samples in loader:
+        lengths = [len(sample["tokens"]) for sample in batch_of_samples]
+        padded, tokens, steps = padded + max(lengths) * len(lengths), tokens + sum(lengths), steps + 1
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**size, **batch}.items()]
+    code, about = answer("simulate", web, "--bucket-by", "tokens", "--devices", "2", "--cache-limit", "1mb", *flags)
+    assert code == 0
+    (one,) = about["datasets"]
+    assert one["batches"] == steps
+    assert one["padding_percent"] == pytest.approx(100 * (1 - tokens / padded), abs=2)
+    loader = StreamingDataLoader(dataset, collate_fn=list, **batch)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    torch.save({"callbacks": {"lightning_stream": {"position": loader.state_dict()}}}, tmp_path / "last.ckpt")
+    assert one["order"]["buckets"] == loader.state_dict()["order"]["buckets"]
+    code, about = answer("explain", str(tmp_path / "last.ckpt"), "--stream", web)
+    assert (code, about["global_batches"], about["next"]["ids"]) == (0, 3, loader.trace(3).ids.tolist())
+    code, about = answer("explain", str(tmp_path / "last.ckpt"))
+    assert ("global_batches" in about) == bool(batch)
+
+
+@pytest.mark.parametrize("policy", ["split", "truncate", "drop"])
+def test_simulate_packs_the_rows_that_a_loader_delivers(policy: Any, documents: Path, answer: Answer) -> None:
+    pack = Packing(row_length=64, window=50, long_documents=policy)
+    dataset = StreamingDataset(str(documents / "web"), shuffle=True, pack=pack, filter_lengths={"tokens": (8, None)})
+    loader = StreamingDataLoader(dataset, global_batch_size=8, tail="exact")
+    counts = [int(count) for batch in loader for count in batch["num_tokens"]]
+    rows, tokens = len(counts), sum(counts)
+    flags = ["--pack-column", "tokens", "--row-length", "64", "--pack-window", "50", "--long-documents", policy]
+    flags += ["--filter-lengths", "tokens=8:", "--balance", "tokens", "--devices", "2", "--cache-limit", "1mb"]
+    code, about = answer("simulate", str(documents / "web"), "--global-batch-size", "8", *flags)
+    assert code == 0
+    (one,) = about["datasets"]
+    (packed,) = (stage["counts"] for stage in one["chain"] if stage["name"] == "pack")
+    assert (one["epoch_rows"], packed["rows"], packed["tokens"]) == (rows, rows, tokens)
+    assert packed["padding tokens"] == 64 * rows - tokens
+    assert packed["tokens lost"] == int(dataset.lengths("tokens").sum()) - tokens
+    assert one["order"]["packing"] == loader.state_dict()["order"]["packing"]
+    assert one["documents_per_s"] > 0
+    without, balanced = one["most_expensive_rank_over_mean"].values()
+    assert 1 <= balanced <= without
+
+
+def test_simulate_takes_a_schedule_and_forgotten_samples(documents: Path, tmp_path: Path, answer: Answer) -> None:
+    points = [[0, {"web": 0.7, "code": 0.3}], [40, {"web": 1}]]
+    (tmp_path / "points.json").write_text(json.dumps(points))
+    streams = [Stream(str(documents / name)) for name in ("web", "code")]
+    dataset = StreamingDataset(streams=streams, shuffle=True, schedule=points, forget=[3, 5])
+    loader = StreamingDataLoader(dataset, global_batch_size=8)
+    flags = ["--global-batch-size", "8", *(f"--stream={one.remote}" for one in streams)]
+    flags += ["--forget", str(documents / "ids"), "--schedule"]
+    expected = {name: value for name, value in loader.state_dict()["order"].items() if value is not None}
+    (tmp_path / "state.json").write_text(json.dumps(expected["schedule"]))
+    for file in ("points.json", "state.json"):
+        code, about = answer("simulate", *flags, str(tmp_path / file))
+        assert (code, about["datasets"][0]["order"]) == (0, expected)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--row-length", "64"], "pass --pack-column"),
+        (["--pack-column", "text"], "every stream must have the lengths 'text'"),
+        (["--filter-lengths", "tokens=8"], "expected NAME=LEAST:GREATEST, got 'tokens=8'"),
+        (["--filter-lengths", "tokens=1000:"], "filters must keep some samples"),
+        (["--schedule", "ids"], "a schedule is a JSON list of points"),
+        (["--schedule", "number"], "a schedule is a JSON list of points"),
+        (["--schedule", "other"], "names 'news', but the streams are web"),
+    ],
+)
+def test_simulate_refuses_wrong_rules(
+    flags: list[str], message: str, documents: Path, answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (documents / "number").write_text("3")
+    (documents / "other").write_text('[[0, {"news": 1}]]')
+    monkeypatch.chdir(documents)
+    code, about = answer("simulate", "web", "--global-batch-size", "8", *flags)
+    assert code == 2
+    assert message in about["error"]
+
+
+def test_commands_read_a_dataset_behind_a_password(documents: Path, answer: Answer) -> None:
+    with WebServer() as server:
+        for file in (documents / "web").rglob("*.*"):
+            server.objects[f"/web/{file.relative_to(documents / 'web')}"] = file.read_bytes()
+        server.authorization = f"Basic {base64.b64encode(b'user:HUSH').decode()}"
+        url = f"http://user:HUSH@127.0.0.1:{server.port}/web"
+        code, about = answer("simulate", url, "--global-batch-size", "8", "--pack-column", "tokens")
+        assert code == 0
+        assert "HUSH" not in json.dumps(about)
+        code, about = answer("inspect", url, "--samples", "1")
+        assert code == 0
+        assert about["datasets"][0]["lengths"]["tokens"]["sum"] > 0
+        assert "HUSH" not in json.dumps(about)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World
-from lightning_stream.order.balance import Balance, deal, num_groups
+from lightning_stream.order.balance import Balance, deal, imbalance, num_groups
 from lightning_stream.order.ledger import expected, total
 from lightning_stream.order.micro_batches import MicroBatches
 
@@ -210,3 +210,16 @@ def test_orders_that_assign_samples_themselves_have_no_balance():
     run = run_of(48, batching_method="device_per_stream", device_batch_size=4)
     with pytest.raises(ValueError, match="balance must be None"):
         BatchPlan(run.epoch(0), batch_size=48, balance=Balance(squares, 4))
+
+
+def test_the_imbalance_is_that_of_the_shares_without_and_with_the_balance():
+    run, world = run_of(64), World(num_ranks=4, ranks_per_node=4)
+    plan, balance = BatchPlan(run.epoch(0), batch_size=64, world=world), Balance(squares, device_batch_size=16)
+    found = imbalance(plan, balance)
+    for ratio, one in zip(found, (None, balance), strict=True):
+        ratios = []
+        for k in np.arange(16) * plan.num_whole_batches // 16:
+            costs = [squares(each.share(int(k)).ids).sum() for each in plans(run, 64, world, one)]
+            ratios.append(max(costs) / np.mean(costs))
+        assert ratio == pytest.approx(np.mean(ratios), rel=1e-6)
+    assert found[1] < 0.9 * found[0]

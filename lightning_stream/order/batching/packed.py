@@ -34,6 +34,7 @@ _KEPT_WINDOWS = 3
 _ALTERNATIVES = 16
 _SAMPLED = 1 << 12  # lengths that are averaged
 _ROWS_AT_ONCE = 1 << 14  # of which the spans are in memory together
+_DOCUMENTS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,17 @@ class Landmark:
 
     epoch: int = 0
     windows: tuple[tuple[int, int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class PackedTotals:
+    """What an epoch of rows holds. ``num_long`` documents have more tokens than a row; ``lost_tokens`` are theirs."""
+
+    num_rows: int
+    num_tokens: int
+    padding: int
+    num_long: int
+    lost_tokens: int
 
 
 class Samples(Protocol):
@@ -186,7 +198,8 @@ class PackedOrder(EpochOrder):
         config, packing, lengths = run.config, run.config.packing, run.lengths
         assert packing is not None
         assert lengths is not None
-        self.epoch, self._documents, self._window = documents.epoch, documents, packing.window
+        self.epoch, self._documents, self._packing = documents.epoch, documents, packing
+        self._lengths = lengths
         key = (config.seed, self.epoch) if config.shuffle else None
         sequences = documents.sequences(packing.window)
         self._sequences = [
@@ -237,6 +250,18 @@ class PackedOrder(EpochOrder):
     def exists(self, position: int) -> bool:
         return self.reaches(position + 1)
 
+    def totals(self) -> PackedTotals:
+        """Count the rows of the epoch and what they hold. This plans every window that was not counted before."""
+        tokens = num_long = lost = 0
+        for begin in range(0, self._documents.num_samples, _DOCUMENTS_AT_ONCE):
+            ids = self._documents.ids(begin, min(begin + _DOCUMENTS_AT_ONCE, self._documents.num_samples))
+            lengths = self._lengths[ids]
+            kept = int(self._packing.kept(lengths).sum())
+            tokens, lost = tokens + kept, lost + int(lengths.sum(dtype=np.int64)) - kept
+            num_long += int(np.count_nonzero(lengths > self._packing.row_length))
+        padding = self.num_samples * self._packing.row_length - tokens
+        return PackedTotals(self.num_samples, tokens, padding, num_long, lost)
+
     def landmark(self, position: int) -> Landmark:
         """What a state holds, so that a resume at this position plans few windows."""
         if not position:
@@ -260,7 +285,7 @@ class PackedOrder(EpochOrder):
         for one, row in zip(self._sequences, self._used(position), strict=True):
             window, before, _ = one.landmark(row)
             begun.append(window + (row > before))
-        last = max(begun, default=0) * self._window * len(self._sequences)
+        last = max(begun, default=0) * self._packing.window * len(self._sequences)
         return min(last, self._documents.num_samples)
 
     def learn(self, landmark: Landmark) -> None:

@@ -1,0 +1,277 @@
+"""The chain from streams to this rank's batches, described stage by stage: settings, counts and a digest of each.
+
+A stage is made by one function, from values that exist anyway. The functions here need the order alone.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+from lightning_stream.order.batching.buckets import LengthBuckets
+from lightning_stream.order.batching.packed import PackedOrder
+from lightning_stream.order.config import OrderConfig
+from lightning_stream.order.draw import StreamWeights, weights_digest
+from lightning_stream.order.packing import RowPacking
+from lightning_stream.order.plan import RunOrder
+from lightning_stream.order.position import SnapshotSummary
+from lightning_stream.order.rank_split import Tail
+from lightning_stream.order.schedule import Schedule
+
+PUBLIC_NAMES = {"seed": "shuffle_seed", "algorithm": "shuffle_algo", "canonical_nodes": "num_canonical_nodes"}
+_WORTH_COUNTING = 2**20  # documents whose rows are counted without being asked for: a third of a second
+_COLUMNS, _NAME, _DIGITS, _PARTS = 98, 9, 12, 8
+_ROOM = _COLUMNS - _NAME - _DIGITS - 2
+_UNITS = ("bytes", "kB", "MB", "GB", "TB")
+_PLURAL = re.compile(r"(?<=ch)es\b|s\b")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of the chain.
+
+    Attributes:
+        name: One word.
+        settings: By the names that `StreamingDataset` and `StreamingDataLoader` have for them.
+        counts: What it counts, by plural nouns. Names that end in ``bytes`` are shown in units, and one that ends in
+            ``_percent`` belongs to the count before it.
+        digest: Hexadecimal digits that differ for any other data or settings; None where nothing has a digest.
+        note: What is not known here, and what shows it.
+        parts: What it consists of, e.g. streams or rules.
+    """
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    counts: Mapping[str, Any] = field(default_factory=dict)
+    digest: str | None = None
+    note: str = ""
+    parts: tuple[Stage, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The stage as plain values, without what is empty; functions and other settings as text."""
+        settings = {name: value if _is_plain(value) else _text(value) for name, value in self.settings.items()}
+        found = {**vars(self), "settings": settings, "parts": [part.to_json() for part in self.parts]}
+        return {name: value for name, value in found.items() if value}
+
+    def lines(self) -> list[str]:
+        """The stage on a screen, at most 98 columns wide."""
+        found = _block(self._texts, self.digest) if self._texts or not self.parts else []
+        for part in self.parts[:_PARTS]:
+            about = "; ".join(part._texts)  # noqa: SLF001 - of this class
+            found += _block([f"{part.name}: {about}" if about else part.name], part.digest)
+        if (more := len(self.parts) - _PARTS) > 0:
+            found.append(f"... and {more:,} more")
+        return [f"{name:<{_NAME}} {line}".rstrip() for name, line in zip_longest([self.name], found, fillvalue="")]
+
+    @property
+    def _texts(self) -> list[str]:
+        return [text for text in (counted(self.counts), _set(self.settings), self.note) if text]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """How samples become the batches of a rank, stage by stage; its `str` is one screen.
+
+    Example::
+
+        chain = dataset.describe()
+        print(chain)
+        chain["streams"].counts["samples"]
+    """
+
+    stages: tuple[Stage, ...]
+
+    def __getitem__(self, name: str) -> Stage:
+        """The stage of this name. Raises KeyError if the chain has none."""
+        found = next((stage for stage in self.stages if stage.name == name), None)
+        if found is None:
+            raise KeyError(f"the chain has no stage {name!r}; it has {', '.join(one.name for one in self.stages)}")
+        return found
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.stages)
+
+    def __str__(self) -> str:
+        return "\n".join(line for stage in self.stages for line in stage.lines())
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The stages as plain values."""
+        return [stage.to_json() for stage in self.stages]
+
+
+def stages_of_order(
+    config: OrderConfig, run: RunOrder | None = None, *, epoch: int = 0, count_rows: bool | None = None
+) -> list[Stage]:
+    """The stages from the draw to the packing, as far as they are used; their counts only with the run.
+
+    ``count_rows`` plans all rows of the epoch; None does so if that takes less than a second.
+    """
+    pack, buckets = config.packing, config.buckets
+    found = [
+        _draw(config, run),
+        None if config.schedule is None else _schedule(config.schedule),
+        _shuffle(config, run),
+        None if config.forgotten is None else _forget(config.forgotten, run),
+        None if pack is None else Stage("pack", _pack_settings(pack), digest=pack.lengths),
+        None if buckets is None else _buckets(buckets),
+    ]
+    if run is not None and pack is not None:
+        found[-2] = _packed(pack, run, epoch, count_rows)
+    return [stage for stage in found if stage is not None]
+
+
+def counts_rows(run: RunOrder, wanted: bool | None) -> bool:
+    """Whether a description plans all rows of an epoch: as wanted, or else if there are few."""
+    return run.num_samples <= _WORTH_COUNTING if wanted is None else wanted
+
+
+def summarized(summary: SnapshotSummary) -> Stage:
+    """The streams, as far as a state knows them."""
+    counts = {"samples": summary.num_samples, "shards": summary.num_shards}
+    return Stage("streams", {"version": " ".join(summary.versions)} if summary.versions else {}, counts, summary.digest)
+
+
+def stage_of_batches(
+    config: OrderConfig, batch_size: int, tail: Tail, *, num_batches: int | None = None, note: str = "", **settings: int
+) -> Stage:
+    """The global batches: of ``batch_size`` samples or rows each, or of a budget of tokens."""
+    counts = {} if num_batches is None else {"batches": num_batches}
+    if config.buckets is not None and config.buckets.batch_tokens is not None:
+        counts["tokens per global batch at most"] = config.buckets.batch_tokens
+    else:
+        counts[f"{'samples' if config.packing is None else 'rows'} per global batch"] = batch_size
+    return Stage("batches", {"tail": tail, **settings}, counts, note=note)
+
+
+def weights_in(weights: StreamWeights) -> dict[str, Any]:
+    """The weights of a stream that are set."""
+    return {name: value for name, value in vars(weights).items() if value is not None}
+
+
+def _draw(config: OrderConfig, run: RunOrder | None) -> Stage:
+    chosen = {"sampling_method": config.sampling_method, "sampling_granularity": config.sampling_granularity}
+    settings = {name: value for name, value in chosen.items() if value not in ("balanced", 1)}
+    if config.epoch_size is not None:
+        settings["epoch_size"] = config.epoch_size
+    if run is None:
+        return Stage("draw", settings or {"sampling_method": config.sampling_method})
+    return Stage("draw", settings, {"samples per epoch": run.num_samples}, weights_digest(run.weights))
+
+
+def _schedule(schedule: Schedule) -> Stage:
+    settings = {"unit": schedule.unit, "interpolation": schedule.interpolation, "exhausted": schedule.exhausted}
+    counts = {"points": len(schedule.points), **({"changes": len(schedule.changes)} if schedule.changes else {})}
+    points = [Stage(f"from {at:,}", dict(weights)) for at, weights in schedule.points]
+    points += [
+        Stage(f"changed at sample {one.at:,}", dict(one.weights or ()), {f"{name} skipped": n for name, n in one.skip})
+        for one in schedule.changes
+    ]
+    return Stage("schedule", settings, counts, parts=tuple(points))
+
+
+def _shuffle(config: OrderConfig, run: RunOrder | None) -> Stage:
+    settings = {PUBLIC_NAMES.get(name, name): getattr(config, name) for name in ("algorithm", "seed")}
+    mosaic = config.mosaic
+    if not config.shuffle:
+        settings = {"shuffle": False}
+    if mosaic is None:
+        settings |= {"num_canonical_nodes": config.canonical_nodes}
+        settings |= {"window": config.window} if config.shuffle else {}
+    else:
+        settings |= {"num_canonical_nodes": config.canonical_nodes, "partition_algo": mosaic.partition}
+        settings |= {} if mosaic.shuffle_block_size is None else {"shuffle_block_size": mosaic.shuffle_block_size}
+    settings |= {"batching_method": config.batching_method}
+    settings |= {} if config.device_block is None else {"device_block": config.device_block}
+    counts = {} if run is None or mosaic is not None else {"active shards": run.active_shards()}
+    return Stage("shuffle", settings, counts, config.digest)
+
+
+def _forget(digest: str, run: RunOrder | None) -> Stage:
+    if run is None or run.forgotten is None:
+        return Stage("forget", digest=digest, note="some samples are replaced by others of their streams")
+    note = "they are replaced by others of their streams"
+    return Stage("forget", {}, {"samples": len(run.forgotten.ids)}, digest, note)
+
+
+def _buckets(buckets: LengthBuckets) -> Stage:
+    settings = {"bucket_window": buckets.window}
+    if buckets.batch_tokens is not None:
+        settings |= {"batch_tokens": buckets.batch_tokens, "batch_multiple": buckets.batch_size}
+    return Stage("buckets", settings, digest=buckets.lengths)
+
+
+def _pack_settings(pack: RowPacking) -> dict[str, Any]:
+    return {name: value for name, value in vars(pack).items() if name != "lengths"}
+
+
+def _packed(pack: RowPacking, run: RunOrder, epoch: int, count_rows: bool | None) -> Stage:
+    if counts_rows(run, count_rows):
+        order = run.epoch(epoch)
+        assert isinstance(order, PackedOrder)
+        found = order.totals()
+        counts: dict[str, Any] = {"rows": found.num_rows, "tokens": found.num_tokens, "padding tokens": found.padding}
+        counts |= {"padding_percent": 100 * found.padding / max(1, found.num_rows * pack.row_length)}
+        counts |= {"long documents": found.num_long, "tokens lost": found.lost_tokens} if found.num_long else {}
+        return Stage("pack", _pack_settings(pack), counts, pack.lengths, f"in epoch {epoch}")
+    note = "describe(count_rows=True) plans the epoch and counts its rows and padding"
+    return Stage("pack", _pack_settings(pack), {"documents per epoch": run.num_samples}, pack.lengths, note)
+
+
+# The screen
+
+
+def readable(num_bytes: float) -> str:
+    """A number of bytes as text, e.g. ``"12.3 MB"``."""
+    number = 0
+    while num_bytes >= 1000 and number < len(_UNITS) - 1:
+        num_bytes, number = num_bytes / 1000, number + 1
+    return f"{num_bytes:.{min(number, 1)}f} {_UNITS[number]}"
+
+
+def _block(texts: Sequence[str], digest: str | None) -> list[str]:
+    """Texts in as few lines as keep each whole, if it is no longer than a line; the digest ends the first line."""
+    lines: list[str] = []
+    for text in texts:
+        if lines and len(lines[-1]) + 2 + len(text) <= _ROOM:
+            lines[-1] += f"; {text}"
+        else:
+            lines += textwrap.wrap(text, _ROOM, break_on_hyphens=False)
+    first, *others = lines or [""]
+    return [f"{first:<{_ROOM}} {(digest or '')[:_DIGITS]}", *others]
+
+
+def counted(counts: Mapping[str, Any]) -> str:
+    """The counts of a stage as text, e.g. ``"892 samples, 15 shards, 61.8 MB"``."""
+    text = ""
+    for name, value in counts.items():
+        if name.endswith("_percent"):
+            text += f" ({value:.2f} %)"
+            continue
+        if name.endswith("bytes"):
+            shown = f"{readable(value)} {name.removesuffix('bytes')}".rstrip()
+        else:
+            number = f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
+            shown = f"{number} {_PLURAL.sub('', name, 1) if number == '1' else name}"
+        text += f", {shown}" if text else shown
+    return text
+
+
+def _set(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_text(value)}" for name, value in settings.items())
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        more = [f"... {len(value):,} in all"] if len(value) > _PARTS else []
+        return f"({', '.join([*map(_text, value[:_PARTS]), *more])})"
+    return str(getattr(value, "__name__", type(value).__name__)) if callable(value) else str(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
