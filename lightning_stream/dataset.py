@@ -52,7 +52,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         loader = StreamingDataLoader(dataset, batch_size=32, num_workers=4)
 
     Args:
-        remote, local, split, version: See `Stream`.
+        remote, local, split, version, format, columns: See `Stream`.
         streams: Several streams to mix, instead of `remote`, `local` and `split`.
         download_retry: How often a failed request is tried again; None for the store's default.
         download_timeout: Longest silence on a connection, in seconds; None for the store's default.
@@ -174,6 +174,8 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         start_by_range: bool = False,
         pack: Packing | None = None,
         version: str | None = None,
+        format: str | None = None,  # noqa: A002 - the word for it
+        columns: Mapping[str, str] | Sequence[str] | None = None,
         balance: str | Cost | None = None,
         forget: Iterable[int] | None = None,
         filter: Keep | None = None,  # noqa: A002 - the word for it
@@ -182,8 +184,9 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         schedule: Schedule | Sequence[tuple[float, Mapping[str, float]]] | None = None,
     ) -> None:
         refuse_overrides(type(self))
-        uris = {"remote": remote, "local": local, "split": split, "version": version}
-        self.streams = chosen_streams(streams, stream_name, uris, stream_config)
+        single = {"remote": remote, "local": local, "split": split, "version": version}
+        single |= {"format": format, "columns": columns}
+        self.streams = chosen_streams(streams, stream_name, single, stream_config)
         self.batch_size, self.predownload, self.replication, self.shuffle_block_size, self.num_canonical_nodes = (
             whole_numbers(
                 batch_size=batch_size,

@@ -72,8 +72,8 @@ def chosen_streams(
         )
     if not streams:
         return (Stream(**{**(config or {}), **{name: value for name, value in given.items() if value is not None}}),)
-    if config or any(given[name] is not None for name in ("remote", "local", "version")):
-        raise ValueError("pass either streams=, or remote=, local= and version= of a single one, not both")
+    if config or any(given[name] is not None for name in given if name != "split"):
+        raise ValueError("pass either streams=, or remote=, local=... of a single one, not both")
     for stream in streams:
         stream.split = stream.split or given["split"] or ""
     relative = [stream for stream in streams if stream.proportion is not None]

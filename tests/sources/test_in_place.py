@@ -189,7 +189,7 @@ def test_streams_of_different_formats_mix(tmp_path: Path) -> None:
 
 def test_only_the_columns_that_are_asked_for_are_read(tmp_path: Path) -> None:
     uri = written(tmp_path / "parquet", "parquet")
-    assert set(StreamingDataset(streams=[Stream(remote=uri, columns=["text"])])[7]) == {"text"}
+    assert set(StreamingDataset(remote=uri, columns=["text"])[7]) == {"text"}
     sample = StreamingDataset(streams=[Stream(remote=uri, columns={"id": "int32", "tokens": "json"})])[9]
     assert (type(sample["id"]), sample["tokens"]) == (np.int32, [0, 1])
     with pytest.raises(ValueError, match="is not a column; the columns are id, text, tokens"):
@@ -278,7 +278,7 @@ def test_wrong_folders_get_a_clear_error(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "mixed", 0, range(3))
     with pytest.raises(ValueError, match=r"of one kind; .* \(1 arrow, 1 jsonl\)"):
         StreamingDataset(remote=str(tmp_path / "mixed"))[0]
-    assert StreamingDataset(streams=[Stream(remote=str(tmp_path / "mixed"), format="arrow")])[2]["id"] == 2
+    assert StreamingDataset(remote=str(tmp_path / "mixed"), format="arrow")[2]["id"] == 2
     (tmp_path / "other" / "a.xyz").write_text("?")
     with pytest.raises(FormatError, match=r"no file of a known kind"):
         StreamingDataset(remote=str(tmp_path / "other"))[0]
