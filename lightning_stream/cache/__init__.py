@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .folder import CacheConfig, default_folder
-from .shards import Lease, ShardCache
+from .lease import Lease
+from .shards import ShardCache
 
 __all__ = ["CacheConfig", "Lease", "ShardCache", "default_folder"]
