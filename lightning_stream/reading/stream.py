@@ -56,7 +56,8 @@ class Stream:
         options: Further options of the store, e.g. ``{"endpoint_url": ...}``.
         name: What a `Schedule` calls it; None for the last part of `remote` or `local`.
         version: The version of the dataset: 6 or more digits of its index's digest, as in a saved state or in the file
-            names ``index.<digits>.json``, which `MDSWriter(append=True)` keeps; None for the newest.
+            names ``index.<digits>.json``, which `MDSWriter(append=True)` keeps; None for the newest. Of a Delta table:
+            its number, an int.
         format: Of a folder without an index.json: ``"parquet"``, ``"arrow"``...; None to recognise it.
         columns: Of such a folder, the columns to read, and their encodings if it is a mapping; None for all.
 
@@ -79,7 +80,7 @@ class Stream:
         validate_hash: str | None = None,
         keep_zip: bool | None = None,
         options: Mapping[str, Any] | None = None,
-        version: str | None = None,
+        version: str | int | None = None,
         name: str | None = None,
         format: str | None = None,  # noqa: A002 - the word for it
         columns: Mapping[str, str] | Sequence[str] | None = None,
@@ -103,7 +104,8 @@ class Stream:
         self.remote = None if remote is None else os.path.expanduser(os.fspath(remote))  # noqa: PTH111 - may be a URL
         self.local = None if local is None else os.fspath(local)
         self.split = split or ""
-        self.version = None if version is None else _digits(version)
+        is_number = isinstance(version, int)  # of a Delta table
+        self.version = None if version is None or is_number else _digits(str(version))
         self.proportion, self.repeat, self.choose = proportion, repeat, choose
         self.download_retry, self.download_timeout = download_retry, download_timeout
         self.validate_hash, self.keep_zip = validate_hash, keep_zip
@@ -111,7 +113,7 @@ class Stream:
         self.options = self._options = dict(options or {})  # a subclass may use the name for its own
         self._label = name or os.fspath(remote or local or "").rstrip("/").rpartition("/")[2]
         self._store: Store | None = None
-        self._in_place = InPlace(format, columns)
+        self._in_place = InPlace(format, columns, int(version) if isinstance(version, int) else None)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({name_of(self)!r})"

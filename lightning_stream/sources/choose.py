@@ -26,6 +26,7 @@ _KINDS = {
     "images": (".jpg .jpeg .png .webp .gif .bmp .tif .tiff", "images.ImageFolderReader"),
     "webdataset": (".tar .tgz", "webdataset.TarReader"),
     "litdata": (".bin", "litdata.LitDataReader"),
+    "delta": ("", "delta.DeltaReader"),
     "numpy": (".npy .npz", "tables.NumpyReader"),
     "text": (".txt .text .md", "lines.TextReader"),
 }

@@ -23,8 +23,10 @@ from lightning_stream.sources.choose import reader_class, reader_of
 from lightning_stream.sources.files import SourceFile, files_of
 from lightning_stream.sources.nulls import NullRule
 from lightning_stream.stores import LocalStore, Store
+from lightning_stream.stores.base import ObjectEntry
 from lightning_stream.threads import DaemonPool
 
+LOG = "_delta_log/"
 _THREADS = 32  # a footer costs two requests, and little else
 
 
@@ -37,10 +39,12 @@ class InPlace:
     Attributes:
         kind: Its format, e.g. ``"parquet"``; None to recognise it by the names of its files.
         columns: The columns that are read, and their encodings if it is a mapping; None for all.
+        version: That of a Delta table; None for the newest.
     """
 
     kind: str | None = None
     columns: Mapping[str, str] | Sequence[str] | None = None
+    version: int | None = None
 
     def recognises(self, index: bytes) -> bool:
         """Return whether an index.json is that of another format: of LitData."""
@@ -53,14 +57,18 @@ class InPlace:
             NotFoundError: There is no file of a format that can be read.
             FormatError: A file is damaged, or has not the columns of the first one.
         """
-        found = files_of(store)
+        found, log = files_of(store), [entry for entry in store.list(LOG) if entry.num_bytes]
         if not found:
             raise NotFoundError(f"{store.url} holds no files: neither index.json nor files of a known format.")
-        listing = json.dumps({"listing": _listing(found)})[:-1].encode()
+        listing = json.dumps({"listing": _listing([*found, *log])})[:-1].encode()
         if before is not None and before.startswith(listing):
             return before
-        files, reader = reader_of(found, store.url, self.kind)
-        reader.begin(files)
+        if log and self.kind in (None, "delta"):
+            reader: Any = reader_class("delta")(**({} if self.version is None else {"version": self.version}))
+            files = reader.open_log(store)
+        else:
+            files, reader = reader_of(found, store.url, self.kind)
+            reader.begin(files)
         columns = self._columns(reader, files)
         with DaemonPool(_THREADS, "index") as pool:
             shards = list(reader.all_pieces(files, columns, pool))
@@ -83,7 +91,7 @@ class InPlace:
     @property
     def identity(self) -> str:
         """What distinguishes the shards that are made from those of other settings; empty for the defaults."""
-        return "" if self == InPlace() else f" as {self.kind} {json.dumps(self.columns)}"
+        return "" if self == InPlace() else f" as {self.kind} {json.dumps(self.columns)} {self.version}"
 
     def _columns(self, reader: Reader, files: Sequence[SourceFile]) -> dict[str, str]:
         wanted = self.columns
@@ -96,11 +104,12 @@ class InPlace:
         return {name: encoding or found[name] for name, encoding in asked.items()}
 
 
-def _listing(files: Sequence[SourceFile]) -> str:
+def _listing(files: Sequence[SourceFile | ObjectEntry]) -> str:
     """A digest of the names, sizes and stamps of all files."""
     digest = xxhash.xxh3_128()
     for file in files:
-        digest.update(f"{file.name}\0{file.num_bytes}\0{file.stamp}\n".encode())
+        stamp = file.stamp if isinstance(file, SourceFile) else file.version
+        digest.update(f"{file.name}\0{file.num_bytes}\0{stamp}\n".encode())
     return digest.hexdigest()
 
 

@@ -1,0 +1,138 @@
+"""Delta tables: the Parquet files of one version, without the rows that it has deleted.
+
+The table's log is copied through our own store, and read by ``deltalake``: so every store works, with its own
+credentials. Nothing is written to the table.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+import pyarrow as pa
+
+from lightning_stream.errors import FormatError, missing_extra
+from lightning_stream.sources.arrow import arrow_columns
+from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece
+from lightning_stream.sources.files import SourceFile
+from lightning_stream.sources.tables import ParquetReader
+from lightning_stream.stores import Store
+
+LOG = "_delta_log/"
+
+
+@dataclass
+class DeltaReader(ParquetReader):
+    """Rows of a Delta table.
+
+    Attributes:
+        version: The table's version; None for the newest.
+        partition: Of a shard: the values of the columns that are in the names of folders, with their Arrow types.
+        deleted: Of a shard: the numbers of its deleted rows.
+        absent: Of a shard: columns that were added to the table after its file was written.
+    """
+
+    kind = "delta"
+    version: int | None = None
+    partition: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    deleted: Sequence[int] = ()
+    absent: Sequence[str] = ()
+
+    def open_log(self, store: Store) -> list[SourceFile]:
+        """Read the log of a table; return the files of this version, in the order of their names."""
+        try:
+            from deltalake import DeltaTable
+        except ModuleNotFoundError as error:
+            raise missing_extra("deltalake", "delta", f"reading the Delta table {store.url}") from error
+        with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
+            for entry in store.list(LOG):
+                path = Path(folder, entry.name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                store.get(entry.name, path, entry.num_bytes)
+            try:
+                table = DeltaTable(folder, version=self.version)
+                if table.metadata().configuration.get("delta.columnMapping.mode", "none") != "none":
+                    raise FormatError(f"{store.url}: columns with mapped names cannot be read. Convert the table.")
+                self._schema = pa.schema(table.schema().to_arrow())
+                actions = pa.table(table.get_add_actions(flatten=True)).sort_by("path").to_pylist()
+                self._vectors = self._deletions(table, store, Path(folder))
+            except FormatError:
+                raise
+            except Exception as error:  # deltalake's own classes are many
+                raise FormatError(f"{store.url} cannot be read as a Delta table: {error}") from error
+        self._actions = {unquote(one["path"]): one for one in actions}
+        sizes = ((name, int(one["size_bytes"]), str(one["modification_time"])) for name, one in self._actions.items())
+        return [SourceFile(store.url, name, size, stamp, store=store) for name, size, stamp in sizes]
+
+    def _deletions(self, table: Any, store: Store, folder: Path) -> dict[str, np.ndarray[Any, Any]]:
+        """The numbers of the deleted rows of each file."""
+        if "deletionVectors" not in (table.protocol().reader_features or ()):
+            return {}
+        for entry in store.list("deletion_vector_"):
+            store.get(entry.name, folder / entry.name, entry.num_bytes)
+        vectors = pa.table(table.deletion_vectors()).to_pylist()
+        prefix = f"{folder.as_uri()}/"
+        return {
+            unquote(str(one["filepath"]).removeprefix(prefix)): np.flatnonzero(~np.array(one["selection_vector"], bool))
+            for one in vectors
+        }
+
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
+        """Return the columns of the table's schema."""
+        return Found(arrow_columns(self._schema, asked))
+
+    def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
+        """Return a piece for each row group, with what reading it takes."""
+        action = self._actions[file.name]
+        names = [key.removeprefix("partition.") for key in action if key.startswith("partition.")]
+        types = {name: str(self._schema.field(name).type) for name in names}
+        partition = {name: (_plain(action[f"partition.{name}"]), types[name]) for name in names if name in columns}
+        with self._opened(file) as table:
+            stored = {name: encoding for name, encoding in columns.items() if name in table.schema.names}
+            groups = table.pieces()
+        absent = [name for name in columns if name not in stored and name not in names]
+        nulls = [*absent, *(name for name, (value, _) in partition.items() if value is None)]
+        found, begin, deleted = [], 0, self._vectors.get(file.name, np.empty(0, np.int64))
+        for group in groups:
+            here = deleted[(deleted >= begin) & (deleted < begin + group.num_rows)] - begin
+            settings = {"partition": partition, "deleted": here.tolist(), "absent": absent}
+            settings = {name: value for name, value in settings.items() if value}
+            rows = group.num_rows - len(here)
+            begin += group.num_rows
+            if rows:
+                found.append(group._replace(num_rows=rows, settings=settings, nulls=(*group.nulls, *nulls)))
+        return found
+
+    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
+        """Yield the rows of a row group that are not deleted, with the columns of the table."""
+        stored = {name: one for name, one in columns.items() if name not in self.partition and name not in self.absent}
+        kept = np.ones(1 + max(self.deleted, default=-1), bool)
+        kept[list(self.deleted)] = False
+        done = 0
+        for batch in super().read(splits, stored or self._any_column(splits[0].file)):
+            rows, count = batch.rows, batch.rows.num_rows
+            mask = np.ones(count, bool)
+            mask[: max(0, min(count, len(kept) - done))] = kept[done : done + count]
+            done += count
+            rows = rows.filter(pa.array(mask))
+            for name, (value, kind) in self.partition.items():
+                column = pa.nulls(rows.num_rows) if value is None else pa.array([value] * rows.num_rows)
+                rows = rows.append_column(name, column.cast(kind))
+            for name in self.absent:
+                rows = rows.append_column(name, pa.nulls(rows.num_rows))
+            yield Batch(rows.select(list(columns)), batch.where)
+
+    def _any_column(self, file: SourceFile) -> dict[str, str]:
+        """One stored column, where none is wanted: it has the number of rows."""
+        with self._opened(file) as table:
+            return {table.schema.names[0]: ""}
+
+
+def _plain(value: Any) -> Any:
+    """A partition's value as JSON knows it; Arrow casts texts to dates and decimals."""
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
