@@ -259,6 +259,11 @@ class EpochOrder(ABC):
         """The order of samples: this one, unless they are packed into rows."""
         return self
 
+    @property
+    def drawn(self) -> EpochOrder:
+        """The order below, where samples are packed or rearranged in windows; else this one."""
+        return self.documents
+
     @classmethod
     def shard_groups(cls, snapshot: Snapshot) -> Sequence[NDArray[np.int64]]:
         """The shard sizes of each set of shards that has an order of its own: here each stream."""
@@ -310,7 +315,7 @@ class EpochOrder(ABC):
         return None
 
     def settled(self, position: int) -> int:
-        """The first sample that may change without a change of what comes before a position."""
+        """The first position of :attr:`drawn` whose sample may change without a change before a position of this order."""
         return position
 
     def landmark(self, position: int) -> Landmark | None:  # noqa: ARG002

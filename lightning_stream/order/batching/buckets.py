@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.batching.base import BatchPlan, EpochOrder
-from lightning_stream.order.batching.packed import Landmark
+from lightning_stream.order.batching.packed import Landmark, WindowCounts
 from lightning_stream.order.permutation import RngStream, permutation
 from lightning_stream.order.rank_split import ReplicaBatch, ceil_div
 from lightning_stream.order.rules import TEXT, Rule, broken, count
@@ -162,6 +162,10 @@ class BucketOrder(EpochOrder):
             first = number * size
             yield self.window(number), slice(max(begin - first, 0), end - first)
 
+    @property
+    def drawn(self) -> EpochOrder:
+        return self._samples
+
     def settled(self, position: int) -> int:
         return min(ceil_div(position, self._buckets.window) * self._buckets.window, self.num_samples)
 
@@ -259,7 +263,7 @@ class BudgetOrder(BucketOrder):
     def __init__(self, run: RunOrder, samples: EpochOrder, buckets: LengthBuckets) -> None:
         super().__init__(run, samples, buckets)
         self.full_end = self.num_samples
-        self._base, self._counts = 0, [0]  # batches before this window, and each behind it, as far as they were counted
+        self._counts = WindowCounts(self.num_windows, self._num_batches)
 
     def _plan(self, number: int) -> _Window:
         begin, end = self._bounds(number)
@@ -301,23 +305,18 @@ class BudgetOrder(BucketOrder):
     def batches_before(self, position: int) -> int:
         """Global batches from the epoch's begin that end at or before a position. Counts those of windows before it."""
         number, inside = divmod(position, self._buckets.window)
-        if number < self._base:
-            self._base, self._counts = 0, [0]
-        while number >= self._base + len(self._counts):
-            behind = self._base + len(self._counts) - 1
-            self._counts.append(self._counts[-1] + len(self.window(behind).ends))
-        here = bisect_right(self.window(number).ends, inside) if inside else 0
-        return self._counts[number - self._base] + here
+        return self._counts.before(number) + (bisect_right(self.window(number).ends, inside) if inside else 0)
+
+    def _num_batches(self, window: int) -> int:
+        return len(self.window(window).ends)
 
     def landmark(self, position: int) -> Landmark:
         """What a state holds, so that a resume need not count the batches before it."""
         window = position // self._buckets.window
-        before = self.batches_before(window * self._buckets.window)
-        return Landmark(self.epoch, ((window, before, before),) if window else ())
+        counts = (self._counts.before(at) for at in (window, min(window + 1, self.num_windows)))
+        return Landmark(self.epoch, ((window, *counts),) if window else ())
 
     def learn(self, landmark: Landmark) -> None:
         """Count batches from a landmark of this epoch, unless more is known already."""
         if landmark.epoch == self.epoch and len(landmark.windows) == 1:
-            window, before, _ = landmark.windows[0]
-            if self._base + len(self._counts) <= window <= self.num_windows:
-                self._base, self._counts = window, [before]
+            self._counts.learn(*landmark.windows[0])
