@@ -52,10 +52,12 @@ class InterleavedOrder(EpochOrder):
             seed = run.config.seed if self.jitter and run.config.shuffle else None
             self._interleave = Interleave(self._stretches, epoch, seed)
         else:
-            self._samples = [OwnEpochs(run, stream) for stream in streams]
-            self._interleave = ScheduledStretches(run.mixture, epoch * run.num_samples // length)
-            self._stretches = remainder = np.zeros(len(streams), dtype=np.int64)
-            self.full_end = self.num_samples = min(run.num_samples, self._interleave.left(run.num_samples) * length)
+            self._interleave = scheduled = ScheduledStretches(run.mixture, epoch, run.num_samples // length)
+            self.full_end = self.num_samples = scheduled.num_stretches * length
+            begins, self._stretches = scheduled.numbers()
+            bounds = zip((begins * length).tolist(), (self._stretches * length).tolist(), strict=True)
+            self._samples = [OwnEpochs(run, stream, *one) for stream, one in zip(streams, bounds, strict=True)]
+            remainder = np.zeros(len(streams), dtype=np.int64)
         self._remainder_streams = np.flatnonzero(remainder)
         self.remainder_ends = self.full_end + np.cumsum(remainder[self._remainder_streams])
         self._last: tuple[int, int, NDArray[np.int64], NDArray[np.int64]] | None = None
@@ -75,16 +77,15 @@ class InterleavedOrder(EpochOrder):
 
     def positions(self, sample_id: int) -> list[int]:
         stream = int(self._snapshot.streams_of(np.array([sample_id]))[0])
-        samples, merged = self._samples[stream], self._interleave
-        if isinstance(samples, OwnEpochs) or isinstance(merged, ScheduledStretches):
-            return super().positions(sample_id)
-        return sorted(self._position_of(merged, stream, index) for index in samples.positions(sample_id))
+        found = (self._position_of(stream, index) for index in self._samples[stream].positions(sample_id))
+        return sorted(at for at in found if at is not None)
 
-    def _position_of(self, merged: Interleave, stream: int, index: int) -> int:
-        """The inverse of :meth:`locate`."""
+    def _position_of(self, stream: int, index: int) -> int | None:
+        """The inverse of :meth:`locate`; None for an index that a mixture skips."""
         stretch, inside = divmod(index, self.stretch_length)
         if stretch < self._stretches[stream]:
-            return merged.find(stream, stretch) * self.stretch_length + inside
+            place = self._interleave.find(stream, stretch)
+            return None if place is None else place * self.stretch_length + inside
         entry = int(np.searchsorted(self._remainder_streams, stream))
         begin = int(self.remainder_ends[entry - 1]) if entry else self.full_end
         return begin + index - int(self._stretches[stream]) * self.stretch_length
@@ -271,41 +272,60 @@ def split_blocks(
 
 
 class OwnEpochs:
-    """A stream's own endless sequence: sample n is at position n mod size of its own epoch n // size."""
+    """A stream's own endless sequence: sample n is at position n mod size of its own epoch n // size.
 
-    def __init__(self, run: RunOrder, stream: int) -> None:
-        self._run, self._stream = run, stream
+    [begin, end) are the numbers that one epoch of the run has of it.
+    """
+
+    def __init__(self, run: RunOrder, stream: int, begin: int, end: int) -> None:
+        self._run, self._stream, self._bounds = run, stream, (begin, end)
         self._size = int(run.snapshot.stream_samples[stream])
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
         """Sample ids at numbers [begin, end)."""
-        return np.concatenate([order.ids(first, stop) for order, first, stop in self._parts(begin, end)])
+        return np.concatenate([order.ids(first, stop) for order, first, stop, _ in self._parts(begin, end)])
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         """The canonical node of each number in [begin, end)."""
-        return np.concatenate([order.canonical(first, stop) for order, first, stop in self._parts(begin, end)])
+        return np.concatenate([order.canonical(first, stop) for order, first, stop, _ in self._parts(begin, end)])
 
-    def _parts(self, begin: int, end: int) -> Iterator[tuple[SampleOrder, int, int]]:
-        for epoch in range(begin // self._size, (end - 1) // self._size + 1):
-            first = epoch * self._size
+    def positions(self, sample_id: int) -> list[int]:
+        """All numbers of a sample in the epoch of the run."""
+        return [
+            before + at
+            for order, first, stop, before in self._parts(*self._bounds)
+            for at in order.positions(sample_id)
+            if first <= at < stop
+        ]
+
+    def _parts(self, begin: int, end: int) -> Iterator[tuple[SampleOrder, int, int, int]]:
+        """The own epochs of [begin, end): the order of each, its positions [first, stop), and the numbers before it."""
+        for epoch in range(begin // self._size, -(-end // self._size)):
+            before = epoch * self._size
             order = self._run.own_epoch(epoch, self._stream)
-            yield order, max(begin - first, 0), min(end - first, self._size)
+            yield order, max(begin - before, 0), min(end - before, self._size), before
 
 
 class ScheduledStretches:
-    """The stretches of one epoch of a scheduled mixture, which began ``first`` stretches before."""
+    """The stretches of one epoch of a scheduled mixture: ``most`` of them, or as many as the mixture has."""
 
-    def __init__(self, mixture: Mixture, first: int) -> None:
-        self._mixture, self._first = mixture, first
+    def __init__(self, mixture: Mixture, epoch: int, most: int) -> None:
+        self._mixture, self._first = mixture, epoch * most
+        self.num_stretches = most if mixture.end is None else max(0, min(most, mixture.end - self._first))
 
-    def left(self, most: int) -> int:
-        """How many stretches, of ``most``, the mixture has from here on."""
-        end = self._mixture.end
-        return most if end is None else max(0, min(most, end - self._first))
+    def numbers(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Two int64[streams]: the numbers that the epoch has of each stream begin at the first and end at the other."""
+        begin, end = self._first, self._first + self.num_stretches
+        return self._mixture.ends(begin), self._mixture.ends(end)
 
     def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For stretches [begin, end) of the epoch: the stream of each, and its number in that stream's sequence."""
         return self._mixture.read(self._first + begin, self._first + end)
+
+    def find(self, stream: int, number: int) -> int | None:
+        """The stretch of the epoch that has this number of a stream; None if it is skipped."""
+        place = self._mixture.find(stream, number, self._first, self._first + self.num_stretches)
+        return None if place is None else place - self._first
 
 
 class Interleave:
