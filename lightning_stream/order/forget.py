@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.order.bitmap import as_ids
 from lightning_stream.order.permutation import RngStream, mix64, random_u64
 from lightning_stream.order.snapshot import Snapshot
 
@@ -42,6 +43,7 @@ class Forgotten:
 
     Raises:
         ValueError: Ids that do not exist; or a whole stream is forgotten, so that nothing can take its place.
+        TypeError: Something else than ids, e.g. a mask.
     """
 
     snapshot: Snapshot
@@ -51,7 +53,7 @@ class Forgotten:
     @classmethod
     def of(cls, snapshot: Snapshot, ids: Iterable[int] | NDArray[np.int64]) -> Forgotten:
         """These samples, in any order."""
-        return cls(snapshot, np.unique(np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64)))
+        return cls(snapshot, np.unique(as_ids(ids, "forgotten samples")).astype(np.int64))
 
     def __post_init__(self) -> None:
         ids, snapshot = self.ids, self.snapshot

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lightning_stream.cache.folder import CacheFolder
 from lightning_stream.cache.results import Results
 from lightning_stream.fingerprint import function_text
-from lightning_stream.order.bitmap import Bitmap
+from lightning_stream.order.bitmap import Bitmap, as_ids
 from lightning_stream.processes import Progress, num_processes, pickled, refuse_in_worker, run_partitions
 from lightning_stream.reading.bad_samples import UNREADABLE, BadData, BadDataPolicy
 from lightning_stream.reading.reader import SampleReader
@@ -103,9 +103,7 @@ class Filters:
 def _ids(given: Ids, size: int) -> NDArray[np.int64]:
     """The ids to exclude, also of a file."""
     ids = _read(Path(given)) if isinstance(given, (str, os.PathLike)) else given
-    array = ids if isinstance(ids, np.ndarray) else np.array(list(ids))
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"exclude_ids are whole numbers; found {array.dtype} values like {array.ravel()[0]!r}")
+    array = as_ids(ids, "exclude_ids")
     if (unknown := array[(array < 0) | (array >= size)]).size:
         raise ValueError(
             f"exclude_ids are ids of the streams' samples, 0 to {size - 1}; found {unknown.size:,} others, "

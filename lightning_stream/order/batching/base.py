@@ -114,7 +114,7 @@ class BatchPlan:
         return (*ends[:-2], border, ends[-1])
 
     def is_whole(self, k: int) -> bool:
-        """Whether global batch ``k`` has exactly B samples, and no tail changes it. Cheap far from the epoch's end."""
+        """Whether global batch ``k`` has the regular size, and no tail changes it. Cheap far from the epoch's end."""
         margin = self.world.num_replicas if self.tail == "exact" else 0
         return self.order.reaches(self.start + (k + 1) * self.batch_size + margin) or k < self.num_whole_batches
 
@@ -239,7 +239,7 @@ class EpochOrder(ABC):
     fixes: ClassVar[Mapping[str, str]] = {}
     # Whether every global batch holds samples of several streams, each in an order of its own.
     mixes_streams: ClassVar[bool] = False
-    # Whether a whole global batch is grouped by canonical node and split over the replicas sample by sample.
+    # Whether global batches of B samples are grouped by canonical node and split over the replicas one by one.
     splits_samples: ClassVar[bool] = True
     can_be_packed: ClassVar[bool] = True  # whether its samples can be packed into rows
     can_be_balanced: ClassVar[bool] = True  # whether costs may decide which replica gets which sample
@@ -315,7 +315,7 @@ class EpochOrder(ABC):
         return None
 
     def settled(self, position: int) -> int:
-        """The first position of :attr:`drawn` whose sample may change without a change before a position of this order."""
+        """The first position of :attr:`drawn` that changes nothing before a position of this order."""
         return position
 
     def landmark(self, position: int) -> Landmark | None:  # noqa: ARG002

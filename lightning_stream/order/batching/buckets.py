@@ -15,7 +15,7 @@ if all are padded to the longest one.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from lightning_stream.order.batching.base import BatchPlan, EpochOrder
 from lightning_stream.order.batching.packed import Landmark, WindowCounts
 from lightning_stream.order.permutation import RngStream, permutation
-from lightning_stream.order.rank_split import ReplicaBatch, ceil_div
+from lightning_stream.order.rank_split import ceil_div
 from lightning_stream.order.rules import TEXT, Rule, broken, count
 from lightning_stream.order.window import kept
 
@@ -229,9 +229,6 @@ class BudgetPlan(BatchPlan):
     def is_whole(self, k: int) -> bool:
         return self._reach(k)
 
-    def has(self, k: int) -> bool:
-        return self._reach(k)
-
     def _cut(self) -> tuple[int, tuple[int, ...]]:
         self._reach(self.order.num_samples)
         return bisect_right(self._found, self._last) - 1, ()
@@ -245,9 +242,6 @@ class BudgetPlan(BatchPlan):
             raise ValueError(f"Global batches count from 0 to {self.num_batches - 1} here; found {k}.")
         return self._found[k], self._found[k + 1]
 
-    def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:
-        return [self.share(k) for k in ks]
-
     def num_micro_batches(self, k: int, device_batch_size: int) -> int:  # noqa: ARG002
         return max(1, ceil_div(ceil_div(self.batch_size, self.world.num_replicas), device_batch_size))
 
@@ -259,6 +253,7 @@ class BudgetOrder(BucketOrder):
     """
 
     plan_type = BudgetPlan
+    splits_samples = False  # no two batches need have one size
 
     def __init__(self, run: RunOrder, samples: EpochOrder, buckets: LengthBuckets) -> None:
         super().__init__(run, samples, buckets)
