@@ -68,9 +68,19 @@ class Mixture:
         self._schedule, self._sizes, self._stretch = schedule, tuple(sizes), stretch_length
         unit = Fraction((batch_size or 1) if schedule.unit == "steps" else 1, stretch_length)
         self._rates = tuple(unit / length for length in schedule.lengths)  # of a stream that has the whole weight
-        points = [schedule.shares(weights) for _, weights in schedule.points]
-        self._tree = plan_tree(tuple(_normal([a * b for a, b in zip(one, self._rates, strict=True)]) for one in points))
-        self._eras = self._made_eras()
+        shares = [schedule.shares(weights) for _, weights in schedule.points]
+        self._tree = plan_tree(tuple(_normal([a * b for a, b in zip(one, self._rates, strict=True)]) for one in shares))
+        lengths = [Fraction(b - a) for (a, _), (b, _) in pairwise(schedule.points)]
+        later = shares[1:] if schedule.interpolation == "linear" else shares
+        sections = [Section(*one) for one in zip(lengths, shares, later, strict=False)]
+        sections.append(Section(None, shares[-1], shares[-1]))
+        self._eras = [self._era(0, np.zeros(len(sizes), dtype=np.int64), sections)]
+        for change in schedule.changes:
+            if change.weights is not None:
+                at, now = change.at // stretch_length, schedule.shares(change.weights)
+                start = at if self.end is None else min(at, self.end)
+                era = self._era(start, self.counts(np.array([start]))[0], [Section(None, now, now)])
+                self._eras = [*(one for one in self._eras if one.start < start), era]
 
     def counts(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64[n, streams]: how many of the first ``at`` stretches of the run are of each stream; ``at`` rises."""
@@ -112,8 +122,10 @@ class Mixture:
 
     def _numbers(self, stream: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
         """The numbers in the streams' own sequences, from counts that do not include what is skipped."""
-        skipped = sum(size * ((stream == which) & (count >= first)) for which, first, size in self._skips)
-        return count + skipped
+        numbers = count.copy()
+        for which, first, skipped in self._skips:
+            numbers[(stream == which) & (count >= first)] += skipped
+        return numbers
 
     @property
     def end(self) -> int | None:
@@ -131,23 +143,6 @@ class Mixture:
                 stream = self._schedule.streams.index(name)
                 found.append((stream, int(before[stream]), -(-int(skipped) // self._stretch)))
         return found
-
-    def _made_eras(self) -> list[_Era]:
-        schedule = self._schedule
-        starts = [Fraction(at) for at, _ in schedule.points]
-        shares = [schedule.shares(weights) for _, weights in schedule.points]
-        later = shares[1:] if schedule.interpolation == "linear" else shares
-        lengths = [b - a for a, b in pairwise(starts)]
-        sections = [Section(*one) for one in zip(lengths, shares, later, strict=False)]
-        eras = [self._era(0, np.zeros(len(self._sizes), np.int64), [*sections, Section(None, shares[-1], shares[-1])])]
-        for change in schedule.changes:
-            if change.weights is not None:
-                self._eras = eras
-                start = change.at // self._stretch if self.end is None else min(change.at // self._stretch, self.end)
-                now, left = schedule.shares(change.weights), self.counts(np.array([start]))[0]
-                eras = [era for era in eras if era.start < start or era is eras[0]]
-                eras.append(self._era(start, left, [Section(None, now, now)]))
-        return eras
 
     def _era(self, start: int, given: NDArray[np.int64], sections: Sequence[Section]) -> _Era:
         stops = self._schedule.stops
@@ -392,7 +387,9 @@ def _halves(chosen: int, *, even: bool) -> Iterator[int]:
 def _huffman_tree(shares: tuple[Shares, ...]) -> Tree:
     """The two lightest nodes get a parent until one is left. Equal ones queue, so that weights of 0 make no chain."""
     count = len(shares[0])
-    nodes: list[tuple[Fraction, int, Tree]] = [(sum(one[i] for one in shares), i, i) for i in range(count)]
+    nodes: list[tuple[Fraction, int, Tree]] = [
+        (sum(one, Fraction(0)), i, i) for i, one in enumerate(zip(*shares, strict=True))
+    ]
     heapify(nodes)
     for number in range(count, 2 * count - 1):
         (light, _, left), (heavy, _, right) = heappop(nodes), heappop(nodes)

@@ -171,10 +171,9 @@ class BatchPlan:
         """As :meth:`share` of each, ascending, but full ones are planned together: 16 of 1024 in 60 % of the time."""
         for k in (*ks[:1], *ks[-1:]):
             self.bounds(k)
-        if len(ks) < 2 or not self.order.splits_samples:
-            return [self.share(k) for k in ks]
-        count = bisect_left(ks, self.num_whole_batches)
-        if count < 2 or self.balance is not None:
+        together = len(ks) > 1 and self.order.splits_samples and self.balance is None
+        count = bisect_left(ks, self.num_whole_batches) if together else 0
+        if count < 2:
             return [self.share(k) for k in ks]
         size, replicas, replica = self.batch_size, self.world.num_replicas, self.world.replica
         first, end = self.start + ks[0] * size, self.start + (ks[count - 1] + 1) * size

@@ -308,8 +308,8 @@ class BudgetOrder(BucketOrder):
     def landmark(self, position: int) -> Landmark:
         """What a state holds, so that a resume need not count the batches before it."""
         window = position // self._buckets.window
-        counts = (self._counts.before(at) for at in (window, min(window + 1, self.num_windows)))
-        return Landmark(self.epoch, ((window, *counts),) if window else ())
+        before, behind = (self._counts.before(at) for at in (window, min(window + 1, self.num_windows)))
+        return Landmark(self.epoch, ((window, before, behind),) if window else ())
 
     def learn(self, landmark: Landmark) -> None:
         """Count batches from a landmark of this epoch, unless more is known already."""
