@@ -386,12 +386,11 @@ def _halves(chosen: int, *, even: bool) -> Iterator[int]:
 
 def _huffman_tree(shares: tuple[Shares, ...]) -> Tree:
     """The two lightest nodes get a parent until one is left. Equal ones queue, so that weights of 0 make no chain."""
-    count = len(shares[0])
-    nodes: list[tuple[Fraction, int, Tree]] = [
-        (sum(one, Fraction(0)), i, i) for i, one in enumerate(zip(*shares, strict=True))
-    ]
+    nodes: list[tuple[Fraction, int, Tree]] = []
+    for stream, over_time in enumerate(zip(*shares, strict=True)):
+        nodes.append((sum(over_time, Fraction(0)), stream, stream))
     heapify(nodes)
-    for number in range(count, 2 * count - 1):
+    for number in range(len(nodes), 2 * len(nodes) - 1):
         (light, _, left), (heavy, _, right) = heappop(nodes), heappop(nodes)
         heappush(nodes, (light + heavy, number, (left, right)))
     return nodes[0][2]

@@ -40,9 +40,9 @@ _ROWS_AT_ONCE = 1 << 14  # of which the spans are in memory together
 
 @dataclass(frozen=True)
 class Landmark:
-    """What is known of an epoch's rows: for each sequence a window, and the sequence's rows before it and behind it.
+    """What a state holds of an epoch's rows: for each sequence a window, and the rows before it and before the next.
 
-    () is the beginning of the epoch.
+    With a budget of tokens there is one sequence, and batches are counted. () is the beginning of the epoch.
     """
 
     epoch: int = 0
@@ -96,13 +96,13 @@ class WindowCounts:
         return known[0] + at, before[at], before[min(at + 1, len(before) - 1)]
 
     def learn(self, window: int, before: int, behind: int) -> None:
-        """Count on from a window with so many before it and behind it, unless more is known already."""
+        """Count from a window on, with so many before it and before the next one, unless more is known already."""
         base, known = self._known
         if base + len(known) - 1 <= window <= self.num_windows:
             self._known = window, [before] if window == self.num_windows else [before, behind]
 
     def _from(self, is_before: bool) -> tuple[int, list[int]]:
-        """What is known; counted again from the beginning if something before the landmark is asked for."""
+        """What is known. It is counted again from the beginning where something before the landmark is asked for."""
         if is_before:
             self._known = (0, [0])
         return self._known
@@ -240,7 +240,7 @@ class PackedOrder(EpochOrder):
             begin = turn.begin + (row - turn.row) * len(counts)
             left = tuple(number for number, count in zip(turn.sequences, counts, strict=True) if count > row)
             at += 1
-            self._turns[at : at + 1] = [_Turn(begin, row, left)]  # another thread may have added it
+            self._turns[at : at + 1] = [_Turn(begin, row, left)]  # another thread may have added the same one
 
     def exists(self, position: int) -> bool:
         return self.reaches(position + 1)
