@@ -69,7 +69,7 @@ def add_lengths(
     Raises:
         FileExistsError: The dataset has lengths of such a name already.
         NotFoundError: There is no dataset.
-        ValueError: A function gives no whole number, or ``len`` is to measure a column that is not there.
+        ValueError: A function gives no whole number, or ``len`` is given for a column that does not exist.
         ConflictError: Another writer changed the dataset meanwhile; its dataset stays, without these lengths.
     """
     refuse_in_worker("add_lengths()")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_stream.order.batching.base import EpochOrder
     from lightning_stream.order.plan import RunOrder
 
-_LARGEST = 2**32  # the sums of as many costs as a batch has fit into 64 bits
+_LARGEST = 2**32  # so that the sum of a batch's costs fits into 64 bits
 _MOST_EXCHANGES = 32
 _EXCHANGED = 64  # in larger groups, the differences left are below 0.1 % without
 
@@ -134,7 +134,7 @@ def _exchanged(costs: NDArray[np.int64], groups: NDArray[np.int64]) -> NDArray[n
 
 
 def num_groups(canonical_nodes: int, world: World) -> int:
-    """How many groups of replicas are balanced apart from each other, so that no machine reads more shards.
+    """How many groups of replicas are balanced separately, so that no machine reads more shards.
 
     These are the machines; or the canonical nodes, if several whole machines share each.
     """

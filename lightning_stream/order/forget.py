@@ -39,11 +39,11 @@ class Forgotten:
 
     Args:
         snapshot: The data.
-        ids: The forgotten sample ids: int64[n], ascending, different.
+        ids: The forgotten sample ids: int64[n], ascending and unique.
 
     Raises:
+        TypeError: Something other than ids, e.g. a mask.
         ValueError: Ids that do not exist; or a whole stream is forgotten, so that nothing can take its place.
-        TypeError: Something else than ids, e.g. a mask.
     """
 
     snapshot: Snapshot
@@ -152,7 +152,7 @@ def plan_replay(run: RunOrder, ids: Iterable[int] | NDArray[np.int64], checkpoin
     if run.forgotten is not None:
         forgotten = Forgotten.of(run.snapshot, np.concatenate([run.forgotten.ids, forgotten.ids]))
     first = first_seen(run, forgotten, newest)
-    # Of a state with other forgotten samples, nobody can say what it has not seen.
+    # A state with other forgotten samples does not tell what its run has not seen.
     known = [number for number, one in enumerate(checkpoints) if one.order.forgotten in (None, forgotten.digest)]
     clean = [number for number in known if first is None or reached[number] <= first]
     index = max(clean, key=lambda number: reached[number], default=None)

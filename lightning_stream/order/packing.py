@@ -1,9 +1,9 @@
 """Documents of all lengths, packed into rows of one length: a pure function of the lengths in a window.
 
 Best-fit decreasing: pieces are taken from the longest to the shortest, and each goes into the fullest row that still
-has room for it. Among rows with equal room it goes into the one that has had this room for the longest time. There are
-integers only, so every machine packs alike. Log-normal documents (mean 700 tokens) in windows of 16,384 fill the
-fewest possible rows in nearly every window: what padding there is lies in the last row.
+has room for it. Among rows with equal room it goes into the one that has had this room for the longest time. Only
+integers are used, so every machine packs alike. Log-normal documents (mean 700 tokens) in windows of 16,384 fill the
+fewest possible rows in nearly every window: the padding that remains is in the last row.
 
     documents 0..4 of 3, 9, 4, 0 and 5 tokens, rows of 6:
     row 0   0 0 0 1 1 1      document 0, and the last 3 tokens of document 1
@@ -38,7 +38,7 @@ class RowPacking:
 
     Args:
         row_length: S, tokens of a row.
-        window: W, documents that are packed together. More of them leave less padding: half a row for each window.
+        window: W, documents that are packed together. A larger window leaves less padding, about half a row each.
         long_documents: What happens to documents of more than S tokens. ``"split"`` cuts them after every S tokens, and
             all pieces stay in their window; ``"truncate"`` keeps the first S tokens; ``"drop"`` omits them.
         lengths: A digest of the documents' lengths, by which a state recognises other data.
@@ -101,7 +101,7 @@ class RowSpans:
         return RowSpans(edges, self.ids[at], self.first[at], self.num_tokens[at])
 
     def fingerprints(self) -> NDArray[np.int64]:
-        """int64[rows] in [0, 2**63): a number for each row, another one for any other spans or another order."""
+        """int64[rows] in [0, 2**63): a number for each row, which differs for other spans or another order."""
         place = np.arange(len(self.ids)) - np.repeat(self.edges[:-1], np.diff(self.edges))
         mixed = mix64(place.astype(np.uint64))
         for column in (self.ids, self.first, self.num_tokens):

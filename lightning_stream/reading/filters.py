@@ -79,7 +79,7 @@ class Filters:
         return reader if all(rule is None for rule in rules) else SubsetReader(reader, self.chosen)
 
     def chosen(self, reader: SampleReader) -> Bitmap:
-        """The samples that are kept; evaluates a function of samples where no process of the machine has.
+        """The samples that are kept; evaluates a function of samples unless a process of this machine has.
 
         Raises:
             ValueError: No sample is kept, or an id to exclude is unknown.

@@ -33,7 +33,7 @@ class SubsetReader(SampleReader):
             self.chosen, self.snapshot = chosen, whole.snapshot.subset(chosen)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What has chosen the samples, e.g. a lambda, is not needed any more, and perhaps cannot be pickled.
+        # The function that chose the samples, e.g. a lambda, is no longer needed and may not be picklable.
         return {**super().__getstate__(), "_choose": None if "chosen" in self.__dict__ else self._choose}
 
     @cached_property

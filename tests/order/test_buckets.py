@@ -141,6 +141,13 @@ def test_a_resume_far_in_an_epoch_plans_few_windows():
     assert len(set(planned)) == 1
 
 
+def test_a_plan_behind_the_last_batch_has_none():
+    run = run_of(range(1, 12), tokens=44, multiple=4)
+    for tail, start in (("drop", 8), ("drop", 11), ("pad", 11), ("exact", 11)):
+        plan = BatchPlan(run.epoch(0), batch_size=4, tail=tail, start=start)
+        assert (plan.num_batches, len(MicroBatches(plan, 4)), plan.has(0)) == (0, 0, False)
+
+
 def test_batches_of_similar_lengths_have_little_padding():
     lengths = np.minimum(np.random.default_rng(0).lognormal(6, 1, 40_000), 8000).astype(int)
 

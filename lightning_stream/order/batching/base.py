@@ -306,7 +306,7 @@ class EpochOrder(ABC):
         raise TypeError("Only packed rows have alternatives.")
 
     def sequences(self, least: int) -> Sequence[Samples]:  # noqa: ARG002
-        """The sequences that are packed apart, of at least so many samples each if there is more than one."""
+        """The sequences that are packed separately, of at least so many samples each if there are several."""
         return [self]
 
     def batches_before(self, position: int) -> int | None:  # noqa: ARG002

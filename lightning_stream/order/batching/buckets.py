@@ -2,7 +2,7 @@
 
 Padding a batch to its longest sample is cheap if all are about as long. Window w has the positions [wW, (w+1)W) of the
 order below. Its samples are sorted by length and divided over its global batches, which keep a random order. Every
-position keeps its canonical node and its stream: machines read what they read without, and mixtures stay exact.
+position keeps its canonical node and its stream: machines read the same shards as without, and mixtures stay exact.
 
     lengths in the order below   9 2 7 3 | 8 1 2 9 | 3 8 1 7     a window of three batches
     sorted, in batches           1 1 2 2 | 3 3 7 7 | 8 8 9 9
@@ -42,7 +42,7 @@ _MOST = 2**31 - 1
 
 @dataclass(frozen=True)
 class LengthBuckets:
-    """How samples of similar lengths come together. Make one with :meth:`resolved`, which chooses what is left open.
+    """How samples of similar lengths come together. Make one with :meth:`resolved`, which chooses what is None.
 
     Args:
         window: W, samples that are sorted by length together, a multiple of ``batch_size``.
@@ -81,7 +81,7 @@ class LengthBuckets:
         digest: str = "",
         resumed: LengthBuckets | None = None,
     ) -> LengthBuckets:
-        """Choose what was left open, from the data and the run's first start alone.
+        """Choose what is None, from the data and the run's first start alone.
 
         Args:
             lengths: Those of all samples: 1-d.
@@ -137,7 +137,7 @@ class BucketOrder(EpochOrder):
     Args:
         run: The order of the run, which has the lengths.
         samples: The order whose windows are rearranged.
-        buckets: How.
+        buckets: How they are rearranged.
     """
 
     def __init__(self, run: RunOrder, samples: EpochOrder, buckets: LengthBuckets) -> None:
@@ -231,7 +231,7 @@ class BudgetPlan(BatchPlan):
 
     def _cut(self) -> tuple[int, tuple[int, ...]]:
         self._reach(self.order.num_samples)
-        return bisect_right(self._found, self._last) - 1, ()
+        return max(0, bisect_right(self._found, self._last) - 1), ()
 
     @property
     def end(self) -> int:
@@ -249,7 +249,7 @@ class BudgetPlan(BatchPlan):
 class BudgetOrder(BucketOrder):
     """An epoch whose global batches have as many samples of similar lengths as a budget of tokens has room for.
 
-    Batches have whole multiples of ``batch_size`` samples; at the end of the epoch, one may have a rest.
+    The sizes of batches are multiples of ``batch_size``, except for the last one of the epoch.
     """
 
     plan_type = BudgetPlan
@@ -274,7 +274,7 @@ class BudgetOrder(BucketOrder):
             room = self._room(int(longest[edges[-1]]))
             edges.append(edges[-1] + min(room, left // multiple * multiple or left))
         batches = np.split(np.arange(len(ids)), edges[1:-1])
-        rest = [batches.pop()] if len(ids) % multiple else []  # it stays the last of the epoch
+        rest = [batches.pop()] if len(ids) % multiple else []  # the last batch of the epoch
         batches = [batches[at] for at in self._turns(number, len(batches)).tolist()] + rest
         order = np.concatenate(batches)
         return _Window(ids[order], nodes[order], tuple(np.cumsum([len(one) for one in batches]).tolist()))

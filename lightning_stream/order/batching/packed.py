@@ -9,8 +9,8 @@ nodes, and every machine would download all the data.
     sequence 0   a0 a1 a2 a3 a4          position   0  1  2  3  4  5  6  7  8  9 10
     sequence 1   b0 b1 b2 b3 b4 b5       row       a0 b0 a1 b1 a2 b2 a3 b3 a4 b4 b5
 
-How many rows a window has is known once it was planned. So rows are counted from the beginning of the epoch, or from a
-`Landmark` that a state holds.
+The number of rows of a window is known once it is planned. So rows are counted from the beginning of the epoch, or from
+a `Landmark` that a state holds.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class PackedSequence:
 
 @dataclass(frozen=True)
 class _Turn:
-    """The positions from ``begin`` on, while these sequences give rows: each its row ``row`` first, then the next."""
+    """From position ``begin`` on, these sequences take turns: each gives its row ``row``, then each its next one."""
 
     begin: int
     row: int
