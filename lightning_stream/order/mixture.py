@@ -122,7 +122,7 @@ class Mixture:
 
     def _numbers(self, stream: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
         """The numbers in the streams' own sequences, from counts that do not include what is skipped."""
-        numbers = count.copy()
+        numbers: NDArray[np.int64] = count.copy()
         for which, first, skipped in self._skips:
             numbers[(stream == which) & (count >= first)] += skipped
         return numbers

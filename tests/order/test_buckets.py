@@ -130,7 +130,7 @@ def test_a_resume_far_in_an_epoch_plans_few_windows():
     lengths = np.random.default_rng(0).integers(1, 500, 200_000)
     run = run_of(lengths, tokens=50_000, window=4096)
     order = run.epoch(0)
-    at = order.ends_after(150_000)[0]
+    at = next(end for end in order.ends(150_000 // 4096) if end > 150_000)
     mark, steps = order.landmark(at), order.batches_before(at)
     fresh = run_of(lengths, tokens=50_000, window=4096).epoch(0)
     planned = []

@@ -203,22 +203,27 @@ class BucketOrder(EpochOrder):
 
 
 class BudgetPlan(BatchPlan):
-    """The global batches of a `BudgetOrder`: found window by window, as far as they are asked for."""
+    """The global batches of a `BudgetOrder`: counted window by window, as far as they are asked for."""
 
     order: BudgetOrder
     must_divide = False
 
     @cached_property
-    def _found(self) -> list[int]:
-        """The borders of the batches, as far as they are known."""
-        return [self.start]
+    def _counts(self) -> tuple[WindowCounts, int]:
+        """What counts the batches from the start's window on, and how many of these end at or before the start."""
+        window = self.order.window_of(self.start)
+        counts = WindowCounts(self.order.num_windows, self.order.num_batches)
+        counts.learn(window, 0, self.order.num_batches(window))
+        return counts, bisect_right(self.order.ends(window), self.start)
 
-    def _reach(self, k: int) -> bool:
-        """Whether there is a batch ``k``. Plans windows until that is known."""
-        found = self._found
-        while len(found) <= k + 1 and found[-1] < self._last:
-            found += self.order.ends_after(found[-1])
-        return k + 1 < len(found) and found[k + 1] <= self._last
+    def _end_of(self, k: int) -> int | None:
+        """The position behind batch ``k``; None if there is no such batch. Plans windows until that is known."""
+        counts, done = self._counts
+        window, before, behind = counts.find(done + k)
+        if before == behind:
+            return None
+        end = self.order.ends(window)[done + k - before]
+        return end if end <= self._last else None
 
     @property
     def _last(self) -> int:
@@ -227,20 +232,23 @@ class BudgetPlan(BatchPlan):
         return total - total % self.batch_size if self.tail == "drop" else total
 
     def is_whole(self, k: int) -> bool:
-        return self._reach(k)
+        return self._end_of(k) is not None
 
     def _cut(self) -> tuple[int, tuple[int, ...]]:
-        self._reach(self.order.num_samples)
-        return max(0, bisect_right(self._found, self._last) - 1), ()
+        counts, done = self._counts
+        count = counts.before(self.order.num_windows) - done
+        return count - (count > 0 and self._last < self.order.num_samples), ()
 
     @property
     def end(self) -> int:
         return max(self.start, self._last)
 
     def bounds(self, k: int) -> tuple[int, int]:
-        if k < 0 or not self._reach(k):
+        if k < 0 or (end := self._end_of(k)) is None:
             raise ValueError(f"Global batches count from 0 to {self.num_batches - 1} here; found {k}.")
-        return self._found[k], self._found[k + 1]
+        begin = self._end_of(k - 1) if k else self.start
+        assert begin is not None
+        return begin, end
 
     def num_micro_batches(self, k: int, device_batch_size: int) -> int:  # noqa: ARG002
         return max(1, ceil_div(ceil_div(self.batch_size, self.world.num_replicas), device_batch_size))
@@ -258,7 +266,7 @@ class BudgetOrder(BucketOrder):
     def __init__(self, run: RunOrder, samples: EpochOrder, buckets: LengthBuckets) -> None:
         super().__init__(run, samples, buckets)
         self.full_end = self.num_samples
-        self._counts = WindowCounts(self.num_windows, self._num_batches)
+        self._counts = WindowCounts(self.num_windows, self.num_batches)
 
     def _plan(self, number: int) -> _Window:
         begin, end = self._bounds(number)
@@ -277,7 +285,7 @@ class BudgetOrder(BucketOrder):
         rest = [batches.pop()] if len(ids) % multiple else []  # the last batch of the epoch
         batches = [batches[at] for at in self._turns(number, len(batches)).tolist()] + rest
         order = np.concatenate(batches)
-        return _Window(ids[order], nodes[order], tuple(np.cumsum([len(one) for one in batches]).tolist()))
+        return _Window(ids[order], nodes[order], tuple((begin + np.cumsum([len(one) for one in batches])).tolist()))
 
     def _room(self, longest: int) -> int:
         """Samples of a batch whose longest has so many tokens."""
@@ -288,26 +296,30 @@ class BudgetOrder(BucketOrder):
     @property
     def samples_per_position(self) -> int:  # type: ignore[override]
         """Batches have about so many times ``batch_size`` samples."""
-        ends = self.window(0).ends if self.num_windows else ()
+        ends = self.ends(0)
         return max(1, ends[-1] // len(ends) // self._buckets.batch_size) if ends else 1
 
-    def ends_after(self, position: int) -> list[int]:
-        """The ends of the batches of a position's window that lie behind it."""
-        number, inside = divmod(position, self._buckets.window)
-        ends = self.window(number).ends
-        return [number * self._buckets.window + end for end in ends[bisect_right(ends, inside) :]]
+    def window_of(self, position: int) -> int:
+        """The window of a position; behind the last one, the number of all windows."""
+        return position // self._buckets.window
+
+    def ends(self, window: int) -> tuple[int, ...]:
+        """The positions behind the batches of a window; none if there is no such window."""
+        return self.window(window).ends if window < self.num_windows else ()
+
+    def num_batches(self, window: int) -> int:
+        """Batches of a window."""
+        return len(self.ends(window))
 
     def batches_before(self, position: int) -> int:
         """Global batches from the epoch's begin that end at or before a position. Counts those of windows before it."""
-        number, inside = divmod(position, self._buckets.window)
-        return self._counts.before(number) + (bisect_right(self.window(number).ends, inside) if inside else 0)
-
-    def _num_batches(self, window: int) -> int:
-        return len(self.window(window).ends)
+        window = self.window_of(position)
+        inside = bisect_right(self.ends(window), position) if position % self._buckets.window else 0
+        return self._counts.before(window) + inside
 
     def landmark(self, position: int) -> Landmark:
         """What a state holds, so that a resume need not count the batches before it."""
-        window = position // self._buckets.window
+        window = self.window_of(position)
         before, behind = (self._counts.before(at) for at in (window, min(window + 1, self.num_windows)))
         return Landmark(self.epoch, ((window, before, behind),) if window else ())
 
