@@ -43,18 +43,21 @@ class InterleavedOrder(EpochOrder):
         self.stretch_length = length = self.stretch_length_of(run.config)
         streams = range(run.snapshot.num_streams)
         self._samples: Sequence[SampleOrder | OwnEpochs]
-        self._interleave: Interleave | ScheduledStretches
+        self._interleave: Interleave | Mixture
         if run.config.schedule is None:
             self._samples = drawn = [run.sample_order(epoch, (stream,), stream) for stream in streams]
             sizes = np.array([one.num_samples for one in drawn], dtype=np.int64)
             self._stretches, remainder = np.divmod(sizes, length)
             self.full_end = int(self._stretches.sum()) * length
             seed = run.config.seed if self.jitter and run.config.shuffle else None
-            self._interleave = Interleave(self._stretches, epoch, seed)
+            self._interleave, self._first = Interleave(self._stretches, epoch, seed), 0
         else:
-            self._interleave = scheduled = ScheduledStretches(run.mixture, epoch, run.num_samples // length)
-            self.full_end = self.num_samples = scheduled.num_stretches * length
-            begins, self._stretches = scheduled.numbers()
+            self._interleave, most = run.mixture, run.num_samples // length
+            self._first = epoch * most  # the stretches of the run before this epoch
+            end = self._first + most if run.mixture.end is None else min(self._first + most, run.mixture.end)
+            self.full_end = self.num_samples = max(0, end - self._first) * length
+            # In a stream's own sequence, the epoch has the stretches from `begins` up to `_stretches`.
+            begins, self._stretches = run.mixture.ends(self._first), run.mixture.ends(max(end, self._first))
             bounds = zip((begins * length).tolist(), (self._stretches * length).tolist(), strict=True)
             self._samples = [OwnEpochs(run, stream, *one) for stream, one in zip(streams, bounds, strict=True)]
             remainder = np.zeros(len(streams), dtype=np.int64)
@@ -84,8 +87,9 @@ class InterleavedOrder(EpochOrder):
         """The inverse of :meth:`locate`; None for an index that a mixture skips."""
         stretch, inside = divmod(index, self.stretch_length)
         if stretch < self._stretches[stream]:
-            place = self._interleave.find(stream, stretch)
-            return None if place is None else place * self.stretch_length + inside
+            end = self._first + self.full_end // self.stretch_length
+            place = self._interleave.find(stream, stretch, self._first, end)
+            return None if place is None else (place - self._first) * self.stretch_length + inside
         entry = int(np.searchsorted(self._remainder_streams, stream))
         begin = int(self.remainder_ends[entry - 1]) if entry else self.full_end
         return begin + index - int(self._stretches[stream]) * self.stretch_length
@@ -98,7 +102,7 @@ class InterleavedOrder(EpochOrder):
         length, stop = self.stretch_length, min(end, self.full_end)
         found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
         if begin < stop:
-            stream, index = self._interleave.read(begin // length, -(-stop // length))
+            stream, index = self._interleave.read(self._first + begin // length, self._first + ceil_div(stop, length))
             if length > 1:
                 at = np.arange(begin, stop)
                 which = at // length - begin // length
@@ -306,28 +310,6 @@ class OwnEpochs:
             yield order, max(begin - before, 0), min(end - before, self._size), before
 
 
-class ScheduledStretches:
-    """The stretches of one epoch of a scheduled mixture: ``most`` of them, or as many as the mixture has."""
-
-    def __init__(self, mixture: Mixture, epoch: int, most: int) -> None:
-        self._mixture, self._first = mixture, epoch * most
-        self.num_stretches = most if mixture.end is None else max(0, min(most, mixture.end - self._first))
-
-    def numbers(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Two int64[streams]: the numbers that the epoch has of each stream begin at the first and end at the other."""
-        begin, end = self._first, self._first + self.num_stretches
-        return self._mixture.ends(begin), self._mixture.ends(end)
-
-    def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For stretches [begin, end) of the epoch: the stream of each, and its number in that stream's sequence."""
-        return self._mixture.read(self._first + begin, self._first + end)
-
-    def find(self, stream: int, number: int) -> int | None:
-        """The stretch of the epoch that has this number of a stream; None if it is skipped."""
-        place = self._mixture.find(stream, number, self._first, self._first + self.num_stretches)
-        return None if place is None else place - self._first
-
-
 class Interleave:
     """Several sequences merged evenly: entry j of a sequence of n has the key (j + u) / n, ties by sequence.
 
@@ -351,12 +333,12 @@ class Interleave:
         order = order[skipped : skipped + end - begin]
         return sequence[order], index[order]
 
-    def find(self, sequence: int, index: int) -> int:
-        """The number in the merge of this entry of a sequence: near its key times the total, see :meth:`_bounds`."""
+    def find(self, sequence: int, index: int, begin: int, end: int) -> int:
+        """The entry in [begin, end) that has this index of a sequence: near its key times the total, see `_bounds`."""
         key = float(self._keys(np.array([sequence]), np.array([index]))[0])
         near, margin = int(key * self._total), len(self._lengths) + 2
-        begin = max(near - margin, 0)
-        sequences, indices = self.read(begin, min(near + margin, self._total))
+        begin = max(near - margin, begin)
+        sequences, indices = self.read(begin, min(near + margin, end))
         return begin + int(np.flatnonzero((sequences == sequence) & (indices == index))[0])
 
     def _bounds(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
