@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset, World  # noqa: E402
+from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset, World  # noqa: E402
 from lightning_stream.dataset import source_of  # noqa: E402
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch  # noqa: E402
 
@@ -85,6 +85,35 @@ def test_a_replay_has_the_weights_of_a_run_that_never_had_the_samples(shards: Pa
     assert again.loader.state_dict() == never.loader.state_dict()
     with pytest.raises(SettingsMismatch, match="forgotten was None"):
         Training(shards, forget=ids).run(whole.checkpoints[replay.checkpoint + 1])
+
+
+def test_a_replay_of_packed_rows_has_the_rows_of_a_run_that_never_had_the_documents(tmp_path: Path) -> None:
+    with MDSWriter(out=str(tmp_path), columns={"tokens": "ndarray:int64"}, lengths={"tokens": len}) as writer:
+        for number in range(NUM_SAMPLES):
+            writer.write({"tokens": np.full(number % 23 + 1, number)})
+
+    def loader_of(**options: Any) -> StreamingDataLoader:
+        pack = Packing(column="tokens", row_length=32, window=40)
+        return StreamingDataLoader(
+            StreamingDataset(local=tmp_path, shuffle=True, pack=pack, **options), 4, world=World()
+        )
+
+    def train(loader: StreamingDataLoader) -> tuple[list[list[Any]], list[dict[str, Any]]]:
+        trained = [(batch["input_ids"].tolist(), loader.state_dict()) for batch in loader]
+        return [batch for batch, _ in trained], [state for _, state in trained]
+
+    batches, states = train(loader_of())
+    ids = batches[-2][0][:1]
+    replay = StreamingDataset(local=tmp_path, shuffle=True, pack=Packing(column="tokens", row_length=32, window=40))
+    found = replay.plan_replay(ids, states)
+    assert found.checkpoint is not None
+    assert 0 < found.checkpoint < len(batches) - 3
+    again = loader_of(forget=ids)
+    again.load_state_dict(states[found.checkpoint])
+    never, _ = train(loader_of(forget=ids))
+    assert train(again)[0] == never[found.checkpoint + 1 :]
+    assert never[: found.checkpoint + 1] == batches[: found.checkpoint + 1]
+    assert not any(ids[0] in row for batch in never for row in batch)
 
 
 def test_forgotten_samples_of_a_subset_are_forgotten_there(shards: Path) -> None:

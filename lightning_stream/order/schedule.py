@@ -97,7 +97,8 @@ class Schedule:
         """The exact share of each stream: a float counts as the decimal that it prints as."""
         given = dict(weights)
         exact = [Fraction(str(given.get(name, 0))) for name in self.streams]
-        return tuple(one / sum(exact) for one in exact)
+        whole = sum(exact)
+        return tuple(one / whole for one in exact)
 
     @property
     def stops(self) -> tuple[bool, ...]:

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from lightning_stream.errors import SettingsMismatch
 from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Snapshot, StreamWeights
+from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.forget import Forgotten, first_seen, forgetting, plan_replay
+from lightning_stream.order.packing import RowPacking
 
 SIZES = [[40, 31, 22], [], [17, 60]]
 METHODS = ["random", "stratified", "per_stream", "device_per_stream"]
@@ -80,6 +82,34 @@ def test_a_replay_equals_a_run_that_never_had_the_samples(data):
     assert replayed.weights == never.weights
     assert replayed.position == never.position
     assert replayed.weights != whole.weights or not seen
+
+
+LENGTHS = np.arange(170) * 37 % 90 + 1
+WINDOWS = {
+    "rows": {"packing": RowPacking(64, window=20)},
+    "buckets": {"buckets": LengthBuckets(24, 12)},
+    "budget": {"buckets": LengthBuckets.resolved(LENGTHS, batch_size=12, window=36, batch_tokens=1400)},
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_a_replay_of_rearranged_windows_equals_a_run_that_never_had_the_samples(kind):
+    config = OrderConfig.resolve(batch_size=12, shuffle=True, canonical_nodes=2, **WINDOWS[kind])
+    run = RunOrder(Snapshot.of(SIZES), [StreamWeights()] * len(SIZES), config, LENGTHS)
+    whole = Training(run, every=1).train(2)
+    states = [Position.from_state(state) for state, _ in whole.checkpoints]
+    for ids in ([5], [100], [160, 20], [int(run.epoch(0).drawn.ids(0, 170)[-1])], range(80, 93)):
+        replay = plan_replay(run, ids, states)
+        again = forgetting(run, replay.forgotten)
+        never = Training(again, every=1).train(2)
+        for number, (state, weights) in enumerate(whole.checkpoints):
+            here = Position.from_state(state)
+            is_clean = (here.epoch, here.position) <= (replay.epoch, replay.position)
+            assert is_clean == (replay.checkpoint is not None and number <= replay.checkpoint)
+            if is_clean:
+                here = here.normalised(again, batch_size=12, tail="pad")
+                assert Training(again, here, weights).train(2).weights == never.weights != whole.weights
+        assert plan_replay(again, [7], [states[0]]).forgotten.ids.tolist() == sorted({7, *ids})
 
 
 def test_checkpoints_that_have_seen_a_forgotten_sample_are_refused():
@@ -157,6 +187,8 @@ def test_samples_that_cannot_be_forgotten_are_refused():
     for ids in ([], [-1, 3], [170]):
         with pytest.raises(ValueError, match="at least one of the 170 of the data"):
             Forgotten.of(snapshot, ids)
+    with pytest.raises(TypeError, match="forgotten samples are whole numbers; found bool"):
+        Forgotten.of(snapshot, np.arange(170) == 5)
     with pytest.raises(ValueError, match="all of stream 2 are forgotten"):
         Forgotten.of(snapshot, range(93, 170))
     with pytest.raises(ValueError, match="must be those of its settings"):

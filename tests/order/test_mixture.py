@@ -25,7 +25,7 @@ from lightning_stream.order import (
     World,
     ledger,
 )
-from lightning_stream.order.mixture import Mixture, deviation, plan_tree
+from lightning_stream.order.mixture import Mixture, Shares, Tree, leaves, plan_tree
 
 NAMES = "abcdefghij"
 MANY = 10**9
@@ -41,6 +41,19 @@ def integral(schedule: Schedule, stream: int, at: int) -> Fraction:
         inside = max(0, min(at, end) - start)
         area += here * inside + (then - here) * Fraction(inside**2, 2 * (end - start))
     return area + shares[-1] * max(0, at - starts[-1])
+
+
+def deviation(tree: Tree, shares: Shares) -> Fraction:
+    """The most that a stream can differ from constant shares of the mixture, in samples."""
+
+    def worst(node: Tree, above: Fraction) -> Fraction:
+        if not isinstance(node, tuple):
+            return (1 + shares[node] * above) / 2
+        own = sum((shares[i] for i in leaves(node)), Fraction(0))
+        above += 1 / own if own and node is not tree else 0
+        return max(worst(child, above) for child in node)
+
+    return worst(tree, Fraction(0))
 
 
 @st.composite
@@ -149,6 +162,21 @@ def test_a_thousand_million_samples_take_less_than_a_second_and_64_mb(interpolat
     tracemalloc.stop()
     assert took < 2  # about 0.15 s; benchmarks/mixture_scale.py measures it
     assert peak < 64e6
+
+
+@pytest.mark.parametrize("weights", [{"s7": 1, "s700": 2}, {f"s{i}": 0.9**i for i in range(150)}])
+def test_a_mixture_of_a_thousand_streams_is_planned_and_read_in_little_memory(weights: dict[str, float]) -> None:
+    schedule = Schedule([(0, weights)], streams=[f"s{i}" for i in range(1200)])
+    mixture = Mixture(schedule, [MANY] * 1200)
+    mixture.read(0, 1)
+    tracemalloc.start()
+    stream, number = mixture.read(0, 20_000)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 100 * 2**20
+    shares = [float(one) for one in schedule.shares(weights)]
+    assert np.abs(np.bincount(stream, minlength=1200) - np.multiply(shares, 20_000)).max() < 2
+    assert number[stream == 7].tolist() == [*range(int((stream == 7).sum()))]
 
 
 def test_tokens_count_by_the_mean_length_of_each_stream() -> None:
