@@ -35,6 +35,9 @@ class MixtureChanges:
     ) -> int:
         """Change the weights of the streams, or skip samples, from the first batch that was not handed out on.
 
+        Where samples are packed into rows, the window that this batch begins in keeps its rows: the change holds from
+        the next window on.
+
         Workers that have read further ahead begin again there. Call it on all ranks after the same step with the same
         values: they take effect at the same global batch. States record the change, and a resumed run keeps it. With
         the changes of its last state (``Schedule.from_state(state["order"]["schedule"])``) a run repeats exactly.
@@ -65,10 +68,10 @@ class MixtureChanges:
                 "StreamingDataset(schedule=[(0, {name: weight})]) from the start of the run."
             )
         iteration = self._progress.leading if self._driver is None else self._driver.iteration
-        size = self._source.order(order).num_samples
+        run, ahead = self._source.order(order), after_steps * self.settings().global_batch_size
         seen = [here, *([iteration.upcoming] if iteration is not None and iteration.upcoming else [])]
-        earliest = [one.epoch * size + one.position for one in seen]
-        earliest += [earliest[0] + after_steps * self.settings().global_batch_size]
+        earliest = [run.samples_before(one.epoch, one.position) for one in seen]
+        earliest += [run.samples_before(here.epoch, here.position + ahead)]
         at = max(earliest + [change.at for change in order.schedule.changes])
         order = replace(order, schedule=order.schedule.changed(at, weights, skip))
         if iteration is not None:

@@ -5,7 +5,8 @@
     replay                  5  3  8  1 ...       continues from the checkpoint at 4, with 3 in the place of 7
 
 Nothing changes before the first affected position, so a replay from a checkpoint before it is exactly what a run does
-that has never had the forgotten samples.
+that has never had the forgotten samples. Packed rows change with any document of their window, so what is affected
+there begins with the first row of the window.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from lightning_stream.order.permutation import RngStream, mix64, random_u64
 from lightning_stream.order.snapshot import Snapshot
 
 if TYPE_CHECKING:
+    from lightning_stream.order.batching.base import EpochOrder
     from lightning_stream.order.plan import RunOrder
     from lightning_stream.order.position import Position
 
@@ -112,9 +114,10 @@ class Replay:
     """What it takes to forget samples.
 
     Attributes:
-        epoch, position: The first position of a forgotten sample that was trained on; None if there is none.
+        epoch, position: The first position that was trained on and that a forgotten sample affects: its own one, or
+            the first row of the window that it is packed in. None if there is none.
         checkpoint: The index, among those given, of the newest checkpoint before it; None to begin from the start.
-        num_samples: Samples to train on again, up to the newest checkpoint.
+        num_samples: Samples, or packed rows, to train on again, up to the newest checkpoint.
         forgotten: These samples, and those that the run has forgotten before.
     """
 
@@ -158,28 +161,33 @@ def plan_replay(run: RunOrder, ids: Iterable[int] | NDArray[np.int64], checkpoin
 
 
 def first_seen(run: RunOrder, forgotten: Forgotten, end: tuple[int, int]) -> tuple[int, int] | None:
-    """The epoch and position of the first of these samples before ``end`` (epoch and position); None if none was seen.
+    """The first epoch and position before ``end`` (epoch and position) that these samples affect; None if none is.
 
     This is about the order in which nothing is forgotten. Few samples are searched for one by one; with many of them,
     the order is read from its start on, since the first one comes soon.
     """
     run = forgetting(run, None)
     for epoch in range(end[0] + 1):
-        last = end[1] if epoch == end[0] else run.epoch(epoch).num_samples
-        if len(forgotten.ids) * _WORTH_A_SCAN < last:
-            found = min((int(at) for one in forgotten.ids.tolist() for at in run.where(one, epoch)[:1]), default=last)
+        order = run.epoch(epoch)
+        last = end[1] if epoch == end[0] else order.num_samples
+        if len(forgotten.ids) * _WORTH_A_SCAN < last * order.samples_per_position:
+            at = [at for one in forgotten.ids.tolist() for at in order.documents.positions(one)]
+            found = order.first_changed(np.array(at, dtype=np.int64), last)
         else:
-            found = _scan(run, forgotten, epoch, last)
+            found = _scan(order, forgotten, last)
         if found < last:
             return epoch, found
     return None
 
 
-def _scan(run: RunOrder, forgotten: Forgotten, epoch: int, end: int) -> int:
-    for begin in range(0, end, _CHUNK):
-        hits = forgotten.among(run.epoch(epoch).ids(begin, min(begin + _CHUNK, end)))
-        if hits.any():
-            return begin + int(hits.argmax())
+def _scan(order: EpochOrder, forgotten: Forgotten, end: int) -> int:
+    documents = order.documents
+    for begin in range(0, documents.num_samples, _CHUNK):
+        at = np.arange(begin, min(begin + _CHUNK, documents.num_samples), dtype=np.int64)
+        if order.first_changed(at, end) >= end:
+            break  # nor do later ones
+        hits = at[forgotten.among(documents.ids(begin, begin + len(at)))]
+        end = order.first_changed(hits, end)
     return end
 
 
@@ -188,4 +196,4 @@ def forgetting(run: RunOrder, forgotten: Forgotten | None) -> RunOrder:
     if run.forgotten is forgotten:
         return run
     config = replace(run.config, forgotten=None if forgotten is None else forgotten.digest)
-    return type(run)(run.snapshot, run.weights, config, forgotten=forgotten)
+    return type(run)(run.snapshot, run.weights, config, run.lengths, forgotten=forgotten)

@@ -83,7 +83,7 @@ class Mixture:
         counts = self.counts(np.arange(begin, end + 1, dtype=np.int64))
         stream = np.diff(counts, axis=0).argmax(axis=1)
         number = np.take_along_axis(counts[:-1], stream[:, None], axis=1)[:, 0]
-        skipped = sum(count * ((stream == which) & (number >= first)) for which, first, count in self._skips)
+        skipped = sum(count * ((stream == which) & (number >= first)) for which, first, count in self.skips)
         return stream, number + skipped
 
     @property
@@ -93,7 +93,7 @@ class Mixture:
         return None if era.length is None else era.start + era.length
 
     @cached_property
-    def _skips(self) -> list[tuple[int, int, int]]:
+    def skips(self) -> list[tuple[int, int, int]]:
         """For each skip: the stream, the number it begins at (skips excluded), and how many samples it omits."""
         found = []
         for change in self._schedule.changes:

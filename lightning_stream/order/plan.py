@@ -108,6 +108,15 @@ class RunOrder:
             raise ValueError(f"Sample ids count from 0 to {self.snapshot.num_samples - 1} here; found {sample_id}.")
         return np.array(self.epoch(epoch).positions(sample_id), dtype=np.int64)
 
+    def samples_before(self, epoch: int, position: int) -> int:
+        """How many samples of a run with a schedule decide what is at the positions before this one.
+
+        They are counted through all epochs. ``position`` may lie behind the epoch, in a later one.
+        """
+        while position and not (order := self.epoch(epoch)).reaches(position) and order.num_samples:
+            epoch, position = epoch + 1, position - order.num_samples
+        return epoch * self.num_samples + (self.epoch(epoch).samples_before(position) if position else 0)
+
     def active_shards(self) -> int:
         """Shards in use at once, over all nodes."""
         return self.config.batching.active_shards(self)

@@ -11,17 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stream.errors import SettingsMismatch
-from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Snapshot, StreamWeights
+from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Schedule, Snapshot, StreamWeights, forget
 from lightning_stream.order.forget import Forgotten, first_seen, forgetting, plan_replay
+from lightning_stream.order.packing import RowPacking
 
 SIZES = [[40, 31, 22], [], [17, 60]]
 METHODS = ["random", "stratified", "per_stream", "device_per_stream"]
 
 
 def run_of(**settings):
-    weights = [StreamWeights(repeat=settings.pop("repeat", 1))] * len(SIZES)
+    weights = [StreamWeights(repeat=settings.pop("repeat", None))] * len(SIZES)
     config = OrderConfig.resolve(batch_size=12, device_batch_size=4, **{"shuffle": True, **settings})
-    return RunOrder(Snapshot.of(SIZES), weights, config)
+    lengths = None if config.packing is None else np.arange(170, dtype=np.uint32) * 37 % 31
+    return RunOrder(Snapshot.of(SIZES), weights, config, lengths)
 
 
 class Training:
@@ -80,6 +82,49 @@ def test_a_replay_equals_a_run_that_never_had_the_samples(data):
     assert replayed.weights == never.weights
     assert replayed.position == never.position
     assert replayed.weights != whole.weights or not seen
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_a_replay_of_packed_rows_equals_a_run_that_never_had_the_documents(data):
+    packing = RowPacking(12, data.draw(st.integers(1, 30)), data.draw(st.sampled_from(["split", "drop"])))
+    method, repeat = data.draw(st.sampled_from(["random", "stratified"])), data.draw(st.sampled_from([1, 0.4, 2.5]))
+    schedule = Schedule([(0, {"0": 1, "2": 2})], streams="012") if data.draw(st.booleans()) else None
+    given = {"repeat": repeat} if schedule is None else {"schedule": schedule, "epoch_size": 150}
+    run = run_of(packing=packing, batching_method=method, shuffle=data.draw(st.booleans()), **given)
+    ids = data.draw(st.lists(st.integers(0, 169), min_size=1, max_size=3))
+    whole = Training(run).train(2)
+    states = [Position.from_state(state) for state, _ in whole.checkpoints]
+    many = data.draw(st.booleans())
+    replay = plan_replay(run, [*ids, *range(20, 25 * many)], states)
+    again = forgetting(run, replay.forgotten)
+    never = Training(again).train(2)
+    for epoch in range(2):
+        documents = again.epoch(epoch).documents
+        assert not replay.forgotten.among(documents.ids(0, documents.num_samples)).any()
+        seen = [at for one in replay.forgotten.ids.tolist() for at in run.where(one, epoch).tolist()]
+        assert replay.position is None or not seen or (replay.epoch, replay.position) <= (epoch, min(seen))
+    if replay.checkpoint is None:
+        return
+    state, weights = whole.checkpoints[replay.checkpoint]
+    here = Position.from_state(state)
+    assert here.check(again, tail="pad") == []
+    assert here.is_proven(again)
+    replayed = Training(again, here.normalised(again, batch_size=12, tail="pad"), weights).train(2)
+    assert replayed.weights == never.weights
+    assert replayed.position == never.position
+
+
+def test_few_documents_and_many_are_affected_from_the_same_row_on():
+    run = run_of(packing=RowPacking(12, 9), repeat=3)
+    size = run.epoch(0).num_samples
+    for ids in ([5], [5, 60, 120], [7, 99]):
+        forgotten = Forgotten.of(run.snapshot, ids)
+        never = forgetting(run, forgotten)
+        found = first_seen(run, forgotten, (0, size))
+        assert found == (0, forget._scan(run.epoch(0), forgotten, size))
+        assert np.array_equal(ids_of(never)[: found[1]], ids_of(run)[: found[1]])
+        assert first_seen(run, forgotten, found) is None
 
 
 def test_checkpoints_that_have_seen_a_forgotten_sample_are_refused():

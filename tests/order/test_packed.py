@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 
@@ -94,6 +96,27 @@ def test_a_state_resumes_with_the_same_rows_in_a_new_process(lengths, packing, d
     assert rows_of(order.spans(np.arange(at, len(whole)))) == whole[at:]
     assert order.num_samples == len(whole)
     assert rows_of(order.spans(np.arange(len(whole)))) == whole, "and what is before the landmark can be read too"
+
+
+def test_threads_that_share_an_order_read_the_same_rows():
+    lengths, packing = np.arange(3000) % 61, RowPacking(128, 20)
+    whole = epoch_rows(run_of(lengths, packing))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for attempt in range(5):
+            order = run_of(lengths, packing).epoch(0)
+            order.learn(run_of(lengths, packing).epoch(0).landmark(300))
+
+            def read(seed, order=order):
+                at = np.random.default_rng(seed).integers(0, len(whole), (40, 5))
+                return all(rows_of(order.spans(one)) == [whole[p] for p in one.tolist()] for one in at)
+
+            with ThreadPoolExecutor(6) as pool:
+                assert all(pool.map(read, range(6 * attempt, 6 * attempt + 6)))
+            assert order.num_samples == len(whole)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_a_resume_plans_one_window_of_the_sequences_that_a_rank_reads():

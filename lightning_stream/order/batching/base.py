@@ -295,6 +295,17 @@ class EpochOrder(ABC):
         """The samples that positions [begin, end) need, and the position of each."""
         return self.ids(begin, end), np.arange(begin, end, dtype=np.int64)
 
+    def samples_before(self, position: int) -> int:
+        """How many samples, from the first one of `documents`, decide what is at the positions before this one."""
+        return position
+
+    def first_changed(self, at: NDArray[np.int64], end: int) -> int:
+        """The first position that other samples at these positions of `documents` change; ``end`` if none is before it.
+
+        A row changes with any document of its window, before the row that holds it too.
+        """
+        return min(end, int(at.min(initial=end)))
+
     def alternatives(self, position: int, seed: int) -> RowSpans:  # noqa: ARG002
         """Rows to try where the one at a position cannot be read: 16 of its window at random, or none."""
         raise TypeError("Only packed rows have alternatives.")
@@ -338,10 +349,6 @@ class RandomOrder(EpochOrder):
     @classmethod
     def shard_groups(cls, snapshot: Snapshot) -> Sequence[NDArray[np.int64]]:
         return (snapshot.sizes,)  # all shards are one group
-
-    def alternatives(self, position: int, seed: int) -> RowSpans:  # noqa: ARG002
-        """Rows to try where the one at a position cannot be read: 16 of its window at random, or none."""
-        raise TypeError("Only packed rows have alternatives.")
 
     def sequences(self, least: int) -> Sequence[Samples]:
         return self._samples.split(max(1, self.num_samples // least))

@@ -9,14 +9,14 @@ With stretches of 2 samples, streams of 9 and 4 samples, and B = 4::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.batching.base import BatchPlan, EpochOrder
-from lightning_stream.order.mixture import Mixture
+from lightning_stream.order.batching.scheduled import OwnEpochs, ScheduledStretches
 from lightning_stream.order.permutation import RngStream, mix64, random_u64
 from lightning_stream.order.rank_split import ReplicaBatch, ceil_div
 from lightning_stream.order.window import SampleOrder
@@ -77,8 +77,17 @@ class InterleavedOrder(EpochOrder):
         stream = int(self._snapshot.streams_of(np.array([sample_id]))[0])
         samples, merged = self._samples[stream], self._interleave
         if isinstance(samples, OwnEpochs) or isinstance(merged, ScheduledStretches):
-            return super().positions(sample_id)
+            return self._scheduled_positions(sample_id, stream)
         return sorted(self._position_of(merged, stream, index) for index in samples.positions(sample_id))
+
+    def _scheduled_positions(self, sample_id: int, stream: int) -> list[int]:
+        samples, merged, length = self._samples[stream], self._interleave, self.stretch_length
+        assert isinstance(samples, OwnEpochs)
+        assert isinstance(merged, ScheduledStretches)
+        begin, end = merged.numbers(stream, self.num_samples // length)
+        numbers = samples.numbers_of(sample_id, begin * length, end * length)
+        found = [(merged.find(stream, number // length, self.num_samples // length), number) for number in numbers]
+        return sorted(at * length + number % length for at, number in found if at is not None)
 
     def _position_of(self, merged: Interleave, stream: int, index: int) -> int:
         """The inverse of :meth:`locate`."""
@@ -268,44 +277,6 @@ def split_blocks(
     fillers = fillers[own]
     fillers[end - begin :] = True
     return blocks[own].reshape(-1), fillers.reshape(-1)
-
-
-class OwnEpochs:
-    """A stream's own endless sequence: sample n is at position n mod size of its own epoch n // size."""
-
-    def __init__(self, run: RunOrder, stream: int) -> None:
-        self._run, self._stream = run, stream
-        self._size = int(run.snapshot.stream_samples[stream])
-
-    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Sample ids at numbers [begin, end)."""
-        return np.concatenate([order.ids(first, stop) for order, first, stop in self._parts(begin, end)])
-
-    def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
-        """The canonical node of each number in [begin, end)."""
-        return np.concatenate([order.canonical(first, stop) for order, first, stop in self._parts(begin, end)])
-
-    def _parts(self, begin: int, end: int) -> Iterator[tuple[SampleOrder, int, int]]:
-        for epoch in range(begin // self._size, (end - 1) // self._size + 1):
-            first = epoch * self._size
-            order = self._run.own_epoch(epoch, self._stream)
-            yield order, max(begin - first, 0), min(end - first, self._size)
-
-
-class ScheduledStretches:
-    """The stretches of one epoch of a scheduled mixture, which began ``first`` stretches before."""
-
-    def __init__(self, mixture: Mixture, first: int) -> None:
-        self._mixture, self._first = mixture, first
-
-    def left(self, most: int) -> int:
-        """How many stretches, of ``most``, the mixture has from here on."""
-        end = self._mixture.end
-        return most if end is None else max(0, min(most, end - self._first))
-
-    def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For stretches [begin, end) of the epoch: the stream of each, and its number in that stream's sequence."""
-        return self._mixture.read(self._first + begin, self._first + end)
 
 
 class Interleave:

@@ -34,6 +34,7 @@ _KEPT_WINDOWS = 3
 _ALTERNATIVES = 16
 _SAMPLED = 1 << 12  # lengths that are averaged
 _ROWS_AT_ONCE = 1 << 14  # of which the spans are in memory together
+_ALL = 2**62  # more rows than there are
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,13 @@ class _Window(NamedTuple):
     rows: PackedRows
 
 
+class _Counted(NamedTuple):
+    """The rows before window ``base``, and before each of those behind it, as far as they were counted."""
+
+    base: int
+    firsts: list[int]
+
+
 class PackedSequence:
     """The rows of one sequence of samples.
 
@@ -79,50 +87,40 @@ class PackedSequence:
         self._samples, self._lengths, self._packing, self._key = samples, lengths, packing, key
         self.num_windows = ceil_div(samples.num_samples, packing.window)
         self._windows: dict[int, _Window] = {}
-        self._base = 0  # the window from which rows were counted
-        self._firsts = [0]  # the rows before this window and each of those behind it, as far as they were counted
+        self._counted = _Counted(0, [0])  # replaced as a whole, so that threads and interrupts cannot tear it
 
     @property
     def is_counted(self) -> bool:
         """Whether the number of all rows is known."""
-        return self._base + len(self._firsts) > self.num_windows
-
-    @property
-    def num_counted(self) -> int:
-        """Rows that were counted, from the first one of the epoch."""
-        return self._firsts[-1]
+        return self._counted.base + len(self._counted.firsts) > self.num_windows
 
     def count(self, rows: int) -> int:
         """The smaller of ``rows`` and the number of all rows: plans windows until that is known."""
-        while self.num_counted < rows and not self.is_counted:
-            number = self._base + len(self._firsts) - 1
-            self._firsts.append(self._firsts[-1] + len(self._window(number).rows))
-        return min(rows, self.num_counted)
+        return min(rows, self._grown(self._counted, rows).firsts[-1])
 
     def learn(self, window: int, before: int, behind: int) -> None:
         """Count on from a window with so many rows before it and behind it, unless more is known already."""
-        if behind > self.num_counted and window < self.num_windows:
-            self._base, self._firsts = window, [before, behind]
-        elif before > self.num_counted and window == self.num_windows:
-            self._base, self._firsts = window, [before]
+        known = self._counted.firsts[-1]
+        if behind > known and window < self.num_windows:
+            self._counted = _Counted(window, [before, behind])
+        elif before > known and window == self.num_windows:
+            self._counted = _Counted(window, [before])
 
     def landmark(self, row: int) -> tuple[int, int, int]:
         """The window of a row, the rows before it, and those before the next window; behind the last row, the end."""
-        self._reach(row)
-        self.count(row + 1)
-        at = min(int(np.searchsorted(self._firsts, row, side="right")), len(self._firsts)) - 1
-        return self._base + at, self._firsts[at], self._firsts[min(at + 1, len(self._firsts) - 1)]
+        base, firsts = self._counted_to(row, row + 1)
+        at = min(int(np.searchsorted(firsts, row, side="right")), len(firsts)) - 1
+        return base + at, firsts[at], firsts[min(at + 1, len(firsts) - 1)]
 
     def spans(self, rows: NDArray[np.int64]) -> RowSpans:
         """The spans of some rows of the sequence, int64[n], in this order."""
-        self._reach(int(rows.min()))
-        self.count(int(rows.max()) + 1)
-        at = np.searchsorted(self._firsts, rows, side="right") - 1
+        base, firsts = self._counted_to(int(rows.min()), int(rows.max()) + 1)
+        at = np.searchsorted(firsts, rows, side="right") - 1
         found, places = [], []
         for here in np.unique(at).tolist():
             place = np.flatnonzero(at == here)
-            ids, planned = self._window(self._base + here)
-            chosen = planned.take(rows[place] - self._firsts[here])
+            ids, planned = self._window(base + here)
+            chosen = planned.take(rows[place] - firsts[here])
             found.append(RowSpans(chosen.edges, ids[chosen.document], chosen.first, chosen.num_tokens))
             places.append(place)
         joined = RowSpans.joined(found)
@@ -134,22 +132,37 @@ class PackedSequence:
         count = len(self._window(window).rows)
         return self.spans(np.delete(np.arange(first, first + count), row - first))
 
+    def rows_before(self, window: int) -> int:
+        """The rows of all windows before this one, which are counted."""
+        known = self._counted
+        base, firsts = self._grown(_Counted(0, [0]) if window < known.base else known, window=window)
+        return firsts[window - base]
+
     def rows_with(self, index: int) -> list[int]:
         """The rows that hold the sample with this index in the sequence. Counts the rows of all windows before it."""
         window, document = divmod(index, self._packing.window)
-        if window < self._base:
-            self._base, self._firsts = 0, [0]
-        while window >= self._base + len(self._firsts):
-            self.count(self.num_counted + 1)
         planned = self._window(window).rows
         rows = np.searchsorted(planned.edges, np.flatnonzero(planned.document == document), side="right") - 1
-        found: list[int] = (self._firsts[window - self._base] + rows).tolist()
+        found: list[int] = (self.rows_before(window) + rows).tolist()
         return found
 
-    def _reach(self, row: int) -> None:
-        """Count again from the beginning, if a row is before the landmark that the counting began at."""
-        if row < self._firsts[0]:
-            self._base, self._firsts = 0, [0]
+    def _counted_to(self, row: int, end: int) -> _Counted:
+        """The rows before the window of a row and those behind it, up to ``end`` or to the last row.
+
+        Counts again from the beginning, if the row is before the landmark that the counting began at.
+        """
+        known = self._counted
+        return self._grown(_Counted(0, [0]) if row < known.firsts[0] else known, end)
+
+    def _grown(self, known: _Counted, rows: int = 0, window: int = 0) -> _Counted:
+        """``known``, with the next windows counted until it has so many rows, and this window, or all."""
+        base, firsts = known
+        while base + len(firsts) <= self.num_windows and (firsts[-1] < rows or base + len(firsts) <= window):
+            firsts = firsts.copy() if firsts is known.firsts else firsts
+            firsts.append(firsts[-1] + len(self._window(base + len(firsts) - 1).rows))
+        if firsts is not known.firsts:
+            known = self._counted = _Counted(base, firsts)
+        return known
 
     def _window(self, number: int) -> _Window:
         return kept(self._windows, number, self._plan, _KEPT_WINDOWS)
@@ -186,7 +199,7 @@ class PackedOrder(EpochOrder):
         config, packing, lengths = run.config, run.config.packing, run.lengths
         assert packing is not None
         assert lengths is not None
-        self.epoch, self._documents = documents.epoch, documents
+        self.epoch, self._documents, self._packing = documents.epoch, documents, packing
         key = (config.seed, self.epoch) if config.shuffle else None
         sequences = documents.sequences(packing.window)
         self._sequences = [
@@ -194,7 +207,7 @@ class PackedOrder(EpochOrder):
         ]
         mean = int(lengths[:: ceil_div(max(1, len(lengths)), _SAMPLED)].mean()) if len(lengths) else 1
         self.samples_per_position = max(1, packing.row_length // max(1, mean))
-        self._turns = [_Turn(0, 0, tuple(number for number, one in enumerate(sequences) if one.num_samples))]
+        self._turns = (_Turn(0, 0, tuple(number for number, one in enumerate(sequences) if one.num_samples)),)
 
     @property
     def documents(self) -> EpochOrder:
@@ -203,51 +216,51 @@ class PackedOrder(EpochOrder):
     @property
     def num_samples(self) -> int:  # type: ignore[override]
         """Rows of the epoch. This plans every window that was not counted before."""
-        while self.reaches(self._counted + 1):
-            self.reaches(2 * self._counted + 2**20)
-        return self._counted
+        return self._turns_to(_ALL)[-1].begin
 
     @property
     def full_end(self) -> int:  # type: ignore[override]
         """All rows: none is a remainder."""
         return self.num_samples
 
-    @property
-    def _counted(self) -> int:
-        """Positions that are known to exist."""
-        turn = self._turns[-1]
-        counts = [self._sequences[number].num_counted - turn.row for number in turn.sequences]
-        return turn.begin + min(counts, default=0) * len(counts)
-
     def reaches(self, position: int) -> bool:
         """Whether there are so many rows. Plans windows of all sequences until that is known."""
-        while True:
-            turn = self._turns[-1]
-            if position <= turn.begin or not turn.sequences:
-                return position <= turn.begin
+        last = self._turns_to(position)[-1]
+        return position <= last.begin or bool(last.sequences)
+
+    def exists(self, position: int) -> bool:
+        return self.reaches(position + 1)
+
+    def _turns_to(self, position: int) -> tuple[_Turn, ...]:
+        """The turns of all positions before this one: the last turn has no sequences if there are fewer rows."""
+        turns = self._turns
+        while position > turns[-1].begin and turns[-1].sequences:
+            turn = turns[-1]
             wanted = turn.row + ceil_div(position - turn.begin, len(turn.sequences))
             counts = [self._sequences[number].count(wanted) for number in turn.sequences]
             row = min(counts)
             if row == wanted:
-                return True
+                break
             begin = turn.begin + (row - turn.row) * len(counts)
             left = tuple(number for number, count in zip(turn.sequences, counts, strict=True) if count > row)
-            self._turns.append(_Turn(begin, row, left))
+            turns = (*turns, _Turn(begin, row, left))
+        self._turns = turns
+        return turns
 
-    def exists(self, position: int) -> bool:
-        return self.reaches(position + 1)
+    def _used(self, position: int) -> list[int]:
+        """The rows of each sequence that are before a position."""
+        turn = next(one for one in reversed(self._turns_to(position)) if one.begin <= position)
+        rounds, place = divmod(position - turn.begin, max(1, len(turn.sequences)))
+        used = {sequence: turn.row + rounds + (number < place) for number, sequence in enumerate(turn.sequences)}
+        ended = (number for number in range(len(self._sequences)) if number not in used)
+        used.update((number, self._sequences[number].count(_ALL)) for number in ended)
+        return [used[number] for number in range(len(used))]
 
     def landmark(self, position: int) -> Landmark:
         """What a state holds, so that a resume at this position plans few windows."""
         if not position:
             return Landmark(self.epoch)
-        self.reaches(position)
-        turn = next(one for one in reversed(self._turns) if one.begin <= position)
-        rounds, place = divmod(position - turn.begin, max(1, len(turn.sequences)))
-        used = [one.num_counted for one in self._sequences]  # of those that have ended: all rows
-        for number, sequence in enumerate(turn.sequences):
-            used[sequence] = turn.row + rounds + (number < place)
-        windows = (one.landmark(row) for one, row in zip(self._sequences, used, strict=True))
+        windows = map(PackedSequence.landmark, self._sequences, self._used(position))
         return Landmark(self.epoch, tuple(windows))
 
     def learn(self, landmark: Landmark) -> None:
@@ -256,12 +269,37 @@ class PackedOrder(EpochOrder):
             for one, known in zip(self._sequences, landmark.windows, strict=True):
                 one.learn(*known)
 
+    def samples_before(self, position: int) -> int:
+        used, windows = self._used(position), self.landmark(position).windows
+        begun = [window + (row > before) for row, (window, before, _) in zip(used, windows, strict=False)]
+        most = max(begun, default=0) * self._packing.window * len(self._sequences)
+        return min(most, self.documents.num_samples)
+
+    def first_changed(self, at: NDArray[np.int64], end: int) -> int:
+        index, sequence = np.divmod(at, len(self._sequences))
+        found = [end]
+        for number, (last, _, _) in enumerate(self.landmark(end).windows):
+            window = int((index[sequence == number] // self._packing.window).min(initial=last + 1))
+            if window <= last:  # it is packed again as a whole
+                found.append(self._position_of(number, self._sequences[number].rows_before(window)))
+        return min(found)
+
+    def _position_of(self, sequence: int, row: int) -> int:
+        """The position of a row of a sequence; of the row behind its last one, where that would be."""
+        turns = self._turns_to((row + 1) * len(self._sequences))  # it is before that position
+        turn = next(one for one in reversed(turns) if one.row <= row and sequence in one.sequences)
+        return turn.begin + (row - turn.row) * len(turn.sequences) + turn.sequences.index(sequence)
+
     def _locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The sequence of each position, and its row there. The positions were reached before."""
-        turn = np.searchsorted([one.begin for one in self._turns], positions, side="right") - 1
+        """The sequence of each position, and its row there."""
+        end = int(positions.max(initial=-1)) + 1
+        turns = self._turns_to(end)
+        if end > turns[-1].begin and not turns[-1].sequences:
+            raise ValueError(f"Positions must be within the epoch, [0, {turns[-1].begin}); found {end - 1}.")
+        turn = np.searchsorted([one.begin for one in turns], positions, side="right") - 1
         sequence, row = np.empty_like(positions), np.empty_like(positions)
         for number in np.unique(turn).tolist():
-            here, one = turn == number, self._turns[number]
+            here, one = turn == number, turns[number]
             rounds, place = np.divmod(positions[here] - one.begin, len(one.sequences))
             sequence[here] = np.array(one.sequences, dtype=np.int64)[place]
             row[here] = one.row + rounds
@@ -269,8 +307,6 @@ class PackedOrder(EpochOrder):
 
     def spans(self, positions: NDArray[np.int64]) -> RowSpans:
         """The spans of the rows at some positions, int64[n], in this order."""
-        if len(positions) and not self.reaches(int(positions.max()) + 1):
-            raise ValueError(f"Positions must be within the epoch, [0, {self._counted}); found {positions.max()}.")
         sequence, row = self._locate(positions)
         places = [np.flatnonzero(sequence == number) for number in np.unique(sequence)]
         found = [self._sequences[int(sequence[place[0]])].spans(row[place]) for place in places]
@@ -313,13 +349,8 @@ class PackedOrder(EpochOrder):
         found = []
         for at in self.documents.positions(sample_id):
             index, sequence = divmod(at, len(self._sequences))
-            for row in self._sequences[sequence].rows_with(index):
-                self.reaches((row + 1) * len(self._sequences))  # it is before that position
-                turn = next(one for one in reversed(self._turns) if one.row <= row and sequence in one.sequences)
-                found.append(turn.begin + (row - turn.row) * len(turn.sequences) + turn.sequences.index(sequence))
+            found += [self._position_of(sequence, row) for row in self._sequences[sequence].rows_with(index)]
         return sorted(found)
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
-        if not self.reaches(end):
-            raise ValueError(f"Positions must be within the epoch, [0, {self._counted}); found [{begin}, {end}).")
         return self._locate(np.arange(begin, end, dtype=np.int64))[0]

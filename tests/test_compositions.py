@@ -1,0 +1,194 @@
+"""Composed datasets through real loaders: exact after stops, in other worlds, with other numbers of workers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from lightning_stream import (  # noqa: E402
+    MDSWriter,
+    Packing,
+    Schedule,
+    Stream,
+    StreamingDataLoader,
+    StreamingDataset,
+    World,
+)
+
+SIZES = {"web": 260, "code": 150, "math": 90}
+SHARD_BYTES = 1 << 12
+BATCH = 12
+PACK = Packing(row_length=48, window=40, columns=("mask",))
+POINTS = [(0, {"web": 0.6, "code": 0.3, "math": 0.1}), (300, {"web": 0.2, "code": 0.3, "math": 0.5})]
+CHANGE = {"code": 3, "math": 1}
+NUM_SAMPLES = sum(SIZES.values())
+LENGTHS = np.random.default_rng(4).integers(1, 70, NUM_SAMPLES)
+LENGTHS[[3, 77, 400]] = 300  # of many rows
+Make = Callable[[Path], StreamingDataset]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root, first = tmp_path_factory.mktemp("documents"), 0
+    columns = {"tokens": "ndarray:int32", "mask": "ndarray:int8"}
+    for name, size in SIZES.items():
+        lengths = {"tokens": lambda sample: len(sample["tokens"])}
+        with MDSWriter(out=str(root / name), columns=columns, size_limit=SHARD_BYTES, lengths=lengths) as writer:
+            for number in range(first, first + size):
+                tokens = (number * 1000 + np.arange(LENGTHS[number])).astype(np.int32)
+                writer.write({"tokens": tokens, "mask": (tokens % 3).astype(np.int8)})
+        first += size
+    return root
+
+
+def is_kept(sample: dict[str, Any]) -> bool:
+    return int(sample["tokens"][0]) // 1000 % 5 != 1
+
+
+def square(lengths: Any) -> Any:
+    return lengths * lengths
+
+
+def made(**given: Any) -> Make:
+    def make(folder: Path) -> StreamingDataset:
+        ids = given.get("subset")
+        options = {name: value for name, value in given.items() if name != "subset"}
+        streams = [Stream(local=folder / name) for name in SIZES]
+        dataset = StreamingDataset(streams=streams, **{"shuffle": True, "pack": PACK, **options})
+        return dataset if ids is None else dataset.subset(ids)
+
+    return make
+
+
+MIXED = {"schedule": POINTS, "epoch_size": 420}
+TOKENS = Schedule(POINTS, unit="tokens", mean_lengths=dict.fromkeys(SIZES, 35.5), interpolation="linear")
+COMPOSITIONS: dict[str, Make] = {
+    "pack": made(),
+    "filter, pack": made(filter=is_kept),
+    "lengths, ids, pack": made(filter_lengths={"tokens": (8, 200)}, exclude_ids=range(0, 500, 9)),
+    "schedule, pack": made(**MIXED),
+    "schedule in tokens, pack, balance": made(**{**MIXED, "schedule": TOKENS}, balance=square),
+    "forget, pack": made(forget=range(5, 500, 50)),
+    "forget, schedule": made(**MIXED, forget=range(5, 500, 50), pack=None),
+    "subset, pack": made(subset=range(0, 500, 2)),
+    "replication, pack": made(replication=2, batching_method="stratified"),
+    "schedule, pack, balance, filter": made(**MIXED, balance="tokens", filter=is_kept),
+}  # fmt: skip
+
+
+def ranks_of(
+    make: Make, folder: Path, num_ranks: int, workers: int = 0, accumulate: int = 1, **options: Any
+) -> list[StreamingDataLoader]:
+    """The loader of every replica."""
+    loaders = []
+    for replica in range(num_ranks):
+        dataset = make(folder)
+        each = dataset.replication or 1
+        world = World(replica * each, num_ranks * each, num_ranks * each, each)
+        given = {"global_batch_size": BATCH, "num_workers": workers, "accumulate": accumulate, **options}
+        loaders.append(StreamingDataLoader(dataset, world=world, **given))
+    return loaders
+
+
+def rows_in(loader: StreamingDataLoader, batch: dict[str, Any]) -> list[tuple[int, ...]]:
+    """The rows, or samples, of a batch that count."""
+    info = loader.last_batch
+    assert info is not None
+    packed = "input_ids" in batch
+    rows = batch["input_ids"].tolist() if packed else [tokens.tolist() for tokens in batch["tokens"]]
+    if packed:
+        for tokens, mask, count in zip(rows, batch["mask"].tolist(), batch["num_tokens"].tolist(), strict=True):
+            assert mask[:count] == [token % 3 for token in tokens[:count]]
+    return [tuple(row) for row, filler in zip(rows, info.filler.tolist(), strict=True) if not filler]
+
+
+def take(ranks: Sequence[StreamingDataLoader], steps: int, change_at: int | None = None) -> list[list[tuple[int, ...]]]:
+    """The sorted rows of so many optimizer steps, over epochs, and perhaps a change of the mixture after some."""
+    found: list[list[tuple[int, ...]]] = []
+    while len(found) < steps:
+        iterators = [iter(loader) for loader in ranks]
+        for first in iterators[0]:
+            rows = rows_in(ranks[0], first)
+            for loader, one in zip(ranks[1:], iterators[1:], strict=True):
+                rows += rows_in(loader, next(one))
+            for _ in range(ranks[0].accumulate - 1):
+                for loader, one in zip(ranks, iterators, strict=True):
+                    rows += rows_in(loader, next(one))
+            found.append(sorted(rows))
+            if len(found) == change_at:
+                assert len({loader.change_mixture(CHANGE) for loader in ranks}) == 1
+            if len(found) == steps:
+                break
+        for one in iterators:
+            one.close()
+    return found
+
+
+def tokens_of(steps: Sequence[Sequence[tuple[int, ...]]]) -> list[int]:
+    return sorted(token for rows in steps for row in rows for token in row if token)
+
+
+def expect_exact(make: Make, folder: Path, seed: int, stops: int, workers: Sequence[int], **options: Any) -> None:
+    """Stop and resume a run, each time in another world, and compare it with one that never stops."""
+    draw, steps = random.Random(seed), 4 * stops
+    wanted = take(ranks_of(make, folder, 1, **options), steps)
+    ends, state, found = sorted(draw.sample(range(1, steps), stops)), None, []
+    for begin, end in zip([0, *ends], [*ends, steps], strict=True):
+        num_ranks, accumulate = draw.choice((1, 2, 3, 4, 6)), draw.choice((1, 2))
+        ranks = ranks_of(make, folder, num_ranks, draw.choice(workers), accumulate, **options)
+        if state is not None:
+            for loader in ranks:
+                loader.load_state_dict(state)
+        found += take(ranks, end - begin)
+        states = [loader.state_dict() for loader in ranks]
+        assert all(one == states[0] for one in states)
+        assert len(str(states[0])) <= 1024
+        state = states[0]
+        for loader in ranks:
+            loader.close()
+    assert found == wanted
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_a_composed_dataset_is_exact_after_stops_in_other_worlds(folder: Path, name: str) -> None:
+    expect_exact(COMPOSITIONS[name], folder, seed=1, stops=3, workers=[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_a_composed_dataset_is_exact_with_workers(folder: Path, name: str) -> None:
+    expect_exact(COMPOSITIONS[name], folder, seed=2, stops=4, workers=[0, 1, 2, 4])
+
+
+@pytest.mark.parametrize("after", [1, 4, 9])
+def test_a_change_of_packed_rows_keeps_the_window_in_progress(folder: Path, after: int) -> None:
+    make = COMPOSITIONS["schedule, pack"]
+    plain, wanted = take(ranks_of(make, folder, 1), 20), take(ranks_of(make, folder, 1), 20, after)
+    assert wanted[:after] == plain[:after]
+    assert wanted[after + 5 :] != plain[after + 5 :]
+    ranks = ranks_of(make, folder, 3, workers=1)
+    assert take(ranks, after + 2, after) == wanted[: after + 2]
+    state = ranks[0].state_dict()
+    ranks = ranks_of(make, folder, 2)
+    for loader in ranks:
+        loader.load_state_dict(state)
+    assert take(ranks, 18 - after) == wanted[after + 2 :]
+
+
+def test_a_change_neither_loses_nor_repeats_a_token_of_packed_rows(folder: Path) -> None:
+    loader, epoch = ranks_of(COMPOSITIONS["schedule, pack"], folder, 1, tail="exact")[0], []
+    for number, batch in enumerate(loader):
+        epoch.append(rows_in(loader, batch))
+        if number == 3:
+            loader.change_mixture(CHANGE)
+    run = loader._run(loader.settings(loader.position.order))
+    documents = run.epoch(0).documents
+    ids = documents.ids(0, documents.num_samples)
+    assert tokens_of(epoch) == sorted(int(i) * 1000 + t for i in ids for t in range(LENGTHS[i]) if i or t)
