@@ -59,7 +59,8 @@ class Link:
     @classmethod
     def draw(cls, rng: random.Random, one: Composition) -> Link:
         block = 3 if one.settings.get("batching_method") == "device_per_stream" else 1
-        size, ranks = rng.choice(one.batch_sizes), rng.choice((1, 2, 3, 4, 6, 8))
+        size = rng.choice(one.batch_sizes)
+        ranks = rng.choice([ranks for ranks in (1, 2, 3, 4, 6, 8) if size // ranks % block == 0])
         share = size // ranks
         accumulate = rng.choice([a for a in (1, 2, 3, 4) if share % a == 0 and share // a % block == 0])
         workers, steps = rng.choice((0, 1, 2, 4)), rng.randint(1, 3)

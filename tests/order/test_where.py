@@ -44,7 +44,7 @@ def test_where_equals_a_search_through_the_epoch(run, epoch):
         assert run.where(sample_id, epoch).tolist() == np.flatnonzero(ids == sample_id).tolist()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.data())
 def test_where_equals_a_search_through_a_mixture_with_changes_and_skips(data):
     sizes = data.draw(st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=4), min_size=3, max_size=3))

@@ -154,8 +154,8 @@ COMPOSITIONS: dict[str, Composition] = {
     "forget, schedule, pack": Composition(scheduled(POINTS), packed=PACKED, forget=40),
     "truncate, pack": Composition(packed={**PACKED, "long_documents": "truncate"}, batch_sizes=TWO),
     "drop, pack": Composition(packed={**PACKED, "long_documents": "drop"}),
-    "documents longer than a window's rows": Composition(packed={"row_length": 11, "window": 3}, most_length=400),
-    "rows of one token": Composition(packed={"row_length": 1, "window": 1}, most_length=4),
+    "documents longer than a window's rows": Composition(packed={"row_length": 7, "window": 5}, most_length=30),
+    "rows of one token": Composition(packed={"row_length": 1, "window": 7}, most_length=4),
     "epoch size, pack": Composition({"epoch_size": 777}, packed=PACKED),
     "proportion, pack": Composition(
         {"epoch_size": 1500, "batching_method": "stratified"},
