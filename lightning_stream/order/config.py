@@ -187,8 +187,9 @@ class OrderConfig:
         """The settings as a dict of plain values."""
         state = {_KEYS.get(name, name): value for name, value in asdict(replace(self, schedule=None)).items()}
         state["schedule"] = self.schedule and self.schedule.to_state()
-        late = ("packing", "forgotten", "schedule")  # states of runs without these stay as they were
-        return {name: value for name, value in state.items() if value or name not in late}
+        late = ("packing", "forgotten", "schedule")
+        omitted = late if not any(state[name] for name in late) else state.keys()  # other states stay as they were
+        return {name: value for name, value in state.items() if value is not None or name not in omitted}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> OrderConfig:

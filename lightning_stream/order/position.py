@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 from zlib import crc32
 
+import numpy as np
+
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError, VersionMismatch
 from lightning_stream.order import ledger as ledgers
 from lightning_stream.order.batching.base import BatchPlan, EpochOrder
@@ -239,7 +241,8 @@ class Position:
             "ledger": f"{self.ledger:016x}",
         }
         if self.landmark is not None and self.landmark.epoch == self.epoch and self.landmark.windows:
-            state["landmark"] = [list(pair) for pair in self.landmark.windows]
+            # Differences are shorter: a state has at most 1 KB up to 10**9 documents in the default 16 sequences.
+            state["landmark"] = np.diff(self.landmark.windows, axis=0, prepend=0).tolist()
         return {**state, "checksum": _checksum(state)}
 
     @classmethod
@@ -265,8 +268,27 @@ class Position:
             snapshot=SnapshotSummary(data["digest"], data["samples"], data["shards"], versions),
             ledger=int(state["ledger"], 16),
             batch_changes=tuple((int(at), int(size)) for at, size in state["batch_changes"]),
-            landmark=Landmark(state["epoch"], tuple(tuple(one) for one in state.get("landmark") or ())),
+            landmark=Landmark(state["epoch"], _windows_of(state.get("landmark"))),
         )
+
+
+def _windows_of(differences: Any) -> tuple[tuple[int, int, int], ...]:
+    """The windows of a landmark, from the differences between them that a state holds. Raises ValueError for others."""
+    found = [0, 0, 0]
+    windows = []
+    for one in differences or ():
+        found = [before + more for before, more in zip(found, one, strict=True)]
+        windows.append((found[0], found[1], found[2]))
+        if not all(is_count(number, 0) for number in found) or found[2] < found[1]:
+            raise ValueError(f"a window begins and ends with whole numbers of rows, not {windows[-1]}")
+    return tuple(windows)
+
+
+def _is_landmark(value: object) -> bool:
+    try:
+        return value is None or (isinstance(value, list | tuple) and _windows_of(value) is not None)
+    except (TypeError, ValueError):
+        return False
 
 
 def _check_versions(state: Mapping[str, Any]) -> None:
@@ -341,10 +363,7 @@ _RULES = {
     "position": count(),
     "batch_size": count(1),
     "batch_changes": Rule("a list of [position, batch size] pairs", lambda value: _are_counts(value, (0, 1))),
-    "landmark": Rule(
-        "None or a list of [window, rows before, rows behind]",
-        lambda value: value is None or _are_counts(value, (0, 0, 0)),
-    ),
+    "landmark": Rule("None or a list of differences of [window, rows before, rows behind]", _is_landmark),
     "tail": one_of(*TAILS),
     "order": Rule("a dict of order settings", lambda value: isinstance(value, Mapping)),
     "weights": TEXT,

@@ -57,9 +57,9 @@ class Link:
     is_one_machine: bool
 
     @classmethod
-    def draw(cls, rng: random.Random, one: Composition) -> Link:
+    def draw(cls, rng: random.Random, one: Composition, size: int) -> Link:
         block = 3 if one.settings.get("batching_method") == "device_per_stream" else 1
-        size = rng.choice(one.batch_sizes)
+        size = rng.choice(one.batch_sizes) if rng.random() < 0.1 else size
         ranks = rng.choice([ranks for ranks in (1, 2, 3, 4, 6, 8) if size // ranks % block == 0])
         share = size // ranks
         accumulate = rng.choice([a for a in (1, 2, 3, 4) if share % a == 0 and share // a % block == 0])
@@ -108,8 +108,8 @@ class Chain:
 
     def link(self) -> bool:
         """Resume from the state, train for some steps, and stop; whether there were any."""
-        link, state = Link.draw(self.rng, self.one), json.loads(json.dumps(self.position.to_state()))
-        position = Position.from_state(state)
+        link = Link.draw(self.rng, self.one, self.position.batch_size)
+        position = Position.from_state(json.loads(json.dumps(self.position.to_state())))
         run = run_of(self.one, self.data, resumed=position.order)
         assert position.check(run, tail=self.tail) == []
         each, ranks = self.one.replication, link.num_ranks * self.one.replication

@@ -7,6 +7,7 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -15,8 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stream.errors import StateError
-from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Snapshot, StreamWeights, World
-from lightning_stream.order.batching.packed import PackedSequence
+from lightning_stream.order import (
+    BatchPlan,
+    OrderConfig,
+    Position,
+    RunOrder,
+    Schedule,
+    Snapshot,
+    StreamWeights,
+    World,
+)
+from lightning_stream.order.batching.packed import Landmark, PackedSequence
 from lightning_stream.order.micro_batches import MicroBatches
 from lightning_stream.order.packing import RowPacking, RowSpans
 from lightning_stream.order.permutation import RngStream, random_u64
@@ -130,6 +140,22 @@ def test_a_resume_plans_one_window_of_the_sequences_that_a_rank_reads():
     assert [len(one._windows) for one in again._sequences] == [0, 0, 1, 1, 0, 0, 0, 0]
 
 
+def test_a_landmark_at_the_border_of_a_window_holds_after_a_change_there():
+    lengths, packing = np.arange(900) % 61, RowPacking(128, 100)
+    schedule = Schedule([(0, {"a": 2, "b": 1})])
+    run = run_of(lengths, packing, streams=2, schedule=schedule)
+    window, _, border = run.epoch(0).landmark(50).windows[0]
+    at = run.samples_before(0, border)
+    assert at == 100 * (window + 1)
+    assert run.samples_before(0, border + 1) == at + 100
+    assert run.samples_before(0, run.epoch(0).num_samples + 1) == 1000
+    changed = partial(run_of, lengths, packing, streams=2, schedule=schedule.changed(at, {"b": 1}))
+    order = changed().epoch(0)
+    order.learn(run.epoch(0).landmark(border))
+    assert rows_of(order.rows(border, order.num_samples)) == epoch_rows(changed())[border:]
+    assert epoch_rows(changed())[:border] == epoch_rows(run)[:border]
+
+
 def test_a_landmark_of_another_epoch_or_other_data_is_ignored():
     lengths, packing = np.arange(4000) % 61, RowPacking(128, 100)
     run, other = run_of(lengths, packing), run_of(lengths[::-1], packing)
@@ -150,7 +176,21 @@ def test_a_state_has_at_most_1_kb():
     assert len(json.dumps(state.to_state())) <= 1024
 
 
-@pytest.mark.parametrize("landmark", [[[1]], [[0, -1, 2]], "all", [[1.5, 2, 3]]])
+def test_a_state_far_in_an_epoch_of_a_billion_documents_has_less_than_a_kilobyte():
+    packing, rng = RowPacking(8192, 16384, lengths="0" * 32), np.random.default_rng(2)
+    config = OrderConfig.resolve(batch_size=1024, shuffle=True, packing=packing)
+    snapshot = Snapshot.of([np.full(100_000, 10_000)], stream_digests=["0" * 64])
+    run = RunOrder(snapshot, [StreamWeights()], config, np.broadcast_to(np.uint32(700), 10**9))
+    begins = np.array([3800, 5_400_000, 5_401_400]) + rng.integers([-9] * 2 + [0], [9, 9000, 9], (16, 3)).cumsum(axis=0)
+    windows = tuple(map(tuple, np.sort(begins, axis=1).tolist()))
+    start = Position.start(run, batch_size=1024, tail="pad", epoch=3)
+    position = replace(start, position=86_000_000, ledger=2**64 - 1, landmark=Landmark(3, windows))
+    state = json.dumps(position.to_state())
+    assert len(state) <= 1024
+    assert Position.from_state(json.loads(state)).landmark == position.landmark
+
+
+@pytest.mark.parametrize("landmark", [[[1]], [[0, -1, 2]], [[4, 9, 8]], [[1, 5, 9], [0, -6, 0]], "all", [[1.5, 2, 3]]])
 def test_a_damaged_landmark_is_refused(landmark):
     run = run_of([5] * 40, RowPacking(10, 10))
     state = {**Position.start(run, batch_size=8, tail="pad").to_state(), "landmark": landmark}

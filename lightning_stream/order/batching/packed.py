@@ -100,17 +100,18 @@ class PackedSequence:
 
     def learn(self, window: int, before: int, behind: int) -> None:
         """Count on from a window with so many rows before it and behind it, unless more is known already."""
-        known = self._counted.firsts[-1]
-        if behind > known and window < self.num_windows:
-            self._counted = _Counted(window, [before, behind])
-        elif before > known and window == self.num_windows:
-            self._counted = _Counted(window, [before])
+        if behind > self._counted.firsts[-1] and window <= self.num_windows:
+            self._counted = _Counted(window, [before, behind] if behind > before else [before])
 
     def landmark(self, row: int) -> tuple[int, int, int]:
-        """The window of a row, the rows before it, and those before the next window; behind the last row, the end."""
+        """The window of a row, the rows before it, and those before the next window; behind the last row, the end.
+
+        If the row is the first one of its window, this says nothing about the rows in it: a change of the mixture may
+        still change them.
+        """
         base, firsts = self._counted_to(row, row + 1)
         at = min(int(np.searchsorted(firsts, row, side="right")), len(firsts)) - 1
-        return base + at, firsts[at], firsts[min(at + 1, len(firsts) - 1)]
+        return base + at, firsts[at], firsts[at] if row == firsts[at] else firsts[at + 1]
 
     def spans(self, rows: NDArray[np.int64]) -> RowSpans:
         """The spans of some rows of the sequence, int64[n], in this order."""
