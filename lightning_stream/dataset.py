@@ -30,7 +30,7 @@ from lightning_stream.loading.packing import Packing
 from lightning_stream.loading.plain import PlainIterations
 from lightning_stream.loading.source import Cost, SampleSource, Transform
 from lightning_stream.order import Occurrence, Schedule
-from lightning_stream.order.forget import Replay
+from lightning_stream.order.forget import Replay, sample_ids
 from lightning_stream.reading.bad_samples import Policy, bad_data
 from lightning_stream.reading.filters import Filters, Ids, Keep, LengthRules
 from lightning_stream.reading.reader import ReaderConfig, SampleReader
@@ -224,7 +224,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             data_dimension=data_dimension,
             packing=pack,
             balance=balance,
-            forget=None if forget is None else np.asarray([*forget], dtype=np.int64),
+            forget=None if forget is None else sample_ids(forget),
         )
         self._streaming_plain = PlainIterations(self.batch_size)
 

@@ -132,6 +132,9 @@ def test_a_run_does_not_resume_with_another_schedule(folder: Path) -> None:
         other.load_state_dict(state)
     with pytest.raises(StateError):
         StreamingDataLoader(dataset_of(folder, None), 24).load_state_dict(state)
+    (steps,) = loaders(folder, 1, schedule=Schedule(POINTS, unit="steps"))
+    with pytest.raises(SettingsMismatch, match="unit='steps'"):
+        steps.load_state_dict(state)
 
 
 def test_a_plain_loop_reads_the_same_mixture(folder: Path) -> None:
@@ -241,6 +244,8 @@ def test_a_change_of_a_dataset_without_a_schedule_is_refused(folder: Path) -> No
         loaders(folder, 1, schedule=None)[0].change_mixture({"web": 1})
     with pytest.raises(ValueError, match="names 'wiki', but the streams are web, code, math"):
         loaders(folder, 1)[0].change_mixture({"wiki": 1})
+    with pytest.raises(ValueError, match=r"after_steps counts steps .* from 0; found -1"):
+        loaders(folder, 1)[0].change_mixture({"web": 1}, after_steps=-1)
 
 
 def test_the_record_of_a_changed_run_is_verified(folder: Path, tmp_path: Path) -> None:

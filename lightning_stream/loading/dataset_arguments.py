@@ -41,6 +41,8 @@ def check_order(arguments: Mapping[str, Any], pack: Packing | None, balance: obj
     """Raise ValueError for settings of an order that are wrong, or contradict each other."""
     rows = None if pack is None else pack.rows("")
     order = OrderConfig.resolve(batch_size=1, device_batch_size=1, packing=rows, **arguments)
+    if not (balance is None or isinstance(balance, str) or callable(balance)):
+        raise TypeError(f"balance is the name of lengths or a function of them; found {balance!r}. Pass e.g. 'tokens'")
     if balance is not None and not order.batching.can_be_balanced:
         raise ValueError(
             f"this order assigns samples to ranks itself; found balance={balance!r} with batching_method="

@@ -68,6 +68,8 @@ class MixtureChanges:
                 "StreamingDataset(schedule=[(0, {name: weight})]) from the start of the run."
             )
         iteration = self._progress.leading if self._driver is None else self._driver.iteration
+        if after_steps < 0:
+            raise ValueError(f"after_steps counts steps from the last one trained on, from 0; found {after_steps}")
         run, ahead = self._source.order(order), after_steps * self.settings().global_batch_size
         seen = [here, *([iteration.upcoming] if iteration is not None and iteration.upcoming else [])]
         earliest = [run.samples_before(one.epoch, one.position) for one in seen]

@@ -69,7 +69,8 @@ class Balance:
             ValueError: They are not n numbers of at least 0.
         """
         costs = np.asarray(self.costs(ids))
-        is_number = np.issubdtype(costs.dtype, np.integer) or np.issubdtype(costs.dtype, np.floating)
+        is_number = costs.dtype.kind in "iuf"
+        costs = costs.astype(np.float64) if costs.dtype.kind == "f" else costs
         if costs.shape != ids.shape or not is_number or not ((costs >= 0) & (costs < 2**63)).all():
             raise ValueError(
                 "The costs of a balance must be one number for each sample, at least 0 and below 2**63; for "

@@ -158,7 +158,7 @@ class OrderConfig:
         sizes = {"batch_size": batch_size, "device_block": device_batch_size}
         fixed = {name: sizes[name] for name in method.fixes} if method else {}
         if schedule is not None and schedule.unit == "steps":
-            fixed["batch_size"] = resumed.batch_size if resumed is not None else batch_size
+            fixed["batch_size"] = (resumed and resumed.batch_size) or batch_size
         return cls(
             shuffle=shuffle,
             seed=seed,

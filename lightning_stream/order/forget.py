@@ -51,7 +51,7 @@ class Forgotten:
     @classmethod
     def of(cls, snapshot: Snapshot, ids: Iterable[int] | NDArray[np.int64]) -> Forgotten:
         """These samples, in any order."""
-        return cls(snapshot, np.unique(np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64)))
+        return cls(snapshot, np.unique(sample_ids(ids)))
 
     def __post_init__(self) -> None:
         ids, snapshot = self.ids, self.snapshot
@@ -107,6 +107,14 @@ class Forgotten:
             return []
         taken = self.ids[self.substitutes(self.ids, seed, epoch) == sample_id]
         return [sample_id, *taken.tolist()]
+
+
+def sample_ids(given: Iterable[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Ids of samples as an array. Raises TypeError for numbers that are not whole."""
+    ids = given if isinstance(given, np.ndarray) else np.array(list(given))
+    if ids.size and ids.dtype.kind not in "iu":
+        raise TypeError(f"Ids of samples are whole numbers; found {ids.dtype} values like {ids.ravel()[0]!r}.")
+    return ids.astype(np.int64)
 
 
 @dataclass(frozen=True)

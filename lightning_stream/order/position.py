@@ -167,8 +167,9 @@ class Position:
             raise (SnapshotMismatch if data else SettingsMismatch)(" ".join(found))
         if on_mismatch == "warn":
             return found
-        if run.config.mosaic is None and run.config.packing is None and self.position > run.num_samples:
-            raise _damaged([f"position is {self.position}, but an epoch has {run.num_samples} samples."])
+        order = None if run.config.mosaic is not None else self.order_in(run)
+        if order is not None and not order.reaches(self.position) and self.position > order.num_samples:
+            raise _damaged([f"position is {self.position}, but epoch {self.epoch} ends at {order.num_samples}."])
         return []
 
     def is_proven(self, run: RunOrder) -> bool:

@@ -202,6 +202,9 @@ def test_samples_that_cannot_be_forgotten_are_refused():
     for ids in ([], [-1, 3], [170]):
         with pytest.raises(ValueError, match="at least one of the 170 of the data"):
             Forgotten.of(snapshot, ids)
+    for ids in ([1.5], [True, False], np.ones(170, dtype=np.bool_)):
+        with pytest.raises(TypeError, match="Ids of samples are whole numbers; found"):
+            Forgotten.of(snapshot, ids)
     with pytest.raises(ValueError, match="all of stream 2 are forgotten"):
         Forgotten.of(snapshot, range(93, 170))
     with pytest.raises(ValueError, match="must be those of its settings"):

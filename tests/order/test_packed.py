@@ -129,6 +129,39 @@ def test_threads_that_share_an_order_read_the_same_rows():
         sys.setswitchinterval(before)
 
 
+@pytest.mark.parametrize("window", [1, 3, 11])
+def test_an_interrupt_leaves_an_order_as_it_was(window):
+    class Interrupting:
+        reads = 0
+
+        def __getitem__(self, ids):
+            self.reads += 1
+            if self.reads == window:
+                raise InterruptedError
+            return lengths[ids]
+
+    lengths, reader = np.arange(3000) % 61, Interrupting()
+    order = run_of(lengths, RowPacking(128, 100)).epoch(0)
+    for sequence in order._sequences:
+        sequence._lengths = reader
+    with pytest.raises(InterruptedError):
+        order.reaches(10**6)
+    assert rows_of(order.rows(0, order.num_samples)) == epoch_rows(run_of(lengths, RowPacking(128, 100)))
+
+
+def test_a_position_behind_the_last_row_and_a_landmark_of_other_rows_are_refused():
+    run = run_of(np.arange(900) % 61, RowPacking(128, 100))
+    size = run.epoch(0).num_samples
+    at = replace(Position.start(run, batch_size=8, tail="pad"), position=size)
+    assert at.check(run) == []
+    with pytest.raises(StateError, match=f"position is {size + 1}, but epoch 0 ends at {size}"):
+        replace(at, position=size + 1).check(run)
+    order = run_of(np.arange(900) % 61, RowPacking(128, 100)).epoch(0)
+    order.learn(Landmark(0, ((0, 0, 29),) * len(order._sequences)))
+    with pytest.raises(StateError, match=r"window 0 has \d+ rows, not 29"):
+        order.spans(np.array([0]))
+
+
 def test_a_resume_plans_one_window_of_the_sequences_that_a_rank_reads():
     lengths, packing = np.arange(4000) % 61, RowPacking(128, 100)
     run = run_of(lengths, packing)

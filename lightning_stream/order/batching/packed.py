@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.errors import StateError
 from lightning_stream.order.batching.base import EpochOrder
 from lightning_stream.order.packing import PackedRows, RowPacking, RowSpans, pack_window
 from lightning_stream.order.permutation import RngStream, permutation, random_u64
@@ -121,6 +122,11 @@ class PackedSequence:
         for here in np.unique(at).tolist():
             place = np.flatnonzero(at == here)
             ids, planned = self._window(base + here)
+            if len(planned) != firsts[here + 1] - firsts[here]:
+                raise StateError(
+                    f"The landmark of a state must be of its order: window {base + here} has {len(planned)} rows, not "
+                    f"{firsts[here + 1] - firsts[here]}. The state is damaged; load another checkpoint."
+                )
             chosen = planned.take(rows[place] - firsts[here])
             found.append(RowSpans(chosen.edges, ids[chosen.document], chosen.first, chosen.num_tokens))
             places.append(place)
