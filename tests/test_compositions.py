@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,75 +13,50 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lightning_stream import (  # noqa: E402
-    MDSWriter,
-    Packing,
-    Schedule,
-    Stream,
-    StreamingDataLoader,
-    StreamingDataset,
-    World,
+from support.documents import (  # noqa: E402
+    BATCH,
+    LENGTHS,
+    MIXED,
+    POINTS,
+    SIZES,
+    composed,
+    dataset_of,
+    is_kept,
+    write,
 )
 
-SIZES = {"web": 260, "code": 150, "math": 90}
-SHARD_BYTES = 1 << 12
-BATCH = 12
-PACK = Packing(row_length=48, window=40, columns=("mask",))
-POINTS = [(0, {"web": 0.6, "code": 0.3, "math": 0.1}), (300, {"web": 0.2, "code": 0.3, "math": 0.5})]
+from lightning_stream import Schedule, StreamingDataLoader, StreamingDataset, World  # noqa: E402
+from lightning_stream.dataset import source_of  # noqa: E402
+
 CHANGE = {"code": 3, "math": 1}
-NUM_SAMPLES = sum(SIZES.values())
-LENGTHS = np.random.default_rng(4).integers(1, 70, NUM_SAMPLES)
-LENGTHS[[3, 77, 400]] = 300  # of many rows
 Make = Callable[[Path], StreamingDataset]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root, first = tmp_path_factory.mktemp("documents"), 0
-    columns = {"tokens": "ndarray:int32", "mask": "ndarray:int8"}
-    for name, size in SIZES.items():
-        options = {"columns": columns, "size_limit": SHARD_BYTES, "lengths": {"tokens": len}}
-        with MDSWriter(out=str(root / name), **options) as writer:
-            for number in range(first, first + size):
-                tokens = (number * 1000 + np.arange(LENGTHS[number])).astype(np.int32)
-                writer.write({"tokens": tokens, "mask": (tokens % 3).astype(np.int8)})
-        first += size
-    return root
+    return write(tmp_path_factory.mktemp("documents"))
 
 
-def is_kept(sample: dict[str, Any]) -> bool:
-    return int(sample["tokens"][0]) // 1000 % 5 != 1
+def with_bad_samples(folder: Path) -> StreamingDataset:
+    dataset = composed(folder, on_bad_sample="substitute", quarantine=folder / "bad.jsonl")
+    source_of(dataset).bad_data.found.update(dict.fromkeys((7, 50, 120), "it is damaged"))
+    return dataset
 
 
-def square(lengths: Any) -> Any:
-    return lengths * lengths
-
-
-def made(**given: Any) -> Make:
-    def make(folder: Path) -> StreamingDataset:
-        ids = given.get("subset")
-        options = {name: value for name, value in given.items() if name != "subset"}
-        streams = [Stream(local=folder / name) for name in SIZES]
-        dataset = StreamingDataset(streams=streams, **{"shuffle": True, "pack": PACK, **options})
-        return dataset if ids is None else dataset.subset(ids)
-
-    return make
-
-
-MIXED = {"schedule": POINTS, "epoch_size": 420}
 TOKENS = Schedule(POINTS, unit="tokens", mean_lengths=dict.fromkeys(SIZES, 35.5), interpolation="linear")
 COMPOSITIONS: dict[str, Make] = {
-    "pack": made(),
-    "filter, pack": made(filter=is_kept),
-    "lengths, ids, pack": made(filter_lengths={"tokens": (8, 200)}, exclude_ids=range(0, 500, 9)),
-    "schedule, pack": made(**MIXED),
-    "schedule in tokens, pack, balance": made(**{**MIXED, "schedule": TOKENS}, balance=square),
-    "forget, pack": made(forget=range(5, 500, 50)),
-    "forget, schedule": made(**MIXED, forget=range(5, 500, 50), pack=None),
-    "subset, pack": made(subset=range(0, 500, 2)),
-    "replication, pack": made(replication=2, batching_method="stratified"),
-    "schedule, pack, balance, filter": made(**MIXED, balance="tokens", filter=is_kept),
-}  # fmt: skip
+    "pack": dataset_of,
+    "filter, pack": partial(dataset_of, filter=is_kept),
+    "lengths, ids, pack": partial(dataset_of, filter_lengths={"tokens": (8, 200)}, exclude_ids=range(0, 500, 9)),
+    "schedule, pack": partial(dataset_of, **MIXED),
+    "schedule in tokens, pack, balance": partial(dataset_of, **{**MIXED, "schedule": TOKENS}, balance="tokens"),
+    "forget, pack": partial(dataset_of, forget=range(5, 500, 50)),
+    "forget, schedule": partial(dataset_of, **MIXED, forget=range(5, 500, 50), pack=None),
+    "subset, pack": lambda folder: dataset_of(folder).subset(range(0, 500, 2)),
+    "replication, pack": partial(dataset_of, replication=2, batching_method="stratified"),
+    "schedule, filter, pack, balance": composed,
+    "bad samples, schedule, filter, pack, balance": with_bad_samples,
+}
 
 
 def ranks_of(
@@ -192,3 +168,23 @@ def test_a_change_neither_loses_nor_repeats_a_token_of_packed_rows(folder: Path)
     documents = run.epoch(0).documents
     ids = documents.ids(0, documents.num_samples)
     assert tokens_of(epoch) == sorted(int(i) * 1000 + t for i in ids for t in range(LENGTHS[i]) if i or t)
+
+
+@pytest.mark.parametrize("name", ["filter, pack", "schedule, filter, pack, balance"])
+def test_an_evaluation_has_every_row_once_in_every_world(folder: Path, name: str) -> None:
+    def rows_of(num_ranks: int, workers: int) -> list[tuple[int, ...]]:
+        ranks = ranks_of(COMPOSITIONS[name], folder, num_ranks, workers, evaluation=True)
+        return sorted(row for loader in ranks for batch in loader for row in rows_in(loader, batch))
+
+    wanted = rows_of(1, 0)
+    assert len(wanted) > 100
+    assert rows_of(2, 1) == rows_of(3, 0) == rows_of(6, 0) == wanted
+
+
+def test_bad_documents_are_in_no_row(folder: Path) -> None:
+    ranks = ranks_of(with_bad_samples, folder, 2)
+    reader = source_of(ranks[0].streaming).reader
+    bad = reader.original_ids(np.array([7, 50, 120])).tolist()
+    tokens = set(tokens_of(take(ranks, 50)))
+    assert not tokens & {number * 1000 + at for number in bad for at in range(LENGTHS[number])}
+    assert sum(loader.num_substituted for loader in ranks) > 2

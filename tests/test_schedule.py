@@ -228,6 +228,30 @@ def test_a_changed_run_resumes_and_repeats_from_its_state(folder: Path) -> None:
     assert take(loaders(folder, 2, schedule=again), 14) == wanted
 
 
+def test_a_run_replays_its_changes_from_a_state_before_them(folder: Path) -> None:
+    wanted, states = [], []
+    (loader,) = loaders(folder, 1)
+    for _ in range(3):
+        for batch in loader:
+            wanted.append(sorted(batch["id"].tolist()))
+            states.append(loader.state_dict())
+            if len(wanted) in (4, 7):
+                loader.change_mixture(CHANGE, skip={"web": len(wanted)})
+    changed = Schedule.from_state(states[-1]["order"]["schedule"])
+    assert len(changed.changes) == 2
+    for done in (1, 3, 5, 6, 9):
+        ranks = loaders(folder, 2, schedule=changed)
+        for one in ranks:
+            one.load_state_dict(states[done - 1])
+        assert take(ranks, 12 - done) == wanted[done:12]
+    (other,) = loaders(folder, 1, schedule=LINEAR.changed(0, CHANGE))
+    with pytest.raises(SettingsMismatch, match="schedule was"):
+        other.load_state_dict(states[1])
+    first = next(step for step in range(5, 15) if not {*wanted[step]} <= set().union(*wanted[:step]))
+    sample_id = min({*wanted[first]} - set().union(*wanted[:first]))
+    assert dataset_of(folder, changed).plan_replay([sample_id], states).checkpoint == first - 1
+
+
 def test_a_change_before_or_between_epochs_holds_from_the_next_batch(folder: Path) -> None:
     (loader,) = loaders(folder, 1)
     assert loader.change_mixture({"math": 1}) == 0

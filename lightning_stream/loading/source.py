@@ -171,7 +171,11 @@ class SampleSource:
         """Which of these states a run continues from that forgets samples, see `StreamingDataset.plan_replay`."""
         positions = [Position.from_state(state) for state in states]
         own = None if self.forgotten is None else self.forgotten.digest
-        orders = {replace(one.order, forgotten=own) for one in positions}
+        last = max(positions, key=lambda one: (one.epoch, one.position)).order.schedule if positions else None
+        orders = {
+            replace(one.order, forgotten=own, schedule=one.order.schedule and one.order.schedule.resumed(last))
+            for one in positions
+        }  # a run may have changed its mixture
         if len(orders) != 1:
             raise ValueError(
                 f"the states of one training run have one order; found {len(orders)} different ones in {len(states)} "

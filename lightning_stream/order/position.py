@@ -215,6 +215,10 @@ class Position:
         if self.order.forgotten is None and run.forgotten is not None:
             seen = first_seen(run, run.forgotten, (self.epoch, self.position))
             names = names if seen else [name for name in names if name != "forgotten"]  # as if never seen, see `forget`
+        former, schedule = self.order.schedule, run.config.schedule
+        if former is not None and schedule is not None:
+            begun = run.samples_before(self.epoch, self.position)
+            names = [name for name in names if name != "schedule" or not schedule.extends(former, begun)]
         pairs += [(name, getattr(self.order, name), getattr(run.config, name)) for name in names]
         found = [f"{name} was {old!r} and is {new!r} now." for name, old, new in pairs if old != new]
         if (new_weights := weights_digest(run.weights)) != self.weights:

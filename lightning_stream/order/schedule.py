@@ -130,6 +130,12 @@ class Schedule:
             return self
         return former if former.changes[: len(self.changes)] == self.changes else self
 
+    def extends(self, former: Schedule, at: int) -> bool:
+        """Whether this is ``former`` with more changes, all from global sample ``at`` on."""
+        more = self.changes[len(former.changes) :]
+        begins = replace(self, changes=former.changes) == former and self.changes == (*former.changes, *more)
+        return begins and all(change.at >= at for change in more)
+
     def to_state(self) -> dict[str, Any]:
         """The schedule as a dict of plain values, without those that the constructor has by default."""
         state = {
