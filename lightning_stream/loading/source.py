@@ -33,7 +33,7 @@ from lightning_stream.order import (
     where,
 )
 from lightning_stream.order.bitmap import Bitmap
-from lightning_stream.order.forget import Forgotten, Replay, forgetting, plan_replay
+from lightning_stream.order.forget import Forgotten, Replay, forgetting, plan_replay, sample_ids
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.reading.bad_samples import BadData
 from lightning_stream.reading.reader import SampleReader
@@ -189,7 +189,7 @@ class SampleSource:
 
     def subset(self, ids: Iterable[int] | NDArray[np.int64]) -> SampleSource:
         """Some samples of this source, with an order of their own."""
-        chosen = Bitmap.of_ids(ids if isinstance(ids, np.ndarray) else list(ids), self.snapshot.num_samples)
+        chosen = Bitmap.of_ids(sample_ids(ids), self.snapshot.num_samples)
         reader, forget = SubsetReader(self.reader, chosen), self.forget
         if forget is not None:
             kept = forget[chosen.mask[forget]]

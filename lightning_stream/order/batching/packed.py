@@ -214,7 +214,8 @@ class PackedOrder(EpochOrder):
         ]
         mean = int(lengths[:: ceil_div(max(1, len(lengths)), _SAMPLED)].mean()) if len(lengths) else 1
         self.samples_per_position = max(1, packing.row_length // max(1, mean))
-        self._turns = (_Turn(0, 0, tuple(number for number, one in enumerate(sequences) if one.num_samples)),)
+        filled = tuple(number for number, one in enumerate(sequences) if one.num_samples)
+        self._turns: tuple[_Turn, ...] = (_Turn(0, 0, filled),)
 
     @property
     def documents(self) -> EpochOrder:

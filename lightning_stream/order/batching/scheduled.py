@@ -83,7 +83,7 @@ class ScheduledStretches:
             at = int(np.searchsorted(counts, number, side="right"))
             if not 0 < at < len(edges):
                 return None
-            low, high = edges[at - 1 : at + 1].tolist()
+            low, high = int(edges[at - 1]), int(edges[at])
             if high - low == 1:
                 return low - self._first
             edges = low + (high - low) * np.arange(_EDGES + 1) // _EDGES
