@@ -25,7 +25,14 @@ from support.documents import (  # noqa: E402
     write,
 )
 
-from lightning_stream import Schedule, StreamingDataLoader, StreamingDataset, World  # noqa: E402
+from lightning_stream import (  # noqa: E402
+    PositionTracker,
+    Schedule,
+    StreamingDataLoader,
+    StreamingDataset,
+    World,
+    verify_delivery,
+)
 from lightning_stream.dataset import source_of  # noqa: E402
 
 CHANGE = {"code": 3, "math": 1}
@@ -188,3 +195,20 @@ def test_bad_documents_are_in_no_row(folder: Path) -> None:
     tokens = set(tokens_of(take(ranks, 50)))
     assert not tokens & {number * 1000 + at for number in bad for at in range(LENGTHS[number])}
     assert sum(loader.num_substituted for loader in ranks) > 2
+
+
+@pytest.mark.parametrize("name", ["schedule, pack", "bad samples, schedule, filter, pack, balance"])
+def test_the_record_of_a_composed_run_is_verified(folder: Path, tmp_path: Path, name: str) -> None:
+    for loader in ranks_of(COMPOSITIONS[name], folder, 2):
+        tracker = PositionTracker(loader, record_delivery=tmp_path)
+        for _ in range(3):
+            for _ in tracker:
+                tracker.stepped()
+                if tracker.num_steps in (3, 14):
+                    loader.change_mixture(CHANGE, after_steps=2)
+        run, steps = loader._run(loader.settings(loader.position.order)), tracker.num_steps
+        tracker.detach()
+    rows = [run.epoch(epoch).num_samples for epoch in range(3)]
+    assert rows[1] > rows[0] or rows[2] > rows[1], "the test needs a longer epoch behind a shorter one"
+    found = verify_delivery(tmp_path, COMPOSITIONS[name](folder))
+    assert found.sentence == f"all {steps} recorded steps saw exactly the planned samples"

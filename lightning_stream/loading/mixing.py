@@ -71,11 +71,14 @@ class MixtureChanges:
         if after_steps < 0:
             raise ValueError(f"after_steps counts steps from the last one trained on, from 0; found {after_steps}")
         run, ahead = self._source.order(order), after_steps * self.settings().global_batch_size
+        landmark = here.order_in(run).landmark(here.position)  # holds after the change too, and saves counting again
         seen = [here, *([iteration.upcoming] if iteration is not None and iteration.upcoming else [])]
         earliest = [run.samples_before(one.epoch, one.position) for one in seen]
         earliest += [run.samples_before(here.epoch, here.position + ahead)]
         at = max(earliest + [change.at for change in order.schedule.changes])
         order = replace(order, schedule=order.schedule.changed(at, weights, skip))
+        if landmark is not None:
+            self._source.order(order).epoch(here.epoch).learn(landmark)
         if iteration is not None:
             iteration.reorder(order)
         if self._driver is not None:

@@ -216,7 +216,7 @@ class Position:
             seen = first_seen(run, run.forgotten, (self.epoch, self.position))
             names = names if seen else [name for name in names if name != "forgotten"]  # as if never seen, see `forget`
         former, schedule = self.order.schedule, run.config.schedule
-        if former is not None and schedule is not None:
+        if former is not None and schedule is not None and former != schedule:
             begun = run.samples_before(self.epoch, self.position)
             names = [name for name in names if name != "schedule" or not schedule.extends(former, begun)]
         pairs += [(name, getattr(self.order, name), getattr(run.config, name)) for name in names]
