@@ -212,3 +212,22 @@ def test_the_record_of_a_composed_run_is_verified(folder: Path, tmp_path: Path, 
     assert rows[1] > rows[0] or rows[2] > rows[1], "the test needs a longer epoch behind a shorter one"
     found = verify_delivery(tmp_path, COMPOSITIONS[name](folder))
     assert found.sentence == f"all {steps} recorded steps saw exactly the planned samples"
+
+
+def test_a_document_is_where_it_was_delivered_after_changes_of_mixture_batch_and_world(folder: Path) -> None:
+    (first,) = ranks_of(composed, folder, 1, global_batch_size=8)
+    take([first], 5, change_at=5)
+    ranks = ranks_of(composed, folder, 3, accumulate=2)
+    found: dict[int, list[tuple[int, ...]]] = {}
+    for rank, loader in enumerate(ranks):
+        loader.load_state_dict(first.state_dict())
+        for number, _ in enumerate(loader):
+            info = loader.last_batch
+            assert info is not None
+            for row in np.flatnonzero(~info.filler).tolist():
+                for sample_id in info.rows.take(np.array([row])).ids.tolist():
+                    found.setdefault(sample_id, []).append((0, 5 + number // 2, rank, number % 2, row))
+        loader.load_state_dict(first.state_dict())
+    for sample_id in range(0, first.streaming.size, 7):
+        places = [one for one in ranks[1].where(sample_id) if one.step >= 5]
+        assert sorted(places) == sorted(found.get(sample_id, []))
