@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,6 +35,7 @@ from lightning_stream import (  # noqa: E402
     verify_delivery,
 )
 from lightning_stream.dataset import source_of  # noqa: E402
+from lightning_stream.loading.shared_position import Start  # noqa: E402
 
 CHANGE = {"code": 3, "math": 1}
 Make = Callable[[Path], StreamingDataset]
@@ -231,3 +233,28 @@ def test_a_document_is_where_it_was_delivered_after_changes_of_mixture_batch_and
     for sample_id in range(0, first.streaming.size, 7):
         places = [one for one in ranks[1].where(sample_id) if one.step >= 5]
         assert sorted(places) == sorted(found.get(sample_id, []))
+
+
+def test_what_workers_get_does_not_hold_the_lengths_of_all_samples(folder: Path) -> None:
+    (loader,) = ranks_of(composed, folder, 1)
+    (wanted,) = take([loader], 1)
+    source, settings = source_of(loader.streaming), loader.settings()
+    assert settings == loader.settings(), "persistent workers live on only with equal settings"
+    sent = pickle.dumps((source, settings))
+    assert len(sent) - len(pickle.dumps(source)) < 1000 < 4 * source.snapshot.num_samples
+    again, same = pickle.loads(sent)
+    assert not again.orders
+    rows = same.micro_batches(again, Start())[0].rows
+    assert len(rows) == len(wanted)
+    assert again.reader.lengths("tokens")[rows.ids].tolist() == source.reader.lengths("tokens")[rows.ids].tolist()
+
+
+def test_persistent_workers_stay_with_a_balance(folder: Path) -> None:
+    (loader,) = ranks_of(composed, folder, 1, 1, persistent_workers=True)
+    kept = []
+    for _ in range(2):
+        next(batches := iter(loader))
+        kept.append(loader._workers._kept)
+        batches.close()
+    loader.close()
+    assert kept[0] is kept[1] is not None

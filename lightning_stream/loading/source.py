@@ -77,15 +77,16 @@ class BatchSettings:
         return MicroBatches(self.plan(source, start), self.device_batch_size, self.padding)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Costs:
-    """What samples cost, by their ids."""
+    """What samples cost, by their ids. The lengths stay out of a pickle, since another process maps them itself."""
 
-    lengths: NDArray[np.integer]  # of all samples
+    reader: SampleReader
+    lengths_name: str
     cost: Cost
 
     def __call__(self, ids: NDArray[np.int64]) -> NDArray[Any]:
-        return self.cost(self.lengths[ids].astype(np.int64))
+        return self.cost(self.reader.lengths(self.lengths_name)[ids].astype(np.int64))
 
 
 def _as_they_are(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -114,6 +115,9 @@ class SampleSource:
 
     def __post_init__(self) -> None:
         self._seeded = None if self.transform is None else SeededCall(self.transform, self.seed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "orders": {}}  # another process makes its own: those of packed rows hold all lengths
 
     @property
     def snapshot(self) -> Snapshot:
@@ -144,9 +148,9 @@ class SampleSource:
         if self.balance is None:
             return None
         default = "tokens" if self.packing is None else self.packing.lengths_name
-        lengths = self.reader.lengths(self.balance if isinstance(self.balance, str) else default)
-        cost = _as_they_are if isinstance(self.balance, str) else self.balance
-        return Balance(_Costs(lengths, cost), device_batch_size, cost)
+        name, cost = (self.balance, _as_they_are) if isinstance(self.balance, str) else (default, self.balance)
+        self.reader.lengths(name)  # raises now if there are none
+        return Balance(_Costs(self.reader, name, cost), device_batch_size, cost)
 
     def order(self, config: OrderConfig) -> RunOrder:
         """The order of a training run with these settings; the latest is kept."""
