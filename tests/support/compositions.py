@@ -44,7 +44,6 @@ class Composition:
     most_length: int = 70
     replication: int = 1
     batch_sizes: tuple[int, ...] = (BATCH,)
-    scale: int = 1  # of the number of samples
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,10 @@ class Data:
     lengths: NDArray[np.uint32]
 
     @classmethod
-    def of(cls, one: Composition, seed: int, scale: int = 1) -> Data:
+    def of(cls, one: Composition, seed: int) -> Data:
         """Three streams of shards of different sizes; some documents are empty, some have many rows."""
         rng = np.random.default_rng(seed)
-        sizes = [np.diff(np.linspace(0, size * scale, 12).astype(int)) for size in SIZES.values()]
+        sizes = [np.diff(np.linspace(0, size, 12).astype(int)) for size in SIZES.values()]
         snapshot = Snapshot.of(sizes, list(SIZES))
         lengths = rng.integers(0, one.most_length, snapshot.num_samples).astype(np.uint32)
         lengths[rng.integers(0, len(lengths), len(lengths) // 50)] = 0

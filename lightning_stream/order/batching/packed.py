@@ -90,11 +90,6 @@ class PackedSequence:
         self._windows: dict[int, _Window] = {}
         self._counted = _Counted(0, [0])  # replaced as a whole, so that threads and interrupts cannot tear it
 
-    @property
-    def is_counted(self) -> bool:
-        """Whether the number of all rows is known."""
-        return self._counted.base + len(self._counted.firsts) > self.num_windows
-
     def count(self, rows: int) -> int:
         """The smaller of ``rows`` and the number of all rows: plans windows until that is known."""
         return min(rows, self._grown(self._counted, rows).firsts[-1])
