@@ -57,9 +57,10 @@ class Training:
         info = self.loader.last_batch
         assert info is not None
         torch.manual_seed(info.epoch * 10**6 + info.begin)  # what dropout draws depends on the position alone
-        self.seen.update(batch["id"].tolist())
-        scores = self.model(batch["tokens"])[:, :-1]
-        loss = torch.nn.functional.cross_entropy(scores.reshape(-1, WORDS), batch["tokens"][:, 1:].reshape(-1))
+        self.seen.update(batch["id"].tolist() if info.rows is None else info.rows.ids.tolist())
+        tokens = batch["tokens"] if info.rows is None else batch["input_ids"]
+        scores = self.model(tokens)[:, :-1]
+        loss = torch.nn.functional.cross_entropy(scores.reshape(-1, WORDS), tokens[:, 1:].reshape(-1))
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -114,6 +115,23 @@ def test_a_replay_of_packed_rows_has_the_rows_of_a_run_that_never_had_the_docume
     assert train(again)[0] == never[found.checkpoint + 1 :]
     assert never[: found.checkpoint + 1] == batches[: found.checkpoint + 1]
     assert not any(ids[0] in row for batch in never for row in batch)
+
+
+def test_a_replay_of_packed_rows_has_the_weights_of_a_run_that_never_had_the_documents(shards: Path) -> None:
+    packed: dict[str, Any] = {"pack": Packing(row_length=20, window=40), "num_canonical_nodes": 1}
+    whole = Training(shards, **packed).run()
+    run = source_of(whole.loader.streaming).order(whole.loader.settings().order)
+    ids = run.epoch(0).rows(110, 111).ids.tolist()
+    replay = whole.loader.streaming.plan_replay(ids, [one["data"] for one in whole.checkpoints])
+    assert (replay.epoch, replay.position) == (0, 100)  # the first row of that window
+    assert replay.checkpoint is not None
+    again = Training(shards, forget=ids, **packed).run(whole.checkpoints[replay.checkpoint])
+    never = Training(shards, forget=ids, **packed).run()
+    assert again.bytes() == never.bytes() != whole.bytes()
+    assert not {*ids} & (again.seen | never.seen)
+    later = whole.checkpoints[replay.checkpoint + 1]["data"]
+    with pytest.raises(SettingsMismatch, match="forgotten was None"):
+        Training(shards, forget=ids, **packed).loader.load_state_dict(later)
 
 
 def test_forgotten_samples_of_a_subset_are_forgotten_there(shards: Path) -> None:

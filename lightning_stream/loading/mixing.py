@@ -35,6 +35,9 @@ class MixtureChanges:
     ) -> int:
         """Change the weights of the streams, or skip samples, from the first batch that was not handed out on.
 
+        Where samples are packed into rows, the window that this batch begins in keeps its rows: the change holds from
+        the next window on.
+
         Workers that have read further ahead begin again there. Call it on all ranks after the same step with the same
         values: they take effect at the same global batch. States record the change, and a resumed run keeps it. With
         the changes of its last state (``Schedule.from_state(state["order"]["schedule"])``) a run repeats exactly.
@@ -65,12 +68,17 @@ class MixtureChanges:
                 "StreamingDataset(schedule=[(0, {name: weight})]) from the start of the run."
             )
         iteration = self._progress.leading if self._driver is None else self._driver.iteration
+        if after_steps < 0:
+            raise ValueError(f"after_steps counts steps from the last one trained on, from 0; found {after_steps}")
         run, waited = self._source.order(order), after_steps * self.settings().global_batch_size
+        landmark = here.order_in(run).landmark(here.position)  # holds after the change too, and saves counting again
         seen = [here, replace(here, position=here.position + waited)]
         seen += [iteration.upcoming] if iteration is not None and iteration.upcoming else []
-        earliest = [one.epoch * run.num_samples + one.order_in(run).settled(one.position) for one in seen]
+        earliest = [run.settled(one.epoch, one.position) for one in seen]
         at = max(earliest + [change.at for change in order.schedule.changes])
         order = replace(order, schedule=order.schedule.changed(at, weights, skip))
+        if landmark is not None:
+            self._source.order(order).epoch(here.epoch).learn(landmark)
         if iteration is not None:
             iteration.reorder(order)
         if self._driver is not None:

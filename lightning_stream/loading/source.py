@@ -33,7 +33,7 @@ from lightning_stream.order import (
 )
 from lightning_stream.order.balance import Balance, Cost
 from lightning_stream.order.batching.buckets import LengthBuckets
-from lightning_stream.order.bitmap import Bitmap
+from lightning_stream.order.bitmap import Bitmap, as_ids
 from lightning_stream.order.forget import Forgotten, Replay, forgetting, plan_replay
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.order.rank_split import ceil_div
@@ -99,6 +99,17 @@ class Bucketing:
         )
 
 
+@dataclass(frozen=True)
+class _Lengths:
+    """Lengths that stay out of a pickle: another process maps them itself."""
+
+    reader: SampleReader
+    name: str
+
+    def __call__(self) -> NDArray[np.uint32]:
+        return self.reader.lengths(self.name)
+
+
 @dataclass
 class SampleSource:
     """What a dataset reads, in which order, and what becomes of a sample; see also `StreamingDataset`."""
@@ -122,6 +133,9 @@ class SampleSource:
 
     def __post_init__(self) -> None:
         self._seeded = None if self.transform is None else SeededCall(self.transform, self.seed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "orders": {}}  # another process makes its own: those of packed rows hold all lengths
 
     @property
     def snapshot(self) -> Snapshot:
@@ -174,7 +188,8 @@ class SampleSource:
         if self.balance is None:
             return None
         cost = None if isinstance(self.balance, str) else self.balance
-        return Balance.by_lengths(self.reader.lengths(self.balanced_by), device_batch_size, cost)
+        self.reader.lengths(self.balanced_by)  # raises now if there are none
+        return Balance.by_lengths(_Lengths(self.reader, self.balanced_by), device_batch_size, cost)
 
     @property
     def balanced_by(self) -> str:
@@ -206,7 +221,11 @@ class SampleSource:
         """Which of these states a run continues from that forgets samples, see `StreamingDataset.plan_replay`."""
         positions = [Position.from_state(state) for state in states]
         own = None if self.forgotten is None else self.forgotten.digest
-        orders = {replace(one.order, forgotten=own) for one in positions}
+        last = max(positions, key=lambda one: (one.epoch, one.position)).order.schedule if positions else None
+        orders = {
+            replace(one.order, forgotten=own, schedule=one.order.schedule and one.order.schedule.resumed(last))
+            for one in positions
+        }  # a run may have changed its mixture
         if len(orders) != 1:
             raise ValueError(
                 f"the states of one training run have one order; found {len(orders)} different ones in {len(states)} "
@@ -220,7 +239,7 @@ class SampleSource:
 
     def subset(self, ids: Iterable[int] | NDArray[np.int64]) -> SampleSource:
         """Some samples of this source, with an order of their own."""
-        chosen = Bitmap.of_ids(ids if isinstance(ids, np.ndarray) else list(ids), self.snapshot.num_samples)
+        chosen = Bitmap.of_ids(as_ids(ids, "ids"), self.snapshot.num_samples)
         reader, forget = SubsetReader(self.reader, chosen), self.forget
         if forget is not None:
             kept = forget[chosen.mask[forget]]

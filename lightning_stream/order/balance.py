@@ -35,15 +35,15 @@ _MOST_EXCHANGES = 32
 _EXCHANGED = 64  # in larger groups, the differences left are below 0.1 % without
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Costs:
     """What samples cost, by their ids."""
 
-    lengths: NDArray[np.integer]  # of all samples
+    lengths: Callable[[], NDArray[np.integer]]
     cost: Cost
 
     def __call__(self, ids: NDArray[np.int64]) -> NDArray[Any]:
-        return self.cost(self.lengths[ids].astype(np.int64))
+        return self.cost(self.lengths()[ids].astype(np.int64))
 
 
 def _as_they_are(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -71,8 +71,10 @@ class Balance:
     of_lengths: Cost | None = None
 
     @classmethod
-    def by_lengths(cls, lengths: NDArray[np.integer], device_batch_size: int, cost: Cost | None = None) -> Balance:
-        """A sample costs what this function makes of its length (int64[n]), or else its length."""
+    def by_lengths(
+        cls, lengths: Callable[[], NDArray[np.integer]], device_batch_size: int, cost: Cost | None = None
+    ) -> Balance:
+        """A sample costs what ``cost`` makes of its length (int64[n]), or else its length; ``lengths`` gives all."""
         cost = cost or _as_they_are
         return cls(_Costs(lengths, cost), device_batch_size, cost)
 
@@ -93,7 +95,8 @@ def whole_costs(given: ArrayLike, count: int) -> NDArray[np.int64]:
         ValueError: They are not so many numbers of at least 0.
     """
     costs = np.asarray(given)
-    is_number = np.issubdtype(costs.dtype, np.integer) or np.issubdtype(costs.dtype, np.floating)
+    is_number = costs.dtype.kind in "iuf"
+    costs = costs.astype(np.float64) if costs.dtype.kind == "f" else costs
     if costs.shape != (count,) or not is_number or not ((costs >= 0) & (costs < 2**63)).all():
         raise ValueError(
             "The costs of a balance must be one number for each sample, at least 0 and below 2**63; for "

@@ -115,6 +115,15 @@ class RunOrder:
             raise ValueError(f"Sample ids count from 0 to {self.snapshot.num_samples - 1} here; found {sample_id}.")
         return np.array(self.epoch(epoch).positions(sample_id), dtype=np.int64)
 
+    def settled(self, epoch: int, position: int) -> int:
+        """The first sample, counted through all epochs, that may change without a change of what comes before.
+
+        ``position`` may lie behind the epoch, in a later one.
+        """
+        while position and not (order := self.epoch(epoch)).reaches(position) and order.num_samples:
+            epoch, position = epoch + 1, position - order.num_samples
+        return epoch * self.num_samples + (self.epoch(epoch).settled(position) if position else 0)
+
     def active_shards(self) -> int:
         """Shards in use at once, over all nodes."""
         return self.config.batching.active_shards(self)

@@ -131,18 +131,24 @@ class Schedule:
             return self
         return former if former.changes[: len(self.changes)] == self.changes else self
 
+    def extends(self, former: Schedule, at: int) -> bool:
+        """Whether this is ``former`` with more changes, all from global sample ``at`` on."""
+        more = self.changes[len(former.changes) :]
+        begins = replace(self, changes=former.changes) == former and self.changes == (*former.changes, *more)
+        return begins and all(change.at >= at for change in more)
+
     def to_state(self) -> dict[str, Any]:
-        """The schedule as a dict of plain values."""
-        exhausted = self.exhausted if isinstance(self.exhausted, str) else dict(self.exhausted)
+        """The schedule as a dict of plain values, without those that the constructor has by default."""
         state = {
             "points": [[at, dict(weights)] for at, weights in self.points],
             "unit": self.unit,
             "interpolation": self.interpolation,
-            "exhausted": exhausted,
+            "exhausted": self.exhausted if isinstance(self.exhausted, str) else dict(self.exhausted),
+            "mean_lengths": dict(self.mean_lengths),
             "streams": list(self.streams),
             "changes": [[one.at, one.weights and dict(one.weights), dict(one.skip)] for one in self.changes],
         }
-        return {**state, "mean_lengths": dict(self.mean_lengths)} if self.mean_lengths else state
+        return {name: value for name, value in state.items() if value and value not in ("samples", "step", "repeat")}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Schedule:

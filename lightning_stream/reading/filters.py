@@ -21,6 +21,7 @@ from lightning_stream.cache.folder import CacheFolder
 from lightning_stream.cache.results import Results
 from lightning_stream.fingerprint import function_text
 from lightning_stream.order.bitmap import Bitmap, as_ids
+from lightning_stream.order.rules import AMOUNT
 from lightning_stream.processes import Progress, num_processes, pickled, refuse_in_worker, run_partitions
 from lightning_stream.reading.bad_samples import UNREADABLE, BadData, BadDataPolicy
 from lightning_stream.reading.reader import SampleReader
@@ -70,6 +71,8 @@ class Filters:
                     f"function of their array; found {name!r}: {rule!r}. Pass e.g. {{'tokens': (64, None)}}"
                 )
             least, greatest = rule
+            if not all(limit is None or AMOUNT.holds(limit) for limit in rule):
+                raise TypeError(f"a limit in filter_lengths is None or {AMOUNT.text}; found {name!r}: {rule!r}")
             if least is not None and greatest is not None and least > greatest:
                 raise ValueError(f"filter_lengths has the least length first; found {name!r}: {rule!r}. Exchange them")
 

@@ -196,6 +196,7 @@ def test_fractions_and_huge_costs_are_scaled_to_whole_numbers():
     assert whole(0.5, 0.25, 0, 1) == [2**31, 2**30, 0, 2**32]
     assert whole(0.0, 0.0) == [0, 0]
     assert whole(2**63 - 1, 2**62, 0) == [2**32, 2**31, 0]
+    assert whole(*np.array([1, 0.5], dtype=np.float16)) == [2**32, 2**31]
 
 
 @pytest.mark.parametrize(

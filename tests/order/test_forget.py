@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stream.errors import SettingsMismatch
-from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Snapshot, StreamWeights
+from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Schedule, Snapshot, StreamWeights
 from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.forget import Forgotten, first_seen, forgetting, plan_replay
 from lightning_stream.order.packing import RowPacking
@@ -21,9 +21,10 @@ METHODS = ["random", "stratified", "per_stream", "device_per_stream"]
 
 
 def run_of(**settings):
-    weights = [StreamWeights(repeat=settings.pop("repeat", 1))] * len(SIZES)
+    weights = [StreamWeights(repeat=settings.pop("repeat", None))] * len(SIZES)
     config = OrderConfig.resolve(batch_size=12, device_batch_size=4, **{"shuffle": True, **settings})
-    return RunOrder(Snapshot.of(SIZES), weights, config)
+    lengths = None if config.packing is None else np.arange(170, dtype=np.uint32) * 37 % 31
+    return RunOrder(Snapshot.of(SIZES), weights, config, lengths)
 
 
 class Training:
@@ -112,6 +113,37 @@ def test_a_replay_of_rearranged_windows_equals_a_run_that_never_had_the_samples(
         assert plan_replay(again, [7], [states[0]]).forgotten.ids.tolist() == sorted({7, *ids})
 
 
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.data())
+def test_a_replay_of_packed_rows_equals_a_run_that_never_had_the_documents(data):
+    packing = RowPacking(12, data.draw(st.integers(1, 30)), data.draw(st.sampled_from(["split", "drop"])))
+    method, repeat = data.draw(st.sampled_from(["random", "stratified"])), data.draw(st.sampled_from([1, 0.4, 2.5]))
+    schedule = Schedule([(0, {"0": 1, "2": 2})], streams="012") if data.draw(st.booleans()) else None
+    given = {"repeat": repeat} if schedule is None else {"schedule": schedule, "epoch_size": 150}
+    run = run_of(packing=packing, batching_method=method, shuffle=data.draw(st.booleans()), **given)
+    ids = data.draw(st.lists(st.integers(0, 169), min_size=1, max_size=3))
+    whole = Training(run).train(2)
+    states = [Position.from_state(state) for state, _ in whole.checkpoints]
+    many = data.draw(st.booleans())
+    replay = plan_replay(run, [*ids, *range(20, 25 * many)], states)
+    again = forgetting(run, replay.forgotten)
+    never = Training(again).train(2)
+    for epoch in range(2):
+        documents = again.epoch(epoch).documents
+        assert not replay.forgotten.among(documents.ids(0, documents.num_samples)).any()
+        seen = [at for one in replay.forgotten.ids.tolist() for at in run.where(one, epoch).tolist()]
+        assert replay.position is None or not seen or (replay.epoch, replay.position) <= (epoch, min(seen))
+    if replay.checkpoint is None:
+        return
+    state, weights = whole.checkpoints[replay.checkpoint]
+    here = Position.from_state(state)
+    assert here.check(again, tail="pad") == []
+    assert here.is_proven(again)
+    replayed = Training(again, here.normalised(again, batch_size=12, tail="pad"), weights).train(2)
+    assert replayed.weights == never.weights
+    assert replayed.position == never.position
+
+
 def test_checkpoints_that_have_seen_a_forgotten_sample_are_refused():
     run = run_of()
     whole = Training(run).train(1)
@@ -187,8 +219,9 @@ def test_samples_that_cannot_be_forgotten_are_refused():
     for ids in ([], [-1, 3], [170]):
         with pytest.raises(ValueError, match="at least one of the 170 of the data"):
             Forgotten.of(snapshot, ids)
-    with pytest.raises(TypeError, match="forgotten samples are whole numbers; found bool"):
-        Forgotten.of(snapshot, np.arange(170) == 5)
+    for ids in ([1.5], [True, False], np.ones(170, dtype=np.bool_)):
+        with pytest.raises(TypeError, match="forgotten samples are whole numbers; found"):
+            Forgotten.of(snapshot, ids)
     with pytest.raises(ValueError, match="all of stream 2 are forgotten"):
         Forgotten.of(snapshot, range(93, 170))
     with pytest.raises(ValueError, match="must be those of its settings"):

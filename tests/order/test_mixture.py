@@ -26,6 +26,7 @@ from lightning_stream.order import (
     ledger,
 )
 from lightning_stream.order.mixture import Mixture, Shares, Tree, leaves, plan_tree
+from lightning_stream.order.packing import RowPacking
 
 NAMES = "abcdefghij"
 MANY = 10**9
@@ -292,6 +293,10 @@ def test_a_schedule_names_all_that_is_wrong() -> None:
         Schedule([(0, {"x": 1})]).of_streams(["web", "code"])
     with pytest.raises(ValueError, match="has the weight 1e-12, less than 1e-09 of all: use 0"):
         Schedule([(0, {"a": 1, "b": 1e-12})])
+    with pytest.raises(ValueError, match="a=True, but a weight must be a number"):
+        Schedule([(0, {"a": True, "b": 1})])
+    with pytest.raises(ValueError, match="steps counts the samples of a batch, but batches of packed rows"):
+        OrderConfig.resolve(batch_size=4, packing=RowPacking(8), schedule=Schedule([(0, {"a": 1})], unit="steps"))
     with pytest.raises(ValueError, match="needs the native order"):
         run_of(THREE, algorithm="py1s")
 

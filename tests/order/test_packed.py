@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -14,8 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stream.errors import StateError
-from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Snapshot, StreamWeights, World
-from lightning_stream.order.batching.packed import PackedSequence
+from lightning_stream.order import (
+    BatchPlan,
+    OrderConfig,
+    Position,
+    RunOrder,
+    Schedule,
+    Snapshot,
+    StreamWeights,
+    World,
+)
+from lightning_stream.order.batching.packed import Landmark, PackedSequence
 from lightning_stream.order.micro_batches import MicroBatches
 from lightning_stream.order.packing import RowPacking, RowSpans
 from lightning_stream.order.permutation import RngStream, random_u64
@@ -97,6 +108,60 @@ def test_a_state_resumes_with_the_same_rows_in_a_new_process(lengths, packing, d
     assert rows_of(order.spans(np.arange(len(whole)))) == whole, "and what is before the landmark can be read too"
 
 
+def test_threads_that_share_an_order_read_the_same_rows():
+    lengths, packing = np.arange(3000) % 61, RowPacking(128, 20)
+    whole = epoch_rows(run_of(lengths, packing))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for attempt in range(5):
+            order = run_of(lengths, packing).epoch(0)
+            order.learn(run_of(lengths, packing).epoch(0).landmark(300))
+
+            def read(seed, order=order):
+                at = np.random.default_rng(seed).integers(0, len(whole), (40, 5))
+                return all(rows_of(order.spans(one)) == [whole[p] for p in one.tolist()] for one in at)
+
+            with ThreadPoolExecutor(6) as pool:
+                assert all(pool.map(read, range(6 * attempt, 6 * attempt + 6)))
+            assert order.num_samples == len(whole)
+    finally:
+        sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("window", [1, 3, 11])
+def test_an_interrupt_leaves_an_order_as_it_was(window):
+    class Interrupting:
+        reads = 0
+
+        def __getitem__(self, ids):
+            self.reads += 1
+            if self.reads == window:
+                raise InterruptedError
+            return lengths[ids]
+
+    lengths, reader = np.arange(3000) % 61, Interrupting()
+    order = run_of(lengths, RowPacking(128, 100)).epoch(0)
+    for sequence in order._sequences:
+        sequence._lengths = reader
+    with pytest.raises(InterruptedError):
+        order.reaches(10**6)
+    assert rows_of(order.rows(0, order.num_samples)) == epoch_rows(run_of(lengths, RowPacking(128, 100)))
+
+
+def test_a_position_behind_the_last_row_and_a_landmark_of_other_rows_are_refused():
+    run = run_of(np.arange(900) % 61, RowPacking(128, 100))
+    size = run.epoch(0).num_samples
+    at = replace(Position.start(run, batch_size=8, tail="pad"), position=size)
+    assert at.check(run) == []
+    with pytest.raises(StateError, match=f"position is {size + 1}, but epoch 0 ends at {size}"):
+        replace(at, position=size + 1).check(run)
+    order = run_of(np.arange(900) % 61, RowPacking(128, 100)).epoch(0)
+    order.learn(Landmark(0, ((0, 0, 29),) * len(order._sequences)))
+    with pytest.raises(StateError, match=r"window 0 has \d+ rows, not 29"):
+        order.spans(np.array([0]))
+
+
 def test_a_resume_plans_one_window_of_the_sequences_that_a_rank_reads():
     lengths, packing = np.arange(4000) % 61, RowPacking(128, 100)
     run = run_of(lengths, packing)
@@ -106,6 +171,22 @@ def test_a_resume_plans_one_window_of_the_sequences_that_a_rank_reads():
     plan = BatchPlan(again, batch_size=8, world=World(1, 4), start=600)
     assert len(plan.share(0)) == 2
     assert [len(one._windows) for one in again._sequences] == [0, 0, 1, 1, 0, 0, 0, 0]
+
+
+def test_a_landmark_at_the_border_of_a_window_holds_after_a_change_there():
+    lengths, packing = np.arange(900) % 61, RowPacking(128, 100)
+    schedule = Schedule([(0, {"a": 2, "b": 1})])
+    run = run_of(lengths, packing, streams=2, schedule=schedule)
+    window, _, border = run.epoch(0).landmark(50).windows[0]
+    at = run.settled(0, border)
+    assert at == 100 * (window + 1)
+    assert run.settled(0, border + 1) == at + 100
+    assert run.settled(0, run.epoch(0).num_samples + 1) == 1000
+    changed = partial(run_of, lengths, packing, streams=2, schedule=schedule.changed(at, {"b": 1}))
+    order = changed().epoch(0)
+    order.learn(run.epoch(0).landmark(border))
+    assert rows_of(order.rows(border, order.num_samples)) == epoch_rows(changed())[border:]
+    assert epoch_rows(changed())[:border] == epoch_rows(run)[:border]
 
 
 def test_a_landmark_of_another_epoch_or_other_data_is_ignored():
@@ -128,7 +209,21 @@ def test_a_state_has_at_most_1_kb():
     assert len(json.dumps(state.to_state())) <= 1024
 
 
-@pytest.mark.parametrize("landmark", [[[1]], [[0, -1, 2]], "all", [[1.5, 2, 3]]])
+def test_a_state_far_in_an_epoch_of_a_billion_documents_has_less_than_a_kilobyte():
+    packing, rng = RowPacking(8192, 16384, lengths="0" * 32), np.random.default_rng(2)
+    config = OrderConfig.resolve(batch_size=1024, shuffle=True, packing=packing)
+    snapshot = Snapshot.of([np.full(100_000, 10_000)], stream_digests=["0" * 64])
+    run = RunOrder(snapshot, [StreamWeights()], config, np.broadcast_to(np.uint32(700), 10**9))
+    begins = np.array([3800, 5_400_000, 5_401_400]) + rng.integers([-9] * 2 + [0], [9, 9000, 9], (16, 3)).cumsum(axis=0)
+    windows = tuple(map(tuple, np.sort(begins, axis=1).tolist()))
+    start = Position.start(run, batch_size=1024, tail="pad", epoch=3)
+    position = replace(start, position=86_000_000, ledger=2**64 - 1, landmark=Landmark(3, windows))
+    state = json.dumps(position.to_state())
+    assert len(state) <= 1024
+    assert Position.from_state(json.loads(state)).landmark == position.landmark
+
+
+@pytest.mark.parametrize("landmark", [[[1]], [[0, -1, 2]], [[4, 9, 8]], [[1, 5, 9], [0, -6, 0]], "all", [[1.5, 2, 3]]])
 def test_a_damaged_landmark_is_refused(landmark):
     run = run_of([5] * 40, RowPacking(10, 10))
     state = {**Position.start(run, batch_size=8, tail="pad").to_state(), "landmark": landmark}

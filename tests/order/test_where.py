@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stream.order import OrderConfig, RunOrder, Schedule, Snapshot, StreamWeights
+from lightning_stream.order.packing import RowPacking
 from lightning_stream.order.permutation import RngStream, permutation, place_in_permutation
 
 WEIGHTS = [{}, {"repeat": 0.4}, {"repeat": 2.7}, {"repeat": 3}, {"choose": 11}, {"proportion": 1.5}]
@@ -69,6 +70,42 @@ def test_where_finds_what_a_stream_that_stops_gives_once():
     for sample_id in range(51):
         found = [(epoch, at) for epoch in range(3) for at in run.where(sample_id, epoch).tolist()]
         assert [int(orders[epoch].ids(at, at + 1)[0]) for epoch, at in found] == [sample_id]
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.data())
+def test_where_equals_a_search_through_a_mixture_with_changes_and_skips(data):
+    sizes = data.draw(st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=4), min_size=3, max_size=3))
+    schedule = Schedule(
+        [(0, {"a": 3, "b": 1, "c": 1}), (60, {"a": 1, "b": 2})],
+        interpolation=data.draw(st.sampled_from(["step", "linear"])),
+        exhausted={"a": data.draw(st.sampled_from(["repeat", "stop"]))},
+    )
+    for at in sorted(data.draw(st.lists(st.integers(0, 200), max_size=3))):
+        schedule = schedule.changed(at, data.draw(st.sampled_from([None, {"b": 1, "c": 2}])), {"b": 7, "c": 40})
+    config = OrderConfig.resolve(
+        batch_size=12, device_batch_size=4, shuffle=True, schedule=schedule, epoch_size=96,
+        batching_method=data.draw(st.sampled_from(METHODS if not any(schedule.stops) else METHODS[:2])),
+    )  # fmt: skip
+    run = RunOrder(Snapshot.of(sizes), [StreamWeights()] * 3, config)
+    for epoch in range(3):
+        order = run.epoch(epoch)
+        ids = order.ids(0, order.num_samples)
+        for sample_id in range(run.snapshot.num_samples):
+            assert run.where(sample_id, epoch).tolist() == np.flatnonzero(ids == sample_id).tolist()
+
+
+def test_where_finds_packed_documents_and_mixtures_among_a_million():
+    lengths = (np.arange(10**6) * 7919 % 1400).astype(np.uint32)
+    mixture = Schedule([(0, {"a": 1, "b": 3}), (10**6, {"a": 3, "b": 1})], interpolation="linear")
+    packing, sizes = RowPacking(2048, 16384), [[1000] * 400, [1000] * 600]
+    for rows, schedule in ((packing, None), (None, mixture), (packing, mixture)):
+        config = OrderConfig.resolve(batch_size=256, shuffle=True, packing=rows, schedule=schedule)
+        run = RunOrder(Snapshot.of(sizes), [StreamWeights()] * 2, config, lengths if rows else None)
+        order = run.epoch(1)
+        ids, positions = order.samples(0, order.num_samples)
+        for sample_id in range(11, 10**6, 10**6 // 20):
+            assert run.where(sample_id, 1).tolist() == positions[ids == sample_id].tolist()
 
 
 @pytest.mark.parametrize("method", METHODS)

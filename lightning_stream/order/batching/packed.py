@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.errors import StateError
 from lightning_stream.order.batching.base import EpochOrder
 from lightning_stream.order.packing import RowPacking, RowSpans, pack_window
 from lightning_stream.order.permutation import RngStream, permutation, random_u64
@@ -108,10 +109,13 @@ class WindowCounts:
         return known[0] + at, before[at], before[min(at + 1, len(before) - 1)]
 
     def learn(self, window: int, before: int, behind: int) -> None:
-        """Count from a window on, with so many before it and before the next one, unless more is known already."""
+        """Count from a window on, with so many before it and before the next one, unless more is known already.
+
+        If both numbers are equal, nothing is known about what is in the window.
+        """
         base, known = self._known
         if base + len(known) - 1 <= window <= self.num_windows:
-            self._known = window, [before] if window == self.num_windows else [before, behind]
+            self._known = window, [before, behind] if behind > before else [before]
 
     def _from(self, is_before: bool) -> tuple[int, list[int]]:
         """What is known. It is counted again from the beginning where something before the landmark is asked for."""
@@ -151,9 +155,14 @@ class PackedSequence:
         found, places, ordered = [], [], np.sort(rows)
         while len(ordered):
             window, before, behind = self.counts.find(int(ordered[0]))
-            assert before < behind
+            planned = self.window(window)
+            if len(planned) != behind - before:
+                raise StateError(
+                    f"The landmark of a state must be of its order: window {window} has {len(planned)} rows, not "
+                    f"{behind - before}. The state is damaged; load another checkpoint."
+                )
             places.append(np.flatnonzero((rows >= before) & (rows < behind)))
-            found.append(self.window(window).take(rows[places[-1]] - before))
+            found.append(planned.take(rows[places[-1]] - before))
             ordered = ordered[np.searchsorted(ordered, behind) :]
         return RowSpans.joined(found, places)
 
@@ -274,7 +283,9 @@ class PackedOrder(EpochOrder):
         """What a state holds, so that a resume at this position plans few windows."""
         if not position:
             return Landmark(self.epoch)
-        windows = (one.counts.find(row) for one, row in zip(self._sequences, self._used(position), strict=True))
+        found = [(row, one.counts.find(row)) for one, row in zip(self._sequences, self._used(position), strict=True)]
+        # A change of the mixture may still change the rows of a window that is not begun.
+        windows = ((number, before, before if row == before else behind) for row, (number, before, behind) in found)
         return Landmark(self.epoch, tuple(windows))
 
     def _used(self, position: int) -> list[int]:
