@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import json
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -134,7 +135,7 @@ def expect_exact(make: Make, folder: Path, seed: int, stops: int, workers: Seque
         found += take(ranks, end - begin)
         states = [loader.state_dict() for loader in ranks]
         assert all(one == states[0] for one in states)
-        assert len(str(states[0])) <= 1024
+        assert len(json.dumps(states[0], separators=(",", ":"))) <= 1024
         state = states[0]
         for loader in ranks:
             loader.close()
