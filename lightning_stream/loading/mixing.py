@@ -39,6 +39,9 @@ class MixtureChanges:
         values: they take effect at the same global batch. States record the change, and a resumed run keeps it. With
         the changes of its last state (``Schedule.from_state(state["order"]["schedule"])``) a run repeats exactly.
 
+        Where documents are packed into rows, the rows of a window are planned together: a change takes effect with the
+        documents of the next window, see `Packing`.
+
         Args:
             weights: The weights by stream names, for the rest of the run: they replace what the schedule had. A stream
                 with weight 0, or without one, is dropped; one that had none so far is added.
@@ -65,10 +68,10 @@ class MixtureChanges:
                 "StreamingDataset(schedule=[(0, {name: weight})]) from the start of the run."
             )
         iteration = self._progress.leading if self._driver is None else self._driver.iteration
-        size = self._source.order(order).num_samples
-        seen = [here, *([iteration.upcoming] if iteration is not None and iteration.upcoming else [])]
-        earliest = [one.epoch * size + one.position for one in seen]
-        earliest += [earliest[0] + after_steps * self.settings().global_batch_size]
+        run = self._source.order(order)
+        later = replace(here, position=here.position + after_steps * self.settings().global_batch_size)
+        seen = [here, later, *([iteration.upcoming] if iteration is not None and iteration.upcoming else [])]
+        earliest = [one.epoch * run.num_samples + one.order_in(run).samples_before(one.position) for one in seen]
         at = max(earliest + [change.at for change in order.schedule.changes])
         order = replace(order, schedule=order.schedule.changed(at, weights, skip))
         if iteration is not None:

@@ -5,13 +5,14 @@
     replay                  5  3  8  1 ...       continues from the checkpoint at 4, with 3 in the place of 7
 
 Nothing changes before the first affected position, so a replay from a checkpoint before it is exactly what a run does
-that has never had the forgotten samples.
+that has never had the forgotten samples. Where samples are packed into rows, a whole window is packed
+again: its first row is the first affected position.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from lightning_stream.order.permutation import RngStream, mix64, random_u64
 from lightning_stream.order.snapshot import Snapshot
 
 if TYPE_CHECKING:
+    from lightning_stream.order.batching.base import EpochOrder
     from lightning_stream.order.plan import RunOrder
     from lightning_stream.order.position import Position
 
@@ -112,7 +114,7 @@ class Replay:
     """What it takes to forget samples.
 
     Attributes:
-        epoch, position: The first position of a forgotten sample that was trained on; None if there is none.
+        epoch, position: The first position trained on that the forgotten samples change; None if there is none.
         checkpoint: The index, among those given, of the newest checkpoint before it; None to begin from the start.
         num_samples: Samples to train on again, up to the newest checkpoint.
         forgotten: These samples, and those that the run has forgotten before.
@@ -158,29 +160,35 @@ def plan_replay(run: RunOrder, ids: Iterable[int] | NDArray[np.int64], checkpoin
 
 
 def first_seen(run: RunOrder, forgotten: Forgotten, end: tuple[int, int]) -> tuple[int, int] | None:
-    """The epoch and position of the first of these samples before ``end`` (epoch and position); None if none was seen.
+    """The first epoch and position before ``end`` (an epoch and a position) that these samples change; None if none is.
 
-    This is about the order in which nothing is forgotten. Few samples are searched for one by one; with many of them,
-    the order is read from its start on, since the first one comes soon.
+    They change the order in which nothing is forgotten. Few samples are searched for one by one; with many of them, the
+    order is read from its start on, since the first one comes soon.
     """
     run = forgetting(run, None)
     for epoch in range(end[0] + 1):
-        last = end[1] if epoch == end[0] else run.epoch(epoch).num_samples
-        if len(forgotten.ids) * _WORTH_A_SCAN < last:
-            found = min((int(at) for one in forgotten.ids.tolist() for at in run.where(one, epoch)[:1]), default=last)
-        else:
-            found = _scan(run, forgotten, epoch, last)
+        order = run.epoch(epoch)
+        last = end[1] if epoch == end[0] else order.num_samples
+        found = last
+        for samples in _places_of(forgotten, order.documents, order.samples_before(last)):
+            found = min(found, order.first_changed(samples))
+            if found < last and order.samples_before(found) <= samples[-1]:
+                break
         if found < last:
             return epoch, found
     return None
 
 
-def _scan(run: RunOrder, forgotten: Forgotten, epoch: int, end: int) -> int:
+def _places_of(forgotten: Forgotten, order: EpochOrder, end: int) -> Iterator[NDArray[np.int64]]:
+    """The positions of these samples before ``end``, ascending, in one array or several."""
+    if len(forgotten.ids) * _WORTH_A_SCAN < end:
+        found = sorted(at for one in forgotten.ids.tolist() for at in order.positions(one) if at < end)
+        yield from [np.array(found)] if found else []
+        return
     for begin in range(0, end, _CHUNK):
-        hits = forgotten.among(run.epoch(epoch).ids(begin, min(begin + _CHUNK, end)))
-        if hits.any():
-            return begin + int(hits.argmax())
-    return end
+        hits = np.flatnonzero(forgotten.among(order.ids(begin, min(begin + _CHUNK, end))))
+        if len(hits):
+            yield begin + hits
 
 
 def forgetting(run: RunOrder, forgotten: Forgotten | None) -> RunOrder:
@@ -188,4 +196,4 @@ def forgetting(run: RunOrder, forgotten: Forgotten | None) -> RunOrder:
     if run.forgotten is forgotten:
         return run
     config = replace(run.config, forgotten=None if forgotten is None else forgotten.digest)
-    return type(run)(run.snapshot, run.weights, config, forgotten=forgotten)
+    return type(run)(run.snapshot, run.weights, config, run.lengths, forgotten=forgotten)

@@ -61,6 +61,13 @@ class RowPacking:
         if problems := broken(vars(self), _RULES):
             raise ValueError(f"Documents cannot be packed this way. {' '.join(problems)}")
 
+    def kept(self, lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+        """How many tokens of each document are packed, int64[n]."""
+        found = lengths.astype(np.int64)
+        if self.long_documents == "split":
+            return found
+        return np.where(found > self.row_length, self.row_length if self.long_documents == "truncate" else 0, found)
+
 
 _RULES: dict[str, Rule] = {
     "row_length": whole_number(1, _MOST_TOKENS),
@@ -221,11 +228,8 @@ def _cut(lengths: NDArray[np.integer], packing: RowPacking) -> _Pieces:
             f"minimum of {lengths.min(initial=0)}."
         )
     found = lengths.astype(np.int64)
-    row_length, kept = packing.row_length, found
-    is_long = found > row_length
-    num_long = int(np.count_nonzero(is_long))
-    if num_long and packing.long_documents != "split":
-        kept = np.where(is_long, row_length if packing.long_documents == "truncate" else 0, found)
+    row_length, kept = packing.row_length, packing.kept(found)
+    num_long = int(np.count_nonzero(found > row_length))
     pieces = -(-kept // row_length)
     document = np.repeat(np.arange(len(kept)), pieces)
     first = (np.arange(len(document)) - (np.cumsum(pieces) - pieces)[document]) * row_length

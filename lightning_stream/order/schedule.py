@@ -38,13 +38,16 @@ class Schedule:
     Args:
         points: ``(when, {stream name: weight})`` pairs, the first at 0. Weights are relative to their sum at each
             point; a stream that a point does not name has weight 0 there.
-        unit: What ``when`` counts, and what the weights are shares of: ``"samples"``, optimizer ``"steps"`` (of the
-            batch size that the run began with; shares of samples), or ``"tokens"``.
+        unit: What ``when`` counts, and what the weights are shares of: ``"samples"`` (documents, where these are packed
+            into rows), ``"tokens"``, or optimizer ``"steps"`` of the batch size that the run began with. Weights over
+            steps are shares of samples; where documents are packed into rows they are shares of tokens, and a step
+            counts as all tokens of its rows.
         interpolation: ``"step"`` keeps weights until the next point, ``"linear"`` moves evenly to the next one's.
         exhausted: ``"repeat"`` starts a stream's next own epoch after all its samples came; ``"stop"`` ends the stream,
             and the others share its weight. One for all streams, or a mapping from names (the others repeat).
-        mean_lengths: For ``"tokens"``: mean tokens per sample of each stream. Shares of tokens are then kept in
-            expectation; their exact number up to a step would take a sum over the lengths of all samples before it.
+        mean_lengths: For shares of tokens: mean tokens per sample of each stream; by default, those of the dataset's
+            lengths, see `StreamingDataset.lengths`. Shares of tokens are kept in expectation; their exact number up to
+            a step would take a sum over the lengths of all samples before it.
         changes: Made while training, see `StreamingDataLoader.change_mixture`. With those of a run's last state, a
             new run repeats its batches from the start.
         streams: Names in the order of the dataset's streams; the dataset fills them in.
@@ -110,7 +113,7 @@ class Schedule:
     @property
     def lengths(self) -> tuple[Fraction, ...]:
         """What a sample of each stream counts in the unit of the weights."""
-        given = dict(self.mean_lengths) if self.unit == "tokens" else {}
+        given = {} if self.unit == "samples" else dict(self.mean_lengths)
         return tuple(Fraction(str(given.get(name, 1))) for name in self.streams)
 
     def changed(
@@ -186,8 +189,8 @@ class Schedule:
         bad = [name for name, length in lengths.items() if not (AMOUNT.holds(length) and length > 0)]
         if bad:
             problems.append(f"mean_lengths must be above 0, but those of {', '.join(bad)} are not.")
-        if self.unit == "tokens" and (missing := [name for name in self.streams if name not in lengths]):
-            problems.append(f"unit='tokens' needs mean_lengths of all streams, but {', '.join(missing)} have none.")
+        if lengths and (missing := [name for name in self.streams if name not in lengths]):
+            problems.append(f"mean_lengths must name all streams or none, but {', '.join(missing)} have none.")
         return problems
 
     def _change_problems(self, change: MixtureChange) -> list[str]:

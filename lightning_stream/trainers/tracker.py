@@ -39,7 +39,8 @@ class PositionTracker:
         record_delivery: A folder where each rank records what it trained on, 8 bytes a step, for
             `verify_delivery`; None writes nothing.
         seed_steps: A seed: torch is seeded before every batch from (this, step, rank, micro-batch), so that dropout
-            draws the same whether or not the run was stopped; None leaves torch's generator alone.
+            draws the same whether or not the run was stopped; a plain loop takes the epoch instead of the step. None
+            leaves torch's generator alone.
         on_missing_state: What to do with a checkpoint that holds no position: ``"error"``, or ``"restart"`` to begin
             the data from its start.
 
@@ -361,7 +362,7 @@ class PositionTracker:
         self.begin_run()
         self._own = iter(self.loader)
         for number, batch in enumerate(self._own, first):
-            self.take(number, self.num_steps)
+            self.take(number, self._epoch)  # the process may have resumed, and then its own steps count from 0
             yield batch
 
 

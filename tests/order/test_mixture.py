@@ -160,7 +160,7 @@ def test_tokens_count_by_the_mean_length_of_each_stream() -> None:
 
 def test_steps_count_by_the_batch_size_of_the_start() -> None:
     schedule = Schedule([(0, {"a": 1}), (5, {"a": 1, "b": 1})], unit="steps", streams=("a", "b"))
-    assert Mixture(schedule, [MANY] * 2, batch_size=24).counts(np.array([120, 168])).tolist() == [[120, 0], [144, 24]]
+    assert Mixture(schedule, [MANY] * 2, step_length=24).counts(np.array([120, 168])).tolist() == [[120, 0], [144, 24]]
     config = OrderConfig.resolve(batch_size=24, schedule=schedule)
     again = OrderConfig.resolve(batch_size=48, schedule=schedule, resumed=config)
     assert config.batch_size == again.batch_size == 24

@@ -303,6 +303,17 @@ class EpochOrder(ABC):
         """The sequences that are packed apart, of at least so many samples each if there is more than one."""
         return [self]
 
+    def samples_before(self, position: int) -> int:
+        """How many of the first samples of `documents` decide the positions before this one.
+
+        Where samples are packed into rows, all those of its row's window: that window then stays as it is.
+        """
+        return position
+
+    def first_changed(self, samples: NDArray[np.int64]) -> int:
+        """The first position that changes with the samples at these positions of `documents`, int64[n]."""
+        return int(samples.min())
+
     def landmark(self, position: int) -> Landmark | None:  # noqa: ARG002
         """What a state holds so that a resume at this position is fast; None where every position is."""
         return None
@@ -338,10 +349,6 @@ class RandomOrder(EpochOrder):
     @classmethod
     def shard_groups(cls, snapshot: Snapshot) -> Sequence[NDArray[np.int64]]:
         return (snapshot.sizes,)  # all shards are one group
-
-    def alternatives(self, position: int, seed: int) -> RowSpans:  # noqa: ARG002
-        """Rows to try where the one at a position cannot be read: 16 of its window at random, or none."""
-        raise TypeError("Only packed rows have alternatives.")
 
     def sequences(self, least: int) -> Sequence[Samples]:
         return self._samples.split(max(1, self.num_samples // least))

@@ -137,14 +137,18 @@ class PackedSequence:
     def rows_with(self, index: int) -> list[int]:
         """The rows that hold the sample with this index in the sequence. Counts the rows of all windows before it."""
         window, document = divmod(index, self._packing.window)
+        planned = self._window(window).rows
+        rows = np.searchsorted(planned.edges, np.flatnonzero(planned.document == document), side="right") - 1
+        found: list[int] = (self.first_row(window) + rows).tolist()
+        return found
+
+    def first_row(self, window: int) -> int:
+        """The first row of a window. Counts the rows of all windows before it."""
         if window < self._base:
             self._base, self._firsts = 0, [0]
         while window >= self._base + len(self._firsts):
             self.count(self.num_counted + 1)
-        planned = self._window(window).rows
-        rows = np.searchsorted(planned.edges, np.flatnonzero(planned.document == document), side="right") - 1
-        found: list[int] = (self._firsts[window - self._base] + rows).tolist()
-        return found
+        return self._firsts[window - self._base]
 
     def _reach(self, row: int) -> None:
         """Count again from the beginning, if a row is before the landmark that the counting began at."""
@@ -186,7 +190,7 @@ class PackedOrder(EpochOrder):
         config, packing, lengths = run.config, run.config.packing, run.lengths
         assert packing is not None
         assert lengths is not None
-        self.epoch, self._documents = documents.epoch, documents
+        self.epoch, self._documents, self._window = documents.epoch, documents, packing.window
         key = (config.seed, self.epoch) if config.shuffle else None
         sequences = documents.sequences(packing.window)
         self._sequences = [
@@ -313,11 +317,28 @@ class PackedOrder(EpochOrder):
         found = []
         for at in self.documents.positions(sample_id):
             index, sequence = divmod(at, len(self._sequences))
-            for row in self._sequences[sequence].rows_with(index):
-                self.reaches((row + 1) * len(self._sequences))  # it is before that position
-                turn = next(one for one in reversed(self._turns) if one.row <= row and sequence in one.sequences)
-                found.append(turn.begin + (row - turn.row) * len(turn.sequences) + turn.sequences.index(sequence))
+            found += [self._position_of(sequence, row) for row in self._sequences[sequence].rows_with(index)]
         return sorted(found)
+
+    def _position_of(self, sequence: int, row: int) -> int:
+        """The inverse of `_locate`, also for the row that would come next in a sequence that has ended."""
+        self.reaches((row + 1) * len(self._sequences))  # it is before that position
+        turn = next(one for one in reversed(self._turns) if one.row <= row and sequence in one.sequences)
+        return turn.begin + (row - turn.row) * len(turn.sequences) + turn.sequences.index(sequence)
+
+    def samples_before(self, position: int) -> int:
+        if not position or not self.reaches(position):
+            return self.documents.num_samples if position else 0
+        windows = 1 + max(window for window, _, _ in self.landmark(position).windows)
+        return min(windows * self._window * len(self._sequences), self.documents.num_samples)
+
+    def first_changed(self, samples: NDArray[np.int64]) -> int:
+        index, sequence = np.divmod(samples, len(self._sequences))
+        found = []
+        for number in np.unique(sequence).tolist():
+            window = int(index[sequence == number].min()) // self._window  # it is packed again as a whole
+            found.append(self._position_of(number, self._sequences[number].first_row(window)))
+        return min(found)
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         if not self.reaches(end):
