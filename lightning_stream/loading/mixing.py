@@ -11,7 +11,7 @@ from lightning_stream.loading.randomness import SeededCall
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.loading.workers import MadeBatches, Pipeline, Workers
-from lightning_stream.order import Position
+from lightning_stream.order import Position, Schedule
 
 
 class MixtureChanges:
@@ -25,6 +25,21 @@ class MixtureChanges:
     position: Any
     settings: Any
     continue_from: Any
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the mixture, with the changes made so far.
+
+        Raises:
+            ValueError: The dataset has none.
+        """
+        schedule: Schedule | None = self.position.order.schedule
+        if schedule is None:
+            raise ValueError(
+                "Only a mixture with a schedule can change, but the dataset has none. Pass "
+                "StreamingDataset(schedule=[(0, {name: weight})]) from the start of the run."
+            )
+        return schedule
 
     def change_mixture(
         self,
@@ -61,19 +76,14 @@ class MixtureChanges:
             loader.change_mixture({"web": 0.2, "code": 0.8}, skip={"web": 10_000})
         """
         here: Position = self.position
-        order = here.order
-        if order.schedule is None:
-            raise ValueError(
-                "Only a mixture with a schedule can change, but the dataset has none. Pass "
-                "StreamingDataset(schedule=[(0, {name: weight})]) from the start of the run."
-            )
+        order, schedule = here.order, self.schedule
         iteration = self._progress.leading if self._driver is None else self._driver.iteration
         run = self._source.order(order)
         later = replace(here, position=here.position + after_steps * self.settings().global_batch_size)
         seen = [here, later, *([iteration.upcoming] if iteration is not None and iteration.upcoming else [])]
         earliest = [one.epoch * run.num_samples + one.order_in(run).samples_before(one.position) for one in seen]
-        at = max(earliest + [change.at for change in order.schedule.changes])
-        order = replace(order, schedule=order.schedule.changed(at, weights, skip))
+        at = max(earliest + [change.at for change in schedule.changes])
+        order = replace(order, schedule=schedule.changed(at, weights, skip))
         if iteration is not None:
             iteration.reorder(order)
         if self._driver is not None:

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("composer", reason="Composer is not installed: uv sync --no-dev --extra composer")
 
-from composer import Trainer
+from composer import Callback, Trainer
 from composer.models import ComposerModel
 
 from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset, data_spec
@@ -93,3 +93,25 @@ def test_a_bare_loader_is_trained_to_the_ends_too(folder: str, whole: tuple[Any,
 
 def test_a_subset_of_each_epoch_is_kept(folder: str, tmp_path: Path) -> None:
     assert fit(folder, tmp_path, train_subset_num_batches=5)[1] == 15
+
+
+class Clock(Callback):  # type: ignore[misc]
+    """The trainer's count of tokens after each step."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        self.tokens.append(int(state.timestamp.token))
+
+
+def test_the_clock_counts_tokens_without_padding_also_after_a_resume_and_in_micro_batches(
+    folder: str, whole: tuple[Any, int, Path], tmp_path: Path
+) -> None:
+    wanted = np.cumsum([np.count_nonzero(whole[0][k : k + 12]) for k in range(0, 60 * 12, 12)])
+    clocks = [Clock(), Clock()]
+    fit(folder, tmp_path / "a", max_duration="12ba", callbacks=clocks[:1], device_train_microbatch_size=5)
+    last = f"{wanted[19]}tok"
+    _, steps = fit(folder, tmp_path / "b", str(tmp_path / "a" / "step-12.pt"), max_duration=last, callbacks=clocks[1:])
+    assert steps == 20
+    assert clocks[0].tokens + clocks[1].tokens == wanted[:20].tolist()

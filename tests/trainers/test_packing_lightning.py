@@ -13,7 +13,14 @@ import torch
 L = pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 
-from lightning_stream import MDSWriter, Packing, StreamingDataModule, StreamingDataset  # noqa: E402
+from lightning_stream import (  # noqa: E402
+    MDSWriter,
+    Packing,
+    RunMonitor,
+    StreamingDataLoader,
+    StreamingDataModule,
+    StreamingDataset,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed")
 PACK = Packing(row_length=64, window=50, labels=True)
@@ -96,3 +103,12 @@ def test_a_limit_and_a_share_of_the_epoch_hold_in_every_epoch(folder: str, tmp_p
     assert fit(folder, tmp_path, limit_train_batches=5, max_epochs=2)[1].global_step == 10
     _, trainer = fit(folder, tmp_path, limit_train_batches=0.5, val_check_interval=0.5, max_epochs=2)
     assert trainer.global_step == sum(trainer.train_dataloader.num_batches(epoch) // 2 for epoch in range(2))
+
+
+def test_the_monitor_counts_the_tokens_of_rows_without_padding(folder: str) -> None:
+    dataset, monitor = StreamingDataset(local=folder, shuffle=True, pack=PACK), RunMonitor()
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[monitor], log_every_n_steps=5, **quiet)
+    trainer.fit(Model(), StreamingDataLoader(dataset, 12))
+    assert monitor.num_tokens == int(dataset.lengths("tokens").sum())
+    assert float(trainer.callback_metrics["data/tokens_per_s"]) > float(trainer.callback_metrics["data/samples_per_s"])
