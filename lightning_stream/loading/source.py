@@ -181,8 +181,9 @@ class SampleSource:
     def schedule(self) -> Schedule | None:
         """The user's schedule; where it counts tokens, with the mean lengths of each stream's samples."""
         schedule: Schedule | None = self.order_arguments["schedule"]
-        counted = ("tokens",) if self.packing is None else ("tokens", "steps")
-        if schedule is None or schedule.mean_lengths or schedule.unit not in counted:
+        if schedule is None or schedule.mean_lengths:
+            return schedule
+        if not schedule.counts_tokens(is_packed=self.packing is not None):
             return schedule
         try:
             lengths = self.reader.lengths(self._lengths_name)

@@ -172,12 +172,6 @@ class OrderConfig:
         )
 
     @property
-    def counts_tokens(self) -> bool:
-        """Whether the weights of the schedule are shares of tokens: then it needs `mean_lengths`."""
-        unit = None if self.schedule is None else self.schedule.unit
-        return unit == "tokens" or (unit == "steps" and self.packing is not None)
-
-    @property
     def batching(self) -> type[EpochOrder]:
         """The class of this order's epochs. Nothing else compares the names of the methods."""
         if self.mosaic is not None:

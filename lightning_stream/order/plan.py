@@ -150,9 +150,10 @@ def _check_schedule(
     config: OrderConfig, schedule: Schedule, snapshot: Snapshot, weights: Sequence[StreamWeights]
 ) -> None:
     problems, names = [], schedule.streams
-    if config.counts_tokens and not schedule.mean_lengths:
+    counts_tokens = schedule.counts_tokens(is_packed=config.packing is not None)
+    if counts_tokens and not schedule.mean_lengths:
         problems.append("It counts tokens, so it needs mean_lengths.")
-    elif schedule.unit == "steps" and schedule.mean_lengths and not config.counts_tokens:
+    if schedule.unit == "steps" and schedule.mean_lengths and not counts_tokens:
         problems.append("Its steps count samples, so omit mean_lengths.")
     if len(names) != snapshot.num_streams:
         problems.append(f"It has weights for {len(names)} streams, but there are {snapshot.num_streams}.")

@@ -116,6 +116,10 @@ class Schedule:
         given = {} if self.unit == "samples" else dict(self.mean_lengths)
         return tuple(Fraction(str(given.get(name, 1))) for name in self.streams)
 
+    def counts_tokens(self, *, is_packed: bool) -> bool:
+        """Whether the weights are shares of tokens, so that `mean_lengths` are needed."""
+        return self.unit == "tokens" or (self.unit == "steps" and is_packed)
+
     def changed(
         self, at: int, weights: Mapping[str, float] | None = None, skip: Mapping[str, int] | None = None
     ) -> Schedule:

@@ -257,8 +257,13 @@ def test_a_run_does_not_resume_with_another_schedule() -> None:
 def test_a_schedule_names_all_that_is_wrong() -> None:
     points = [(1, {"a": -1, "b": 1}), (1, {"a": 0})]
     with pytest.raises(ValueError, match="rise from 0, not") as error:
-        Schedule(points, unit="tokens", exhausted={"d": "never"}, streams=("a", "b", "c"))  # type: ignore[dict-item]
-    for part in ("a=-1", "The point at 1 must have a weight above 0", "exhausted names 'd'", "a, b, c have none"):
+        Schedule(points, "tokens", "step", {"d": "never"}, {"a": 7}, streams=("a", "b", "c"))  # type: ignore[dict-item]
+    for part in (
+        "a=-1",
+        "The point at 1 must have a weight above 0",
+        "exhausted names 'd'",
+        "none, but b, c have none",
+    ):
         assert part in str(error.value)
     with pytest.raises(ValueError, match="The point at 0 names 'x', but the streams are web, code"):
         Schedule([(0, {"x": 1})]).of_streams(["web", "code"])
@@ -266,6 +271,8 @@ def test_a_schedule_names_all_that_is_wrong() -> None:
         Schedule([(0, {"a": 1, "b": 1e-12})])
     with pytest.raises(ValueError, match="needs the native order"):
         run_of(THREE, algorithm="py1s")
+    with pytest.raises(ValueError, match="It counts tokens, so it needs mean_lengths"):
+        run_of(Schedule(THREE.points, "tokens"))
 
 
 @settings(max_examples=60)
