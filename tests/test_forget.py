@@ -41,7 +41,7 @@ def beginning(sample: dict[str, Any]) -> dict[str, Any]:
 
 KINDS: dict[str, dict[str, Any]] = {
     "samples": {"transform": beginning},
-    "rows": {"pack": Packing(row_length=2 * ROW, window=30)},
+    "rows": {"pack": Packing(row_length=2 * ROW, window=30), "num_canonical_nodes": 1},
 }
 
 

@@ -45,9 +45,9 @@ class Schedule:
         interpolation: ``"step"`` keeps weights until the next point, ``"linear"`` moves evenly to the next one's.
         exhausted: ``"repeat"`` starts a stream's next own epoch after all its samples came; ``"stop"`` ends the stream,
             and the others share its weight. One for all streams, or a mapping from names (the others repeat).
-        mean_lengths: For shares of tokens: mean tokens per sample of each stream; by default, those of the dataset's
-            lengths, see `StreamingDataset.lengths`. Shares of tokens are kept in expectation; their exact number up to
-            a step would take a sum over the lengths of all samples before it.
+        mean_lengths: For shares of tokens: mean tokens per sample of each stream. By default they follow from the
+            lengths of the dataset: those that `Packing` uses, or else ``"tokens"``. Shares of tokens are kept in
+            expectation; their exact number up to a step would take a sum over the lengths of all samples before it.
         changes: Made while training, see `StreamingDataLoader.change_mixture`. With those of a run's last state, a
             new run repeats its batches from the start.
         streams: Names in the order of the dataset's streams; the dataset fills them in.

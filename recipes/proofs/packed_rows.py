@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, kind in (("packed rows", TextData), ("blocks", BlockData)):
             paths = {part: str(given.out / name / part) for part in ("remote", "local")}
             text = {"source": given.source, "separator": given.separator, "seq_len": given.row_length}
-            data[name] = kind(**paths, **text, size_limit="64kb", seed=seed)
+            data[name] = kind(**paths, **text, size_limit="64kb", num_canonical_nodes=1, seed=seed)
             data[name].prepare_data()
         for name, own in data.items():
             model, num_tokens = train(own, given.steps, seed)

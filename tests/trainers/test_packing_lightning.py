@@ -109,6 +109,7 @@ def test_the_monitor_counts_the_tokens_of_rows_without_padding(folder: str) -> N
     dataset, monitor = StreamingDataset(local=folder, shuffle=True, pack=PACK), RunMonitor()
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[monitor], log_every_n_steps=5, **quiet)
-    trainer.fit(Model(), StreamingDataLoader(dataset, 12))
+    val = StreamingDataLoader(StreamingDataset(local=folder, pack=PACK), 12, evaluation=True)
+    trainer.fit(Model(), StreamingDataLoader(dataset, 12), val)
     assert monitor.num_tokens == int(dataset.lengths("tokens").sum())
     assert float(trainer.callback_metrics["data/tokens_per_s"]) > float(trainer.callback_metrics["data/samples_per_s"])
