@@ -57,8 +57,8 @@ class RecipeData(StreamingDataModule):
         )
         workers = {"num_workers": num_workers, "persistent_workers": persistent_workers and num_workers > 0}
         sizes = {"global_batch_size": 64, "eval_batch_size": 64}
-        train |= {"shuffle": shuffle, "forget": forget}
-        super().__init__(train, val, seed_steps=seed, **{**sizes, **workers, **loading})
+        order: dict[str, Any] = {"shuffle": shuffle, "forget": forget}
+        super().__init__({**train, **order}, val, seed_steps=seed, **{**sizes, **workers, **loading})
         self.prepare_data_per_node = False
         self.is_new = False  # whether `prepare_data` wrote the dataset
 

@@ -213,10 +213,10 @@ class TextMixture(TextData):
             own = {key: value for key, value in part.items() if key != "proportion"}
             paths = {"remote": f"{remote}/{name}", "local": f"{local}/{name}", "name": name}
             self.parts[name] = TextData(**{**shared, **paths, **own})
-        common: dict[str, Any] = {"shuffle_seed": shared.get("seed", 1), "pack": self.pack}
+        common = {"shuffle_seed": shared.get("seed", 1), "pack": self.pack}
         common |= {name: shared.get(name) for name in ("cache_limit", "num_canonical_nodes")}
-        order = {"batching_method": batching_method, "epoch_size": epoch_size, "forget": shared.get("forget")}
-        order["shuffle"] = shared.get("shuffle", True)
+        order: dict[str, Any] = {"batching_method": batching_method, "epoch_size": epoch_size}
+        order |= {"shuffle": shared.get("shuffle", True), "forget": shared.get("forget")}
         self.datasets["train"] = StreamingDataset(streams=self._streams("train", proportions), **order, **common)
         self.datasets["val"] = StreamingDataset(streams=self._streams("val", {}), **common)
 

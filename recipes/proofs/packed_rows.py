@@ -82,9 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for seed in range(1, given.seeds + 1):
         data = {}
         for name, kind in (("packed rows", TextData), ("blocks", BlockData)):
-            paths = {part: str(given.out / name / part) for part in ("remote", "local")}
-            text = {"source": given.source, "separator": given.separator, "seq_len": given.row_length}
-            data[name] = kind(**paths, **text, size_limit="64kb", num_canonical_nodes=1, seed=seed)
+            settings: dict[str, Any] = {part: str(given.out / name / part) for part in ("remote", "local")}
+            settings |= {"source": given.source, "separator": given.separator, "seq_len": given.row_length}
+            data[name] = kind(**settings, size_limit="64kb", num_canonical_nodes=1, seed=seed)
             data[name].prepare_data()
         for name, own in data.items():
             model, num_tokens = train(own, given.steps, seed)
