@@ -98,6 +98,7 @@ class PositionTracker:
         self._own: LoaderIterator | None = None  # the iteration of a plain loop
         self._owns: Callable[[LoaderIterator], bool] = self._is_own
         self.loaded: Callable[[], None] | None = None  # called after a state was loaded
+        self.reordered: Callable[[], None] | None = None  # called after the mixture has changed
         self.is_resumed = self.is_of_mosaic = self.is_attached = self._has_said = False
         if loader is not None:
             self.attach(loader)
@@ -194,6 +195,8 @@ class PositionTracker:
             self._batches, self._walk = self.loader.micro_batches_from(begin), None
         if self._record is not None:
             self._record.close()  # its next file comes with the new order
+        if self.reordered is not None:
+            self.reordered()
 
     def state(self) -> dict[str, Any]:
         """The position as plain values, the same on every rank; no collective."""

@@ -4,8 +4,8 @@
     python -m recipes.proofs.packed_rows --source tinyshakespeare.txt --separator '\\n\\n'
 
 *Blocks* are the usual way without packing: documents are joined and cut after every S tokens, so that attention reaches
-into other documents, and a document's beginning may be in another block. Both models have the same size, seeds, rows a
-step and steps. Each is validated on packed rows, where each token sees only its own document, and on blocks.
+into other documents, and a document's beginning may be in another block. Both models have the same size, seeds and
+rows a step. Each is validated on packed rows, where each token sees only its own document, and on blocks.
 """
 
 import argparse
@@ -22,6 +22,8 @@ import torch
 from lightning_stream import StreamingDataLoader
 from recipes.data.text import TextData, Tokenize
 from recipes.models.gpt import LanguageModel
+
+_ROWS = 16  # of a step
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,16 @@ class BlockData(TextData):
         self.tokenize = Blocks(**vars(self.tokenize), length=self.pack.row_length)
 
 
-def train(data: TextData, steps: int, seed: int) -> tuple[LanguageModel, int]:
-    """Train a small GPT; returns it, and how many tokens it was trained on."""
+def train(data: TextData, total: int, seed: int) -> tuple[LanguageModel, int]:
+    """Train a small GPT on about so many tokens; returns it, and how many they were."""
     model = LanguageModel(d_model=64, n_layers=2, learning_rate=0.003, seed=seed)
     model.build(data)
-    optimizer, num_tokens = model.optimizer(), 0
+    dataset, num_tokens = data.train_dataset, 0
+    rows = StreamingDataLoader(dataset, 1).num_batches(0)
+    steps = round(total / (_ROWS * dataset.lengths("tokens").sum() / rows))
+    optimizer = model.optimizer()
     schedule = model.schedule(optimizer, steps)
-    loader = StreamingDataLoader(data.train_dataset, 16, tail="drop")
+    loader = StreamingDataLoader(dataset, _ROWS, tail="drop")
     for batch in islice(chain.from_iterable(repeat(loader)), steps):  # epoch after epoch
         num_tokens += int(batch["num_tokens"].sum())
         keep = torch.ones(len(batch["input_ids"]), dtype=torch.bool)
@@ -74,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--source", default="synthetic", help="text; see configs/data/text.yaml")
     parser.add_argument("--separator", help="what divides the text into documents")
     parser.add_argument("--row-length", type=int, default=128, help="tokens of a row")
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of 16 rows")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of 16 full rows")
     parser.add_argument("--seeds", type=int, default=3, help="training runs on each kind of rows")
     parser.add_argument("--tolerance", type=float, default=0.0, help="by how much packed rows may be worse")
     given = parser.parse_args(argv)
@@ -87,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             data[name] = kind(**settings, size_limit="64kb", num_canonical_nodes=1, seed=seed)
             data[name].prepare_data()
         for name, own in data.items():
-            model, num_tokens = train(own, given.steps, seed)
+            model, num_tokens = train(own, given.steps * _ROWS * given.row_length, seed)
             losses[name].append([validate(model, each) for each in data.values()])
             print(f"seed {seed}, {name}: {num_tokens:,} tokens, losses {losses[name][-1]}", flush=True)
     print("trained on      validated on packed rows    validated on blocks")

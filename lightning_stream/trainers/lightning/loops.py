@@ -282,12 +282,12 @@ def limited(num_batches: int, limit: float) -> int:
 
 
 def follow_length(trainer: Any, loader: StreamingDataLoader, epoch: int) -> None:
-    """Let Lightning expect as many batches as an epoch has, where the epochs of packed rows differ.
+    """Let Lightning expect as many batches as an epoch has, where epochs differ: of packed rows, or of a schedule.
 
     It asks for a loader's length once, and would end a longer epoch there.
     """
     loop, combined = trainer.fit_loop, trainer.fit_loop._combined_loader  # noqa: SLF001
-    if loader.packing is None or combined is None:
+    if combined is None or (loader.packing is None and loader.position.order.schedule is None):
         return
     num_batches = limited(loader.num_batches(epoch), trainer.limit_train_batches)
     combined.limits, loop.max_batches = [num_batches], num_batches
