@@ -176,14 +176,9 @@ class StreamingDataLoader(MixtureChanges, DataLoader[Any]):
         """How samples are packed into rows; None if they are not."""
         return self._source.packing
 
-    def num_batches(self, epoch: int, order: OrderConfig | None = None) -> int:
-        """Micro-batches of this rank in one epoch, under the order of a position; by default, under the current one.
-
-        Where samples are packed into rows, this plans all rows of the epoch.
-        """
-        settings = self.settings(order)
-        settings = settings if order is None else replace(settings, order=order)
-        return len(settings.micro_batches(self._source, Start(epoch)))
+    def num_batches(self, epoch: int) -> int:
+        """Micro-batches of this rank in one epoch. Where samples are packed into rows, this plans all of its rows."""
+        return len(self.settings().micro_batches(self._source, Start(epoch)))
 
     def batches_before(self, position: Position) -> int:
         """Micro-batches of this rank that count as done at a position: those of a full epoch less those to come."""

@@ -276,9 +276,7 @@ class StreamingCallback(Callback):
         if loader is None or (state := self._state_in(checkpoint)) is None:
             return
         position = loader.first_position() if state["position"] is None else loader.accept(state["position"])
-        if loader.batches_before(position) >= loops.limited(
-            loader.num_batches(position.epoch, position.order), trainer.limit_train_batches
-        ):
+        if loader.batches_before(position) >= loops.epoch_length(trainer, loader, position):
             position = position.next_epoch()  # the trainer's limit on an epoch is tighter now
         self._validated_step = state["validated_step"]
         at = self._loop_position(trainer, loader, position, checkpoint)
@@ -299,13 +297,12 @@ class StreamingCallback(Callback):
         self, trainer: Any, loader: StreamingDataLoader, position: Position, checkpoint: Mapping[str, Any]
     ) -> LoopPosition:
         """Where Lightning's loops are; the end of an epoch, and a validation, that have not run come first."""
-        num_batches = loops.limited(loader.num_batches(position.epoch, position.order), trainer.limit_train_batches)
+        num_batches = loops.epoch_length(trainer, loader, position)
         done = loader.batches_before(position)
         validated = self._validated_step == int(checkpoint["global_step"])
         here = LoopPosition(position.epoch, done, num_batches, validated=validated)
         if done == 0 and position.epoch > 0:  # the epoch before is over, but perhaps not its validation and its end
-            num_batches = loader.num_batches(position.epoch - 1, position.order)
-            num_batches = loops.limited(num_batches, trainer.limit_train_batches)
+            num_batches = loops.epoch_length(trainer, loader, replace(position, epoch=position.epoch - 1))
             before = replace(here, epoch=position.epoch - 1, batch=num_batches, num_batches=num_batches)
             before = replace(before, validation_due=loops.validation_is_due(trainer, before))
             is_due = before.runs_validation or loops.epoch_end_is_due(checkpoint, position.epoch)

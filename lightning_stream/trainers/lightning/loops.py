@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.utils.data import SequentialSampler
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.iteration import LoaderIterator
+from lightning_stream.order import Position
 from lightning_stream.trainers.tracker import PositionTracker
 
 TRIED_VERSIONS = ((2, 4), (2, 7))  # from, up to but excluding
@@ -279,6 +280,11 @@ def forget_fetched(trainer: Any) -> bool:
 def limited(num_batches: int, limit: float) -> int:
     """Micro-batches of an epoch under `limit_train_batches`."""
     return min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
+
+
+def epoch_length(trainer: Any, loader: StreamingDataLoader, position: Position) -> int:
+    """Micro-batches of the epoch of a position, in the order of that position, under `limit_train_batches`."""
+    return limited(len(loader.micro_batches_from(replace(position, position=0))), trainer.limit_train_batches)
 
 
 def follow_length(trainer: Any, loader: StreamingDataLoader, epoch: int) -> None:
