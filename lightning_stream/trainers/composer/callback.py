@@ -102,9 +102,9 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         """Whether the user lets each epoch take fewer batches: Composer has asked for the length of the first epoch."""
         length, sized = state.dataloader_len, self._sized
         if sized is None:
-            here = self.tracker.position
+            here = replace(self.tracker.position, epoch=0, position=0, landmark=None)
             order = replace(here.order, schedule=source_of(self.loader.streaming).schedule)  # without later changes
-            sized = len(self.loader.micro_batches_from(replace(here, epoch=0, position=0, order=order)))
+            sized = len(self.loader.micro_batches_from(replace(here, order=order)))
         return length is not None and int(length) < sized
 
     def _follow_length(self, state: State | None) -> None:
