@@ -78,11 +78,11 @@ def test_an_accuracy_is_the_same_on_one_two_and_three_processes(capsys: pytest.C
 def test_packed_rows_and_blocks_are_compared_after_as_many_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = ["--out", str(tmp_path), "--steps", "3", "--seeds", "2"]
+    small = ["--out", str(tmp_path), "--steps", "3", "--seeds", "1"]
     assert packed_rows.main([*small, "--tolerance", "9"]) == 0
     printed = capsys.readouterr().out
     tokens = [int(one.replace(",", "")) for one in re.findall(r"seed \d, .*: ([\d,]+) tokens", printed)]
-    assert len(tokens) == 4
+    assert len(tokens) == 2
     assert max(tokens) == 3 * 16 * 128
     assert min(tokens) > 0.98 * max(tokens)
     assert packed_rows.main([*small, "--tolerance", "-9"]) == 1
