@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 import json
+import pickle
 import random
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -253,6 +253,37 @@ def test_a_run_replays_its_changes_from_a_state_before_them(folder: Path) -> Non
     assert dataset_of(folder, changed).plan_replay([sample_id], states).checkpoint == first - 1
 
 
+def test_a_stream_is_added_and_dropped_and_nothing_is_fetched_of_one_that_has_no_weight(
+    folder: Path, tmp_path: Path
+) -> None:
+    streams = [Stream(remote=folder / name, local=tmp_path / name) for name in SIZES]
+    schedule = [(0, {"web": 1, "code": 1})]
+    dataset = StreamingDataset(streams=streams, shuffle=True, epoch_size=120, schedule=schedule)
+    loader = StreamingDataLoader(dataset, 24, world=World())
+    batches = iter(loader)
+    assert {*stream_of(next(batches)["id"].tolist())} == {0, 1}
+    assert not [*(tmp_path / "math").glob("*.mds")]
+    loader.change_mixture({"web": 1, "math": 1})
+    assert {*stream_of(next(batches)["id"].tolist())} == {0, 2}
+    assert [*(tmp_path / "math").glob("*.mds")]
+    batches.close()
+    assert [one.weights for one in loader.schedule.changes] == [(("math", 1), ("web", 1))]
+
+
+def test_a_skip_omits_exactly_the_next_samples_of_a_stream(folder: Path) -> None:
+    (loader,) = loaders(folder, 1, schedule=[(0, {"web": 2, "code": 1})])
+    plain = np.concatenate([loader.trace(step).ids for step in range(4)])
+    take([loader], 1)
+    state = loader.state_dict()
+    loader.change_mixture(skip={"web": 7})
+    web = plain[plain < SIZES["web"]]
+    begin = int((plain[:24] < SIZES["web"]).sum())
+    found = np.concatenate([loader.trace(step).ids for step in (1, 2)])
+    assert np.array_equal(found[found < SIZES["web"]], web[begin + 7 :][: np.count_nonzero(found < SIZES["web"])])
+    assert np.array_equal(found[found >= SIZES["web"]], plain[24:72][plain[24:72] >= SIZES["web"]])
+    assert loader.state_dict()["ledger"] == state["ledger"]  # of what was trained on before
+
+
 def test_a_change_before_or_between_epochs_holds_from_the_next_batch(folder: Path) -> None:
     (loader,) = loaders(folder, 1)
     assert loader.change_mixture({"math": 1}) == 0

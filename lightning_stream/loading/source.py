@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.errors import NotFoundError
 from lightning_stream.loading.collate import collate_columns, collate_samples
 from lightning_stream.loading.distributed import Dimensions, WorldLike, detect_world
 from lightning_stream.loading.packing import Packing, read_rows, split_rows
@@ -26,6 +28,7 @@ from lightning_stream.order import (
     OrderConfig,
     Position,
     RunOrder,
+    Schedule,
     Snapshot,
     Tail,
     World,
@@ -42,6 +45,7 @@ from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import weights_of
 from lightning_stream.reading.subset import SubsetReader
 
+_AVERAGED = 1 << 20  # lengths at once
 Transform = Callable[..., Any]
 
 
@@ -110,6 +114,13 @@ class _Lengths:
         return self.reader.lengths(self.name)
 
 
+def _mean(lengths: NDArray[np.integer], kept: Callable[[NDArray[np.integer]], NDArray[np.int64]] | None) -> float:
+    """The mean of lengths, of which only a part may be kept: the same number on every machine."""
+    pieces = (lengths[begin : begin + _AVERAGED] for begin in range(0, len(lengths), _AVERAGED))
+    total = sum(int((piece if kept is None else kept(piece)).sum(dtype=np.int64)) for piece in pieces)
+    return round(total / len(lengths), 3) if len(lengths) else 1.0
+
+
 @dataclass
 class SampleSource:
     """What a dataset reads, in which order, and what becomes of a sample; see also `StreamingDataset`."""
@@ -155,6 +166,7 @@ class SampleSource:
         """
         size = device_batch_size * accumulate * world.num_replicas
         arguments = {**self.order_arguments, "forgotten": self.forgotten and self.forgotten.digest}
+        arguments["schedule"] = self.schedule
         if self.packing is not None:
             arguments["packing"] = self.packing.rows(self.reader.lengths_digest(self.packing.lengths_name))
         if self.buckets is not None:
@@ -211,6 +223,23 @@ class SampleSource:
             self.orders.clear()
             self.orders[config] = found
         return found
+
+    @cached_property
+    def schedule(self) -> Schedule | None:
+        """The user's schedule; where it counts tokens, with the mean lengths of each stream's samples."""
+        schedule: Schedule | None = self.order_arguments["schedule"]
+        if schedule is None or schedule.mean_lengths:
+            return schedule
+        if not schedule.counts_tokens(is_packed=self.packing is not None):
+            return schedule
+        try:
+            lengths = self.reader.lengths(self.lengths_name or "tokens")
+        except NotFoundError as error:
+            raise NotFoundError(f"{error} Or pass mean_lengths= to the Schedule.") from error
+        edges = self.snapshot.shard_offsets[self.snapshot.stream_offsets].tolist()
+        kept = None if self.packing is None else self.packing.rows("").kept
+        means = [_mean(lengths[begin:end], kept) for begin, end in pairwise(edges)]
+        return replace(schedule, mean_lengths=tuple(zip(schedule.streams, means, strict=True)))
 
     @cached_property
     def forgotten(self) -> Forgotten | None:

@@ -98,10 +98,9 @@ class OrderConfig:
             problems.append(f"A schedule needs the native order, but algorithm is {self.algorithm!r}: omit it.")
         if schedule.unit == "steps" and self.batch_size is None:
             problems.append("A schedule in steps needs a batch size from the start.")
-        if schedule.unit == "steps" and self.packing is not None:
+        if schedule.unit == "steps" and self.buckets is not None and self.buckets.batch_tokens is not None:
             problems.append(
-                "A schedule in steps counts the samples of a batch, but batches of packed rows have another number of "
-                "them each: use unit='tokens' or 'samples'."
+                "A schedule in steps needs batches of one size: with batch_tokens, count samples or tokens."
             )
         if length > 1 and (self.epoch_size is None or self.epoch_size % length):
             problems.append(

@@ -54,7 +54,7 @@ class Mixture:
         schedule: With the names of the streams.
         sizes: Samples of each stream.
         stretch_length: Consecutive samples of a stream that stay together; all numbers here count such stretches.
-        batch_size: Samples of an optimizer step, for a schedule in steps.
+        step_length: Samples of an optimizer step, for a schedule in steps; its tokens, if there are mean lengths.
 
     Example::
 
@@ -63,10 +63,10 @@ class Mixture:
     """
 
     def __init__(
-        self, schedule: Schedule, sizes: Sequence[int], *, stretch_length: int = 1, batch_size: int | None = None
+        self, schedule: Schedule, sizes: Sequence[int], *, stretch_length: int = 1, step_length: int = 1
     ) -> None:
         self._schedule, self._sizes, self._stretch = schedule, tuple(sizes), stretch_length
-        unit = Fraction((batch_size or 1) if schedule.unit == "steps" else 1, stretch_length)
+        unit = Fraction(step_length if schedule.unit == "steps" else 1, stretch_length)
         self._rates = tuple(unit / length for length in schedule.lengths)  # of a stream that has the whole weight
         shares = [schedule.shares(weights) for _, weights in schedule.points]
         self._tree = plan_tree(tuple(_normal([a * b for a, b in zip(one, self._rates, strict=True)]) for one in shares))

@@ -144,6 +144,51 @@ def test_a_replay_of_packed_rows_equals_a_run_that_never_had_the_documents(data)
     assert replayed.position == never.position
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_a_replay_of_packed_rows_equals_a_run_that_never_had_the_samples(data):
+    long_documents = data.draw(st.sampled_from(["split", "truncate", "drop"]))
+    packing = RowPacking(data.draw(st.integers(5, 30)), data.draw(st.integers(3, 40)), long_documents)
+    run = run_of(
+        packing=packing,
+        shuffle=data.draw(st.booleans()),
+        batching_method=data.draw(st.sampled_from(["random", "stratified"])),
+        repeat=data.draw(st.sampled_from([1, 0.4, 2.5])),
+        seed=data.draw(st.integers(0, 2**30)),
+    )
+    ids = data.draw(st.lists(st.integers(0, 169), min_size=1, max_size=3))
+    whole = Training(run, every=1).train(2)
+    states = [Position.from_state(state) for state, _ in whole.checkpoints]
+    replay = plan_replay(run, ids, states)
+    again = forgetting(run, replay.forgotten)
+    never = Training(again).train(2)
+    for epoch in range(2):
+        order = again.epoch(epoch)
+        assert not np.isin(order.rows(0, order.num_samples).ids, ids).any()
+    first = (9, 0) if replay.epoch is None else (replay.epoch, replay.position)
+    for here, (_, weights) in zip(states, whole.checkpoints, strict=True):
+        if (here.epoch, here.position) > first:
+            with pytest.raises(SettingsMismatch, match="forgotten was None and is"):
+                here.check(again)
+            continue
+        assert here.check(again, tail="pad") == []
+        assert here.is_proven(again)
+        here = here.normalised(again, batch_size=12, tail="pad")
+        assert Training(again, here, weights).train(2).weights == never.weights
+
+
+def test_a_forgotten_document_changes_its_window_of_rows_and_none_before():
+    run = run_of(packing=RowPacking(20, 30), shuffle=True)
+    order = run.epoch(0)
+    for position in range(order.num_samples):
+        document = int(order.rows(position, position + 1).ids[0])
+        seen = first_seen(run, Forgotten.of(run.snapshot, [document]), (0, order.num_samples))
+        again = forgetting(run, Forgotten.of(run.snapshot, [document])).epoch(0)
+        assert seen is not None
+        assert seen[1] <= position
+        assert np.array_equal(again.ids(0, seen[1]), order.ids(0, seen[1]))
+
+
 def test_checkpoints_that_have_seen_a_forgotten_sample_are_refused():
     run = run_of()
     whole = Training(run).train(1)

@@ -189,7 +189,7 @@ def test_tokens_count_by_the_mean_length_of_each_stream() -> None:
 
 def test_steps_count_by_the_batch_size_of_the_start() -> None:
     schedule = Schedule([(0, {"a": 1}), (5, {"a": 1, "b": 1})], unit="steps", streams=("a", "b"))
-    assert Mixture(schedule, [MANY] * 2, batch_size=24).counts(np.array([120, 168])).tolist() == [[120, 0], [144, 24]]
+    assert Mixture(schedule, [MANY] * 2, step_length=24).counts(np.array([120, 168])).tolist() == [[120, 0], [144, 24]]
     config = OrderConfig.resolve(batch_size=24, schedule=schedule)
     again = OrderConfig.resolve(batch_size=48, schedule=schedule, resumed=config)
     assert config.batch_size == again.batch_size == 24
@@ -286,8 +286,13 @@ def test_a_run_does_not_resume_with_another_schedule() -> None:
 def test_a_schedule_names_all_that_is_wrong() -> None:
     points = [(1, {"a": -1, "b": 1}), (1, {"a": 0})]
     with pytest.raises(ValueError, match="rise from 0, not") as error:
-        Schedule(points, unit="tokens", exhausted={"d": "never"}, streams=("a", "b", "c"))  # type: ignore[dict-item]
-    for part in ("a=-1", "The point at 1 must have a weight above 0", "exhausted names 'd'", "a, b, c have none"):
+        Schedule(points, "tokens", "step", {"d": "never"}, {"a": 7}, streams=("a", "b", "c"))  # type: ignore[dict-item]
+    for part in (
+        "a=-1",
+        "The point at 1 must have a weight above 0",
+        "exhausted names 'd'",
+        "none, but b, c have none",
+    ):
         assert part in str(error.value)
     with pytest.raises(ValueError, match="The point at 0 names 'x', but the streams are web, code"):
         Schedule([(0, {"x": 1})]).of_streams(["web", "code"])
@@ -299,6 +304,8 @@ def test_a_schedule_names_all_that_is_wrong() -> None:
         OrderConfig.resolve(batch_size=4, packing=RowPacking(8), schedule=Schedule([(0, {"a": 1})], unit="steps"))
     with pytest.raises(ValueError, match="needs the native order"):
         run_of(THREE, algorithm="py1s")
+    with pytest.raises(ValueError, match="It counts tokens, so it needs mean_lengths"):
+        run_of(Schedule(THREE.points, "tokens"))
 
 
 @settings(max_examples=60)
