@@ -300,8 +300,8 @@ def test_a_schedule_names_all_that_is_wrong() -> None:
         Schedule([(0, {"a": 1, "b": 1e-12})])
     with pytest.raises(ValueError, match="a=True, but a weight must be a number"):
         Schedule([(0, {"a": True, "b": 1})])
+    steps = Schedule([(0, {"a": 1})], unit="steps")
     with pytest.raises(ValueError, match="batches of one size: with batch_tokens, count samples or tokens"):
-        steps = Schedule([(0, {"a": 1})], unit="steps")
         OrderConfig.resolve(batch_size=4, buckets=LengthBuckets(8, 4, 100), schedule=steps)
     with pytest.raises(ValueError, match="needs the native order"):
         run_of(THREE, algorithm="py1s")
