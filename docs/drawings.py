@@ -193,7 +193,7 @@ def draw_packing() -> Drawing:
         left, top = 180, 74 + 20 * row
         drawing.path(f"M{left} {top}h{row_length * unit}v16h-{row_length * unit}z", "axis")
         for span in range(rows.edges[row], rows.edges[row + 1]):
-            number, width = int(rows.document[span]), int(rows.num_tokens[span]) * unit
+            number, width = int(rows.ids[span]), int(rows.num_tokens[span]) * unit
             drawing.rect(left, top, width - 1, 16, "abcd"[number % 4])
             drawing.text(left + width / 2, top + 12, str(number), kind="n")
             left += width

@@ -33,6 +33,7 @@ from lightning_stream.loading.questions import DatasetQuestions
 from lightning_stream.loading.source import SampleSource, Transform
 from lightning_stream.order import Schedule
 from lightning_stream.order.balance import Cost
+from lightning_stream.order.bitmap import as_ids
 from lightning_stream.order.chain import PUBLIC_NAMES
 from lightning_stream.reading.bad_samples import Policy, bad_data
 from lightning_stream.reading.filters import Filters, Ids, Keep, LengthRules
@@ -240,7 +241,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
             packing=pack,
             balance=balance,
             buckets=buckets,
-            forget=None if forget is None else np.asarray([*forget], dtype=np.int64),
+            forget=None if forget is None else as_ids(forget, "forget").astype(np.int64),
         )
         self._streaming_plain = PlainIterations(self.batch_size)
 

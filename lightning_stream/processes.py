@@ -38,7 +38,7 @@ def run_partitions(
 
     Args:
         task: Called with a partition, which has a `number`.
-        partitions: What is done.
+        partitions: The partitions to do.
         num_workers: The most processes.
         report: Called with each result.
         remedy: What the user can do if memory ran out.
@@ -75,7 +75,7 @@ def run_partitions(
 def _run_pool(
     data: bytes, queue: list[Any], count: int, running: dict[Future[Any], Any], take: Callable[[Any, Any], None]
 ) -> None:
-    """Do what is queued, with at most ``count`` partitions on their way: those `running` when a process dies."""
+    """Do the queued partitions, at most ``count`` at a time; ``running`` has those in progress when a process dies."""
     context = get_context("spawn")
     alive, stop = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(count, mp_context=context, initializer=_begin_worker, initargs=(data, alive))

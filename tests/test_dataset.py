@@ -148,6 +148,12 @@ def test_a_subset_has_an_order_and_a_state_of_its_own(dataset: StreamingDataset)
         StreamingDataLoader(dataset, 10).load_state_dict(loader.state_dict())
 
 
+@pytest.mark.parametrize("ids", [[1.5, 2.5], [True, False]])
+def test_ids_that_are_not_whole_numbers_make_no_subset(dataset: StreamingDataset, ids: Any) -> None:
+    with pytest.raises(TypeError, match="Ids of samples are whole numbers"):
+        dataset.subset(ids)
+
+
 def test_a_subset_fetches_only_its_shards(shards: Path, tmp_path: Path) -> None:
     part = StreamingDataset(remote=shards, local=tmp_path / "cache").subset([0, 1, 2])
     assert ids_of(StreamingDataLoader(part, 3)) == [[0, 1, 2]]

@@ -135,6 +135,8 @@ def test_ids_count_over_all_streams_of_a_mixture(make: Make, tmp_path: Path) -> 
         ({"filter_lengths": [("tokens", 3)]}, TypeError, "filter_lengths is a dict"),
         ({"filter_lengths": {"tokens": 64}}, TypeError, "the least and the greatest .* found 'tokens': 64"),
         ({"filter_lengths": {"tokens": (64, 2)}}, ValueError, "least length first"),
+        ({"filter_lengths": {"tokens": ("64", None)}}, TypeError, "a limit in filter_lengths is None or a number"),
+        ({"filter_lengths": {"tokens": (None, float("nan"))}}, TypeError, "a limit in filter_lengths"),
         ({"filter_lengths": {"tokens": len}}, ValueError, r"returns bool\[167\].*returned int64\[\]"),
         ({"filter_lengths": {"pixels": (1, 2)}}, LightningStreamError, "lengths 'pixels'"),
         ({"exclude_ids": [3, 167]}, ValueError, r"0 to 166; found 1 others, e.g. \[167\]"),

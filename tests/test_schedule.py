@@ -133,6 +133,9 @@ def test_a_run_does_not_resume_with_another_schedule(folder: Path) -> None:
         other.load_state_dict(state)
     with pytest.raises(StateError):
         StreamingDataLoader(dataset_of(folder, None), 24).load_state_dict(state)
+    (steps,) = loaders(folder, 1, schedule=Schedule(POINTS, unit="steps"))
+    with pytest.raises(SettingsMismatch, match="unit='steps'"):
+        steps.load_state_dict(state)
 
 
 def test_a_plain_loop_reads_the_same_mixture(folder: Path) -> None:
@@ -226,6 +229,61 @@ def test_a_changed_run_resumes_and_repeats_from_its_state(folder: Path) -> None:
     assert take(loaders(folder, 2, schedule=again), 14) == wanted
 
 
+def test_a_run_replays_its_changes_from_a_state_before_them(folder: Path) -> None:
+    wanted, states = [], []
+    (loader,) = loaders(folder, 1)
+    for _ in range(3):
+        for batch in loader:
+            wanted.append(sorted(batch["id"].tolist()))
+            states.append(loader.state_dict())
+            if len(wanted) in (4, 7):
+                loader.change_mixture(CHANGE, skip={"web": len(wanted)})
+    changed = Schedule.from_state(states[-1]["order"]["schedule"])
+    assert len(changed.changes) == 2
+    for done in (1, 3, 5, 6, 9):
+        ranks = loaders(folder, 2, schedule=changed)
+        for one in ranks:
+            one.load_state_dict(states[done - 1])
+        assert take(ranks, 12 - done) == wanted[done:12]
+    (other,) = loaders(folder, 1, schedule=LINEAR.changed(0, CHANGE))
+    with pytest.raises(SettingsMismatch, match="schedule was"):
+        other.load_state_dict(states[1])
+    first = next(step for step in range(5, 15) if not {*wanted[step]} <= set().union(*wanted[:step]))
+    sample_id = min({*wanted[first]} - set().union(*wanted[:first]))
+    assert dataset_of(folder, changed).plan_replay([sample_id], states).checkpoint == first - 1
+
+
+def test_a_stream_is_added_and_dropped_and_nothing_is_fetched_of_one_that_has_no_weight(
+    folder: Path, tmp_path: Path
+) -> None:
+    streams = [Stream(remote=folder / name, local=tmp_path / name) for name in SIZES]
+    schedule = [(0, {"web": 1, "code": 1})]
+    dataset = StreamingDataset(streams=streams, shuffle=True, epoch_size=120, schedule=schedule)
+    loader = StreamingDataLoader(dataset, 24, world=World())
+    batches = iter(loader)
+    assert {*stream_of(next(batches)["id"].tolist())} == {0, 1}
+    assert not [*(tmp_path / "math").glob("*.mds")]
+    loader.change_mixture({"web": 1, "math": 1})
+    assert {*stream_of(next(batches)["id"].tolist())} == {0, 2}
+    assert [*(tmp_path / "math").glob("*.mds")]
+    batches.close()
+    assert [one.weights for one in loader.schedule.changes] == [(("math", 1), ("web", 1))]
+
+
+def test_a_skip_omits_exactly_the_next_samples_of_a_stream(folder: Path) -> None:
+    (loader,) = loaders(folder, 1, schedule=[(0, {"web": 2, "code": 1})])
+    plain = np.concatenate([loader.trace(step).ids for step in range(4)])
+    take([loader], 1)
+    state = loader.state_dict()
+    loader.change_mixture(skip={"web": 7})
+    web = plain[plain < SIZES["web"]]
+    begin = int((plain[:24] < SIZES["web"]).sum())
+    found = np.concatenate([loader.trace(step).ids for step in (1, 2)])
+    assert np.array_equal(found[found < SIZES["web"]], web[begin + 7 :][: np.count_nonzero(found < SIZES["web"])])
+    assert np.array_equal(found[found >= SIZES["web"]], plain[24:72][plain[24:72] >= SIZES["web"]])
+    assert loader.state_dict()["ledger"] == state["ledger"]  # of what was trained on before
+
+
 def test_a_change_before_or_between_epochs_holds_from_the_next_batch(folder: Path) -> None:
     (loader,) = loaders(folder, 1)
     assert loader.change_mixture({"math": 1}) == 0
@@ -312,6 +370,8 @@ def test_a_change_of_a_dataset_without_a_schedule_is_refused(folder: Path) -> No
         loaders(folder, 1, schedule=None)[0].change_mixture({"web": 1})
     with pytest.raises(ValueError, match="names 'wiki', but the streams are web, code, math"):
         loaders(folder, 1)[0].change_mixture({"wiki": 1})
+    with pytest.raises(ValueError, match=r"after_steps counts steps .* from 0; found -1"):
+        loaders(folder, 1)[0].change_mixture({"web": 1}, after_steps=-1)
 
 
 def test_the_record_of_a_changed_run_is_verified(folder: Path, tmp_path: Path) -> None:

@@ -145,6 +145,8 @@ def test_a_balance_that_cannot_be_is_refused(shards: Path) -> None:
         len(StreamingDataLoader(StreamingDataset(local=shards, balance="bytes"), 4))
     with pytest.raises(ValueError, match="this order assigns samples to ranks itself"):
         StreamingDataset(local=shards, batching_method="device_per_stream", balance="tokens")
+    with pytest.raises(TypeError, match="a function of them; found 3"):
+        StreamingDataset(local=shards, balance=3)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What is computed from a dataset once per machine, e.g. which samples a filter keeps."""
+"""Results that are computed from a dataset once per machine, e.g. which samples a filter keeps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Results:
     folder: CacheFolder
 
     def read(self, name: str) -> bytes | None:
-        """Return what was kept under a name; None if that is nothing, or damaged."""
+        """Return the result of this name; None if there is none, or it is damaged."""
         with self._translate_os_errors(), contextlib.suppress(FileNotFoundError):
             kept = self._path(name).read_bytes()
             content, digest = kept[:-_DIGEST_BYTES], kept[-_DIGEST_BYTES:]
@@ -32,7 +32,7 @@ class Results:
         return None
 
     def keep(self, name: str, content: bytes, parts: Iterable[str] = ()) -> None:
-        """Keep a result under a name; then delete the results that it was made of."""
+        """Keep a result under a name; then delete the partial results that it was made of."""
         with self._translate_os_errors():
             self.folder.prepare()
             publish_bytes(content + xxh3_64_digest(content), self._path(name), self.folder.modes)

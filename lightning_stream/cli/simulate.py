@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,9 @@ def _simulate(mixture: Mixture, world: World, options: argparse.Namespace) -> tu
     if downloads.warning:
         about["warning"] = in_flags(downloads.warning, options.parser)
     if options.balance is not None:
-        balance = Balance.by_lengths(mixture.reader.lengths(options.balance), _device_batch_size(options, size, world))
+        balance = Balance.by_lengths(
+            partial(mixture.reader.lengths, options.balance), _device_batch_size(options, size, world)
+        )
         ratios = zip(("without_balance", "with_balance"), imbalance(plan, balance), strict=True)
         about["most_expensive_rank_over_mean"] = dict(ratios)
     return chain, {**about, **_cache_need(order, plan, sizes, options)}

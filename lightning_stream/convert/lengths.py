@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
 from lightning_stream.errors import FormatError, NotFoundError
@@ -70,7 +69,7 @@ def add_lengths(
     Raises:
         FileExistsError: The dataset has lengths of such a name already.
         NotFoundError: There is no dataset.
-        ValueError: A function gives no whole number, or ``len`` is to measure a column that is not there.
+        ValueError: A function gives no whole number, or ``len`` is given for a column that does not exist.
         ConflictError: Another writer changed the dataset meanwhile; its dataset stays, without these lengths.
     """
     refuse_in_worker("add_lengths()")
@@ -87,10 +86,9 @@ def add_lengths(
     partitions = _partitions(index)
     progress = Progress(len(partitions), "reading") if progress_bar else lambda _: None
     task = _Measuring(os.fspath(out), store_options, functions, allow_unsafe_types).run
-    report = lambda measured: progress(measured[""].num_samples)  # noqa: E731
+    report = lambda measured: progress(len(next(iter(measured.values()), ())))  # noqa: E731
     done = run_partitions(task, partitions, num_processes(num_workers), report)
-    parts = [done[partition.number][""].lengths for partition in partitions]
-    found = {name: np.concatenate([np.empty(0, np.uint32), *(part[name] for part in parts)]) for name in functions}
+    found = _joined(functions, [done[partition.number] for partition in partitions])
     hashes = index.schemas[0].hashes if index.schemas else ()
     files = put_lengths(place, found, hashes, {})
     place.commit_index(with_lengths(index.data, {**held, **files}))
@@ -124,17 +122,16 @@ class _Shards:
         return f"the lengths of {self.entries[0].raw.basename} to {self.entries[-1].raw.basename}"
 
 
-@dataclass(frozen=True)
-class _Measured:
-    num_samples: int
-    lengths: Mapping[str, NDArray[np.uint32]]
-
-
 def _partitions(index: Index) -> list[_Shards]:
     groups = (np.cumsum(index.raw_bytes) - index.raw_bytes) // _PARTITION_BYTES
     firsts = np.flatnonzero(np.diff(groups, prepend=-1)).tolist()
     parts = enumerate(pairwise([*firsts, len(index)]))
     return [_Shards(k, tuple(map(index.entry, range(begin, end)))) for k, (begin, end) in parts]
+
+
+def _joined(names: Iterable[str], parts: Sequence[Lengths]) -> Lengths:
+    """Return the lengths of all parts, one part after another."""
+    return {name: np.concatenate([np.empty(0, np.uint32), *(part[name] for part in parts)]) for name in names}
 
 
 @dataclass(frozen=True)
@@ -146,7 +143,7 @@ class _Measuring:
     functions: LengthFunctions
     allow_unsafe_types: bool
 
-    def run(self, partition: _Shards) -> dict[str, _Measured]:
+    def run(self, partition: _Shards) -> Lengths:
         store = open_store(self.url, self.store_options)
         found: list[Lengths] = []
         with (
@@ -159,19 +156,13 @@ class _Measuring:
             fetches = [pool.submit(cache.ensure, entry) for cache, entry in zip(caches, partition.entries, strict=True)]
             for entry, fetch in zip(partition.entries, fetches, strict=True):
                 found += self._of_shard(entry, fetch.result())
-        lengths = {name: np.concatenate([each[name] for each in found]) for name in self.functions} if found else {}
-        num_samples = sum(entry.num_samples for entry in partition.entries)
-        return {
-            "": _Measured(num_samples, {name: lengths.get(name, np.empty(0, np.uint32)) for name in self.functions})
-        }
+        return _joined(self.functions, found)
 
-    def _of_shard(self, entry: ShardEntry, folder: Path) -> Sequence[Lengths]:
+    def _of_shard(self, entry: ShardEntry, folder: Path) -> Iterator[Lengths]:
         shard = open_shard(entry, folder, allow_unsafe_types=self.allow_unsafe_types)
         try:
-            return [
-                measure_batch(self.functions, shard.columns(rows), len(rows), entry.schema.names)
-                for rows in np.array_split(np.arange(entry.num_samples), -(-entry.num_samples // _ROWS) or 1)
-                if len(rows)
-            ]
+            for begin in range(0, entry.num_samples, _ROWS):
+                rows = np.arange(begin, min(begin + _ROWS, entry.num_samples))
+                yield measure_batch(self.functions, shard.columns(rows), len(rows), entry.schema.names)
         finally:
             shard.close()

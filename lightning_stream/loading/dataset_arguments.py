@@ -55,6 +55,8 @@ def check_order(arguments: Mapping[str, Any], pack: Packing | None, balance: obj
     rows = None if pack is None else pack.rows("")
     sorted_by = None if buckets is None else LengthBuckets(1, 1, buckets.batch_tokens)
     order = OrderConfig.resolve(batch_size=1, device_batch_size=1, packing=rows, buckets=sorted_by, **arguments)
+    if not (balance is None or isinstance(balance, str) or callable(balance)):
+        raise TypeError(f"balance is the name of lengths or a function of them; found {balance!r}. Pass e.g. 'tokens'")
     if balance is not None and not order.batching.can_be_balanced:
         raise ValueError(
             f"this order assigns samples to ranks itself; found balance={balance!r} with batching_method="

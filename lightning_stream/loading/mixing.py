@@ -11,7 +11,7 @@ from lightning_stream.loading.randomness import SeededCall
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.loading.workers import MadeBatches, Pipeline, Workers
-from lightning_stream.order import Position
+from lightning_stream.order import Position, Schedule
 
 
 class MixtureChanges:
@@ -26,6 +26,21 @@ class MixtureChanges:
     settings: Any
     continue_from: Any
 
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the mixture, with the changes made so far.
+
+        Raises:
+            ValueError: The dataset has none.
+        """
+        schedule: Schedule | None = self.position.order.schedule
+        if schedule is None:
+            raise ValueError(
+                "Only a mixture with a schedule can change, but the dataset has none. Pass "
+                "StreamingDataset(schedule=[(0, {name: weight})]) from the start of the run."
+            )
+        return schedule
+
     def change_mixture(
         self,
         weights: Mapping[str, float] | None = None,
@@ -35,9 +50,15 @@ class MixtureChanges:
     ) -> int:
         """Change the weights of the streams, or skip samples, from the first batch that was not handed out on.
 
+        Where samples are packed into rows, the window that this batch begins in keeps its rows: the change holds from
+        the next window on.
+
         Workers that have read further ahead begin again there. Call it on all ranks after the same step with the same
         values: they take effect at the same global batch. States record the change, and a resumed run keeps it. With
         the changes of its last state (``Schedule.from_state(state["order"]["schedule"])``) a run repeats exactly.
+
+        Where documents are packed into rows, the rows of a window are planned together: a change takes effect with the
+        documents of the next window, see `Packing`.
 
         Args:
             weights: The weights by stream names, for the rest of the run: they replace what the schedule had. A stream
@@ -58,19 +79,19 @@ class MixtureChanges:
             loader.change_mixture({"web": 0.2, "code": 0.8}, skip={"web": 10_000})
         """
         here: Position = self.position
-        order = here.order
-        if order.schedule is None:
-            raise ValueError(
-                "Only a mixture with a schedule can change, but the dataset has none. Pass "
-                "StreamingDataset(schedule=[(0, {name: weight})]) from the start of the run."
-            )
+        order, schedule = here.order, self.schedule
         iteration = self._progress.leading if self._driver is None else self._driver.iteration
+        if after_steps < 0:
+            raise ValueError(f"after_steps counts steps from the last one trained on, from 0; found {after_steps}")
         run, waited = self._source.order(order), after_steps * self.settings().global_batch_size
+        landmark = here.order_in(run).landmark(here.position)  # holds after the change too, and saves counting again
         seen = [here, replace(here, position=here.position + waited)]
         seen += [iteration.upcoming] if iteration is not None and iteration.upcoming else []
-        earliest = [one.epoch * run.num_samples + one.order_in(run).settled(one.position) for one in seen]
-        at = max(earliest + [change.at for change in order.schedule.changes])
-        order = replace(order, schedule=order.schedule.changed(at, weights, skip))
+        earliest = [run.settled(one.epoch, one.position) for one in seen]
+        at = max(earliest + [change.at for change in schedule.changes])
+        order = replace(order, schedule=schedule.changed(at, weights, skip))
+        if landmark is not None:
+            self._source.order(order).epoch(here.epoch).learn(landmark)
         if iteration is not None:
             iteration.reorder(order)
         if self._driver is not None:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.errors import NotFoundError
 from lightning_stream.loading.collate import collate_columns, collate_samples
 from lightning_stream.loading.distributed import Dimensions, WorldLike, detect_world
 from lightning_stream.loading.packing import Packing, read_rows, split_rows
@@ -26,6 +28,7 @@ from lightning_stream.order import (
     OrderConfig,
     Position,
     RunOrder,
+    Schedule,
     Snapshot,
     Tail,
     World,
@@ -33,7 +36,7 @@ from lightning_stream.order import (
 )
 from lightning_stream.order.balance import Balance, Cost
 from lightning_stream.order.batching.buckets import LengthBuckets
-from lightning_stream.order.bitmap import Bitmap
+from lightning_stream.order.bitmap import Bitmap, as_ids
 from lightning_stream.order.forget import Forgotten, Replay, forgetting, plan_replay
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.order.rank_split import ceil_div
@@ -42,6 +45,7 @@ from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import weights_of
 from lightning_stream.reading.subset import SubsetReader
 
+_AVERAGED = 1 << 20  # lengths at once
 Transform = Callable[..., Any]
 
 
@@ -99,6 +103,24 @@ class Bucketing:
         )
 
 
+@dataclass(frozen=True)
+class _Lengths:
+    """Lengths that stay out of a pickle: another process maps them itself."""
+
+    reader: SampleReader
+    name: str
+
+    def __call__(self) -> NDArray[np.uint32]:
+        return self.reader.lengths(self.name)
+
+
+def _mean(lengths: NDArray[np.integer], kept: Callable[[NDArray[np.integer]], NDArray[np.int64]] | None) -> float:
+    """The mean of lengths, of which only a part may be kept: the same number on every machine."""
+    pieces = (lengths[begin : begin + _AVERAGED] for begin in range(0, len(lengths), _AVERAGED))
+    total = sum(int((piece if kept is None else kept(piece)).sum(dtype=np.int64)) for piece in pieces)
+    return round(total / len(lengths), 3) if len(lengths) else 1.0
+
+
 @dataclass
 class SampleSource:
     """What a dataset reads, in which order, and what becomes of a sample; see also `StreamingDataset`."""
@@ -123,6 +145,9 @@ class SampleSource:
     def __post_init__(self) -> None:
         self._seeded = None if self.transform is None else SeededCall(self.transform, self.seed)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "orders": {}}  # another process makes its own: those of packed rows hold all lengths
+
     @property
     def snapshot(self) -> Snapshot:
         """The shards of all streams, with a digest; reads the indexes on first use."""
@@ -141,6 +166,7 @@ class SampleSource:
         """
         size = device_batch_size * accumulate * world.num_replicas
         arguments = {**self.order_arguments, "forgotten": self.forgotten and self.forgotten.digest}
+        arguments["schedule"] = self.schedule
         if self.packing is not None:
             arguments["packing"] = self.packing.rows(self.reader.lengths_digest(self.packing.lengths_name))
         if self.buckets is not None:
@@ -174,7 +200,8 @@ class SampleSource:
         if self.balance is None:
             return None
         cost = None if isinstance(self.balance, str) else self.balance
-        return Balance.by_lengths(self.reader.lengths(self.balanced_by), device_batch_size, cost)
+        self.reader.lengths(self.balanced_by)  # raises now if there are none
+        return Balance.by_lengths(_Lengths(self.reader, self.balanced_by), device_batch_size, cost)
 
     @property
     def balanced_by(self) -> str:
@@ -198,6 +225,23 @@ class SampleSource:
         return found
 
     @cached_property
+    def schedule(self) -> Schedule | None:
+        """The user's schedule; where it counts tokens, with the mean lengths of each stream's samples."""
+        schedule: Schedule | None = self.order_arguments["schedule"]
+        if schedule is None or schedule.mean_lengths:
+            return schedule
+        if not schedule.counts_tokens(is_packed=self.packing is not None):
+            return schedule
+        try:
+            lengths = self.reader.lengths(self.lengths_name or "tokens")
+        except NotFoundError as error:
+            raise NotFoundError(f"{error} Or pass mean_lengths= to the Schedule.") from error
+        edges = self.snapshot.shard_offsets[self.snapshot.stream_offsets].tolist()
+        kept = None if self.packing is None else self.packing.rows("").kept
+        means = [_mean(lengths[begin:end], kept) for begin, end in pairwise(edges)]
+        return replace(schedule, mean_lengths=tuple(zip(schedule.streams, means, strict=True)))
+
+    @cached_property
     def forgotten(self) -> Forgotten | None:
         """The forgotten samples; None if there are none."""
         return None if self.forget is None else Forgotten.of(self.snapshot, self.forget)
@@ -206,7 +250,11 @@ class SampleSource:
         """Which of these states a run continues from that forgets samples, see `StreamingDataset.plan_replay`."""
         positions = [Position.from_state(state) for state in states]
         own = None if self.forgotten is None else self.forgotten.digest
-        orders = {replace(one.order, forgotten=own) for one in positions}
+        last = max(positions, key=lambda one: (one.epoch, one.position)).order.schedule if positions else None
+        orders = {
+            replace(one.order, forgotten=own, schedule=one.order.schedule and one.order.schedule.resumed(last))
+            for one in positions
+        }  # a run may have changed its mixture
         if len(orders) != 1:
             raise ValueError(
                 f"the states of one training run have one order; found {len(orders)} different ones in {len(states)} "
@@ -220,7 +268,7 @@ class SampleSource:
 
     def subset(self, ids: Iterable[int] | NDArray[np.int64]) -> SampleSource:
         """Some samples of this source, with an order of their own."""
-        chosen = Bitmap.of_ids(ids if isinstance(ids, np.ndarray) else list(ids), self.snapshot.num_samples)
+        chosen = Bitmap.of_ids(as_ids(ids, "ids"), self.snapshot.num_samples)
         reader, forget = SubsetReader(self.reader, chosen), self.forget
         if forget is not None:
             kept = forget[chosen.mask[forget]]

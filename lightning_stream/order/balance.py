@@ -19,7 +19,7 @@ from heapq import heappop, heapreplace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from lightning_stream.order.rank_split import ceil_div
 from lightning_stream.order.world import World
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 Cost = Callable[[NDArray[np.int64]], NDArray[Any]]  # from sample ids, or from lengths
 
-_LARGEST = 2**32  # the sums of as many costs as a batch has fit into 64 bits
+_LARGEST = 2**32  # so that the sum of a batch's costs fits into 64 bits
 _MOST_EXCHANGES = 32
 _EXCHANGED = 64  # in larger groups, the differences left are below 0.1 % without
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Costs:
     """What samples cost, by their ids."""
 
-    lengths: NDArray[np.integer]  # of all samples
+    lengths: Callable[[], NDArray[np.integer]]
     cost: Cost
 
     def __call__(self, ids: NDArray[np.int64]) -> NDArray[Any]:
-        return self.cost(self.lengths[ids].astype(np.int64))
+        return self.cost(self.lengths()[ids].astype(np.int64))
 
 
 def _as_they_are(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -71,8 +71,10 @@ class Balance:
     of_lengths: Cost | None = None
 
     @classmethod
-    def by_lengths(cls, lengths: NDArray[np.integer], device_batch_size: int, cost: Cost | None = None) -> Balance:
-        """A sample costs what this function makes of its length (int64[n]), or else its length."""
+    def by_lengths(
+        cls, lengths: Callable[[], NDArray[np.integer]], device_batch_size: int, cost: Cost | None = None
+    ) -> Balance:
+        """A sample costs what ``cost`` makes of its length (int64[n]), or else its length; ``lengths`` gives all."""
         cost = cost or _as_they_are
         return cls(_Costs(lengths, cost), device_batch_size, cost)
 
@@ -80,29 +82,31 @@ class Balance:
         """The costs of the positions [begin, end) as whole numbers."""
         rows = order.rows(begin, end)
         if rows is None or self.of_lengths is None:
-            return self.whole_costs(order.ids(begin, end))
-        each = Balance(self.of_lengths, self.device_batch_size).whole_costs(rows.num_tokens)
+            return whole_costs(self.costs(order.ids(begin, end)), end - begin)
+        each = whole_costs(self.of_lengths(rows.num_tokens), len(rows.num_tokens))
         found: NDArray[np.int64] = np.add.reduceat(each, rows.edges[:-1])
         return found
 
-    def whole_costs(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The costs as whole numbers of at most 2**32: fractions and larger ones are scaled to that and rounded.
 
-        Raises:
-            ValueError: They are not n numbers of at least 0.
-        """
-        costs = np.asarray(self.costs(ids))
-        is_number = np.issubdtype(costs.dtype, np.integer) or np.issubdtype(costs.dtype, np.floating)
-        if costs.shape != ids.shape or not is_number or not ((costs >= 0) & (costs < 2**63)).all():
-            raise ValueError(
-                "The costs of a balance must be one number for each sample, at least 0 and below 2**63; for "
-                f"{len(ids)} samples, found {costs.dtype}{list(costs.shape)}: {costs.reshape(-1)[:4]}. Correct the "
-                "function that was given as balance."
-            )
-        most = float(costs.max(initial=0))
-        if most and (most > _LARGEST or np.issubdtype(costs.dtype, np.floating)):
-            costs = np.rint(costs.astype(np.float64) / most * _LARGEST)
-        return costs.astype(np.int64)
+def whole_costs(given: ArrayLike, count: int) -> NDArray[np.int64]:
+    """The costs of ``count`` samples as whole numbers of at most 2**32: fractions and larger ones are scaled to that.
+
+    Raises:
+        ValueError: They are not so many numbers of at least 0.
+    """
+    costs = np.asarray(given)
+    is_number = costs.dtype.kind in "iuf"
+    costs = costs.astype(np.float64) if costs.dtype.kind == "f" else costs
+    if costs.shape != (count,) or not is_number or not ((costs >= 0) & (costs < 2**63)).all():
+        raise ValueError(
+            "The costs of a balance must be one number for each sample, at least 0 and below 2**63; for "
+            f"{count} samples, found {costs.dtype}{list(costs.shape)}: {costs.reshape(-1)[:4]}. Correct the "
+            "function that was given as balance."
+        )
+    most = float(costs.max(initial=0))
+    if most and (most > _LARGEST or np.issubdtype(costs.dtype, np.floating)):
+        costs = np.rint(costs.astype(np.float64) / most * _LARGEST)
+    return costs.astype(np.int64)
 
 
 def deal(costs: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np.int64]]:
@@ -156,7 +160,7 @@ def _exchanged(costs: NDArray[np.int64], groups: NDArray[np.int64]) -> NDArray[n
 
 
 def num_groups(canonical_nodes: int, world: World) -> int:
-    """How many groups of replicas are balanced apart from each other, so that no machine reads more shards.
+    """How many groups of replicas are balanced separately, so that no machine reads more shards.
 
     These are the machines; or the canonical nodes, if several whole machines share each.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +11,14 @@ from numpy.typing import ArrayLike, NDArray
 
 _WORD = 64
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)  # in each byte
+
+
+def as_ids(given: Iterable[int] | NDArray[np.integer], name: str) -> NDArray[np.integer]:
+    """The ids that a user gave under this name, as an array. Raises TypeError for others, such as a mask."""
+    array = given if isinstance(given, np.ndarray) else np.array(list(given))
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} are whole numbers; found {array.dtype} values like {array.ravel()[0]!r}")
+    return array
 
 
 @dataclass(frozen=True, eq=False)

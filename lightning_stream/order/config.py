@@ -98,6 +98,10 @@ class OrderConfig:
             problems.append(f"A schedule needs the native order, but algorithm is {self.algorithm!r}: omit it.")
         if schedule.unit == "steps" and self.batch_size is None:
             problems.append("A schedule in steps needs a batch size from the start.")
+        if schedule.unit == "steps" and self.buckets is not None and self.buckets.batch_tokens is not None:
+            problems.append(
+                "A schedule in steps needs batches of one size: with batch_tokens, count samples or tokens."
+            )
         if length > 1 and (self.epoch_size is None or self.epoch_size % length):
             problems.append(
                 f"{self.batching_method} takes {length} samples of a stream at a time, so with a schedule epoch_size "
@@ -161,7 +165,7 @@ class OrderConfig:
         sizes = {"batch_size": batch_size, "device_block": device_batch_size}
         fixed = {name: sizes[name] for name in method.fixes} if method else {}
         if schedule is not None and schedule.unit == "steps":
-            fixed["batch_size"] = resumed.batch_size if resumed is not None else batch_size
+            fixed["batch_size"] = (resumed and resumed.batch_size) or batch_size
         return cls(
             shuffle=shuffle,
             seed=seed,

@@ -67,11 +67,11 @@ def estimate_factor(run: RunOrder, *, epoch: int, batch_size: int, world: World)
     plan = BatchPlan(order, batch_size=batch_size, world=world, tail="drop")
     if run.config.mosaic is not None or not plan.is_whole(0):
         return 1.0
-    replicas = np.arange(batch_size) * world.num_replicas // batch_size
     readers = _readers(world)
     reads: set[tuple[int, int]] = set()
     for k in filter(plan.is_whole, range(_ESTIMATED_BATCHES)):
         nodes = np.sort(order.canonical(*plan.bounds(k)))
+        replicas = np.arange(len(nodes)) * world.num_replicas // len(nodes)
         pairs = np.unique(np.stack([nodes, replicas], axis=1), axis=0)
         reads.update((canonical, node) for canonical, replica in pairs.tolist() for node in readers[replica])
     return len(reads) / len({canonical for canonical, _ in reads})

@@ -11,6 +11,7 @@ that has never had the forgotten samples.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -18,10 +19,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.order.bitmap import as_ids
 from lightning_stream.order.permutation import RngStream, mix64, random_u64
 from lightning_stream.order.snapshot import Snapshot
 
 if TYPE_CHECKING:
+    from lightning_stream.order.batching.base import EpochOrder
     from lightning_stream.order.plan import RunOrder
     from lightning_stream.order.position import Position
 
@@ -36,9 +39,10 @@ class Forgotten:
 
     Args:
         snapshot: The data.
-        ids: The forgotten sample ids: int64[n], ascending, different.
+        ids: The forgotten sample ids: int64[n], ascending and unique.
 
     Raises:
+        TypeError: Something other than ids, e.g. a mask.
         ValueError: Ids that do not exist; or a whole stream is forgotten, so that nothing can take its place.
     """
 
@@ -49,7 +53,7 @@ class Forgotten:
     @classmethod
     def of(cls, snapshot: Snapshot, ids: Iterable[int] | NDArray[np.int64]) -> Forgotten:
         """These samples, in any order."""
-        return cls(snapshot, np.unique(np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64)))
+        return cls(snapshot, np.unique(as_ids(ids, "forgotten samples")).astype(np.int64))
 
     def __post_init__(self) -> None:
         ids, snapshot = self.ids, self.snapshot
@@ -112,7 +116,8 @@ class Replay:
     """What it takes to forget samples.
 
     Attributes:
-        epoch, position: The first position of a forgotten sample that was trained on; None if there is none.
+        epoch, position: The first position that a forgotten sample affects and that was trained on; None if there is
+            none. Where samples are packed or sorted by length, it is the begin of the sample's window.
         checkpoint: The index, among those given, of the newest checkpoint before it; None to begin from the start.
         num_samples: Samples to train on again, up to the newest checkpoint.
         forgotten: These samples, and those that the run has forgotten before.
@@ -147,7 +152,7 @@ def plan_replay(run: RunOrder, ids: Iterable[int] | NDArray[np.int64], checkpoin
     if run.forgotten is not None:
         forgotten = Forgotten.of(run.snapshot, np.concatenate([run.forgotten.ids, forgotten.ids]))
     first = first_seen(run, forgotten, newest)
-    # Of a state with other forgotten samples, nobody can say what it has not seen.
+    # A state with other forgotten samples does not tell what its run has not seen.
     known = [number for number, one in enumerate(checkpoints) if one.order.forgotten in (None, forgotten.digest)]
     clean = [number for number in known if first is None or reached[number] <= first]
     index = max(clean, key=lambda number: reached[number], default=None)
@@ -158,29 +163,34 @@ def plan_replay(run: RunOrder, ids: Iterable[int] | NDArray[np.int64], checkpoin
 
 
 def first_seen(run: RunOrder, forgotten: Forgotten, end: tuple[int, int]) -> tuple[int, int] | None:
-    """The epoch and position of the first of these samples before ``end`` (epoch and position); None if none was seen.
+    """The first epoch and position before ``end`` that these samples affect; None if they affect none.
 
-    This is about the order in which nothing is forgotten. Few samples are searched for one by one; with many of them,
-    the order is read from its start on, since the first one comes soon.
+    That is where the first of them was seen; or the begin of its window, where windows are packed or rearranged. This
+    is about the order in which nothing is forgotten.
     """
     run = forgetting(run, None)
     for epoch in range(end[0] + 1):
-        last = end[1] if epoch == end[0] else run.epoch(epoch).num_samples
-        if len(forgotten.ids) * _WORTH_A_SCAN < last:
-            found = min((int(at) for one in forgotten.ids.tolist() for at in run.where(one, epoch)[:1]), default=last)
-        else:
-            found = _scan(run, forgotten, epoch, last)
-        if found < last:
-            return epoch, found
+        order = run.epoch(epoch)
+        last = end[1] if epoch == end[0] else order.num_samples
+        found = _first_drawn(order.drawn, forgotten, order.settled(last))
+        if found is not None:
+            return epoch, bisect_right(range(last), found, key=lambda at: order.settled(at + 1))
     return None
 
 
-def _scan(run: RunOrder, forgotten: Forgotten, epoch: int, end: int) -> int:
+def _first_drawn(order: EpochOrder, forgotten: Forgotten, end: int) -> int | None:
+    """The first position before ``end`` that has one of these samples.
+
+    Few samples are searched for one by one; with many of them, the order is read, since the first one comes soon.
+    """
+    if len(forgotten.ids) * _WORTH_A_SCAN < end:
+        found = [at for one in forgotten.ids.tolist() for at in order.positions(one)[:1] if at < end]
+        return min(found, default=None)
     for begin in range(0, end, _CHUNK):
-        hits = forgotten.among(run.epoch(epoch).ids(begin, min(begin + _CHUNK, end)))
+        hits = forgotten.among(order.ids(begin, min(begin + _CHUNK, end)))
         if hits.any():
             return begin + int(hits.argmax())
-    return end
+    return None
 
 
 def forgetting(run: RunOrder, forgotten: Forgotten | None) -> RunOrder:
@@ -188,4 +198,4 @@ def forgetting(run: RunOrder, forgotten: Forgotten | None) -> RunOrder:
     if run.forgotten is forgotten:
         return run
     config = replace(run.config, forgotten=None if forgotten is None else forgotten.digest)
-    return type(run)(run.snapshot, run.weights, config, forgotten=forgotten)
+    return type(run)(run.snapshot, run.weights, config, run.lengths, forgotten=forgotten)

@@ -60,6 +60,13 @@ class MicroBatch(Place):
         return int(self.filler.size - np.count_nonzero(self.filler))
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the rows that count; 0 where samples are not packed into rows."""
+        if self.rows is None or not self.num_samples:
+            return 0
+        return int(self.rows.take(np.flatnonzero(~self.filler)).num_tokens.sum())
+
+    @property
     def num_substituted(self) -> int:
         """Samples in whose place another one was delivered, padding excluded."""
         return int(np.count_nonzero((self.delivered != self.ids) & ~self.filler)) if self.substitutions else 0

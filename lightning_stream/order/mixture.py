@@ -5,16 +5,18 @@ them from the left one: the share is a piecewise linear function of m, which is 
 its points. Both children's numbers only rise, and their sum is m, so no history is needed: the numbers at sample g are
 those of one walk down the tree. A stream is within ``(1 + sum of w / W) / 2`` samples of the integral, where w is its
 weight and W that of each node above it but the root: at most 1 for up to four streams, and for nearly all mixtures of
-up to twelve (:func:`plan_tree`).
+up to twelve (see `plan_tree`).
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 import numpy as np
@@ -25,6 +27,8 @@ from lightning_stream.order.schedule import Schedule
 _BITS = 10  # anchors are multiples of 1 / 1024 sample
 _MOST_IN_PIECE = 2**20  # samples, so that products of two numbers of 1/1024 samples fit in 64 bits
 _MOST_PIECES = 2**20  # of a section: a linear one is then within 1/32 sample of its integral up to 10**11 samples
+_MOST_COUNTS = 2**20  # at once
+_SEARCHED_AT_ONCE = 65  # stretches: each round leaves one 64th of the range
 _AHEAD = 3  # samples, more than the deviation of any node
 _SEARCHED = 12  # streams: for up to so many the best tree is searched for, which takes up to half a second
 Shares = tuple[Fraction, ...]
@@ -50,7 +54,7 @@ class Mixture:
         schedule: With the names of the streams.
         sizes: Samples of each stream.
         stretch_length: Consecutive samples of a stream that stay together; all numbers here count such stretches.
-        batch_size: Samples of an optimizer step, for a schedule in steps.
+        step_length: Samples of an optimizer step, for a schedule in steps; its tokens, if there are mean lengths.
 
     Example::
 
@@ -59,14 +63,24 @@ class Mixture:
     """
 
     def __init__(
-        self, schedule: Schedule, sizes: Sequence[int], *, stretch_length: int = 1, batch_size: int | None = None
+        self, schedule: Schedule, sizes: Sequence[int], *, stretch_length: int = 1, step_length: int = 1
     ) -> None:
         self._schedule, self._sizes, self._stretch = schedule, tuple(sizes), stretch_length
-        unit = Fraction((batch_size or 1) if schedule.unit == "steps" else 1, stretch_length)
+        unit = Fraction(step_length if schedule.unit == "steps" else 1, stretch_length)
         self._rates = tuple(unit / length for length in schedule.lengths)  # of a stream that has the whole weight
-        points = [schedule.shares(weights) for _, weights in schedule.points]
-        self._tree = plan_tree(tuple(_normal([a * b for a, b in zip(one, self._rates, strict=True)]) for one in points))
-        self._eras = self._made_eras()
+        shares = [schedule.shares(weights) for _, weights in schedule.points]
+        self._tree = plan_tree(tuple(_normal([a * b for a, b in zip(one, self._rates, strict=True)]) for one in shares))
+        lengths = [Fraction(b - a) for (a, _), (b, _) in pairwise(schedule.points)]
+        later = shares[1:] if schedule.interpolation == "linear" else shares
+        sections = [Section(*one) for one in zip(lengths, shares, later, strict=False)]
+        sections.append(Section(None, shares[-1], shares[-1]))
+        self._eras = [self._era(0, np.zeros(len(sizes), dtype=np.int64), sections)]
+        for change in schedule.changes:
+            if change.weights is not None:
+                at, now = change.at // stretch_length, schedule.shares(change.weights)
+                start = at if self.end is None else min(at, self.end)
+                era = self._era(start, self.counts(np.array([start]))[0], [Section(None, now, now)])
+                self._eras = [*(one for one in self._eras if one.start < start), era]
 
     def counts(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64[n, streams]: how many of the first ``at`` stretches of the run are of each stream; ``at`` rises."""
@@ -80,11 +94,38 @@ class Mixture:
 
     def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For stretches [begin, end) of the run: the stream of each, and its number in that stream's own sequence."""
-        counts = self.counts(np.arange(begin, end + 1, dtype=np.int64))
-        stream = np.diff(counts, axis=0).argmax(axis=1)
-        number = np.take_along_axis(counts[:-1], stream[:, None], axis=1)[:, 0]
-        skipped = sum(count * ((stream == which) & (number >= first)) for which, first, count in self._skips)
-        return stream, number + skipped
+        stream, count = np.empty((2, end - begin), dtype=np.int64)
+        step = max(1, _MOST_COUNTS // len(self._sizes))  # what is in memory does not grow with the number of streams
+        for first in range(begin, end, step):
+            counts = self.counts(np.arange(first, min(first + step, end) + 1, dtype=np.int64))
+            here = slice(first - begin, first - begin + len(counts) - 1)
+            stream[here] = np.diff(counts, axis=0).argmax(axis=1)
+            count[here] = np.take_along_axis(counts[:-1], stream[here, None], axis=1)[:, 0]
+        return stream, self._numbers(stream, count)
+
+    def ends(self, at: int) -> NDArray[np.int64]:
+        """int64[streams]: the number that follows the last one of each stream in the first ``at`` stretches."""
+        return self._numbers(np.arange(len(self._sizes)), self.counts(np.array([at]))[0])
+
+    def find(self, stream: int, number: int, begin: int, end: int) -> int | None:
+        """The stretch of the run that has this number of a stream: one of [begin, end), or None if it is skipped."""
+        for which, first, skipped in self._skips:
+            if which == stream and number >= first:
+                number -= skipped
+                if number < first:
+                    return None
+        while end - begin > 1:
+            at = np.unique(np.linspace(begin, end, _SEARCHED_AT_ONCE).astype(np.int64))
+            after = int(np.searchsorted(self.counts(at)[:, stream], number, side="right"))
+            begin, end = int(at[after - 1]), int(at[after])
+        return begin
+
+    def _numbers(self, stream: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The numbers in the streams' own sequences, from counts that do not include what is skipped."""
+        numbers: NDArray[np.int64] = count.copy()
+        for which, first, skipped in self._skips:
+            numbers[(stream == which) & (count >= first)] += skipped
+        return numbers
 
     @property
     def end(self) -> int | None:
@@ -103,23 +144,6 @@ class Mixture:
                 found.append((stream, int(before[stream]), -(-int(skipped) // self._stretch)))
         return found
 
-    def _made_eras(self) -> list[_Era]:
-        schedule = self._schedule
-        starts = [Fraction(at) for at, _ in schedule.points]
-        shares = [schedule.shares(weights) for _, weights in schedule.points]
-        later = shares[1:] if schedule.interpolation == "linear" else shares
-        lengths = [b - a for a, b in pairwise(starts)]
-        sections = [Section(*one) for one in zip(lengths, shares, later, strict=False)]
-        eras = [self._era(0, np.zeros(len(self._sizes), np.int64), [*sections, Section(None, shares[-1], shares[-1])])]
-        for change in schedule.changes:
-            if change.weights is not None:
-                self._eras = eras
-                start = change.at // self._stretch if self.end is None else min(change.at // self._stretch, self.end)
-                now, left = schedule.shares(change.weights), self.counts(np.array([start]))[0]
-                eras = [era for era in eras if era.start < start or era is eras[0]]
-                eras.append(self._era(start, left, [Section(None, now, now)]))
-        return eras
-
     def _era(self, start: int, given: NDArray[np.int64], sections: Sequence[Section]) -> _Era:
         stops = self._schedule.stops
         sizes = zip(self._sizes, stops, given.tolist(), strict=True)
@@ -132,12 +156,8 @@ class _Era:
 
     def __init__(self, start: int, given: NDArray[np.int64], quotas: _Quotas, tree: Tree) -> None:
         self.start, self._given, self._quotas, self._tree = start, given, quotas, tree
+        self.length = quotas.end  # stretches until every stream has ended
         self._table = _Table(np.empty((0, len(given)), dtype=np.int64))
-
-    @property
-    def length(self) -> int | None:
-        """Stretches until every stream has ended."""
-        return self._quotas.end
 
     def counts(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
         """As :meth:`Mixture.counts`, within the era."""
@@ -201,7 +221,7 @@ class _Quotas:
             else:
                 rows.append(self._pieces(section, _num_pieces(section, rates)))
                 self._advance(section, left)
-                rows[-1][-1] = [_units(one) for one in self._base]
+                rows[-1][-1] = [int(one * 2**_BITS) for one in self._base]
         if self._last is None:  # whole samples, so that each stream that ends gives all of its own
             whole = [math.ceil(one) for one in self._base]
             rows.append(np.array([whole], dtype=np.int64) << _BITS)
@@ -266,7 +286,8 @@ def _until_exhausted(
             if cut is None:
                 yield section
                 break
-            middle = _shares_at(section, cut)
+            part = 0 if section.length is None else cut / section.length
+            middle = tuple(a + (b - a) * part for a, b in zip(section.begin, section.end, strict=True))
             yield Section(cut, section.begin, middle)
             for stream in (i for i, at in ends.items() if at == cut):
                 alive[stream] = False
@@ -283,21 +304,12 @@ def _reaches(section: Section, stream: int, rate: Fraction, needed: Fraction) ->
     assert length is not None
     if (begin + end) / 2 * length < needed:
         return None
-    low, high = 0, 2**48
-    while low < high:
-        at = length * Fraction((low + high) // 2, 2**48)
-        if begin * at + (end - begin) * at * at / (2 * length) >= needed:
-            high = (low + high) // 2
-        else:
-            low = (low + high) // 2 + 1
-    return length * Fraction(high, 2**48)
 
+    def given(step: int) -> Fraction:
+        at = length * Fraction(step, 2**48)
+        return begin * at + (end - begin) * at * at / (2 * length)
 
-def _shares_at(section: Section, at: Fraction) -> Shares:
-    if section.length is None:
-        return section.begin
-    part = at / section.length
-    return tuple(a + (b - a) * part for a, b in zip(section.begin, section.end, strict=True))
+    return length * Fraction(bisect_left(range(2**48), needed, key=given), 2**48)
 
 
 def _alive(shares: Shares, alive: Sequence[bool]) -> Shares | None:
@@ -326,10 +338,6 @@ def _num_pieces(section: Section, rates: Shares) -> int:
     return max(least, min(exact, _MOST_PIECES))
 
 
-def _units(samples: Fraction) -> int:
-    return int(samples * 2**_BITS)
-
-
 # The tree
 
 
@@ -340,7 +348,7 @@ def leaves(node: Tree) -> list[int]:
 
 @lru_cache(maxsize=64)
 def plan_tree(shares: tuple[Shares, ...]) -> Tree:
-    """A tree in which streams differ little from their integrals (see `deviation`) at all points of a schedule.
+    """A tree in which streams differ little from their integrals at all points of a schedule.
 
     With constant shares of up to twelve streams, none differs by more than one sample wherever a tree exists that keeps
     to that: the best tree of a set of streams is made of the best of two parts of it. Of four streams each has one
@@ -377,23 +385,12 @@ def _halves(chosen: int, *, even: bool) -> Iterator[int]:
 
 
 def _huffman_tree(shares: tuple[Shares, ...]) -> Tree:
-    nodes: list[tuple[Fraction, int, Tree]] = [
-        (sum((one[i] for one in shares), Fraction(0)), i, i) for i in range(len(shares[0]))
-    ]
-    while len(nodes) > 1:
-        (light, first, left), (heavy, _, right), *nodes = sorted(nodes, key=lambda one: one[:2])
-        nodes.append((light + heavy, first, (left, right)))
+    """The two lightest nodes get a parent until one is left. Equal ones queue, so that weights of 0 make no chain."""
+    nodes: list[tuple[Fraction, int, Tree]] = []
+    for stream, over_time in enumerate(zip(*shares, strict=True)):
+        nodes.append((sum(over_time, Fraction(0)), stream, stream))
+    heapify(nodes)
+    for number in range(len(nodes), 2 * len(nodes) - 1):
+        (light, _, left), (heavy, _, right) = heappop(nodes), heappop(nodes)
+        heappush(nodes, (light + heavy, number, (left, right)))
     return nodes[0][2]
-
-
-def deviation(tree: Tree, shares: Shares) -> Fraction:
-    """The most that a stream can differ from constant shares of the mixture, in samples."""
-
-    def worst(node: Tree, above: Fraction) -> Fraction:
-        if not isinstance(node, tuple):
-            return (1 + shares[node] * above) / 2
-        own = sum((shares[i] for i in leaves(node)), Fraction(0))
-        above += 1 / own if own and node is not tree else 0
-        return max(worst(child, above) for child in node)
-
-    return worst(tree, Fraction(0))

@@ -1,9 +1,9 @@
 """Documents of all lengths, packed into rows of one length: a pure function of the lengths in a window.
 
 Best-fit decreasing: pieces are taken from the longest to the shortest, and each goes into the fullest row that still
-has room for it. Among rows with equal room it goes into the one that has had this room for the longest time. There are
-integers only, so every machine packs alike. Log-normal documents (mean 700 tokens) in windows of 16,384 fill the
-fewest possible rows in nearly every window: what padding there is lies in the last row.
+has room for it. Among rows with equal room it goes into the one that has had this room for the longest time. Only
+integers are used, so every machine packs alike. Log-normal documents (mean 700 tokens) in windows of 16,384 fill the
+fewest possible rows in nearly every window: the padding that remains is in the last row.
 
     documents 0..4 of 3, 9, 4, 0 and 5 tokens, rows of 6:
     row 0   0 0 0 1 1 1      document 0, and the last 3 tokens of document 1
@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,10 +38,9 @@ class RowPacking:
 
     Args:
         row_length: S, tokens of a row.
-        window: W, documents that are packed together. More of them leave less padding: half a row for each window.
+        window: W, documents that are packed together. A larger window leaves less padding, about half a row each.
         long_documents: What happens to documents of more than S tokens. ``"split"`` cuts them after every S tokens, and
             all pieces stay in their window; ``"truncate"`` keeps the first S tokens; ``"drop"`` omits them.
-
         lengths: A digest of the documents' lengths, by which a state recognises other data.
 
     Raises:
@@ -102,11 +101,14 @@ class RowSpans:
 
     def take(self, rows: NDArray[np.int64]) -> RowSpans:
         """These rows, int64[n], in this order."""
-        edges, at = _taken(self.edges, rows)
+        counts = np.diff(self.edges)[rows]
+        edges = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(counts, out=edges[1:])
+        at = np.repeat(self.edges[rows] - edges[:-1], counts) + np.arange(edges[-1])
         return RowSpans(edges, self.ids[at], self.first[at], self.num_tokens[at])
 
     def fingerprints(self) -> NDArray[np.int64]:
-        """int64[rows] in [0, 2**63): a number for each row, another one for any other spans or another order."""
+        """int64[rows] in [0, 2**63): a number for each row, which differs for other spans or another order."""
         place = np.arange(len(self.ids)) - np.repeat(self.edges[:-1], np.diff(self.edges))
         mixed = mix64(place.astype(np.uint64))
         for column in (self.ids, self.first, self.num_tokens):
@@ -116,74 +118,27 @@ class RowSpans:
         return found
 
     @classmethod
-    def joined(cls, parts: Sequence[RowSpans]) -> RowSpans:
-        """The rows of all parts, one part after another."""
+    def joined(cls, parts: Sequence[RowSpans], places: Sequence[NDArray[np.int64]] = ()) -> RowSpans:
+        """The rows of all parts, one part after another; or each row at its place, if ``places`` of all are given."""
         if len(parts) == 1:
             return parts[0]
         none = np.empty(0, dtype=np.int64)
         edges = np.cumsum(np.concatenate([[0], *(np.diff(one.edges) for one in parts)]), dtype=np.int64)
         columns = zip((none,) * 3, *((one.ids, one.first, one.num_tokens) for one in parts), strict=True)
-        return cls(edges, *map(np.concatenate, columns))
+        rows = cls(edges, *map(np.concatenate, columns))
+        return rows.take(np.argsort(np.concatenate(places))) if places else rows
 
 
-def _taken(edges: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The edges of some rows by themselves, and where their spans are."""
-    counts = np.diff(edges)[rows]
-    found = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum(counts, out=found[1:])
-    return found, np.repeat(edges[rows] - found[:-1], counts) + np.arange(found[-1])
-
-
-@dataclass(frozen=True, eq=False)
-class PackedRows:
-    """Rows of at most ``row_length`` tokens, each a list of spans of documents. All arrays are read-only.
-
-    Row r holds the spans [edges[r], edges[r + 1]), in the order of their documents; span s is the tokens
-    [first[s], first[s] + num_tokens[s]) of document ``document[s]``. No row holds two spans of one document.
-
-    Attributes:
-        row_length: S.
-        edges: int64[rows + 1].
-        document: int64[spans], counted from the first document of the window.
-        first, num_tokens: int64[spans].
-        num_long: Documents of more than S tokens in the window.
-        lost_tokens: Their tokens that are in no row, truncated or dropped.
-    """
-
-    row_length: int
-    edges: NDArray[np.int64]
-    document: NDArray[np.int64]
-    first: NDArray[np.int64]
-    num_tokens: NDArray[np.int64]
-    num_long: int = 0
-    lost_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        for array in (self.edges, self.document, self.first, self.num_tokens):
-            array.setflags(write=False)
-
-    def __len__(self) -> int:
-        """Rows."""
-        return len(self.edges) - 1
-
-    @property
-    def padding(self) -> int:
-        """Tokens that the rows could still take."""
-        return len(self) * self.row_length - int(self.num_tokens.sum())
-
-    def take(self, rows: NDArray[np.int64]) -> PackedRows:
-        """These rows (int64[n]), in this order."""
-        edges, at = _taken(self.edges, rows)
-        spans = (self.document[at], self.first[at], self.num_tokens[at])
-        return PackedRows(self.row_length, edges, *spans, self.num_long, self.lost_tokens)
-
-
-def pack_window(lengths: NDArray[np.integer], row_length: int, long_documents: LongDocuments = "split") -> PackedRows:
+def pack_window(lengths: NDArray[np.integer], row_length: int, long_documents: LongDocuments = "split") -> RowSpans:
     """Pack the documents of one window into rows, in the order of each row's first document. O(W log W).
 
     Args:
         lengths: Tokens of each document, 1-d; empty documents appear in no row.
         row_length, long_documents: See `RowPacking`.
+
+    Returns:
+        Rows whose ids count the documents of the window. The spans of a row are in the order of their documents, and
+        no two of them are of one document.
 
     Raises:
         ValueError: Lengths below 0, or settings that `RowPacking` refuses.
@@ -191,50 +146,36 @@ def pack_window(lengths: NDArray[np.integer], row_length: int, long_documents: L
     Example::
 
         rows = pack_window(np.array([3, 9, 4, 0, 5]), row_length=6)
-        rows.edges.tolist()     # [0, 2, 3, 4, 5]
-        rows.document.tolist()  # [0, 1, 1, 2, 4]
-        rows.first.tolist()     # [0, 6, 0, 0, 0]
+        rows.edges.tolist()  # [0, 2, 3, 4, 5]
+        rows.ids.tolist()    # [0, 1, 1, 2, 4]
+        rows.first.tolist()  # [0, 6, 0, 0, 0]
     """
-    packing = RowPacking(row_length, long_documents=long_documents)
-    pieces = _cut(lengths, packing)
-    row_of, num_rows = _place(pieces.num_tokens, row_length)
-    spans = len(row_of)
+    document, first, num_tokens = _cut(lengths, RowPacking(row_length, long_documents=long_documents))
+    row_of, num_rows = _place(num_tokens, row_length)
     first_span = np.empty(num_rows, dtype=np.int64)
-    first_span[row_of[::-1]] = np.arange(spans)[::-1]  # the last write to an index remains: the first span's
+    first_span[row_of[::-1]] = np.arange(len(row_of))[::-1]  # the last write to an index remains: the first span's
     number = np.empty(num_rows, dtype=np.int64)
     number[np.argsort(first_span)] = np.arange(num_rows)
     row_of = number[row_of]
     edges = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=num_rows))])
     order = _sorted_by(row_of)
-    document, first, num_tokens = pieces.document[order], pieces.first[order], pieces.num_tokens[order]
-    return PackedRows(row_length, edges, document, first, num_tokens, pieces.num_long, pieces.lost_tokens)
+    return RowSpans(edges, document[order], first[order], num_tokens[order])
 
 
-class _Pieces(NamedTuple):
-    """What is packed: documents, or pieces of long ones, in their order; none is empty."""
-
-    document: NDArray[np.int64]
-    first: NDArray[np.int64]
-    num_tokens: NDArray[np.int64]
-    num_long: int
-    lost_tokens: int
-
-
-def _cut(lengths: NDArray[np.integer], packing: RowPacking) -> _Pieces:
-    """Apply the rule for long documents."""
+def _cut(
+    lengths: NDArray[np.integer], packing: RowPacking
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The document, first token and tokens of each piece that is packed, in order; none is empty."""
     if lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer) or (lengths < 0).any():
         raise ValueError(
             f"Lengths must be a 1-d array of integers of at least 0; found {lengths.dtype}{list(lengths.shape)} with a "
             f"minimum of {lengths.min(initial=0)}."
         )
-    found = lengths.astype(np.int64)
-    row_length, kept = packing.row_length, packing.kept(found)
-    num_long = int(np.count_nonzero(found > row_length))
+    row_length, kept = packing.row_length, packing.kept(lengths)
     pieces = -(-kept // row_length)
     document = np.repeat(np.arange(len(kept)), pieces)
     first = (np.arange(len(document)) - (np.cumsum(pieces) - pieces)[document]) * row_length
-    num_tokens = np.minimum(kept[document] - first, row_length)
-    return _Pieces(document, first, num_tokens, num_long, int((found - kept).sum()))
+    return document, first, np.minimum(kept[document] - first, row_length)
 
 
 def _place(num_tokens: NDArray[np.int64], row_length: int) -> tuple[NDArray[np.int64], int]:

@@ -58,7 +58,7 @@ class RunOrder:
                 f"{config.forgotten}; found {forgotten and forgotten.digest}. Pass the same ones."
             )
         if config.schedule is not None:
-            _check_schedule(config.schedule, snapshot, self.weights)
+            _check_schedule(config, config.schedule, snapshot, self.weights)
         shared = config.epoch_size if config.schedule is None else None  # a schedule draws whole epochs of each stream
         chosen = choose_per_stream(snapshot, self.weights, shared, config.seed)
         balanced = config.sampling_method == "balanced"
@@ -88,8 +88,10 @@ class RunOrder:
         config = self.config
         assert config.schedule is not None
         length = config.batching.stretch_length_of(config)
-        sizes = self.snapshot.stream_samples.tolist()
-        return Mixture(config.schedule, sizes, stretch_length=length, batch_size=config.batch_size)
+        sizes, step = self.snapshot.stream_samples.tolist(), config.batch_size or 1
+        if config.packing is not None:
+            step *= config.packing.row_length  # of tokens
+        return Mixture(config.schedule, sizes, stretch_length=length, step_length=step)
 
     def epoch(self, epoch: int) -> EpochOrder:
         """The order of one epoch; the last few are kept. O(parts)."""
@@ -114,6 +116,15 @@ class RunOrder:
         if not 0 <= sample_id < self.snapshot.num_samples:
             raise ValueError(f"Sample ids count from 0 to {self.snapshot.num_samples - 1} here; found {sample_id}.")
         return np.array(self.epoch(epoch).positions(sample_id), dtype=np.int64)
+
+    def settled(self, epoch: int, position: int) -> int:
+        """The first sample, counted through all epochs, that may change without a change of what comes before.
+
+        ``position`` may lie behind the epoch, in a later one.
+        """
+        while position and not (order := self.epoch(epoch)).reaches(position) and order.num_samples:
+            epoch, position = epoch + 1, position - order.num_samples
+        return epoch * self.num_samples + (self.epoch(epoch).settled(position) if position else 0)
 
     def active_shards(self) -> int:
         """Shards in use at once, over all nodes."""
@@ -151,8 +162,15 @@ class RunOrder:
         return deal_shards(self.config.seed, self.snapshot.num_shards, self.config.canonical_nodes)
 
 
-def _check_schedule(schedule: Schedule, snapshot: Snapshot, weights: Sequence[StreamWeights]) -> None:
+def _check_schedule(
+    config: OrderConfig, schedule: Schedule, snapshot: Snapshot, weights: Sequence[StreamWeights]
+) -> None:
     problems, names = [], schedule.streams
+    counts_tokens = schedule.counts_tokens(is_packed=config.packing is not None)
+    if counts_tokens and not schedule.mean_lengths:
+        problems.append("It counts tokens, so it needs mean_lengths.")
+    if schedule.unit == "steps" and schedule.mean_lengths and not counts_tokens:
+        problems.append("Its steps count samples, so omit mean_lengths.")
     if len(names) != snapshot.num_streams:
         problems.append(f"It has weights for {len(names)} streams, but there are {snapshot.num_streams}.")
     if any(one != StreamWeights() for one in weights):

@@ -39,7 +39,11 @@ def one_of(*values: str | bool) -> Rule:
 TEXT = Rule("a string", lambda value: isinstance(value, str))
 AMOUNT = Rule(
     "a number of at least 0",
-    lambda value: isinstance(value, int | float | np.number) and bool(math.isfinite(value) and value >= 0),
+    lambda value: (
+        isinstance(value, int | float | np.number)
+        and not isinstance(value, bool)
+        and bool(math.isfinite(value) and value >= 0)
+    ),
 )
 
 

@@ -38,12 +38,15 @@ class Schedule:
     Args:
         points: ``(when, {stream name: weight})`` pairs, the first at 0. Weights are relative to their sum at each
             point; a stream that a point does not name has weight 0 there.
-        unit: What ``when`` counts, and what the weights are shares of: ``"samples"``, optimizer ``"steps"`` (of the
-            batch size that the run began with; shares of samples), or ``"tokens"``.
+        unit: What ``when`` counts, and what the weights are shares of: ``"samples"`` (documents, where these are packed
+            into rows), ``"tokens"``, or optimizer ``"steps"`` of the batch size that the run began with. Weights over
+            steps are shares of samples; where documents are packed into rows they are shares of tokens, and a step
+            counts as all tokens of its rows.
         interpolation: ``"step"`` keeps weights until the next point, ``"linear"`` moves evenly to the next one's.
         exhausted: ``"repeat"`` starts a stream's next own epoch after all its samples came; ``"stop"`` ends the stream,
             and the others share its weight. One for all streams, or a mapping from names (the others repeat).
-        mean_lengths: For ``"tokens"``: mean tokens per sample of each stream. Shares of tokens are then kept in
+        mean_lengths: For shares of tokens: mean tokens per sample of each stream. By default they follow from the
+            lengths of the dataset: those that `Packing` uses, or else ``"tokens"``. Shares of tokens are kept in
             expectation; their exact number up to a step would take a sum over the lengths of all samples before it.
         changes: Made while training, see `StreamingDataLoader.change_mixture`. With those of a run's last state, a
             new run repeats its batches from the start.
@@ -97,7 +100,8 @@ class Schedule:
         """The exact share of each stream: a float counts as the decimal that it prints as."""
         given = dict(weights)
         exact = [Fraction(str(given.get(name, 0))) for name in self.streams]
-        return tuple(one / sum(exact) for one in exact)
+        whole = sum(exact)
+        return tuple(one / whole for one in exact)
 
     @property
     def stops(self) -> tuple[bool, ...]:
@@ -110,8 +114,12 @@ class Schedule:
     @property
     def lengths(self) -> tuple[Fraction, ...]:
         """What a sample of each stream counts in the unit of the weights."""
-        given = dict(self.mean_lengths) if self.unit == "tokens" else {}
+        given = {} if self.unit == "samples" else dict(self.mean_lengths)
         return tuple(Fraction(str(given.get(name, 1))) for name in self.streams)
+
+    def counts_tokens(self, *, is_packed: bool) -> bool:
+        """Whether the weights are shares of tokens, so that `mean_lengths` are needed."""
+        return self.unit == "tokens" or (self.unit == "steps" and is_packed)
 
     def changed(
         self, at: int, weights: Mapping[str, float] | None = None, skip: Mapping[str, int] | None = None
@@ -130,18 +138,24 @@ class Schedule:
             return self
         return former if former.changes[: len(self.changes)] == self.changes else self
 
+    def extends(self, former: Schedule, at: int) -> bool:
+        """Whether this is ``former`` with more changes, all from global sample ``at`` on."""
+        more = self.changes[len(former.changes) :]
+        begins = replace(self, changes=former.changes) == former and self.changes == (*former.changes, *more)
+        return begins and all(change.at >= at for change in more)
+
     def to_state(self) -> dict[str, Any]:
-        """The schedule as a dict of plain values."""
-        exhausted = self.exhausted if isinstance(self.exhausted, str) else dict(self.exhausted)
+        """The schedule as a dict of plain values, without those that the constructor has by default."""
         state = {
             "points": [[at, dict(weights)] for at, weights in self.points],
             "unit": self.unit,
             "interpolation": self.interpolation,
-            "exhausted": exhausted,
+            "exhausted": self.exhausted if isinstance(self.exhausted, str) else dict(self.exhausted),
+            "mean_lengths": dict(self.mean_lengths),
             "streams": list(self.streams),
             "changes": [[one.at, one.weights and dict(one.weights), dict(one.skip)] for one in self.changes],
         }
-        return {**state, "mean_lengths": dict(self.mean_lengths)} if self.mean_lengths else state
+        return {name: value for name, value in state.items() if value and value not in ("samples", "step", "repeat")}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Schedule:
@@ -186,8 +200,8 @@ class Schedule:
         bad = [name for name, length in lengths.items() if not (AMOUNT.holds(length) and length > 0)]
         if bad:
             problems.append(f"mean_lengths must be above 0, but those of {', '.join(bad)} are not.")
-        if self.unit == "tokens" and (missing := [name for name in self.streams if name not in lengths]):
-            problems.append(f"unit='tokens' needs mean_lengths of all streams, but {', '.join(missing)} have none.")
+        if lengths and (missing := [name for name in self.streams if name not in lengths]):
+            problems.append(f"mean_lengths must name all streams or none, but {', '.join(missing)} have none.")
         return problems
 
     def _change_problems(self, change: MixtureChange) -> list[str]:

@@ -123,7 +123,8 @@ def where(
     """When and where a training run sees a sample, done or to come, in the epoch of the position or in ``epochs``.
 
     There is no log: this is the inverse of the order. It holds for this world, and for the position's batch size and
-    its changes in that epoch. Padding does not count, nor do samples that ``tail="drop"`` omits.
+    its changes in that epoch; earlier steps whose batch does not divide over this world are those of one process.
+    Padding does not count, nor do samples that ``tail="drop"`` omits.
 
     Raises:
         ValueError: There is no such sample or epoch; or the batches do not follow the order (see `BatchPlan`).
@@ -149,8 +150,8 @@ def where(
 
 def _delivered(plan: BatchPlan, k: int, at: int, delivery: Delivery) -> Iterator[tuple[int, int, int]]:
     """The rank, micro-batch and row that get position ``at`` of global batch ``k``."""
-    for rank in range(0, delivery.world.num_ranks, delivery.world.replication):
-        share = plan.of(replace(delivery.world, rank=rank), delivery.balance).share(k)
+    for rank in range(0, plan.world.num_ranks, plan.world.replication):
+        share = plan.of(replace(plan.world, rank=rank), delivery.balance).share(k)
         if not ((share.positions == at) & ~share.filler).any():
             continue
         count = plan.num_micro_batches(k, delivery.device_batch_size)
@@ -168,7 +169,8 @@ def _stretches(run: RunOrder, position: Position, world: World | None) -> list[t
     ends = [*(begin for begin, _ in changes[1:]), order.num_samples]
     found = []
     for (begin, size), end in zip(changes, ends, strict=True):
-        plan = BatchPlan(order, batch_size=size, world=world, tail=tail, start=begin)
+        fits = world is None or size % world.num_replicas == 0  # an earlier batch may not: its world is not known
+        plan = BatchPlan(order, batch_size=size, world=world if fits else None, tail=tail, start=begin)
         found.append((plan, _steps_until(plan, end)))
     return found
 

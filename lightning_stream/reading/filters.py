@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from lightning_stream.cache.folder import CacheFolder
 from lightning_stream.cache.results import Results
 from lightning_stream.fingerprint import function_text
-from lightning_stream.order.bitmap import Bitmap
+from lightning_stream.order.bitmap import Bitmap, as_ids
+from lightning_stream.order.rules import AMOUNT
 from lightning_stream.processes import Progress, num_processes, pickled, refuse_in_worker, run_partitions
 from lightning_stream.reading.bad_samples import UNREADABLE, BadData, BadDataPolicy
 from lightning_stream.reading.reader import SampleReader
@@ -70,6 +71,8 @@ class Filters:
                     f"function of their array; found {name!r}: {rule!r}. Pass e.g. {{'tokens': (64, None)}}"
                 )
             least, greatest = rule
+            if not all(limit is None or AMOUNT.holds(limit) for limit in rule):
+                raise TypeError(f"a limit in filter_lengths is None or {AMOUNT.text}; found {name!r}: {rule!r}")
             if least is not None and greatest is not None and least > greatest:
                 raise ValueError(f"filter_lengths has the least length first; found {name!r}: {rule!r}. Exchange them")
 
@@ -81,7 +84,7 @@ class Filters:
     def chosen(self, reader: SampleReader) -> tuple[Bitmap, dict[str, int]]:
         """The samples that are kept, and how many are left after each rule, by the rule.
 
-        It evaluates a function of samples where no process of the machine has.
+        It evaluates a function of samples unless a process of this machine has.
 
         Raises:
             ValueError: No sample is kept, or an id to exclude is unknown.
@@ -108,17 +111,14 @@ def _text(rule: object) -> str:
     return str(getattr(rule, "__name__", type(rule).__name__)) if callable(rule) else repr(rule)
 
 
-def ids_of(given: Ids) -> NDArray[Any]:
+def ids_of(given: Ids, name: str = "exclude_ids") -> NDArray[np.integer]:
     """Ids that are given themselves, or as a file with one a line or of numpy (``.npy``)."""
-    ids = _read(Path(given)) if isinstance(given, (str, os.PathLike)) else given
-    return ids if isinstance(ids, np.ndarray) else np.array(list(ids))
+    return as_ids(_read(Path(given)) if isinstance(given, (str, os.PathLike)) else given, name)
 
 
 def _ids(given: Ids, size: int) -> NDArray[np.int64]:
     """The ids to exclude, also of a file."""
     array = ids_of(given)
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"exclude_ids are whole numbers; found {array.dtype} values like {array.ravel()[0]!r}")
     if (unknown := array[(array < 0) | (array >= size)]).size:
         raise ValueError(
             f"exclude_ids are ids of the streams' samples, 0 to {size - 1}; found {unknown.size:,} others, "

@@ -35,7 +35,7 @@ class SubsetReader(SampleReader):
             self._choice, self.snapshot = (chosen, {}), whole.snapshot.subset(chosen)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What has chosen the samples, e.g. a lambda, is not needed any more, and perhaps cannot be pickled.
+        # The function that chose the samples, e.g. a lambda, is no longer needed and may not be picklable.
         return {**super().__getstate__(), "_choose": None if "_choice" in self.__dict__ else self._choose}
 
     @cached_property

@@ -152,17 +152,17 @@ def verify_delivery(folder: str | os.PathLike[str], dataset: StreamingDataset) -
 
 
 def _compare(folder: Path, run: RunOrder, stretches: Mapping[_Stretch, list[NDArray[np.uint64]]]) -> Verdict:
-    steps, epoch, reached, left = 0, min(stretches).epoch, 0, ""
+    steps, epoch, reached, end, left = 0, min(stretches).epoch, 0, 0, ""
     for stretch in sorted(stretches):
         plan, ranks = stretch.plan(run), stretches[stretch]
         if stretch.epoch == epoch + 1:
-            if reached < plan.end:
+            if reached < end:
                 left += f"; epoch {epoch} was left at position {reached}"
             epoch, reached = stretch.epoch, 0
         if stretch.epoch > epoch or stretch.begin > reached:
             sentence = f"nothing is recorded of the steps from epoch {epoch}, position {reached} on"
             return Verdict(steps, (epoch, reached), sentence)
-        count = min(map(len, ranks))
+        count, end = min(map(len, ranks)), plan.end
         wanted = _corrected(ledger.of_steps(plan, 0, count), plan, folder, stretch)
         found = ledger.verify(wanted, ranks, replication=stretch.replication)
         if found.first_difference is not None:

@@ -39,7 +39,8 @@ class PositionTracker:
         record_delivery: A folder where each rank records what it trained on, 8 bytes a step, for
             `verify_delivery`; None writes nothing.
         seed_steps: A seed: torch is seeded before every batch from (this, step, rank, micro-batch), so that dropout
-            draws the same whether or not the run was stopped; None leaves torch's generator alone.
+            draws the same whether or not the run was stopped; a plain loop takes the epoch instead of the step. None
+            leaves torch's generator alone.
         on_missing_state: What to do with a checkpoint that holds no position: ``"error"``, or ``"restart"`` to begin
             the data from its start.
 
@@ -97,6 +98,7 @@ class PositionTracker:
         self._own: LoaderIterator | None = None  # the iteration of a plain loop
         self._owns: Callable[[LoaderIterator], bool] = self._is_own
         self.loaded: Callable[[], None] | None = None  # called after a state was loaded
+        self.reordered: Callable[[], None] | None = None  # called after the mixture has changed
         self.is_resumed = self.is_of_mosaic = self.is_attached = self._has_said = False
         if loader is not None:
             self.attach(loader)
@@ -193,6 +195,8 @@ class PositionTracker:
             self._batches, self._walk = self.loader.micro_batches_from(begin), None
         if self._record is not None:
             self._record.close()  # its next file comes with the new order
+        if self.reordered is not None:
+            self.reordered()
 
     def state(self) -> dict[str, Any]:
         """The position as plain values, the same on every rank; no collective."""
@@ -361,7 +365,7 @@ class PositionTracker:
         self.begin_run()
         self._own = iter(self.loader)
         for number, batch in enumerate(self._own, first):
-            self.take(number, self.num_steps)
+            self.take(number, self._epoch)  # the process may have resumed, and then its own steps count from 0
             yield batch
 
 

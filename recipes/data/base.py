@@ -36,7 +36,7 @@ class RecipeData(StreamingDataModule):
         compression: str | None = "auto", hashes: list[str] | None = None, size_limit: int | str | None = "64mb",
         val_fraction: float | None = 0.1, conversion_workers: int | None = None, overwrite: bool = False,
         cache_limit: int | str | None = None, num_canonical_nodes: int | None = None, shuffle: bool = True,
-        seed: int = 1, num_workers: int = 0, persistent_workers: bool = True,
+        seed: int = 1, forget: Sequence[int] | None = None, num_workers: int = 0, persistent_workers: bool = True,
         settings: Mapping[str, Any] | None = None, transforms: Sequence[Transform | None] = (None, None),
         dataset: Mapping[str, Any] | None = None, **loading: Any,
     ) -> None:  # fmt: skip
@@ -57,7 +57,8 @@ class RecipeData(StreamingDataModule):
         )
         workers = {"num_workers": num_workers, "persistent_workers": persistent_workers and num_workers > 0}
         sizes = {"global_batch_size": 64, "eval_batch_size": 64}
-        super().__init__({**train, "shuffle": shuffle}, val, seed_steps=seed, **{**sizes, **workers, **loading})
+        order: dict[str, Any] = {"shuffle": shuffle, "forget": forget}
+        super().__init__({**train, **order}, val, seed_steps=seed, **{**sizes, **workers, **loading})
         self.prepare_data_per_node = False
         self.is_new = False  # whether `prepare_data` wrote the dataset
 

@@ -133,12 +133,13 @@ class TextData(RecipeData):
     def __init__(
         self, *, separator: str | None = None, text_key: str = "text", train_files: str | None = None,
         val_files: str | None = None, synthetic_count: int = 1000, synthetic_seed: int = 1, tokenizer: str = BYTES,
-        bos_token: str | None = None, seq_len: int = 128, **shared: Any,
+        bos_token: str | None = None, seq_len: int = 128, pack_window: int | None = None, **shared: Any,
     ) -> None:  # fmt: skip
         if (train_files is None) != (val_files is None):
             raise ValueError("set both data.train_files and data.val_files, or neither; found one of them.")
         separator = separator and separator.replace("\\n", "\n")  # as it arrives from a command line
-        self.tokenize, self.pack = Tokenize(tokenizer, bos_token, text_key, separator), Packing(row_length=seq_len)
+        self.tokenize = Tokenize(tokenizer, bos_token, text_key, separator)
+        self.pack = Packing(row_length=seq_len, window=pack_window)
         self.files = {"train": train_files, "val": val_files}
         self.synthetic = (synthetic_count, synthetic_seed)
         settings = {**asdict(self.tokenize), **self.files, "synthetic": self.synthetic}
@@ -214,7 +215,8 @@ class TextMixture(TextData):
             self.parts[name] = TextData(**{**shared, **paths, **own})
         common = {"shuffle_seed": shared.get("seed", 1), "pack": self.pack}
         common |= {name: shared.get(name) for name in ("cache_limit", "num_canonical_nodes")}
-        order = {"shuffle": shared.get("shuffle", True), "batching_method": batching_method, "epoch_size": epoch_size}
+        order: dict[str, Any] = {"batching_method": batching_method, "epoch_size": epoch_size}
+        order |= {"shuffle": shared.get("shuffle", True), "forget": shared.get("forget")}
         self.datasets["train"] = StreamingDataset(streams=self._streams("train", proportions), **order, **common)
         self.datasets["val"] = StreamingDataset(streams=self._streams("val", {}), **common)
 

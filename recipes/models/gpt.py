@@ -15,14 +15,17 @@ _SHOWN_CHARACTERS = 300
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer without dropout."""
+    """Decoder-only transformer."""
 
-    def __init__(self, vocab_size: int, seq_len: int, d_model: int, n_layers: int, n_heads: int) -> None:
+    def __init__(
+        self, vocab_size: int, seq_len: int, d_model: int, n_layers: int, n_heads: int, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.seq_len = seq_len
         self.token_embedding = nn.Embedding(vocab_size, d_model)
         self.position_embedding = nn.Embedding(seq_len, d_model)
-        self.blocks = nn.ModuleList([Block(d_model, n_heads) for _ in range(n_layers)])
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList([Block(d_model, n_heads, dropout) for _ in range(n_layers)])
         self.norm = nn.LayerNorm(d_model)
         for name, weight in self.named_parameters():
             if weight.ndim > 1:  # GPT-2's initialization: residual projections shrink with the depth
@@ -41,7 +44,7 @@ class GPT(nn.Module):
             positions = positions - torch.where(is_first, positions, 0).cummax(1).values
             causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
             mask = (causal & (documents[:, :, None] == documents[:, None, :]))[:, None]
-        hidden = self.token_embedding(tokens) + self.position_embedding(positions)
+        hidden = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
         for block in self.blocks:
             hidden = block(hidden, mask)
         return functional.linear(self.norm(hidden), self.token_embedding.weight)
@@ -50,7 +53,7 @@ class GPT(nn.Module):
 class Block(nn.Module):
     """Pre-norm self-attention and a perceptron, each with a residual connection."""
 
-    def __init__(self, d_model: int, n_heads: int) -> None:
+    def __init__(self, d_model: int, n_heads: int, dropout: float) -> None:
         super().__init__()
         self.n_heads = n_heads
         self.attention_norm, self.mlp_norm = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
@@ -58,14 +61,15 @@ class Block(nn.Module):
         self.attention_out = nn.Linear(d_model, d_model, bias=False)
         self.mlp_in = nn.Linear(d_model, 4 * d_model, bias=False)
         self.mlp_out = nn.Linear(4 * d_model, d_model, bias=False)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """Transform float[n, t, d_model]; `mask` is bool[n, 1, t, t], or None for plain causal attention."""
         n, length, width = hidden.shape
         q, k, v = self.qkv(self.attention_norm(hidden)).reshape(n, length, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        hidden = hidden + self.attention_out(attended.transpose(1, 2).reshape(n, length, width))
-        return hidden + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(hidden))))
+        hidden = hidden + self.dropout(self.attention_out(attended.transpose(1, 2).reshape(n, length, width)))
+        return hidden + self.dropout(self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(hidden)))))
 
 
 class Perplexity(ExactMean):
@@ -87,11 +91,11 @@ class LanguageModel(RecipeModule):
     betas = (0.9, 0.95)
 
     def __init__(
-        self, *, d_model: int = 128, n_layers: int = 4, n_heads: int = 4, mask_documents: bool = True,
-        sample_tokens: int = 300, **shared: Any,
+        self, *, d_model: int = 128, n_layers: int = 4, n_heads: int = 4, dropout: float = 0.0,
+        mask_documents: bool = True, sample_tokens: int = 300, **shared: Any,
     ) -> None:  # fmt: skip
         super().__init__(**shared)
-        self.sizes = (d_model, n_layers, n_heads)
+        self.sizes = (d_model, n_layers, n_heads, dropout)
         self.mask_documents, self.sample_tokens, self.bos_token = mask_documents, sample_tokens, -1
 
     def make_metrics(self) -> dict[str, Metric]:

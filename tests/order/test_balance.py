@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World
-from lightning_stream.order.balance import Balance, deal, imbalance, num_groups
+from lightning_stream.order.balance import Balance, deal, imbalance, num_groups, whole_costs
 from lightning_stream.order.ledger import expected, total
 from lightning_stream.order.micro_batches import MicroBatches
 
@@ -190,12 +190,13 @@ def test_micro_batches_of_a_balanced_plan_are_the_same_one_by_one_by_a_walk_and_
 
 def test_fractions_and_huge_costs_are_scaled_to_whole_numbers():
     def whole(*costs):
-        return Balance(lambda _: np.array(costs), 1).whole_costs(np.arange(len(costs))).tolist()
+        return whole_costs(costs, len(costs)).tolist()
 
     assert whole(3, 0, 2**32) == [3, 0, 2**32]
     assert whole(0.5, 0.25, 0, 1) == [2**31, 2**30, 0, 2**32]
     assert whole(0.0, 0.0) == [0, 0]
     assert whole(2**63 - 1, 2**62, 0) == [2**32, 2**31, 0]
+    assert whole(*np.array([1, 0.5], dtype=np.float16)) == [2**32, 2**31]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_fractions_and_huge_costs_are_scaled_to_whole_numbers():
 )
 def test_costs_that_are_no_numbers_of_at_least_0_are_refused(costs):
     with pytest.raises(ValueError, match="one number for each sample, at least 0"):
-        Balance(lambda _: np.array(costs), 1).whole_costs(np.arange(3))
+        whole_costs(costs, 3)
 
 
 def test_orders_that_assign_samples_themselves_have_no_balance():

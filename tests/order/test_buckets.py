@@ -130,7 +130,7 @@ def test_a_resume_far_in_an_epoch_plans_few_windows():
     lengths = np.random.default_rng(0).integers(1, 500, 200_000)
     run = run_of(lengths, tokens=50_000, window=4096)
     order = run.epoch(0)
-    at = order.ends_after(150_000)[0]
+    at = next(end for end in order.ends(150_000 // 4096) if end > 150_000)
     mark, steps = order.landmark(at), order.batches_before(at)
     fresh = run_of(lengths, tokens=50_000, window=4096).epoch(0)
     planned = []
@@ -139,6 +139,13 @@ def test_a_resume_far_in_an_epoch_plans_few_windows():
     fresh.learn(mark)
     assert fresh.batches_before(at) == steps
     assert len(set(planned)) == 1
+
+
+def test_a_plan_behind_the_last_batch_has_none():
+    run = run_of(range(1, 12), tokens=44, multiple=4)
+    for tail, start in (("drop", 8), ("drop", 11), ("pad", 11), ("exact", 11)):
+        plan = BatchPlan(run.epoch(0), batch_size=4, tail=tail, start=start)
+        assert (plan.num_batches, len(MicroBatches(plan, 4)), plan.has(0)) == (0, 0, False)
 
 
 def test_batches_of_similar_lengths_have_little_padding():

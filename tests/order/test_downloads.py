@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World, plan_downloads
+from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.downloads import better_canonical_nodes, estimate_factor, warning_about
 
 
@@ -35,6 +36,23 @@ def test_each_nodes_share_is_predicted_exactly(data):
             fetched[world.node].update(run.snapshot.shards_of(plan.share(k).ids).tolist())
     predicted = plan_downloads(run, epoch=0, batch_size=batch_size, world=world, tail=tail)
     assert [set(shards.tolist()) for shards in predicted.shards] == fetched
+
+
+def test_each_nodes_share_is_predicted_exactly_for_batches_that_differ_in_size():
+    lengths = np.random.default_rng(0).integers(1, 90, 600)
+    buckets = LengthBuckets.resolved(lengths, batch_size=8, window=160, batch_tokens=1600)
+    config = OrderConfig.resolve(batch_size=8, shuffle=True, canonical_nodes=4, buckets=buckets)
+    run = RunOrder(Snapshot.of([[10] * 60]), [StreamWeights()], config, lengths)
+    worlds = [World(rank, 4, 2) for rank in range(4)]
+    fetched = [set(), set()]
+    for world in worlds:
+        plan = BatchPlan(run.epoch(0), batch_size=8, world=world)
+        for k in range(plan.num_batches):
+            fetched[world.node].update(run.snapshot.shards_of(plan.share(k).ids).tolist())
+    assert len({plan.bounds(k)[1] - plan.bounds(k)[0] for k in range(plan.num_batches)}) > 2
+    predicted = plan_downloads(run, epoch=0, batch_size=8, world=worlds[0])
+    assert [set(shards.tolist()) for shards in predicted.shards] == fetched
+    assert 1 <= estimate_factor(run, epoch=0, batch_size=8, world=worlds[0]) <= 2
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4, 8, 16])

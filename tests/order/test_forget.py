@@ -11,17 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stream.errors import SettingsMismatch
-from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Snapshot, StreamWeights
+from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Schedule, Snapshot, StreamWeights
+from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.forget import Forgotten, first_seen, forgetting, plan_replay
+from lightning_stream.order.packing import RowPacking
 
 SIZES = [[40, 31, 22], [], [17, 60]]
 METHODS = ["random", "stratified", "per_stream", "device_per_stream"]
 
 
 def run_of(**settings):
-    weights = [StreamWeights(repeat=settings.pop("repeat", 1))] * len(SIZES)
+    weights = [StreamWeights(repeat=settings.pop("repeat", None))] * len(SIZES)
     config = OrderConfig.resolve(batch_size=12, device_batch_size=4, **{"shuffle": True, **settings})
-    return RunOrder(Snapshot.of(SIZES), weights, config)
+    lengths = None if config.packing is None else np.arange(170, dtype=np.uint32) * 37 % 31
+    return RunOrder(Snapshot.of(SIZES), weights, config, lengths)
 
 
 class Training:
@@ -80,6 +83,110 @@ def test_a_replay_equals_a_run_that_never_had_the_samples(data):
     assert replayed.weights == never.weights
     assert replayed.position == never.position
     assert replayed.weights != whole.weights or not seen
+
+
+LENGTHS = np.arange(170) * 37 % 90 + 1
+WINDOWS = {
+    "rows": {"packing": RowPacking(64, window=20)},
+    "buckets": {"buckets": LengthBuckets(24, 12)},
+    "budget": {"buckets": LengthBuckets.resolved(LENGTHS, batch_size=12, window=36, batch_tokens=1400)},
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_a_replay_of_rearranged_windows_equals_a_run_that_never_had_the_samples(kind):
+    config = OrderConfig.resolve(batch_size=12, shuffle=True, canonical_nodes=2, **WINDOWS[kind])
+    run = RunOrder(Snapshot.of(SIZES), [StreamWeights()] * len(SIZES), config, LENGTHS)
+    whole = Training(run, every=1).train(2)
+    states = [Position.from_state(state) for state, _ in whole.checkpoints]
+    for ids in ([5], [100], [160, 20], [int(run.epoch(0).drawn.ids(0, 170)[-1])], range(80, 93)):
+        replay = plan_replay(run, ids, states)
+        again = forgetting(run, replay.forgotten)
+        never = Training(again, every=1).train(2)
+        for number, (state, weights) in enumerate(whole.checkpoints):
+            here = Position.from_state(state)
+            is_clean = (here.epoch, here.position) <= (replay.epoch, replay.position)
+            assert is_clean == (replay.checkpoint is not None and number <= replay.checkpoint)
+            if is_clean:
+                here = here.normalised(again, batch_size=12, tail="pad")
+                assert Training(again, here, weights).train(2).weights == never.weights != whole.weights
+        assert plan_replay(again, [7], [states[0]]).forgotten.ids.tolist() == sorted({7, *ids})
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.data())
+def test_a_replay_of_packed_rows_equals_a_run_that_never_had_the_documents(data):
+    packing = RowPacking(12, data.draw(st.integers(1, 30)), data.draw(st.sampled_from(["split", "drop"])))
+    method, repeat = data.draw(st.sampled_from(["random", "stratified"])), data.draw(st.sampled_from([1, 0.4, 2.5]))
+    schedule = Schedule([(0, {"0": 1, "2": 2})], streams="012") if data.draw(st.booleans()) else None
+    given = {"repeat": repeat} if schedule is None else {"schedule": schedule, "epoch_size": 150}
+    run = run_of(packing=packing, batching_method=method, shuffle=data.draw(st.booleans()), **given)
+    ids = data.draw(st.lists(st.integers(0, 169), min_size=1, max_size=3))
+    whole = Training(run).train(2)
+    states = [Position.from_state(state) for state, _ in whole.checkpoints]
+    many = data.draw(st.booleans())
+    replay = plan_replay(run, [*ids, *range(20, 25 * many)], states)
+    again = forgetting(run, replay.forgotten)
+    never = Training(again).train(2)
+    for epoch in range(2):
+        documents = again.epoch(epoch).documents
+        assert not replay.forgotten.among(documents.ids(0, documents.num_samples)).any()
+        seen = [at for one in replay.forgotten.ids.tolist() for at in run.where(one, epoch).tolist()]
+        assert replay.position is None or not seen or (replay.epoch, replay.position) <= (epoch, min(seen))
+    if replay.checkpoint is None:
+        return
+    state, weights = whole.checkpoints[replay.checkpoint]
+    here = Position.from_state(state)
+    assert here.check(again, tail="pad") == []
+    assert here.is_proven(again)
+    replayed = Training(again, here.normalised(again, batch_size=12, tail="pad"), weights).train(2)
+    assert replayed.weights == never.weights
+    assert replayed.position == never.position
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_a_replay_of_packed_rows_equals_a_run_that_never_had_the_samples(data):
+    long_documents = data.draw(st.sampled_from(["split", "truncate", "drop"]))
+    packing = RowPacking(data.draw(st.integers(5, 30)), data.draw(st.integers(3, 40)), long_documents)
+    run = run_of(
+        packing=packing,
+        shuffle=data.draw(st.booleans()),
+        batching_method=data.draw(st.sampled_from(["random", "stratified"])),
+        repeat=data.draw(st.sampled_from([1, 0.4, 2.5])),
+        seed=data.draw(st.integers(0, 2**30)),
+    )
+    ids = data.draw(st.lists(st.integers(0, 169), min_size=1, max_size=3))
+    whole = Training(run, every=1).train(2)
+    states = [Position.from_state(state) for state, _ in whole.checkpoints]
+    replay = plan_replay(run, ids, states)
+    again = forgetting(run, replay.forgotten)
+    never = Training(again).train(2)
+    for epoch in range(2):
+        order = again.epoch(epoch)
+        assert not np.isin(order.rows(0, order.num_samples).ids, ids).any()
+    first = (9, 0) if replay.epoch is None else (replay.epoch, replay.position)
+    for here, (_, weights) in zip(states, whole.checkpoints, strict=True):
+        if (here.epoch, here.position) > first:
+            with pytest.raises(SettingsMismatch, match="forgotten was None and is"):
+                here.check(again)
+            continue
+        assert here.check(again, tail="pad") == []
+        assert here.is_proven(again)
+        here = here.normalised(again, batch_size=12, tail="pad")
+        assert Training(again, here, weights).train(2).weights == never.weights
+
+
+def test_a_forgotten_document_changes_its_window_of_rows_and_none_before():
+    run = run_of(packing=RowPacking(20, 30), shuffle=True)
+    order = run.epoch(0)
+    for position in range(order.num_samples):
+        document = int(order.rows(position, position + 1).ids[0])
+        seen = first_seen(run, Forgotten.of(run.snapshot, [document]), (0, order.num_samples))
+        again = forgetting(run, Forgotten.of(run.snapshot, [document])).epoch(0)
+        assert seen is not None
+        assert seen[1] <= position
+        assert np.array_equal(again.ids(0, seen[1]), order.ids(0, seen[1]))
 
 
 def test_checkpoints_that_have_seen_a_forgotten_sample_are_refused():
@@ -156,6 +263,9 @@ def test_samples_that_cannot_be_forgotten_are_refused():
     snapshot = Snapshot.of(SIZES)
     for ids in ([], [-1, 3], [170]):
         with pytest.raises(ValueError, match="at least one of the 170 of the data"):
+            Forgotten.of(snapshot, ids)
+    for ids in ([1.5], [True, False], np.ones(170, dtype=np.bool_)):
+        with pytest.raises(TypeError, match="forgotten samples are whole numbers; found"):
             Forgotten.of(snapshot, ids)
     with pytest.raises(ValueError, match="all of stream 2 are forgotten"):
         Forgotten.of(snapshot, range(93, 170))

@@ -25,7 +25,8 @@ from lightning_stream.order import (
     World,
     ledger,
 )
-from lightning_stream.order.mixture import Mixture, deviation, plan_tree
+from lightning_stream.order.batching.buckets import LengthBuckets
+from lightning_stream.order.mixture import Mixture, Shares, Tree, leaves, plan_tree
 
 NAMES = "abcdefghij"
 MANY = 10**9
@@ -41,6 +42,19 @@ def integral(schedule: Schedule, stream: int, at: int) -> Fraction:
         inside = max(0, min(at, end) - start)
         area += here * inside + (then - here) * Fraction(inside**2, 2 * (end - start))
     return area + shares[-1] * max(0, at - starts[-1])
+
+
+def deviation(tree: Tree, shares: Shares) -> Fraction:
+    """The most that a stream can differ from constant shares of the mixture, in samples."""
+
+    def worst(node: Tree, above: Fraction) -> Fraction:
+        if not isinstance(node, tuple):
+            return (1 + shares[node] * above) / 2
+        own = sum((shares[i] for i in leaves(node)), Fraction(0))
+        above += 1 / own if own and node is not tree else 0
+        return max(worst(child, above) for child in node)
+
+    return worst(tree, Fraction(0))
 
 
 @st.composite
@@ -151,6 +165,21 @@ def test_a_thousand_million_samples_take_less_than_a_second_and_64_mb(interpolat
     assert peak < 64e6
 
 
+@pytest.mark.parametrize("weights", [{"s7": 1, "s700": 2}, {f"s{i}": 0.9**i for i in range(150)}])
+def test_a_mixture_of_a_thousand_streams_is_planned_and_read_in_little_memory(weights: dict[str, float]) -> None:
+    schedule = Schedule([(0, weights)], streams=[f"s{i}" for i in range(1200)])
+    mixture = Mixture(schedule, [MANY] * 1200)
+    mixture.read(0, 1)
+    tracemalloc.start()
+    stream, number = mixture.read(0, 20_000)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 100 * 2**20
+    shares = [float(one) for one in schedule.shares(weights)]
+    assert np.abs(np.bincount(stream, minlength=1200) - np.multiply(shares, 20_000)).max() < 2
+    assert number[stream == 7].tolist() == [*range(int((stream == 7).sum()))]
+
+
 def test_tokens_count_by_the_mean_length_of_each_stream() -> None:
     lengths = {"a": 1000, "b": 250}
     schedule = Schedule([(0, {"a": 1, "b": 1}), (10**6, {"a": 1})], unit="tokens", mean_lengths=lengths)
@@ -160,7 +189,7 @@ def test_tokens_count_by_the_mean_length_of_each_stream() -> None:
 
 def test_steps_count_by_the_batch_size_of_the_start() -> None:
     schedule = Schedule([(0, {"a": 1}), (5, {"a": 1, "b": 1})], unit="steps", streams=("a", "b"))
-    assert Mixture(schedule, [MANY] * 2, batch_size=24).counts(np.array([120, 168])).tolist() == [[120, 0], [144, 24]]
+    assert Mixture(schedule, [MANY] * 2, step_length=24).counts(np.array([120, 168])).tolist() == [[120, 0], [144, 24]]
     config = OrderConfig.resolve(batch_size=24, schedule=schedule)
     again = OrderConfig.resolve(batch_size=48, schedule=schedule, resumed=config)
     assert config.batch_size == again.batch_size == 24
@@ -257,15 +286,27 @@ def test_a_run_does_not_resume_with_another_schedule() -> None:
 def test_a_schedule_names_all_that_is_wrong() -> None:
     points = [(1, {"a": -1, "b": 1}), (1, {"a": 0})]
     with pytest.raises(ValueError, match="rise from 0, not") as error:
-        Schedule(points, unit="tokens", exhausted={"d": "never"}, streams=("a", "b", "c"))  # type: ignore[dict-item]
-    for part in ("a=-1", "The point at 1 must have a weight above 0", "exhausted names 'd'", "a, b, c have none"):
+        Schedule(points, "tokens", "step", {"d": "never"}, {"a": 7}, streams=("a", "b", "c"))  # type: ignore[dict-item]
+    for part in (
+        "a=-1",
+        "The point at 1 must have a weight above 0",
+        "exhausted names 'd'",
+        "none, but b, c have none",
+    ):
         assert part in str(error.value)
     with pytest.raises(ValueError, match="The point at 0 names 'x', but the streams are web, code"):
         Schedule([(0, {"x": 1})]).of_streams(["web", "code"])
     with pytest.raises(ValueError, match="has the weight 1e-12, less than 1e-09 of all: use 0"):
         Schedule([(0, {"a": 1, "b": 1e-12})])
+    with pytest.raises(ValueError, match="a=True, but a weight must be a number"):
+        Schedule([(0, {"a": True, "b": 1})])
+    steps = Schedule([(0, {"a": 1})], unit="steps")
+    with pytest.raises(ValueError, match="batches of one size: with batch_tokens, count samples or tokens"):
+        OrderConfig.resolve(batch_size=4, buckets=LengthBuckets(8, 4, 100), schedule=steps)
     with pytest.raises(ValueError, match="needs the native order"):
         run_of(THREE, algorithm="py1s")
+    with pytest.raises(ValueError, match="It counts tokens, so it needs mean_lengths"):
+        run_of(Schedule(THREE.points, "tokens"))
 
 
 @settings(max_examples=60)

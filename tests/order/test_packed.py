@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -13,8 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stream.errors import StateError
-from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Snapshot, StreamWeights, World
-from lightning_stream.order.batching.packed import PackedSequence
+from lightning_stream.order import (
+    BatchPlan,
+    OrderConfig,
+    Position,
+    RunOrder,
+    Schedule,
+    Snapshot,
+    StreamWeights,
+    World,
+)
+from lightning_stream.order.batching.packed import Landmark, PackedSequence
 from lightning_stream.order.micro_batches import MicroBatches
 from lightning_stream.order.packing import RowPacking, RowSpans
 from lightning_stream.order.permutation import RngStream, random_u64
@@ -96,6 +108,60 @@ def test_a_state_resumes_with_the_same_rows_in_a_new_process(lengths, packing, d
     assert rows_of(order.spans(np.arange(len(whole)))) == whole, "and what is before the landmark can be read too"
 
 
+def test_threads_that_share_an_order_read_the_same_rows():
+    lengths, packing = np.arange(3000) % 61, RowPacking(128, 20)
+    whole = epoch_rows(run_of(lengths, packing))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for attempt in range(5):
+            order = run_of(lengths, packing).epoch(0)
+            order.learn(run_of(lengths, packing).epoch(0).landmark(300))
+
+            def read(seed, order=order):
+                at = np.random.default_rng(seed).integers(0, len(whole), (40, 5))
+                return all(rows_of(order.spans(one)) == [whole[p] for p in one.tolist()] for one in at)
+
+            with ThreadPoolExecutor(6) as pool:
+                assert all(pool.map(read, range(6 * attempt, 6 * attempt + 6)))
+            assert order.num_samples == len(whole)
+    finally:
+        sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("window", [1, 3, 11])
+def test_an_interrupt_leaves_an_order_as_it_was(window):
+    class Interrupting:
+        reads = 0
+
+        def __getitem__(self, ids):
+            self.reads += 1
+            if self.reads == window:
+                raise InterruptedError
+            return lengths[ids]
+
+    lengths, reader = np.arange(3000) % 61, Interrupting()
+    order = run_of(lengths, RowPacking(128, 100)).epoch(0)
+    for sequence in order._sequences:
+        sequence._lengths = reader
+    with pytest.raises(InterruptedError):
+        order.reaches(10**6)
+    assert rows_of(order.rows(0, order.num_samples)) == epoch_rows(run_of(lengths, RowPacking(128, 100)))
+
+
+def test_a_position_behind_the_last_row_and_a_landmark_of_other_rows_are_refused():
+    run = run_of(np.arange(900) % 61, RowPacking(128, 100))
+    size = run.epoch(0).num_samples
+    at = replace(Position.start(run, batch_size=8, tail="pad"), position=size)
+    assert at.check(run) == []
+    with pytest.raises(StateError, match=f"position is {size + 1}, but epoch 0 ends at {size}"):
+        replace(at, position=size + 1).check(run)
+    order = run_of(np.arange(900) % 61, RowPacking(128, 100)).epoch(0)
+    order.learn(Landmark(0, ((0, 0, 29),) * len(order._sequences)))
+    with pytest.raises(StateError, match=r"window 0 has \d+ rows, not 29"):
+        order.spans(np.array([0]))
+
+
 def test_a_resume_plans_one_window_of_the_sequences_that_a_rank_reads():
     lengths, packing = np.arange(4000) % 61, RowPacking(128, 100)
     run = run_of(lengths, packing)
@@ -105,6 +171,22 @@ def test_a_resume_plans_one_window_of_the_sequences_that_a_rank_reads():
     plan = BatchPlan(again, batch_size=8, world=World(1, 4), start=600)
     assert len(plan.share(0)) == 2
     assert [len(one._windows) for one in again._sequences] == [0, 0, 1, 1, 0, 0, 0, 0]
+
+
+def test_a_landmark_at_the_border_of_a_window_holds_after_a_change_there():
+    lengths, packing = np.arange(900) % 61, RowPacking(128, 100)
+    schedule = Schedule([(0, {"a": 2, "b": 1})])
+    run = run_of(lengths, packing, streams=2, schedule=schedule)
+    window, _, border = run.epoch(0).landmark(50).windows[0]
+    at = run.settled(0, border)
+    assert at == 100 * (window + 1)
+    assert run.settled(0, border + 1) == at + 100
+    assert run.settled(0, run.epoch(0).num_samples + 1) == 1000
+    changed = partial(run_of, lengths, packing, streams=2, schedule=schedule.changed(at, {"b": 1}))
+    order = changed().epoch(0)
+    order.learn(run.epoch(0).landmark(border))
+    assert rows_of(order.rows(border, order.num_samples)) == epoch_rows(changed())[border:]
+    assert epoch_rows(changed())[:border] == epoch_rows(run)[:border]
 
 
 def test_a_landmark_of_another_epoch_or_other_data_is_ignored():
@@ -127,7 +209,21 @@ def test_a_state_has_at_most_1_kb():
     assert len(json.dumps(state.to_state())) <= 1024
 
 
-@pytest.mark.parametrize("landmark", [[[1]], [[0, -1, 2]], "all", [[1.5, 2, 3]]])
+def test_a_state_far_in_an_epoch_of_a_billion_documents_has_less_than_a_kilobyte():
+    packing, rng = RowPacking(8192, 16384, lengths="0" * 32), np.random.default_rng(2)
+    config = OrderConfig.resolve(batch_size=1024, shuffle=True, packing=packing)
+    snapshot = Snapshot.of([np.full(100_000, 10_000)], stream_digests=["0" * 64])
+    run = RunOrder(snapshot, [StreamWeights()], config, np.broadcast_to(np.uint32(700), 10**9))
+    begins = np.array([3800, 5_400_000, 5_401_400]) + rng.integers([-9] * 2 + [0], [9, 9000, 9], (16, 3)).cumsum(axis=0)
+    windows = tuple(map(tuple, np.sort(begins, axis=1).tolist()))
+    start = Position.start(run, batch_size=1024, tail="pad", epoch=3)
+    position = replace(start, position=86_000_000, ledger=2**64 - 1, landmark=Landmark(3, windows))
+    state = json.dumps(position.to_state())
+    assert len(state) <= 1024
+    assert Position.from_state(json.loads(state)).landmark == position.landmark
+
+
+@pytest.mark.parametrize("landmark", [[[1]], [[0, -1, 2]], [[4, 9, 8]], [[1, 5, 9], [0, -6, 0]], "all", [[1.5, 2, 3]]])
 def test_a_damaged_landmark_is_refused(landmark):
     run = run_of([5] * 40, RowPacking(10, 10))
     state = {**Position.start(run, batch_size=8, tail="pad").to_state(), "landmark": landmark}
@@ -178,7 +274,7 @@ def test_only_the_last_batches_need_the_number_of_rows():
     batches = MicroBatches(BatchPlan(run.epoch(0), batch_size=8), 8)
     assert next(batches.walk()).begin == 0
     assert batches[200].begin == 1600
-    assert not any(one.is_counted for one in run.epoch(0)._sequences)
+    assert run.epoch(0)._counted < 5000
     assert len(list(batches.walk())) == len(batches)
 
 
@@ -220,14 +316,51 @@ class Ids:
 
 def test_a_sample_that_is_drawn_twice_is_packed_twice():
     rows = PackedSequence(Ids([0, 1, 0]), np.array([3, 4]), RowPacking(8, 8), None)
-    assert rows.count(10) == 2
+    assert rows.counts.count(10) == 2
     assert rows_of(rows.spans(np.arange(2))) == [((0, 0, 3), (1, 0, 4)), ((0, 0, 3),)]
 
 
 def test_windows_of_empty_documents_have_no_rows():
     rows = PackedSequence(Ids(range(6)), np.array([0, 0, 3, 3, 0, 0]), RowPacking(8, 2), None)
-    assert rows.count(10) == 1
+    assert rows.counts.count(10) == 1
     assert rows_of(rows.spans(np.array([0]))) == [((2, 0, 3), (3, 0, 3))]
+
+
+@pytest.mark.parametrize("rows", [2, 7, 100])
+def test_threads_that_count_rows_at_the_same_time_count_them_once(rows):
+    class Interrupted(Ids):
+        """While a window is planned, another thread counts rows too: evictions ask for the shards that come next."""
+
+        def ids(self, begin, end):
+            if begin not in planned:
+                planned.append(begin)
+                sequence.counts.count(rows)
+                sequence.counts.find(rows // 2)
+            return super().ids(begin, end)
+
+    planned: list[int] = []
+    lengths = np.arange(40) % 7 + 1
+    sequence = PackedSequence(Interrupted(range(40)), lengths, RowPacking(8, 5), None)
+    alone = PackedSequence(Ids(range(40)), lengths, RowPacking(8, 5), None)
+    for row in (1, 5, 12):
+        assert sequence.counts.find(row) == alone.counts.find(row)
+    assert sequence.counts.count(1000) == alone.counts.count(1000)
+    wanted = np.array([9, 2, 14, 3])
+    assert rows_of(sequence.spans(wanted)) == rows_of(alone.spans(wanted))
+
+
+def test_threads_that_read_an_epoch_at_the_same_time_read_the_same_rows():
+    lengths = np.arange(6000) % 61
+    wanted = epoch_rows(run_of(lengths, RowPacking(128, 50)))
+
+    def read(begin):
+        found = [rows_of(order.rows(at, min(at + 9, len(wanted)))) for at in range(begin, len(wanted), 9)]
+        return [row for rows in found for row in rows] == wanted[begin:]
+
+    for _ in range(3):
+        order = run_of(lengths, RowPacking(128, 50)).epoch(0)
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(read, [0, 40, 0, 300, 7, 900, 0, 40]))
 
 
 def test_lengths_may_be_memory_mapped(tmp_path):
@@ -241,7 +374,7 @@ def test_lengths_may_be_memory_mapped(tmp_path):
 
 def test_packing_needs_lengths_and_a_method_whose_samples_can_be_packed():
     run = run_of([5] * 10, RowPacking(10))
-    with pytest.raises(ValueError, match="An order of packed rows needs the lengths"):
+    with pytest.raises(ValueError, match="An order of rows or buckets needs the lengths"):
         RunOrder(run.snapshot, run.weights, run.config)
     with pytest.raises(ValueError, match="batching_method random or stratified"):
         run_of([5] * 10, RowPacking(10), batching_method="per_stream")

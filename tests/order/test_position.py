@@ -123,7 +123,7 @@ def test_every_changed_setting_is_named_with_its_old_and_new_value():
 
 
 def test_a_position_outside_the_epoch_is_refused():
-    with pytest.raises(StateError, match="position is 151, but an epoch has 150"):
+    with pytest.raises(StateError, match=r"position is 151, but epoch \d ends at 150"):
         replace(start(run_of()), position=151).check(run_of())
 
 

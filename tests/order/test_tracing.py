@@ -3,7 +3,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_stream.order import OrderConfig, Position, RunOrder, Snapshot, StreamWeights, explain, trace
+from lightning_stream.order import (
+    Delivery,
+    OrderConfig,
+    Position,
+    RunOrder,
+    Snapshot,
+    StreamWeights,
+    World,
+    explain,
+    trace,
+    where,
+)
 
 
 def run_of():
@@ -39,6 +50,18 @@ def test_trace_honours_the_changes_of_batch_size():
     assert explain(run, position).upcoming.step == 4
     with pytest.raises(ValueError, match="has 32 of them, not step 32"):
         trace(run, position, 32)
+
+
+def test_steps_whose_batch_does_not_divide_over_this_world_are_traced_too():
+    run, world = run_of(), World(0, 3)
+    position = Position.start(run, batch_size=8, tail="pad").advanced(run, 16)
+    position = position.normalised(run, batch_size=12, tail="pad", world=world)
+    assert [trace(run, position, step, world=world).end for step in range(4)] == [8, 16, 28, 40]
+    assert explain(run, position, world=world).upcoming.step == 2
+    order, delivery = run.epoch(0), Delivery(world, 4)
+    early, late = (where(run, position, int(order.ids(at, at + 1)[0]), delivery) for at in (9, 20))
+    assert [(one.step, one.rank) for one in early] == [(1, 0)]
+    assert [one.step for one in late] == [2]
 
 
 def test_a_traced_batch_names_shards_and_streams():

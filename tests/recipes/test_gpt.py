@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync")
 from support.recipe_runs import train
 
+from lightning_stream import Packing, StreamingDataset, read_position
 from recipes.data.text import TextData
 from recipes.models.gpt import GPT, LanguageModel, Perplexity
 
@@ -98,6 +99,31 @@ def test_a_resumed_run_ends_with_the_weights_and_metrics_of_an_unbroken_one(tmp_
     states = [torch.load(path, weights_only=True) for path in paths]
     assert states[0]["global_step"] == states[1]["global_step"] > 7
     assert all(torch.equal(value, states[1]["state_dict"][name]) for name, value in states[0]["state_dict"].items())
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_replay_with_dropout_ends_with_the_weights_of_a_run_that_never_had_a_document(tmp_path: Path) -> None:
+    settings = (*TINY, "data.pack_window=8", "data.num_canonical_nodes=1", "model.dropout=0.2")
+    settings = (*settings, "callbacks.last.every_n_train_steps=4", "callbacks.last.save_top_k=-1")
+    whole = train(tmp_path / "whole", *settings)
+    files = sorted((tmp_path / "whole" / "checkpoints").glob("*step=*.ckpt"))
+    shards = Path(whole["paths"]["shards"]) / "train"
+    dataset = StreamingDataset(
+        local=shards, shuffle=True, shuffle_seed=1, num_canonical_nodes=1, pack=Packing(row_length=64, window=8)
+    )
+    states = [read_position(file) for file in files]
+    plans = {number: dataset.plan_replay([number], states) for number in range(dataset.size)}
+    late = max(plans, key=lambda number: plans[number].position or 0)  # about 1 % of the documents
+    checkpoint = plans[late].checkpoint
+    assert checkpoint is not None
+    assert states[checkpoint]["position"] > 0
+    forget = f"data.forget=[{late}]"
+    train(tmp_path / "again", *settings, forget, f'ckpt_path="{files[checkpoint]}"')
+    train(tmp_path / "never", *settings, forget)
+    paths = [tmp_path / name / "checkpoints" / "last.ckpt" for name in ("whole", "again", "never")]
+    first, again, never = (torch.load(path, weights_only=True)["state_dict"] for path in paths)
+    assert all(torch.equal(value, never[name]) for name, value in again.items())
+    assert not all(torch.equal(value, never[name]) for name, value in first.items())
 
 
 def test_a_gpt_learns_from_a_mixture(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync")
 pytest.importorskip("torchvision", reason="the recipes need torchvision: uv sync")
 from support.recipe_runs import ROOT
 
-from recipes.proofs import exact_evaluation
+from recipes.proofs import exact_evaluation, packed_rows
 from recipes.proofs.device_counts import Step, compare, read_steps
 
 ONE, TWO, THREE = Step(1, 0, (1, 2), 2.0), Step(2, 0, (3, 4), 1.0), Step(3, 0, (5, 6), 0.5)
@@ -72,3 +72,18 @@ def test_an_accuracy_is_the_same_on_one_two_and_three_processes(capsys: pytest.C
     rows = [line.split() for line in printed.splitlines()[1:4]]
     assert {tuple(row[1:5]) for row in rows} == {("94", "of", "103", "0.912621359223301")}
     assert len({row[5] for row in rows}) == 3  # the mean of the processes' accuracies
+
+
+@pytest.mark.slow
+def test_packed_rows_and_blocks_are_compared_after_as_many_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--out", str(tmp_path), "--steps", "3", "--seeds", "1"]
+    assert packed_rows.main([*small, "--tolerance", "9"]) == 0
+    printed = capsys.readouterr().out
+    tokens = [int(one.replace(",", "")) for one in re.findall(r"seed \d, .*: ([\d,]+) tokens", printed)]
+    assert len(tokens) == 2
+    assert max(tokens) == 3 * 16 * 128
+    assert min(tokens) > 0.98 * max(tokens)
+    assert packed_rows.main([*small, "--tolerance", "-9"]) == 1
+    assert re.search(r"\nblocks +\d\.\d+ \(\d\.\d+ to \d\.\d+\) +\d\.\d+", capsys.readouterr().out)

@@ -28,21 +28,27 @@ _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"
 
 def launch(out: Path, shards: Path, world: int, launcher: str = "composer", **options: Any) -> int:
     """Run one link of a chain to its end; the exit code."""
+    argument = json.dumps({"shards": str(shards), "out": str(out), **options})
+    done = run_module("support.composer_worker", [argument], world, launcher)
+    if "stop_at" not in options:
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    return done.returncode
+
+
+def run_module(module: str, arguments: list[str], world: int, launcher: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m module`` in so many processes, started by ``"composer"`` or ``"torchrun"``."""
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
     env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "FSDP_VERSION": "2"}
-    argument = json.dumps({"shards": str(shards), "out": str(out), **options})
-    program = ["-m", "support.composer_worker", argument]
+    program = ["-m", module, *arguments]
     if world > 1 and launcher == "composer":
         start = ["-m", "composer.cli", "-n", str(world), "--master_port", str(_free_port())]
         program = [*start, "-m", *program[1:]]
     elif world > 1:
         start = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={_free_port()}"]
         program = [*start, *program]
-    done = subprocess.run([sys.executable, *program], env=env, capture_output=True, text=True, timeout=900, check=False)
-    if "stop_at" not in options:
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    return done.returncode
+    command = [sys.executable, *program]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
 
 
 def _free_port() -> int:

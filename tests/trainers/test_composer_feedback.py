@@ -90,3 +90,8 @@ def test_weights_follow_a_metric_and_a_stopped_run_repeats_them(mix: Path, tmp_p
     assert {**first, **rest} == wanted
     again = Schedule.from_state(state["order"]["schedule"])
     assert fit(mix, tmp_path / "again", STEPS, feedback=False, schedule=again)[0] == wanted
+
+
+def test_a_dataset_without_a_schedule_is_refused_before_training(mix: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Only a mixture with a schedule can change"):
+        fit(mix, tmp_path, 4, schedule=None)

@@ -12,10 +12,19 @@ from torch.utils.data import default_collate
 
 pytest.importorskip("composer", reason="Composer is not installed: uv sync --no-dev --extra composer")
 
-from composer import Trainer
+from composer import Callback, Trainer
 from composer.models import ComposerModel
 
-from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset, data_spec
+from lightning_stream import (
+    MDSWriter,
+    Packing,
+    Schedule,
+    Stream,
+    StreamingDataLoader,
+    StreamingDataset,
+    World,
+    data_spec,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Cannot split tensor")
 PACK = {"pack": Packing(row_length=64, window=50, labels=True)}
@@ -111,3 +120,74 @@ def test_a_bare_loader_is_trained_to_the_ends_too(
 
 def test_a_subset_of_each_epoch_is_kept(folder: str, tmp_path: Path) -> None:
     assert fit(folder, tmp_path, PACK, train_subset_num_batches=5)[1] == 15
+
+
+class Clock(Callback):  # type: ignore[misc]
+    """The trainer's count of tokens after each step."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        self.tokens.append(int(state.timestamp.token))
+
+
+def test_the_clock_counts_tokens_without_padding_also_after_a_resume_and_in_micro_batches(
+    folder: str, tmp_path: Path
+) -> None:
+    rows, _ = fit(folder, tmp_path / "whole", PACK, max_duration="21ba")
+    wanted = np.cumsum([np.count_nonzero(rows[k : k + 12]) for k in range(0, 20 * 12, 12)])
+    clocks = [Clock(), Clock()]
+    fit(folder, tmp_path / "a", PACK, max_duration="12ba", callbacks=clocks[:1], device_train_microbatch_size=5)
+    last = f"{wanted[19]}tok"
+    resumed = str(tmp_path / "a" / "step-12.pt")
+    _, steps = fit(folder, tmp_path / "b", PACK, resumed, max_duration=last, callbacks=clocks[1:])
+    assert steps == 20
+    assert clocks[0].tokens + clocks[1].tokens == wanted[:20].tolist()
+
+
+class Change(Callback):  # type: ignore[misc]
+    """Changes the mixture, so that the epoch has more rows."""
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        if int(state.timestamp.batch) == 5:
+            state.train_dataloader.change_mixture({"long": 1})
+
+
+def fit_mix(mix: Path, out: Path, steps: int, *callbacks: Any, schedule: Any = None) -> tuple[list[Any], Any]:
+    """The rows of a run up to this step, and its data state; resumes from `out` if that has a checkpoint."""
+    model, last = Model(), out / "last.pt"
+    trainer = Trainer(
+        model=model, train_dataloader=data_spec(mix_of(mix, schedule), global_batch_size=8), device="cpu",
+        optimizers=torch.optim.SGD(model.parameters(), lr=1e-3), max_duration=f"{steps}ba", progress_bar=False,
+        load_path=str(last) if last.exists() else None, callbacks=[*callbacks],
+    )  # fmt: skip
+    trainer.fit()
+    trainer.save_checkpoint(str(last))
+    state = trainer.state.train_dataloader.state_dict()
+    trainer.close()
+    return model.seen, state
+
+
+def mix_of(mix: Path, schedule: Any = None) -> StreamingDataset:
+    streams = [Stream(local=mix / name) for name in ("short", "long")]
+    schedule = schedule or Schedule([(0, {"short": 1})])
+    return StreamingDataset(streams=streams, shuffle=True, schedule=schedule, **PACK, epoch_size=400)
+
+
+def test_no_row_of_an_epoch_that_a_change_makes_longer_is_lost_also_after_a_resume(tmp_path: Path) -> None:
+    rng, mix = np.random.default_rng(0), tmp_path / "mix"
+    written: Any = {"columns": {"tokens": "ndarray:int32"}, "lengths": {"tokens": len}, "size_limit": 1 << 13}
+    for name, most in (("short", 30), ("long", 120)):
+        with MDSWriter(out=str(mix / name), **written) as writer:
+            for size in rng.integers(1, most, 200):
+                writer.write({"tokens": rng.integers(1, 100, size).astype(np.int32)})
+    rows, state = fit_mix(mix, tmp_path / "whole", 60, Change())
+    again = Schedule.from_state(state["order"]["schedule"])
+    before, end = (StreamingDataLoader(mix_of(mix, one), 8, world=World()).num_batches(0) for one in (None, again))
+    assert 10 < before < end < 60, "the test needs an epoch that becomes longer"
+    assert fit_mix(mix, tmp_path / "again", 60, schedule=again) == (rows, state)
+    for stop in (5, before, before + 1, end):
+        first, _ = fit_mix(mix, tmp_path / str(stop), stop, Change())
+        rest, last = fit_mix(mix, tmp_path / str(stop), 60)
+        assert (first + rest, last) == (rows, state), stop

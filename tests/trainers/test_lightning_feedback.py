@@ -145,6 +145,16 @@ def test_an_epoch_is_shorter_where_all_streams_have_ended(folder: Path, tmp_path
     assert verify_delivery(tmp_path, dataset).first_difference is None
 
 
+def test_a_dataset_without_a_schedule_is_refused_before_training(folder: Path) -> None:
+    dataset = StreamingDataset(streams=[Stream(local=folder / name) for name in ("web", "code")])
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    model, callbacks = Model(), [MixtureFeedback(lambda _: None)]
+    trainer = Trainer(max_epochs=1, accelerator="cpu", callbacks=callbacks, **quiet)
+    with pytest.raises(ValueError, match="Only a mixture with a schedule can change"):
+        trainer.fit(model, StreamingDataLoader(dataset, 8))
+    assert not model.seen
+
+
 @pytest.mark.distributed
 def test_two_ranks_change_at_the_same_batch(folder: Path, tmp_path: Path, whole: Any) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}

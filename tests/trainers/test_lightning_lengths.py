@@ -12,9 +12,19 @@ import torch
 from torch.utils.data import default_collate
 
 L = pytest.importorskip("lightning")
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint  # noqa: E402
 
-from lightning_stream import MDSWriter, Packing, StreamingDataModule, StreamingDataset  # noqa: E402
+from lightning_stream import (  # noqa: E402
+    MDSWriter,
+    Packing,
+    RunMonitor,
+    Schedule,
+    Stream,
+    StreamingDataLoader,
+    StreamingDataModule,
+    StreamingDataset,
+    World,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed")
 PACK = {"pack": Packing(row_length=64, window=50, labels=True)}
@@ -107,3 +117,67 @@ def test_a_limit_and_a_share_of_the_epoch_hold_in_every_epoch(folder: str, tmp_p
     assert fit(folder, tmp_path, PACK, limit_train_batches=5, max_epochs=2)[1].global_step == 10
     _, trainer = fit(folder, tmp_path, PACK, limit_train_batches=0.5, val_check_interval=0.5, max_epochs=2)
     assert trainer.global_step == sum(trainer.train_dataloader.num_batches(epoch) // 2 for epoch in range(2))
+
+
+def test_the_monitor_counts_the_tokens_of_rows_without_padding(folder: str) -> None:
+    dataset, monitor = StreamingDataset(local=folder, shuffle=True, **PACK), RunMonitor()
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[monitor], log_every_n_steps=5, **quiet)
+    val = StreamingDataLoader(StreamingDataset(local=folder, **PACK), 12, evaluation=True)
+    trainer.fit(Model(), StreamingDataLoader(dataset, 12), val)
+    assert monitor.num_tokens == int(dataset.lengths("tokens").sum())
+    assert float(trainer.callback_metrics["data/tokens_per_s"]) > float(trainer.callback_metrics["data/samples_per_s"])
+
+
+# A mixture that changes while training: its epochs have as many documents as before, but more rows
+
+
+@pytest.fixture(scope="module")
+def mix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng, root = np.random.default_rng(0), tmp_path_factory.mktemp("mix")
+    written: Any = {"columns": {"tokens": "ndarray:int32"}, "lengths": {"tokens": len}, "size_limit": 1 << 13}
+    for name, most in (("short", 30), ("long", 120)):
+        with MDSWriter(out=str(root / name), **written) as writer:
+            for size in rng.integers(1, most, 200):
+                writer.write({"tokens": rng.integers(1, 100, size).astype(np.int32)})
+    return root
+
+
+class Change(Callback):  # type: ignore[misc]
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 5:
+            trainer.train_dataloader.change_mixture({"long": 1}, after_steps=2)
+
+
+def mix_of(mix: Path, schedule: Any = None) -> StreamingDataset:
+    streams = [Stream(local=mix / name) for name in ("short", "long")]
+    schedule = schedule or Schedule([(0, {"short": 1})])
+    return StreamingDataset(streams=streams, shuffle=True, schedule=schedule, **PACK, epoch_size=400)
+
+
+def fit_mix(mix: Path, out: Path, steps: int, *callbacks: Any, schedule: Any = None) -> tuple[list[Any], Any]:
+    """The rows of a run up to this step, and its data state; resumes from `out` if that has a checkpoint."""
+    dataset = mix_of(mix, schedule)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "num_sanity_val_steps": 0}
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=steps, callbacks=[*callbacks], **quiet)
+    model, last = Model(), out / "last.ckpt"
+    data = StreamingDataModule(train=dataset, val={"local": str(mix / "long"), **PACK}, global_batch_size=8)
+    trainer.fit(model, datamodule=data, ckpt_path=str(last) if last.exists() else None)
+    trainer.save_checkpoint(last)
+    return [row for rows in model.seen.values() for row in rows], trainer.train_dataloader.state_dict()
+
+
+def test_an_epoch_that_a_change_makes_longer_is_trained_to_its_end_also_after_a_resume(
+    mix: Path, tmp_path: Path
+) -> None:
+    plain, _ = fit_mix(mix, tmp_path / "plain", 60)
+    rows, state = fit_mix(mix, tmp_path / "whole", 60, Change())
+    assert rows != plain
+    again = Schedule.from_state(state["order"]["schedule"])
+    before, end = (StreamingDataLoader(mix_of(mix, one), 8, world=World()).num_batches(0) for one in (None, again))
+    assert 10 < before < end < 60, "the test needs an epoch that becomes longer"
+    assert fit_mix(mix, tmp_path / "again", 60, schedule=again) == (rows, state)
+    for stop in (5, before + 1, end):
+        first, _ = fit_mix(mix, tmp_path / str(stop), stop, Change())
+        rest, last = fit_mix(mix, tmp_path / str(stop), 60)
+        assert (first + rest, last) == (rows, state), stop

@@ -114,7 +114,7 @@ class BatchPlan:
         return (*ends[:-2], border, ends[-1])
 
     def is_whole(self, k: int) -> bool:
-        """Whether global batch ``k`` has exactly B samples, and no tail changes it. Cheap far from the epoch's end."""
+        """Whether global batch ``k`` has the regular size, and no tail changes it. Cheap far from the epoch's end."""
         margin = self.world.num_replicas if self.tail == "exact" else 0
         return self.order.reaches(self.start + (k + 1) * self.batch_size + margin) or k < self.num_whole_batches
 
@@ -171,10 +171,9 @@ class BatchPlan:
         """As :meth:`share` of each, ascending, but full ones are planned together: 16 of 1024 in 60 % of the time."""
         for k in (*ks[:1], *ks[-1:]):
             self.bounds(k)
-        if len(ks) < 2 or not self.order.splits_samples:
-            return [self.share(k) for k in ks]
-        count = bisect_left(ks, self.num_whole_batches)
-        if count < 2 or self.balance is not None:
+        together = len(ks) > 1 and self.order.splits_samples and self.balance is None
+        count = bisect_left(ks, self.num_whole_batches) if together else 0
+        if count < 2:
             return [self.share(k) for k in ks]
         size, replicas, replica = self.batch_size, self.world.num_replicas, self.world.replica
         first, end = self.start + ks[0] * size, self.start + (ks[count - 1] + 1) * size
@@ -239,7 +238,7 @@ class EpochOrder(ABC):
     fixes: ClassVar[Mapping[str, str]] = {}
     # Whether every global batch holds samples of several streams, each in an order of its own.
     mixes_streams: ClassVar[bool] = False
-    # Whether a whole global batch is grouped by canonical node and split over the replicas sample by sample.
+    # Whether global batches of B samples are grouped by canonical node and split over the replicas one by one.
     splits_samples: ClassVar[bool] = True
     can_be_packed: ClassVar[bool] = True  # whether its samples can be packed into rows
     can_be_balanced: ClassVar[bool] = True  # whether costs may decide which replica gets which sample
@@ -258,6 +257,11 @@ class EpochOrder(ABC):
     def documents(self) -> EpochOrder:
         """The order of samples: this one, unless they are packed into rows."""
         return self
+
+    @property
+    def drawn(self) -> EpochOrder:
+        """The order below, where samples are packed or rearranged in windows; else this one."""
+        return self.documents
 
     @classmethod
     def shard_groups(cls, snapshot: Snapshot) -> Sequence[NDArray[np.int64]]:
@@ -302,7 +306,7 @@ class EpochOrder(ABC):
         raise TypeError("Only packed rows have alternatives.")
 
     def sequences(self, least: int) -> Sequence[Samples]:  # noqa: ARG002
-        """The sequences that are packed apart, of at least so many samples each if there is more than one."""
+        """The sequences that are packed separately, of at least so many samples each if there are several."""
         return [self]
 
     def batches_before(self, position: int) -> int | None:  # noqa: ARG002
@@ -310,7 +314,7 @@ class EpochOrder(ABC):
         return None
 
     def settled(self, position: int) -> int:
-        """The first sample that may change without a change of what comes before a position."""
+        """The first position of :attr:`drawn` that changes nothing before a position of this order."""
         return position
 
     def landmark(self, position: int) -> Landmark | None:  # noqa: ARG002

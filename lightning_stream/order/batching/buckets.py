@@ -2,7 +2,7 @@
 
 Padding a batch to its longest sample is cheap if all are about as long. Window w has the positions [wW, (w+1)W) of the
 order below. Its samples are sorted by length and divided over its global batches, which keep a random order. Every
-position keeps its canonical node and its stream: machines read what they read without, and mixtures stay exact.
+position keeps its canonical node and its stream: machines read the same shards as without, and mixtures stay exact.
 
     lengths in the order below   9 2 7 3 | 8 1 2 9 | 3 8 1 7     a window of three batches
     sorted, in batches           1 1 2 2 | 3 3 7 7 | 8 8 9 9
@@ -15,7 +15,7 @@ if all are padded to the longest one.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.batching.base import BatchPlan, EpochOrder
-from lightning_stream.order.batching.packed import Landmark
+from lightning_stream.order.batching.packed import Landmark, WindowCounts
 from lightning_stream.order.permutation import RngStream, permutation
-from lightning_stream.order.rank_split import ReplicaBatch, ceil_div
+from lightning_stream.order.rank_split import ceil_div
 from lightning_stream.order.rules import TEXT, Rule, broken, count
 from lightning_stream.order.window import kept
 
@@ -42,7 +42,7 @@ _MOST = 2**31 - 1
 
 @dataclass(frozen=True)
 class LengthBuckets:
-    """How samples of similar lengths come together. Make one with :meth:`resolved`, which chooses what is left open.
+    """How samples of similar lengths come together. Make one with :meth:`resolved`, which chooses what is None.
 
     Args:
         window: W, samples that are sorted by length together, a multiple of ``batch_size``.
@@ -81,7 +81,7 @@ class LengthBuckets:
         digest: str = "",
         resumed: LengthBuckets | None = None,
     ) -> LengthBuckets:
-        """Choose what was left open, from the data and the run's first start alone.
+        """Choose what is None, from the data and the run's first start alone.
 
         Args:
             lengths: Those of all samples: 1-d.
@@ -137,7 +137,7 @@ class BucketOrder(EpochOrder):
     Args:
         run: The order of the run, which has the lengths.
         samples: The order whose windows are rearranged.
-        buckets: How.
+        buckets: How they are rearranged.
     """
 
     def __init__(self, run: RunOrder, samples: EpochOrder, buckets: LengthBuckets) -> None:
@@ -161,6 +161,10 @@ class BucketOrder(EpochOrder):
         for number in range(begin // size, ceil_div(end, size)):
             first = number * size
             yield self.window(number), slice(max(begin - first, 0), end - first)
+
+    @property
+    def drawn(self) -> EpochOrder:
+        return self._samples
 
     def settled(self, position: int) -> int:
         return min(ceil_div(position, self._buckets.window) * self._buckets.window, self.num_samples)
@@ -199,22 +203,27 @@ class BucketOrder(EpochOrder):
 
 
 class BudgetPlan(BatchPlan):
-    """The global batches of a `BudgetOrder`: found window by window, as far as they are asked for."""
+    """The global batches of a `BudgetOrder`: counted window by window, as far as they are asked for."""
 
     order: BudgetOrder
     must_divide = False
 
     @cached_property
-    def _found(self) -> list[int]:
-        """The borders of the batches, as far as they are known."""
-        return [self.start]
+    def _counts(self) -> tuple[WindowCounts, int]:
+        """What counts the batches from the start's window on, and how many of these end at or before the start."""
+        window = self.order.window_of(self.start)
+        counts = WindowCounts(self.order.num_windows, self.order.num_batches)
+        counts.learn(window, 0, self.order.num_batches(window))
+        return counts, bisect_right(self.order.ends(window), self.start)
 
-    def _reach(self, k: int) -> bool:
-        """Whether there is a batch ``k``. Plans windows until that is known."""
-        found = self._found
-        while len(found) <= k + 1 and found[-1] < self._last:
-            found += self.order.ends_after(found[-1])
-        return k + 1 < len(found) and found[k + 1] <= self._last
+    def _end_of(self, k: int) -> int | None:
+        """The position behind batch ``k``; None if there is no such batch. Plans windows until that is known."""
+        counts, done = self._counts
+        window, before, behind = counts.find(done + k)
+        if before == behind:
+            return None
+        end = self.order.ends(window)[done + k - before]
+        return end if end <= self._last else None
 
     @property
     def _last(self) -> int:
@@ -223,26 +232,23 @@ class BudgetPlan(BatchPlan):
         return total - total % self.batch_size if self.tail == "drop" else total
 
     def is_whole(self, k: int) -> bool:
-        return self._reach(k)
-
-    def has(self, k: int) -> bool:
-        return self._reach(k)
+        return self._end_of(k) is not None
 
     def _cut(self) -> tuple[int, tuple[int, ...]]:
-        self._reach(self.order.num_samples)
-        return bisect_right(self._found, self._last) - 1, ()
+        counts, done = self._counts
+        count = counts.before(self.order.num_windows) - done
+        return count - (count > 0 and self._last < self.order.num_samples), ()
 
     @property
     def end(self) -> int:
         return max(self.start, self._last)
 
     def bounds(self, k: int) -> tuple[int, int]:
-        if k < 0 or not self._reach(k):
+        if k < 0 or (end := self._end_of(k)) is None:
             raise ValueError(f"Global batches count from 0 to {self.num_batches - 1} here; found {k}.")
-        return self._found[k], self._found[k + 1]
-
-    def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:
-        return [self.share(k) for k in ks]
+        begin = self._end_of(k - 1) if k else self.start
+        assert begin is not None
+        return begin, end
 
     def num_micro_batches(self, k: int, device_batch_size: int) -> int:  # noqa: ARG002
         return max(1, ceil_div(ceil_div(self.batch_size, self.world.num_replicas), device_batch_size))
@@ -251,15 +257,16 @@ class BudgetPlan(BatchPlan):
 class BudgetOrder(BucketOrder):
     """An epoch whose global batches have as many samples of similar lengths as a budget of tokens has room for.
 
-    Batches have whole multiples of ``batch_size`` samples; at the end of the epoch, one may have a rest.
+    The sizes of batches are multiples of ``batch_size``, except for the last one of the epoch.
     """
 
     plan_type = BudgetPlan
+    splits_samples = False  # no two batches need have one size
 
     def __init__(self, run: RunOrder, samples: EpochOrder, buckets: LengthBuckets) -> None:
         super().__init__(run, samples, buckets)
         self.full_end = self.num_samples
-        self._base, self._counts = 0, [0]  # batches before this window, and each behind it, as far as they were counted
+        self._counts = WindowCounts(self.num_windows, self.num_batches)
 
     def _plan(self, number: int) -> _Window:
         begin, end = self._bounds(number)
@@ -275,10 +282,10 @@ class BudgetOrder(BucketOrder):
             room = self._room(int(longest[edges[-1]]))
             edges.append(edges[-1] + min(room, left // multiple * multiple or left))
         batches = np.split(np.arange(len(ids)), edges[1:-1])
-        rest = [batches.pop()] if len(ids) % multiple else []  # it stays the last of the epoch
+        rest = [batches.pop()] if len(ids) % multiple else []  # the last batch of the epoch
         batches = [batches[at] for at in self._turns(number, len(batches)).tolist()] + rest
         order = np.concatenate(batches)
-        return _Window(ids[order], nodes[order], tuple(np.cumsum([len(one) for one in batches]).tolist()))
+        return _Window(ids[order], nodes[order], tuple((begin + np.cumsum([len(one) for one in batches])).tolist()))
 
     def _room(self, longest: int) -> int:
         """Samples of a batch whose longest has so many tokens."""
@@ -289,35 +296,34 @@ class BudgetOrder(BucketOrder):
     @property
     def samples_per_position(self) -> int:  # type: ignore[override]
         """Batches have about so many times ``batch_size`` samples."""
-        ends = self.window(0).ends if self.num_windows else ()
+        ends = self.ends(0)
         return max(1, ends[-1] // len(ends) // self._buckets.batch_size) if ends else 1
 
-    def ends_after(self, position: int) -> list[int]:
-        """The ends of the batches of a position's window that lie behind it."""
-        number, inside = divmod(position, self._buckets.window)
-        ends = self.window(number).ends
-        return [number * self._buckets.window + end for end in ends[bisect_right(ends, inside) :]]
+    def window_of(self, position: int) -> int:
+        """The window of a position; behind the last one, the number of all windows."""
+        return position // self._buckets.window
+
+    def ends(self, window: int) -> tuple[int, ...]:
+        """The positions behind the batches of a window; none if there is no such window."""
+        return self.window(window).ends if window < self.num_windows else ()
+
+    def num_batches(self, window: int) -> int:
+        """Batches of a window."""
+        return len(self.ends(window))
 
     def batches_before(self, position: int) -> int:
         """Global batches from the epoch's begin that end at or before a position. Counts those of windows before it."""
-        number, inside = divmod(position, self._buckets.window)
-        if number < self._base:
-            self._base, self._counts = 0, [0]
-        while number >= self._base + len(self._counts):
-            behind = self._base + len(self._counts) - 1
-            self._counts.append(self._counts[-1] + len(self.window(behind).ends))
-        here = bisect_right(self.window(number).ends, inside) if inside else 0
-        return self._counts[number - self._base] + here
+        window = self.window_of(position)
+        inside = bisect_right(self.ends(window), position) if position % self._buckets.window else 0
+        return self._counts.before(window) + inside
 
     def landmark(self, position: int) -> Landmark:
         """What a state holds, so that a resume need not count the batches before it."""
-        window = position // self._buckets.window
-        before = self.batches_before(window * self._buckets.window)
-        return Landmark(self.epoch, ((window, before, before),) if window else ())
+        window = self.window_of(position)
+        before, behind = (self._counts.before(at) for at in (window, min(window + 1, self.num_windows)))
+        return Landmark(self.epoch, ((window, before, behind),) if window else ())
 
     def learn(self, landmark: Landmark) -> None:
         """Count batches from a landmark of this epoch, unless more is known already."""
         if landmark.epoch == self.epoch and len(landmark.windows) == 1:
-            window, before, _ = landmark.windows[0]
-            if self._base + len(self._counts) <= window <= self.num_windows:
-                self._base, self._counts = window, [before]
+            self._counts.learn(*landmark.windows[0])

@@ -43,19 +43,24 @@ class InterleavedOrder(EpochOrder):
         self.stretch_length = length = self.stretch_length_of(run.config)
         streams = range(run.snapshot.num_streams)
         self._samples: Sequence[SampleOrder | OwnEpochs]
-        self._interleave: Interleave | ScheduledStretches
+        self._interleave: Interleave | Mixture
         if run.config.schedule is None:
             self._samples = drawn = [run.sample_order(epoch, (stream,), stream) for stream in streams]
             sizes = np.array([one.num_samples for one in drawn], dtype=np.int64)
             self._stretches, remainder = np.divmod(sizes, length)
             self.full_end = int(self._stretches.sum()) * length
             seed = run.config.seed if self.jitter and run.config.shuffle else None
-            self._interleave = Interleave(self._stretches, epoch, seed)
+            self._interleave, self._first = Interleave(self._stretches, epoch, seed), 0
         else:
-            self._samples = [OwnEpochs(run, stream) for stream in streams]
-            self._interleave = ScheduledStretches(run.mixture, epoch * run.num_samples // length)
-            self._stretches = remainder = np.zeros(len(streams), dtype=np.int64)
-            self.full_end = self.num_samples = min(run.num_samples, self._interleave.left(run.num_samples) * length)
+            self._interleave, most = run.mixture, run.num_samples // length
+            self._first = epoch * most  # the stretches of the run before this epoch
+            end = self._first + most if run.mixture.end is None else min(self._first + most, run.mixture.end)
+            self.full_end = self.num_samples = max(0, end - self._first) * length
+            # In a stream's own sequence, the epoch has the stretches from `begins` up to `_stretches`.
+            begins, self._stretches = run.mixture.ends(self._first), run.mixture.ends(max(end, self._first))
+            bounds = zip((begins * length).tolist(), (self._stretches * length).tolist(), strict=True)
+            self._samples = [OwnEpochs(run, stream, *one) for stream, one in zip(streams, bounds, strict=True)]
+            remainder = np.zeros(len(streams), dtype=np.int64)
         self._remainder_streams = np.flatnonzero(remainder)
         self.remainder_ends = self.full_end + np.cumsum(remainder[self._remainder_streams])
         self._last: tuple[int, int, NDArray[np.int64], NDArray[np.int64]] | None = None
@@ -75,16 +80,16 @@ class InterleavedOrder(EpochOrder):
 
     def positions(self, sample_id: int) -> list[int]:
         stream = int(self._snapshot.streams_of(np.array([sample_id]))[0])
-        samples, merged = self._samples[stream], self._interleave
-        if isinstance(samples, OwnEpochs) or isinstance(merged, ScheduledStretches):
-            return super().positions(sample_id)
-        return sorted(self._position_of(merged, stream, index) for index in samples.positions(sample_id))
+        found = (self._position_of(stream, index) for index in self._samples[stream].positions(sample_id))
+        return sorted(at for at in found if at is not None)
 
-    def _position_of(self, merged: Interleave, stream: int, index: int) -> int:
-        """The inverse of :meth:`locate`."""
+    def _position_of(self, stream: int, index: int) -> int | None:
+        """The inverse of :meth:`locate`; None for an index that a mixture skips."""
         stretch, inside = divmod(index, self.stretch_length)
         if stretch < self._stretches[stream]:
-            return merged.find(stream, stretch) * self.stretch_length + inside
+            end = self._first + self.full_end // self.stretch_length
+            place = self._interleave.find(stream, stretch, self._first, end)
+            return None if place is None else (place - self._first) * self.stretch_length + inside
         entry = int(np.searchsorted(self._remainder_streams, stream))
         begin = int(self.remainder_ends[entry - 1]) if entry else self.full_end
         return begin + index - int(self._stretches[stream]) * self.stretch_length
@@ -97,7 +102,7 @@ class InterleavedOrder(EpochOrder):
         length, stop = self.stretch_length, min(end, self.full_end)
         found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
         if begin < stop:
-            stream, index = self._interleave.read(begin // length, -(-stop // length))
+            stream, index = self._interleave.read(self._first + begin // length, self._first + ceil_div(stop, length))
             if length > 1:
                 at = np.arange(begin, stop)
                 which = at // length - begin // length
@@ -271,41 +276,38 @@ def split_blocks(
 
 
 class OwnEpochs:
-    """A stream's own endless sequence: sample n is at position n mod size of its own epoch n // size."""
+    """A stream's own endless sequence: sample n is at position n mod size of its own epoch n // size.
 
-    def __init__(self, run: RunOrder, stream: int) -> None:
-        self._run, self._stream = run, stream
+    [begin, end) are the numbers that one epoch of the run has of it.
+    """
+
+    def __init__(self, run: RunOrder, stream: int, begin: int, end: int) -> None:
+        self._run, self._stream, self._bounds = run, stream, (begin, end)
         self._size = int(run.snapshot.stream_samples[stream])
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
         """Sample ids at numbers [begin, end)."""
-        return np.concatenate([order.ids(first, stop) for order, first, stop in self._parts(begin, end)])
+        return np.concatenate([order.ids(first, stop) for order, first, stop, _ in self._parts(begin, end)])
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         """The canonical node of each number in [begin, end)."""
-        return np.concatenate([order.canonical(first, stop) for order, first, stop in self._parts(begin, end)])
+        return np.concatenate([order.canonical(first, stop) for order, first, stop, _ in self._parts(begin, end)])
 
-    def _parts(self, begin: int, end: int) -> Iterator[tuple[SampleOrder, int, int]]:
-        for epoch in range(begin // self._size, (end - 1) // self._size + 1):
-            first = epoch * self._size
+    def positions(self, sample_id: int) -> list[int]:
+        """All numbers of a sample in the epoch of the run."""
+        return [
+            before + at
+            for order, first, stop, before in self._parts(*self._bounds)
+            for at in order.positions(sample_id)
+            if first <= at < stop
+        ]
+
+    def _parts(self, begin: int, end: int) -> Iterator[tuple[SampleOrder, int, int, int]]:
+        """The own epochs of [begin, end): the order of each, its positions [first, stop), and the numbers before it."""
+        for epoch in range(begin // self._size, -(-end // self._size)):
+            before = epoch * self._size
             order = self._run.own_epoch(epoch, self._stream)
-            yield order, max(begin - first, 0), min(end - first, self._size)
-
-
-class ScheduledStretches:
-    """The stretches of one epoch of a scheduled mixture, which began ``first`` stretches before."""
-
-    def __init__(self, mixture: Mixture, first: int) -> None:
-        self._mixture, self._first = mixture, first
-
-    def left(self, most: int) -> int:
-        """How many stretches, of ``most``, the mixture has from here on."""
-        end = self._mixture.end
-        return most if end is None else max(0, min(most, end - self._first))
-
-    def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For stretches [begin, end) of the epoch: the stream of each, and its number in that stream's sequence."""
-        return self._mixture.read(self._first + begin, self._first + end)
+            yield order, max(begin - before, 0), min(end - before, self._size), before
 
 
 class Interleave:
@@ -331,12 +333,12 @@ class Interleave:
         order = order[skipped : skipped + end - begin]
         return sequence[order], index[order]
 
-    def find(self, sequence: int, index: int) -> int:
-        """The number in the merge of this entry of a sequence: near its key times the total, see :meth:`_bounds`."""
+    def find(self, sequence: int, index: int, begin: int, end: int) -> int:
+        """The entry in [begin, end) that has this index of a sequence: near its key times the total, see `_bounds`."""
         key = float(self._keys(np.array([sequence]), np.array([index]))[0])
         near, margin = int(key * self._total), len(self._lengths) + 2
-        begin = max(near - margin, 0)
-        sequences, indices = self.read(begin, min(near + margin, self._total))
+        begin = max(near - margin, begin)
+        sequences, indices = self.read(begin, min(near + margin, end))
         return begin + int(np.flatnonzero((sequences == sequence) & (indices == index))[0])
 
     def _bounds(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -9,20 +9,23 @@ nodes, and every machine would download all the data.
     sequence 0   a0 a1 a2 a3 a4          position   0  1  2  3  4  5  6  7  8  9 10
     sequence 1   b0 b1 b2 b3 b4 b5       row       a0 b0 a1 b1 a2 b2 a3 b3 a4 b4 b5
 
-How many rows a window has is known once it was planned. So rows are counted from the beginning of the epoch, or from a
-`Landmark` that a state holds.
+The number of rows of a window is known once it is planned. So rows are counted from the beginning of the epoch, or from
+a `Landmark` that a state holds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.errors import StateError
 from lightning_stream.order.batching.base import EpochOrder
-from lightning_stream.order.packing import PackedRows, RowPacking, RowSpans, pack_window
+from lightning_stream.order.packing import RowPacking, RowSpans, pack_window
 from lightning_stream.order.permutation import RngStream, permutation, random_u64
 from lightning_stream.order.rank_split import ceil_div
 from lightning_stream.order.window import kept
@@ -39,9 +42,9 @@ _DOCUMENTS_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class Landmark:
-    """What is known of an epoch's rows: for each sequence a window, and the sequence's rows before it and behind it.
+    """What a state holds of an epoch's rows: for each sequence a window, and the rows before it and before the next.
 
-    () is the beginning of the epoch.
+    With a budget of tokens there is one sequence, and batches are counted. () is the beginning of the epoch.
     """
 
     epoch: int = 0
@@ -68,11 +71,66 @@ class Samples(Protocol):
         """Sample ids at positions [begin, end)."""
 
 
-class _Window(NamedTuple):
-    """A planned window: the sample id of each document, and the rows, permuted."""
+class WindowCounts:
+    """How many rows or batches come before each window, counted window by window as far as they are asked for.
 
-    ids: NDArray[np.int64]
-    rows: PackedRows
+    Threads may share it: what a window has never changes, so a number that two of them write stays the same.
+
+    Args:
+        num_windows: All of them.
+        count_in: How many a window has.
+    """
+
+    def __init__(self, num_windows: int, count_in: Callable[[int], int]) -> None:
+        self.num_windows, self._count_in = num_windows, count_in
+        self._known: tuple[int, list[int]] = (0, [0])  # a window, and the count before it and before each later one
+
+    @property
+    def counted(self) -> int:
+        """How many are known to exist."""
+        return self._known[1][-1]
+
+    def count(self, most: int) -> int:
+        """The smaller of ``most`` and the number of all: counts windows until that is known."""
+        return min(most, self._grown(self._known, most)[-1])
+
+    def before(self, window: int) -> int:
+        """How many come before a window."""
+        known = self._from(window < self._known[0])
+        while window - known[0] >= len(known[1]):
+            self._grown(known, known[1][-1] + 1)
+        return known[1][window - known[0]]
+
+    def find(self, number: int) -> tuple[int, int, int]:
+        """The window that has a number, the count before it, and that before the next; behind the last one, the end."""
+        known = self._from(number < self._known[1][0])
+        before = self._grown(known, number + 1)
+        at = bisect_right(before, number) - 1
+        return known[0] + at, before[at], before[min(at + 1, len(before) - 1)]
+
+    def learn(self, window: int, before: int, behind: int) -> None:
+        """Count from a window on, with so many before it and before the next one, unless more is known already.
+
+        If both numbers are equal, nothing is known about what is in the window.
+        """
+        base, known = self._known
+        if base + len(known) - 1 <= window <= self.num_windows:
+            self._known = window, [before, behind] if behind > before else [before]
+
+    def _from(self, is_before: bool) -> tuple[int, list[int]]:
+        """What is known. It is counted again from the beginning where something before the landmark is asked for."""
+        if is_before:
+            self._known = (0, [0])
+        return self._known
+
+    def _grown(self, known: tuple[int, list[int]], most: int) -> list[int]:
+        """Count windows until ``most`` or all are known."""
+        base, before = known
+        at = len(before)
+        while before[at - 1] < most and base + at <= self.num_windows:
+            before[at : at + 1] = [before[at - 1] + self._count_in(base + at - 1)]
+            at += 1
+        return before
 
 
 class PackedSequence:
@@ -89,95 +147,52 @@ class PackedSequence:
         self, samples: Samples, lengths: NDArray[np.integer], packing: RowPacking, key: tuple[int, ...] | None
     ) -> None:
         self._samples, self._lengths, self._packing, self._key = samples, lengths, packing, key
-        self.num_windows = ceil_div(samples.num_samples, packing.window)
-        self._windows: dict[int, _Window] = {}
-        self._base = 0  # the window from which rows were counted
-        self._firsts = [0]  # the rows before this window and each of those behind it, as far as they were counted
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether the number of all rows is known."""
-        return self._base + len(self._firsts) > self.num_windows
-
-    @property
-    def num_counted(self) -> int:
-        """Rows that were counted, from the first one of the epoch."""
-        return self._firsts[-1]
-
-    def count(self, rows: int) -> int:
-        """The smaller of ``rows`` and the number of all rows: plans windows until that is known."""
-        while self.num_counted < rows and not self.is_counted:
-            number = self._base + len(self._firsts) - 1
-            self._firsts.append(self._firsts[-1] + len(self._window(number).rows))
-        return min(rows, self.num_counted)
-
-    def learn(self, window: int, before: int, behind: int) -> None:
-        """Count on from a window with so many rows before it and behind it, unless more is known already."""
-        if behind > self.num_counted and window < self.num_windows:
-            self._base, self._firsts = window, [before, behind]
-        elif before > self.num_counted and window == self.num_windows:
-            self._base, self._firsts = window, [before]
-
-    def landmark(self, row: int) -> tuple[int, int, int]:
-        """The window of a row, the rows before it, and those before the next window; behind the last row, the end."""
-        self._reach(row)
-        self.count(row + 1)
-        at = min(int(np.searchsorted(self._firsts, row, side="right")), len(self._firsts)) - 1
-        return self._base + at, self._firsts[at], self._firsts[min(at + 1, len(self._firsts) - 1)]
+        self._windows: dict[int, RowSpans] = {}
+        self.counts = WindowCounts(ceil_div(samples.num_samples, packing.window), self._num_rows)
 
     def spans(self, rows: NDArray[np.int64]) -> RowSpans:
         """The spans of some rows of the sequence, int64[n], in this order."""
-        self._reach(int(rows.min()))
-        self.count(int(rows.max()) + 1)
-        at = np.searchsorted(self._firsts, rows, side="right") - 1
-        found, places = [], []
-        for here in np.unique(at).tolist():
-            place = np.flatnonzero(at == here)
-            ids, planned = self._window(self._base + here)
-            chosen = planned.take(rows[place] - self._firsts[here])
-            found.append(RowSpans(chosen.edges, ids[chosen.document], chosen.first, chosen.num_tokens))
-            places.append(place)
-        joined = RowSpans.joined(found)
-        return joined if len(found) == 1 else joined.take(np.argsort(np.concatenate(places)))
+        found, places, ordered = [], [], np.sort(rows)
+        while len(ordered):
+            window, before, behind = self.counts.find(int(ordered[0]))
+            planned = self.window(window)
+            if len(planned) != behind - before:
+                raise StateError(
+                    f"The landmark of a state must be of its order: window {window} has {len(planned)} rows, not "
+                    f"{behind - before}. The state is damaged; load another checkpoint."
+                )
+            places.append(np.flatnonzero((rows >= before) & (rows < behind)))
+            found.append(planned.take(rows[places[-1]] - before))
+            ordered = ordered[np.searchsorted(ordered, behind) :]
+        return RowSpans.joined(found, places)
 
-    def neighbours(self, row: int) -> RowSpans:
-        """All rows of the window of a row, but itself."""
-        window, first, _ = self.landmark(row)
-        count = len(self._window(window).rows)
-        return self.spans(np.delete(np.arange(first, first + count), row - first))
-
-    def rows_with(self, index: int) -> list[int]:
-        """The rows that hold the sample with this index in the sequence. Counts the rows of all windows before it."""
-        window, document = divmod(index, self._packing.window)
-        if window < self._base:
-            self._base, self._firsts = 0, [0]
-        while window >= self._base + len(self._firsts):
-            self.count(self.num_counted + 1)
-        planned = self._window(window).rows
-        rows = np.searchsorted(planned.edges, np.flatnonzero(planned.document == document), side="right") - 1
-        found: list[int] = (self._firsts[window - self._base] + rows).tolist()
+    def rows_with(self, sample_id: int, window: int) -> list[int]:
+        """The rows of a window that have a sample. Counts the rows of all windows before it."""
+        rows = self.window(window)
+        at = np.searchsorted(rows.edges, np.flatnonzero(rows.ids == sample_id), side="right") - 1
+        found: list[int] = (self.counts.before(window) + at).tolist()
         return found
 
-    def _reach(self, row: int) -> None:
-        """Count again from the beginning, if a row is before the landmark that the counting began at."""
-        if row < self._firsts[0]:
-            self._base, self._firsts = 0, [0]
-
-    def _window(self, number: int) -> _Window:
+    def window(self, number: int) -> RowSpans:
+        """The rows of a window, permuted; the last few windows are kept."""
         return kept(self._windows, number, self._plan, _KEPT_WINDOWS)
 
-    def _plan(self, number: int) -> _Window:
+    def _num_rows(self, window: int) -> int:
+        return len(self.window(window))
+
+    def _plan(self, number: int) -> RowSpans:
         packing, begin = self._packing, number * self._packing.window
         ids = self._samples.ids(begin, min(begin + packing.window, self._samples.num_samples))
         rows = pack_window(self._lengths[ids], packing.row_length, packing.long_documents)
+        rows = replace(rows, ids=ids[rows.ids])
         if self._key is not None:
             rows = rows.take(permutation(RngStream.ROWS, *self._key, number, size=len(rows)))
-        return _Window(ids, rows)
+        return rows
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """The positions from ``begin`` on, while these sequences give rows: each its row ``row`` first, then the next."""
+    """From position ``begin`` on, these sequences take turns: each gives its row ``row``, then each its next one."""
 
     begin: int
     row: int
@@ -229,23 +244,25 @@ class PackedOrder(EpochOrder):
     def _counted(self) -> int:
         """Positions that are known to exist."""
         turn = self._turns[-1]
-        counts = [self._sequences[number].num_counted - turn.row for number in turn.sequences]
+        counts = [self._sequences[number].counts.counted - turn.row for number in turn.sequences]
         return turn.begin + min(counts, default=0) * len(counts)
 
     def reaches(self, position: int) -> bool:
         """Whether there are so many rows. Plans windows of all sequences until that is known."""
+        at = len(self._turns) - 1
         while True:
-            turn = self._turns[-1]
+            turn = self._turns[at]
             if position <= turn.begin or not turn.sequences:
                 return position <= turn.begin
             wanted = turn.row + ceil_div(position - turn.begin, len(turn.sequences))
-            counts = [self._sequences[number].count(wanted) for number in turn.sequences]
+            counts = [self._sequences[number].counts.count(wanted) for number in turn.sequences]
             row = min(counts)
             if row == wanted:
                 return True
             begin = turn.begin + (row - turn.row) * len(counts)
             left = tuple(number for number, count in zip(turn.sequences, counts, strict=True) if count > row)
-            self._turns.append(_Turn(begin, row, left))
+            at += 1
+            self._turns[at : at + 1] = [_Turn(begin, row, left)]  # another thread may have added the same one
 
     def exists(self, position: int) -> bool:
         return self.reaches(position + 1)
@@ -266,7 +283,9 @@ class PackedOrder(EpochOrder):
         """What a state holds, so that a resume at this position plans few windows."""
         if not position:
             return Landmark(self.epoch)
-        windows = (one.landmark(row) for one, row in zip(self._sequences, self._used(position), strict=True))
+        found = [(row, one.counts.find(row)) for one, row in zip(self._sequences, self._used(position), strict=True)]
+        # A change of the mixture may still change the rows of a window that is not begun.
+        windows = ((number, before, before if row == before else behind) for row, (number, before, behind) in found)
         return Landmark(self.epoch, tuple(windows))
 
     def _used(self, position: int) -> list[int]:
@@ -274,7 +293,7 @@ class PackedOrder(EpochOrder):
         self.reaches(position)
         turn = next(one for one in reversed(self._turns) if one.begin <= position)
         rounds, place = divmod(position - turn.begin, max(1, len(turn.sequences)))
-        used = [one.num_counted for one in self._sequences]  # of those that have ended: all rows
+        used = [one.counts.counted for one in self._sequences]  # of those that have ended: all rows
         for number, sequence in enumerate(turn.sequences):
             used[sequence] = turn.row + rounds + (number < place)
         return used
@@ -283,7 +302,7 @@ class PackedOrder(EpochOrder):
         """The end of all windows that a row before the position is of."""
         begun = []
         for one, row in zip(self._sequences, self._used(position), strict=True):
-            window, before, _ = one.landmark(row)
+            window, before, _ = one.counts.find(row)
             begun.append(window + (row > before))
         last = max(begun, default=0) * self._packing.window * len(self._sequences)
         return min(last, self._documents.num_samples)
@@ -292,7 +311,7 @@ class PackedOrder(EpochOrder):
         """Count rows from a landmark of this epoch, instead of from the beginning; one of another epoch is ignored."""
         if landmark.epoch == self.epoch and len(landmark.windows) == len(self._sequences):
             for one, known in zip(self._sequences, landmark.windows, strict=True):
-                one.learn(*known)
+                one.counts.learn(*known)
 
     def _locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The sequence of each position, and its row there. The positions were reached before."""
@@ -312,8 +331,7 @@ class PackedOrder(EpochOrder):
         sequence, row = self._locate(positions)
         places = [np.flatnonzero(sequence == number) for number in np.unique(sequence)]
         found = [self._sequences[int(sequence[place[0]])].spans(row[place]) for place in places]
-        joined = RowSpans.joined(found)
-        return joined if len(found) <= 1 else joined.take(np.argsort(np.concatenate(places)))
+        return RowSpans.joined(found, places)
 
     def select(
         self,
@@ -339,20 +357,22 @@ class PackedOrder(EpochOrder):
         return rows.ids, begin + np.repeat(np.arange(len(rows)), np.diff(rows.edges))
 
     def alternatives(self, position: int, seed: int) -> RowSpans:
-        sequence, row = self._locate(np.array([position], dtype=np.int64))
-        rows = self._sequences[int(sequence[0])].neighbours(int(row[0]))
-        if not len(rows):
-            return rows
+        sequence, row = (int(one[0]) for one in self._locate(np.array([position], dtype=np.int64)))
+        window, before, _ = self._sequences[sequence].counts.find(row)
+        rows = self._sequences[sequence].window(window)
+        others = np.delete(np.arange(len(rows)), row - before)
+        if not len(others):
+            return rows.take(others)
         numbers = random_u64(RngStream.SUBSTITUTE, seed, self.epoch, position, size=_ALTERNATIVES)
-        return rows.take((numbers % np.uint64(len(rows))).astype(np.int64))
+        return rows.take(others[(numbers % np.uint64(len(others))).astype(np.int64)])
 
     def positions(self, sample_id: int) -> list[int]:
         """All positions whose rows hold a sample. Counts the rows of the windows before it."""
-        found = []
-        for at in self.documents.positions(sample_id):
-            index, sequence = divmod(at, len(self._sequences))
-            for row in self._sequences[sequence].rows_with(index):
-                self.reaches((row + 1) * len(self._sequences))  # it is before that position
+        found, count = [], len(self._sequences)
+        documents = (divmod(at, count) for at in self.documents.positions(sample_id))
+        for window, sequence in sorted({(index // self._packing.window, sequence) for index, sequence in documents}):
+            for row in self._sequences[sequence].rows_with(sample_id, window):
+                self.reaches((row + 1) * count)  # it is before that position
                 turn = next(one for one in reversed(self._turns) if one.row <= row and sequence in one.sequences)
                 found.append(turn.begin + (row - turn.row) * len(turn.sequences) + turn.sequences.index(sequence))
         return sorted(found)

@@ -14,7 +14,7 @@ from composer import Callback, Logger, State
 from composer.loggers import ProgressBarLogger
 from composer.utils import dist
 
-from lightning_stream.dataset import plain_iterations_of
+from lightning_stream.dataset import plain_iterations_of, source_of
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.trainers.composer import private
@@ -38,7 +38,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         self.tracker.loaded = lambda: self._follow_length(private.state_that_loads(loader))
         self._trainer: Any = None
         self._epoch_clock = self._batch_clock = 0
-        self._sized_epoch = 0  # the epoch whose length Composer knows
+        self._sized: int | None = None  # the length of an epoch that Composer was given last; None: of the first one
         self._num_substituted = 0  # in the batches that this rank has trained on
         self._pretended = False  # to Composer, that it has trained on a batch
 
@@ -102,14 +102,18 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
 
     def _is_subset(self, state: State) -> bool:
         """Whether the user lets each epoch take fewer batches: Composer has asked for the length of the first epoch."""
-        length = state.dataloader_len
-        return length is not None and int(length) < min(map(self.loader.num_batches, {0, self._sized_epoch}))
+        length, sized = state.dataloader_len, self._sized
+        if sized is None:
+            here = replace(self.tracker.position, epoch=0, position=0, landmark=None)
+            order = replace(here.order, schedule=source_of(self.loader.streaming).schedule)  # without later changes
+            sized = len(self.loader.micro_batches_from(replace(here, order=order)))
+        return length is not None and int(length) < sized
 
     def _follow_length(self, state: State | None) -> None:
         """Let Composer expect as many batches as this epoch has, where epochs differ."""
         if self.loader.epochs_differ and state is not None and not self._is_subset(state):
-            self._sized_epoch = self.tracker.position.epoch
             state.dataloader_len = -1  # then it asks for the length again
+            self._sized = len(self.loader)
 
     # Composer's events
 
@@ -171,7 +175,10 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
             self._batch_clock = int(clock.batch)
             self.tracker.stepped()
         if int(clock.epoch) > self._epoch_clock and self.tracker.position.position > 0:
-            self.tracker.move_to(self.tracker.position.next_epoch())
+            here = self.tracker.position
+            is_whole = self.loader.epochs_differ and not self._is_subset(self._trainer.state)
+            # A change of the mixture may have made the epoch longer than Composer knew: its next one has the rest.
+            self.tracker.move_to(self.loader.normalised(here) if is_whole else here.next_epoch())
         self._epoch_clock = int(clock.epoch)
 
 

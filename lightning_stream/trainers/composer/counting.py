@@ -49,9 +49,15 @@ class BatchCounter:
     def num_tokens(self, batch: Any) -> int | dict[str, int]:
         """Tokens that count in a batch or micro-batch."""
         column = batch.get(self._token_column) if isinstance(batch, Mapping) else None
-        if column is None or self._is_padding:
+        current = self._loader.last_batch
+        is_packed = current is not None and current.rows is not None
+        packed = batch.get("num_tokens") if isinstance(batch, Mapping) and is_packed else None
+        if (column is None and packed is None) or self._is_padding:
             return 0
-        count = sum(self._tokens_of(row) for row in column) if isinstance(column, list) else self._tokens_of(column)
+        if packed is not None:
+            count = int(packed.sum())
+        else:
+            count = sum(self._tokens_of(row) for row in column) if isinstance(column, list) else self._tokens_of(column)
         world = self._loader.detect_world()
         if world.replication == 1:
             return count

@@ -29,11 +29,12 @@ class ComposerMixtureFeedback(Callback):  # type: ignore[misc]  # Composer has n
     def __init__(self, choose: Callable[[dict[str, float]], Mapping[str, float] | None]) -> None:
         self.choose = choose
 
-    def eval_after_all(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
+    def fit_start(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
+        """Refuse data without a schedule, before hours of training."""
+        _ = _loader(state).schedule
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:  # noqa: ARG002
         """Ask for weights, and change the mixture on all ranks from the next batch on. Collective."""
-        loader = state.train_dataloader
-        if not isinstance(loader, StreamingDataLoader):
-            raise TypeError(f"ComposerMixtureFeedback needs a StreamingDataLoader; found {type(loader).__name__}.")
         metrics = {
             f"{label}/{name}": float(metric.compute())
             for label, found in state.eval_metrics.items()
@@ -42,4 +43,11 @@ class ComposerMixtureFeedback(Callback):  # type: ignore[misc]  # Composer has n
         chosen: list[Any] = [self.choose(metrics) if dist.get_global_rank() == 0 else None]
         dist.broadcast_object_list(chosen, src=0)
         if chosen[0] is not None:
-            loader.change_mixture(dict(chosen[0]))
+            _loader(state).change_mixture(dict(chosen[0]))
+
+
+def _loader(state: State) -> StreamingDataLoader:
+    loader = state.train_dataloader
+    if not isinstance(loader, StreamingDataLoader):
+        raise TypeError(f"ComposerMixtureFeedback needs a StreamingDataLoader; found {type(loader).__name__}.")
+    return loader

@@ -160,6 +160,7 @@ class StreamingCallback(Callback):
         if loader is None:
             return
         self.tracker.output = partial(loops.say, trainer)
+        self.tracker.reordered = partial(self._follow_change, trainer)
         if self.is_passive:
             self._check(trainer)
         if trainer.ckpt_path is not None and not self._was_asked:  # Lightning calls no callback if it lacks "callbacks"
@@ -182,6 +183,11 @@ class StreamingCallback(Callback):
         loader = self._attach(trainer) if self.tracker.is_attached else None
         if loader is not None:
             loops.follow_length(trainer, loader, self.tracker.position.epoch)
+
+    def _follow_change(self, trainer: Any) -> None:
+        """Follow the length of the epoch in training, which a change of the mixture has changed."""
+        if self.tracker.position.epoch == self.tracker.epoch_in_training:
+            loops.follow_length(trainer, self.tracker.loader, self.tracker.epoch_in_training)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Take up the batch of this number."""
@@ -270,9 +276,7 @@ class StreamingCallback(Callback):
         if loader is None or (state := self._state_in(checkpoint)) is None:
             return
         position = loader.first_position() if state["position"] is None else loader.accept(state["position"])
-        if loader.batches_before(position) >= loops.limited(
-            loader.num_batches(position.epoch), trainer.limit_train_batches
-        ):
+        if loader.batches_before(position) >= loops.epoch_length(trainer, loader, position):
             position = position.next_epoch()  # the trainer's limit on an epoch is tighter now
         self._validated_step = state["validated_step"]
         at = self._loop_position(trainer, loader, position, checkpoint)
@@ -293,12 +297,12 @@ class StreamingCallback(Callback):
         self, trainer: Any, loader: StreamingDataLoader, position: Position, checkpoint: Mapping[str, Any]
     ) -> LoopPosition:
         """Where Lightning's loops are; the end of an epoch, and a validation, that have not run come first."""
-        num_batches = loops.limited(loader.num_batches(position.epoch), trainer.limit_train_batches)
+        num_batches = loops.epoch_length(trainer, loader, position)
         done = loader.batches_before(position)
         validated = self._validated_step == int(checkpoint["global_step"])
         here = LoopPosition(position.epoch, done, num_batches, validated=validated)
         if done == 0 and position.epoch > 0:  # the epoch before is over, but perhaps not its validation and its end
-            num_batches = loops.limited(loader.num_batches(position.epoch - 1), trainer.limit_train_batches)
+            num_batches = loops.epoch_length(trainer, loader, replace(position, epoch=position.epoch - 1))
             before = replace(here, epoch=position.epoch - 1, batch=num_batches, num_batches=num_batches)
             before = replace(before, validation_due=loops.validation_is_due(trainer, before))
             is_due = before.runs_validation or loops.epoch_end_is_due(checkpoint, position.epoch)

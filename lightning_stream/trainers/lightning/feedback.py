@@ -32,6 +32,10 @@ class MixtureFeedback(Callback):
     def __init__(self, choose: Callable[[dict[str, float]], Mapping[str, float] | None]) -> None:
         self.choose = choose
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse data without a schedule, before hours of training."""
+        _ = streaming_loader(trainer, "MixtureFeedback").schedule
+
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Ask for weights, and change the mixture on all ranks two steps later. Collective."""
         if trainer.sanity_checking or trainer.state.fn != "fit":

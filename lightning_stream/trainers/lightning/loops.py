@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.utils.data import SequentialSampler
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.iteration import LoaderIterator
+from lightning_stream.order import Position
 from lightning_stream.trainers.tracker import PositionTracker
 
 TRIED_VERSIONS = ((2, 4), (2, 7))  # from, up to but excluding
@@ -281,13 +282,18 @@ def limited(num_batches: int, limit: float) -> int:
     return min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
 
 
+def epoch_length(trainer: Any, loader: StreamingDataLoader, position: Position) -> int:
+    """Micro-batches of the epoch of a position, in the order of that position, under `limit_train_batches`."""
+    return limited(len(loader.micro_batches_from(replace(position, position=0))), trainer.limit_train_batches)
+
+
 def follow_length(trainer: Any, loader: StreamingDataLoader, epoch: int) -> None:
-    """Let Lightning expect as many batches as an epoch has, where epochs differ.
+    """Let Lightning expect as many batches as an epoch has, where epochs differ, or a mixture may change.
 
     It asks for a loader's length once, and would end a longer epoch there.
     """
     loop, combined = trainer.fit_loop, trainer.fit_loop._combined_loader  # noqa: SLF001
-    if not loader.epochs_differ or combined is None:
+    if combined is None or not (loader.epochs_differ or loader.position.order.schedule):
         return
     num_batches = limited(loader.num_batches(epoch), trainer.limit_train_batches)
     combined.limits, loop.max_batches = [num_batches], num_batches

@@ -31,10 +31,12 @@ class RunMonitor(Callback):
 
     Args:
         log: Whether to log ``data/samples_per_s`` and ``data/waited_ms`` (per batch) every
-            ``Trainer(log_every_n_steps=...)`` steps; both are means since they were logged last.
+            ``Trainer(log_every_n_steps=...)`` steps, and ``data/tokens_per_s`` where documents are packed into rows;
+            all are means since they were logged last.
 
     Attributes:
-        num_samples: Samples trained on.
+        num_samples: Samples trained on; rows, where documents are packed into these.
+        num_tokens: Tokens of these rows; 0 without packing.
         num_steps: Optimizer steps.
         training_s: Seconds from the start of training to the end of the last batch, without validation.
         validation_s: Seconds of validation; Lightning's check before training is not counted.
@@ -50,12 +52,12 @@ class RunMonitor(Callback):
 
     def __init__(self, *, log: bool = True) -> None:
         self.log = log
-        self.num_samples = self.num_steps = 0
+        self.num_samples = self.num_tokens = self.num_steps = 0
         self.training_s = self.validation_s = self.waited_s = self.longest_wait_s = 0.0
         self._began = self._validation_began = self._seen_wait_s = 0.0
         self._first_step = 0
         self._loader: StreamingDataLoader | None = None
-        self._logged = (0, 0, 0.0, 0.0)  # samples, batches, training_s and waited_s when they were logged last
+        self._logged = (0, 0, 0, 0.0, 0.0)  # samples, tokens, batches, training_s and waited_s when logged last
         self._num_batches = 0
 
     @property
@@ -80,7 +82,9 @@ class RunMonitor(Callback):
         self._seen_wait_s = loader.waited_s
         self.waited_s += waited_s
         self.longest_wait_s = max(self.longest_wait_s, waited_s)
-        self.num_samples += 0 if loader.last_batch is None else loader.last_batch.num_samples
+        if loader.last_batch is not None:
+            self.num_samples += loader.last_batch.num_samples
+            self.num_tokens += loader.last_batch.num_tokens
         self._num_batches += 1
         has_stepped = trainer.global_step > self._first_step + self.num_steps
         self.num_steps = trainer.global_step - self._first_step
@@ -89,10 +93,12 @@ class RunMonitor(Callback):
             self._log(pl_module)
 
     def _log(self, pl_module: Any) -> None:
-        now = (self.num_samples, self._num_batches, self.training_s, self.waited_s)
-        samples, batches, training_s, waited_s = (new - old for new, old in zip(now, self._logged, strict=True))
+        now = (self.num_samples, self.num_tokens, self._num_batches, self.training_s, self.waited_s)
+        samples, tokens, batches, training_s, waited_s = (new - old for new, old in zip(now, self._logged, strict=True))
         self._logged = now
         values = {"data/samples_per_s": samples / training_s, "data/waited_ms": 1000 * waited_s / batches}
+        if self.num_tokens:
+            values["data/tokens_per_s"] = tokens / training_s
         pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
