@@ -173,7 +173,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         quarantine: str | os.PathLike[str] | None = None,
         start_by_range: bool = False,
         pack: Packing | None = None,
-        version: str | None = None,
+        version: str | int | None = None,
         balance: str | Cost | None = None,
         forget: Iterable[int] | None = None,
         filter: Keep | None = None,  # noqa: A002 - the word for it

@@ -15,6 +15,7 @@ PACKAGE = ROOT / "lightning_stream"
 FLOORS = {
     "errors": -1, "lazy": 0, "shared_files": 0, "threads": 0, "fingerprint": 0, "processes": 0,
     "order": 1, "formats": 1, "stores": 1,
+    "version_log": 1.5,
     "cache": 2, "writer": 2,
     "reading": 3,
     "loading": 4, "convert": 4,

@@ -11,10 +11,11 @@ from lightning_stream.cache.folder import CacheConfig, CacheFolder
 from lightning_stream.errors import CacheError, DigestError, FormatError, NotFoundError
 from lightning_stream.formats.codecs import decompress_file
 from lightning_stream.formats.hashing import FASTEST_FIRST, digest_file
-from lightning_stream.formats.index import FileEntry, Index, ShardEntry
+from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
 from lightning_stream.shared_files import FULL, publish_bytes
 from lightning_stream.stores import Store
 from lightning_stream.stores.base import REMEDY
+from lightning_stream.version_log import read_index
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,24 @@ class IndexFile:
             return None
         return Index.from_bytes(path.read_bytes(), str(path))
 
+    def read(self, name: str, draft: Path | None = None) -> Index:
+        """Read an index from the store. A user's own download gets it as it was published last, into a draft."""
+        try:
+            if draft is None or isinstance(self._store, Store):
+                return read_index(self._store, name)
+            self._store.get(name, draft)
+            return Index.from_bytes(draft.read_bytes(), f"{self._store.url}/{name}")
+        except NotFoundError as error:
+            if name != INDEX_NAME:
+                raise
+            raise NotFoundError(f"{error} A dataset is a folder with {name}, which its writer puts last.") from error
+
     def fetch(self, name: str, draft: Path) -> Index:
         """Fetch the index into a draft and publish it; under its lock. CacheError if there is another dataset."""
-        self._store.get(name, draft)
-        path, new = self._folder.path / name, draft.read_bytes()
+        index = self.read(name, draft)
+        draft.write_bytes(index.data)
+        path, new = self._folder.path / name, index.data
         old = path.read_bytes() if path.is_file() else None
-        # It is parsed before it is published: a file that is not an index would make every later run fail.
-        index = Index.from_bytes(new, f"{self._store.url}/{name}")
         before = index if old == new else self._former(path, old)
         self._refuse_another(before, index)
         if before is not None and before.digest != index.digest:
@@ -133,6 +145,7 @@ class IndexFile:
             for entry in map(before.entry, range(before.num_shards)):
                 if now.get(entry.raw.basename) != entry.raw:
                     self._drop(entry)
+        # It was parsed before: a file that is not an index would make every later run fail.
         # In this order: if it is killed in between, the folder is known to hold no other dataset.
         publish_bytes(self._label.encode(), self._folder.control / "source", self._folder.modes)
         self._folder.publish(draft, name)

@@ -112,16 +112,13 @@ class ShardCache:
 
         If a new index has other bytes for a shard that was fetched, that shard is deleted.
         """
-        try:
-            if self.in_place:
-                return Index.from_bytes(self.store.read(name), f"{self.store.url}/{name}")
-            with self._translate_os_errors():
-                here = partial(self._index.here, name)
-                if not refresh and (index := here()) is not None:
-                    return index
-                return self._once(name, (lambda: None) if refresh else here, partial(self._fetch_index, name))
-        except NotFoundError as error:
-            raise NotFoundError(f"{error} A dataset is a folder with {name}, which its writer puts last.") from error
+        if self.in_place:
+            return self._index.read(name)
+        with self._translate_os_errors():
+            here = partial(self._index.here, name)
+            if not refresh and (index := here()) is not None:
+                return index
+            return self._once(name, (lambda: None) if refresh else here, partial(self._fetch_index, name))
 
     def newest_index(self, name: str = INDEX_NAME) -> Index:
         """Return the index as the store has it now; if the store cannot be reached, the one in the cache."""

@@ -16,6 +16,7 @@ from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights
 from lightning_stream.stores import LocalStore, Store, open_store
+from lightning_stream.version_log import read_index
 
 _SPLITS = ("train", "val", "validation", "valid", "test", "eval")
 _SECRETS = ("secret", "password", "token", "_key", "key_")
@@ -97,7 +98,7 @@ def datasets_at(remote: str, options: Mapping[str, Any] | None) -> list[FoundDat
 
 
 def _read(store: Store) -> FoundDataset:
-    return FoundDataset(store, Index.from_bytes(store.read(INDEX_NAME), f"{store.url}/{INDEX_NAME}"))
+    return FoundDataset(store, read_index(store))
 
 
 def _weighted(text: str) -> tuple[str, StreamWeights]:
