@@ -217,12 +217,12 @@ def commit(store: Store, base: Version, edit: Callable[[Version], Edit], *, retr
             if store.read(name) != data:  # else it is ours: the answer to the first attempt was lost
                 later = _later(store, version)
                 if not retries or later.number == version.number:
-                    raise ConflictError(f"{store.url} has a newer version than the writer began with.") from None
+                    raise ConflictError(f"{store.url} has a newer version than this writer began with") from None
                 version = later
                 continue
         if not _is_current(store, base):
             store.delete(name)
-            raise ConflictError(f"{store.url} was overwritten since this writer began.")
+            raise ConflictError(f"{store.url} was overwritten since this writer began")
         return new
 
 
