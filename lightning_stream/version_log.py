@@ -28,11 +28,11 @@ from lightning_stream.errors import (
     StoreError,
 )
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, version_name
-from lightning_stream.formats.index.lengths import lengths_text, with_keys
+from lightning_stream.formats.index.lengths import deleted_text, lengths_text, with_keys
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
-Operation: TypeAlias = Literal["append", "lengths"]
+Operation: TypeAlias = Literal["append", "lengths", "delete"]
 Lengths: TypeAlias = "Mapping[str, Sequence[FileEntry]]"
 CHANGES = r"versions/[0-9a-f]{16}/[0-9]{8,}\.json"
 _FORMAT = 1
@@ -47,11 +47,12 @@ class Change(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         number, parent, digest: Its number, the digest of the version before it, and of the version that it makes.
-        operation: ``"append"`` adds shards and files of lengths; ``"lengths"`` replaces all files of lengths.
+        operation: ``"append"`` adds shards and files of lengths; ``"lengths"`` replaces all files of lengths;
+            ``"delete"`` replaces the file of deleted samples.
         samples, num_shards: Those of the version that it makes.
         time, message, key: When it was made, in UTC; what its writer noted; a name that no other change has, or "".
         writer: Random digits of the writer, by which it knows its own change.
-        shards, lengths: What it adds, as in index.json.
+        shards, lengths, deleted: What it adds, as in index.json.
     """
 
     number: int
@@ -66,6 +67,7 @@ class Change(msgspec.Struct, frozen=True, gc=False):
     key: str = ""
     shards: list[msgspec.Raw] = []
     lengths: msgspec.Raw = msgspec.Raw(b"{}")
+    deleted: msgspec.Raw = msgspec.Raw(b"null")
     format: Literal[1] = _FORMAT
 
 
@@ -77,6 +79,7 @@ class Edit(NamedTuple):
     lengths: Lengths
     message: str = ""
     key: str = ""
+    deleted: FileEntry | None = None
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,10 @@ def commit(store: Store, base: Version, edit: Callable[[Version], Edit], *, retr
         change = _change(version, wanted, writer)
         new = _with(version, [change], store.url, is_new=True)
         change = msgspec.structs.replace(
-            change, digest=new.index.digest, samples=new.index.num_samples, num_shards=new.index.num_shards
+            change,
+            digest=new.index.digest,
+            samples=new.index.num_samples - new.index.num_deleted,
+            num_shards=new.index.num_shards,
         )
         name, data = _name(version.root, change.number), msgspec.json.encode(change)
         try:
@@ -316,6 +322,7 @@ def _change(version: Version, edit: Edit, writer: str) -> Change:
         key=edit.key,
         shards=[msgspec.Raw(text) for text in edit.shards],
         lengths=msgspec.Raw(lengths_text(edit.lengths)),
+        deleted=msgspec.Raw(b"null" if edit.deleted is None else deleted_text(edit.deleted)),
     )
 
 
@@ -326,6 +333,7 @@ def _with(version: Version, changes: Sequence[Change], where: str, *, is_new: bo
     index = version.index
     contents = msgspec.json.decode(index.data, type=_Contents)
     num_shards, digest, lengths = len(contents.shards), index.digest, contents.lengths
+    keys: dict[str, bytes | None] = {}
     for number, change in enumerate(changes, version.number + 1):
         if change.number != number or change.parent != digest:
             raise FormatError(
@@ -336,17 +344,18 @@ def _with(version: Version, changes: Sequence[Change], where: str, *, is_new: bo
         contents.shards += change.shards
         added = msgspec.json.decode(change.lengths, type=dict[str, list[msgspec.Raw]])
         if change.operation == "append":
-            added = {name: [*lengths.get(name, ()), *added.get(name, ())] for name in {**lengths, **added}}
-        lengths = added
-    shards = None
+            lengths = {name: [*lengths.get(name, ()), *added.get(name, ())] for name in {**lengths, **added}}
+        elif change.operation == "lengths":
+            lengths = added
+        else:
+            keys["deleted"] = bytes(change.deleted)
     if len(contents.shards) > num_shards:
-        shards = b"[" + b", ".join(map(bytes, contents.shards)) + b"]"
+        keys["shards"] = b"[" + b", ".join(map(bytes, contents.shards)) + b"]"
     listed = {name: b"[" + b", ".join(map(bytes, files)) + b"]" for name, files in lengths.items()}
     known = (*version.keys, *(change.key for change in changes if change.key))
     origin = _Origin(version.root, changes[-1].number, known)
-    keys = {"lengths": _object(listed) if listed else None, "versions": msgspec.json.encode(origin)}
-    text = with_keys(index.data, {**({} if shards is None else {"shards": shards}), **keys})
-    made = Index.from_bytes(text, index.where)
+    keys |= {"lengths": _object(listed) if listed else None, "versions": msgspec.json.encode(origin)}
+    made = Index.from_bytes(with_keys(index.data, keys), index.where)
     if not is_new and made.digest != digest:
         raise FormatError(
             f"{where}: version {changes[-1].number} must have the digest {digest[:_DIGITS]}; its shards have "

@@ -18,6 +18,7 @@ FLOORS = {
     "version_log": 1.5,
     "cache": 2, "writer": 2,
     "reading": 3,
+    "versions": 4,
     "loading": 4, "convert": 4,
     "dataset": 5,
     "loader": 6,

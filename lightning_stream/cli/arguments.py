@@ -12,9 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lightning_stream.cache import ShardCache
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights
+from lightning_stream.reading.deleted import kept_samples
 from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.version_log import read_index
 
@@ -121,11 +123,14 @@ class Mixture:
     @cached_property
     def snapshot(self) -> Snapshot:
         """The data of these datasets together."""
-        return Snapshot.of(
+        whole = Snapshot.of(
             [dataset.index.shard_sizes for dataset in self.datasets],
             names=[dataset.store.url for dataset in self.datasets],
             stream_digests=[dataset.index.digest for dataset in self.datasets],
         )
+        caches = [ShardCache(dataset.store) for dataset in self.datasets]
+        kept = kept_samples(caches, [dataset.index for dataset in self.datasets])
+        return whole if kept is None else whole.subset(kept)
 
     def order(self, config: OrderConfig) -> RunOrder:
         """The order of a training run over this data."""

@@ -87,7 +87,7 @@ class Filters:
         size = reader.snapshot.num_samples
         mask, left = np.ones(size, dtype=np.bool_), list[str]()
         if self.exclude_ids is not None:
-            mask[_ids(self.exclude_ids, size)] = False
+            mask &= _not_excluded(self.exclude_ids, reader)
             left.append(f"exclude_ids left {mask.sum():,}")
         for names, rule in (self.filter_lengths or {}).items():
             mask &= _passed(reader, names, rule)
@@ -98,6 +98,14 @@ class Filters:
         if not mask.any():
             raise ValueError(f"filters must keep some samples; of {size:,}, {', '.join(left)}. Correct the last one")
         return Bitmap.of_mask(mask)
+
+
+def _not_excluded(given: Ids, reader: SampleReader) -> NDArray[np.bool_]:
+    """bool[num_samples]: the samples of a reader that are not among these ids of the streams' samples."""
+    kept = reader.kept
+    mask = np.ones(reader.snapshot.num_samples if kept is None else kept.size, dtype=np.bool_)
+    mask[_ids(given, len(mask))] = False
+    return mask if kept is None else mask[kept.mask]
 
 
 def _ids(given: Ids, size: int) -> NDArray[np.int64]:

@@ -36,7 +36,8 @@ _KEPT = r"index\.[0-9a-f]{16}\.json"
 _SHARD = r"shard\.[0-9]{5,}(\.[0-9a-f]{16})?\.(mds|json|csv|tsv|xsv)(\.meta)?(\.[a-z0-9]+)?"
 LENGTHS = r"lengths\.[A-Za-z0-9_=-]+(\.[0-9a-f]{16})?\.[0-9]{5,}\.bin"
 _LOG = logging.getLogger(__name__)
-OURS = re.compile(f"{_KEPT}|{_SHARD}|{LENGTHS}|{CHANGES}")
+_DELETED = r"deleted\.[0-9a-f]{16}\.bin"
+OURS = re.compile(f"{_KEPT}|{_SHARD}|{LENGTHS}|{_DELETED}|{CHANGES}")
 MANIFEST = "manifest.json"  # a conversion puts it beside the index
 _OURS_AND_MANIFEST = re.compile(f"{OURS.pattern}|{re.escape(MANIFEST)}")
 _NUMBERED = re.compile(r"shard\.([0-9]+)\.")

@@ -30,6 +30,7 @@ from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.version_log import read_changes, read_newest, read_version
 from lightning_stream.writer import MDSWriter, merge_index
 
+_KILLED = 1 / 8  # of the appends, followed by a kill within 0.2 s
 SUPPORT = Path(appenders.__file__)
 
 
@@ -266,7 +267,7 @@ def _append_and_kill(url: str, options: Any, num_batches: int, seed: int) -> int
     store, draw = open_store(url, options), random.Random(seed)
     appenders_ = [Appender(url, options, number, num_batches) for number in range(4)]
     running, seen = dict.fromkeys(appenders_), [0]
-    next_kill = time.monotonic() + 1.0
+    kills: dict[Appender, float] = {appenders_[0]: time.monotonic() + 3.0}  # when each is killed next
     try:
         while running:
             with selectors.DefaultSelector() as selector:
@@ -276,9 +277,11 @@ def _append_and_kill(url: str, options: Any, num_batches: int, seed: int) -> int
             for one in ready:
                 if not one.read():
                     del running[one]
-            if running and time.monotonic() > next_kill:
-                draw.choice(list(running)).kill()
-                next_kill = time.monotonic() + draw.uniform(0.3, 1.5)
+                elif draw.random() < _KILLED:
+                    kills.setdefault(one, time.monotonic() + draw.uniform(0, 0.2))
+            for one in [one for one, when in kills.items() if one in running and time.monotonic() > when]:
+                del kills[one]
+                one.kill()
                 found = values_of(store, read_newest(store).index)
                 assert found[: len(seen)] == seen  # ids of samples stay
                 assert len(set(found)) == len(found)

@@ -82,6 +82,11 @@ def lengths_text(lengths: Mapping[str, Sequence[FileEntry]]) -> bytes:
     return json.dumps(listed, sort_keys=True).encode()
 
 
+def deleted_text(file: FileEntry) -> bytes:
+    """Return the value of the key ``"deleted"``."""
+    return json.dumps({**_file_object(file), "samples": file.num_bytes // 8}, sort_keys=True).encode()
+
+
 def _file_object(file: FileEntry) -> dict[str, Any]:
     about = {"basename": file.basename, "bytes": file.num_bytes, "hashes": dict(file.hashes)}
     return {**about, "samples": file.num_bytes // 4}
