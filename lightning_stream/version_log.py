@@ -35,7 +35,6 @@ from lightning_stream.threads import DaemonPool
 Operation: TypeAlias = Literal["append", "lengths", "delete"]
 Lengths: TypeAlias = "Mapping[str, Sequence[FileEntry]]"
 CHANGES = r"versions/[0-9a-f]{16}/[0-9]{8,}\.json"
-_FORMAT = 1
 _DIGITS = 16
 _AT_ONCE = 16  # changes that are read at the same time
 _PUBLISHED_BYTES = 1 << 20  # an index up to this size is published by each commit: 3,000 shards
@@ -68,7 +67,7 @@ class Change(msgspec.Struct, frozen=True, gc=False):
     shards: list[msgspec.Raw] = []
     lengths: msgspec.Raw = msgspec.Raw(b"{}")
     deleted: msgspec.Raw = msgspec.Raw(b"null")
-    format: Literal[1] = _FORMAT
+    format: Literal[1] = 1
 
 
 class Edit(NamedTuple):

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_stream.cache.folder import CacheConfig, CacheFolder
 from lightning_stream.errors import CacheError, DigestError, FormatError, NotFoundError
@@ -122,10 +123,11 @@ class IndexFile:
 
     def read(self, name: str, draft: Path | None = None) -> Index:
         """Read an index from the store. A user's own download gets it as it was published last, into a draft."""
+        store: Any = self._store  # or a user's own, which has `get` alone
         try:
-            if draft is None or isinstance(self._store, Store):
-                return read_index(self._store, name)
-            self._store.get(name, draft)
+            if draft is None or isinstance(store, Store):
+                return read_index(store, name)
+            store.get(name, draft)
             return Index.from_bytes(draft.read_bytes(), f"{self._store.url}/{name}")
         except NotFoundError as error:
             if name != INDEX_NAME:

@@ -54,8 +54,8 @@ def merge_index(
 
     Raises:
         NotFoundError: There is no index below the root, or one of the list is absent.
-        ValueError: A partition has deleted samples; an index of the list is not below ``out``; or the root's index lists
-            shards of its own, as after an append there, which no partition has.
+        ValueError: A partition has deleted samples, an index of the list is not below ``out``, or the root's index
+            lists shards of its own, as after an append there, which no partition has.
         FormatError: One of them is not an index.
         FileExistsError, ConflictError: Another process put the root's index meanwhile; that one stays.
     """
