@@ -32,7 +32,7 @@ from lightning_stream.formats.index.lengths import deleted_text, lengths_text, w
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
-Operation: TypeAlias = Literal["append", "lengths", "delete"]
+Operation: TypeAlias = Literal["append", "lengths", "delete", "compact"]
 Lengths: TypeAlias = "Mapping[str, Sequence[FileEntry]]"
 CHANGES = r"versions/[0-9a-f]{16}/[0-9]{8,}\.json"
 _DIGITS = 16
@@ -47,7 +47,7 @@ class Change(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         number, parent, digest: Its number, the digest of the version before it, and of the version that it makes.
         operation: ``"append"`` adds shards and files of lengths; ``"lengths"`` replaces all files of lengths;
-            ``"delete"`` replaces the file of deleted samples.
+            ``"delete"`` replaces the file of deleted samples; ``"compact"`` replaces all three.
         samples, num_shards: Those of the version that it makes.
         time, message, key: When it was made, in UTC; what its writer noted; a name that no other change has, or "".
         writer: Random digits of the writer, by which it knows its own change.
@@ -331,7 +331,7 @@ def _with(version: Version, changes: Sequence[Change], where: str, *, is_new: bo
         return version
     index = version.index
     contents = msgspec.json.decode(index.data, type=_Contents)
-    num_shards, digest, lengths = len(contents.shards), index.digest, contents.lengths
+    digest, lengths = index.digest, contents.lengths
     keys: dict[str, bytes | None] = {}
     for number, change in enumerate(changes, version.number + 1):
         if change.number != number or change.parent != digest:
@@ -340,15 +340,17 @@ def _with(version: Version, changes: Sequence[Change], where: str, *, is_new: bo
                 f"{change.parent[:_DIGITS]}. Files below versions/ were changed: restore them."
             )
         digest = change.digest
-        contents.shards += change.shards
         added = msgspec.json.decode(change.lengths, type=dict[str, list[msgspec.Raw]])
         if change.operation == "append":
+            contents.shards += change.shards
             lengths = {name: [*lengths.get(name, ()), *added.get(name, ())] for name in {**lengths, **added}}
         elif change.operation == "lengths":
             lengths = added
+        elif change.operation == "compact":
+            contents.shards, lengths, keys["deleted"] = list(change.shards), added, None
         else:
             keys["deleted"] = bytes(change.deleted)
-    if len(contents.shards) > num_shards:
+    if any(change.operation in ("append", "compact") for change in changes):
         keys["shards"] = b"[" + b", ".join(map(bytes, contents.shards)) + b"]"
     listed = {name: b"[" + b", ".join(map(bytes, files)) + b"]" for name, files in lengths.items()}
     known = (*version.keys, *(change.key for change in changes if change.key))

@@ -5,6 +5,7 @@ Samples are appended by `MDSWriter(append=True)`; `Stream(version=...)` reads a 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,18 +15,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
-from lightning_stream.errors import AlreadyExistsError
+from lightning_stream.errors import AlreadyExistsError, ConflictError
 from lightning_stream.formats.hashing import digest
-from lightning_stream.formats.index import FileEntry, Index
+from lightning_stream.formats.index import FileEntry, Index, ShardEntry
+from lightning_stream.formats.index.schema import MAX_FILE_BYTES
+from lightning_stream.formats.mds.encode import MdsEncoder
+from lightning_stream.formats.mds.shard import MdsShard
+from lightning_stream.formats.shard import open_shard
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.reading.bad_samples import bad_data
 from lightning_stream.reading.deleted import deleted_samples
 from lightning_stream.reading.filters import Evaluation
+from lightning_stream.reading.lengths import read_lengths
 from lightning_stream.reading.reader import ReaderConfig, SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
 from lightning_stream.stores import open_store
 from lightning_stream.version_log import Edit, Version, commit, read_log, read_newest
 from lightning_stream.version_log import publish as publish_version
+from lightning_stream.writer.base import finalize_shard
+from lightning_stream.writer.lengths import put_lengths
+from lightning_stream.writer.place import DatasetPlace
+from lightning_stream.writer.shard_buffer import Pool, ShardBuffer
 
 _HASH = "xxh3_128"
 
@@ -36,7 +46,7 @@ class LogEntry:
 
     Attributes:
         number, digest: What `Stream(version=...)` takes; of the digest, 6 digits or more.
-        operation: ``"write"``, ``"append"``, ``"lengths"`` or ``"delete"``.
+        operation: ``"write"``, ``"append"``, ``"lengths"``, ``"delete"`` or ``"compact"``.
         time: When it was made, in UTC; empty for version 0.
         num_samples, num_shards: Those of the version; None for a version 0 that is not the newest.
         message, key: What its writer noted.
@@ -100,7 +110,7 @@ def delete_rows(
 ) -> int:
     """Delete samples: a new version of the dataset does not have them. No shard is changed.
 
-    The versions before keep the samples, and their bytes stay in the shards. Other MDS readers ignore deletions.
+    The versions before keep the samples, and their bytes stay in the shards. Other MDS readers see them until `compact`.
     Several writers may delete and append at the same time.
 
     Example::
@@ -138,6 +148,9 @@ def delete_rows(
     counts = [0]
 
     def edit(version: Version) -> Edit:
+        texts = (version.index.text(shard) for shard in range(len(version.index)))
+        if not all(text == base.index.text(shard) for shard, text in zip(range(len(base.index)), texts, strict=False)):
+            raise ConflictError(f"{store.url} was compacted meanwhile: its samples have other ids. Delete them again.")
         before = deleted_samples(ShardCache(store), version.index)
         all_deleted = np.union1d(before, given).astype("<i8")
         counts[0] = len(all_deleted) - len(before)
@@ -153,6 +166,65 @@ def delete_rows(
         except AlreadyExistsError:  # the change of this key
             return 0
     return counts[0]
+
+
+def compact(out: str | os.PathLike[str], *, message: str = "", store_options: Mapping[str, Any] | None = None) -> int:
+    """Write the shards that have deleted samples again, without them, as a new version, and publish that.
+
+    So other MDS readers do not see the deleted samples any more. The samples keep their order, but the ids of those
+    behind a deleted one change. The versions before keep their shards.
+
+    Example: ``versions.compact("s3://bucket/train")``
+
+    Returns:
+        The number of shards that were written again.
+
+    Raises:
+        ValueError: A shard with deleted samples is not of the MDS format.
+        ConflictError: Another writer changed the dataset meanwhile; it stays as it is.
+    """
+    place = DatasetPlace(os.fspath(out), store_options=store_options)
+    place.begin("edit")
+    index, cache = place.base, ShardCache(place.store)
+    if index is None or index.deleted is None:
+        return 0
+    ends = np.cumsum(index.shard_sizes)
+    groups = np.split(gone := deleted_samples(cache, index), np.searchsorted(gone, ends)[:-1])
+    entries, num_written = list[bytes](), 0
+    for shard, ids in enumerate(groups):
+        if not len(ids):
+            entries.append(index.text(shard))
+            continue
+        num_written += 1
+        kept = np.setdiff1d(np.arange(index.shard_sizes[shard]), ids - (ends[shard] - index.shard_sizes[shard]))
+        if len(kept):
+            name = f"shard.{place.next_shard + num_written - 1:05}.mds"
+            entry = _written_again(place, name, cache, index.entry(shard), kept)
+            entries.append(json.dumps(entry, sort_keys=True).encode())
+    mask = np.ones(index.num_samples, dtype=np.bool_)
+    mask[gone] = False
+    lengths = {name: read_lengths([cache], [index], name)[mask] for name in index.lengths}
+    files = put_lengths(place, lengths, index.schemas[0].hashes, {})
+    place.commit_edit(Edit("compact", entries, files, message))
+    publish_version(place.store, read_newest(place.store))
+    return num_written
+
+
+def _written_again(
+    place: DatasetPlace, name: str, cache: ShardCache, entry: ShardEntry, kept: NDArray[np.int64]
+) -> dict[str, Any]:
+    """Put a shard of some samples of another one, with the bytes that they have there; return its index entry."""
+    schema = entry.schema
+    with cache.lease(entry) as lease:
+        shard = open_shard(entry, lease.folder, allow_unsafe_types=True)  # no value is decoded
+        if not isinstance(shard, MdsShard):
+            raise ValueError(f"only shards of the MDS format can be compacted; {entry.raw.basename} is {entry.format}.")
+        encoder = MdsEncoder(schema.columns, schema.compression, schema.hashes, schema.size_limit)
+        buffer = ShardBuffer(Pool(), encoder.header_bytes)
+        for number in kept.tolist():
+            buffer.add_sample([bytes(shard.stored(number))], encoder.per_sample_overhead, MAX_FILE_BYTES)
+        shard.close()
+    return finalize_shard(name, encoder, buffer, place)
 
 
 def _checked(ids: Any, index: Index) -> NDArray[np.int64]:

@@ -11,7 +11,8 @@ import pytest
 
 from lightning_stream import Stream, StreamingDataLoader, StreamingDataset, add_lengths, merge_index, versions
 from lightning_stream.cli import main
-from lightning_stream.errors import DigestError, SnapshotMismatch
+from lightning_stream.errors import ConflictError, DigestError, SnapshotMismatch
+from lightning_stream.formats.index import Index
 from lightning_stream.stores import LocalStore
 from lightning_stream.version_log import read_newest
 from lightning_stream.writer import MDSWriter
@@ -142,3 +143,56 @@ def test_the_command_lists_the_versions(tmp_path: Path, capsys: pytest.CaptureFi
     assert "samples" in header
     assert main(["inspect", str(tmp_path)]) == 0
     assert "deleted samples        1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_compacting_writes_only_the_shards_with_deleted_samples_and_other_readers_see_none(
+    tmp_path: Path, compression: str | None
+) -> None:
+    write(tmp_path, 0, lengths={"text": len}, compression=compression)
+    first = Index.from_file(tmp_path / "index.json")
+    size = int(first.shard_sizes[0])
+    gone = {*range(size), size + 1, 58}  # a whole shard, and one sample each of two others
+    versions.delete_rows(tmp_path, sorted(gone))
+    before = read_newest(LocalStore(tmp_path)).index.digest
+    assert versions.compact(tmp_path, message="smaller") == 3
+    kept = [number for number in range(60) if number not in gone]
+    index = Index.from_file(tmp_path / "index.json")
+    assert (index.num_samples, index.deleted, len(index)) == (len(kept), None, len(first) - 1)
+    dataset = StreamingDataset(local=tmp_path)
+    assert ids(dataset) == kept
+    assert dataset.lengths("text").tolist() == [number % 7 for number in kept]
+    assert [sample["text"] for sample in dataset[:]] == ["x" * (number % 7) for number in kept]
+    write(tmp_path, 60, 3, append=True, lengths={"text": len})
+    assert ids(StreamingDataset(local=tmp_path)) == [*kept, 60, 61, 62]
+    assert ids(StreamingDataset(local=tmp_path, version=before)) == kept
+    assert ids(StreamingDataset(local=tmp_path, version=0)) == list(range(60))
+    assert versions.compact(tmp_path) == 0
+
+
+def test_compacting_and_deleting_are_refused_where_the_other_was_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 0)
+    versions.delete_rows(tmp_path, [1])
+    real = versions.finalize_shard
+
+    def late(*given: Any) -> Any:
+        monkeypatch.setattr(versions, "finalize_shard", real)
+        versions.delete_rows(tmp_path, [2])
+        return real(*given)
+
+    monkeypatch.setattr(versions, "finalize_shard", late)
+    with pytest.raises(ConflictError, match="another writer"):
+        versions.compact(tmp_path)
+    assert ids(StreamingDataset(local=tmp_path)) == [0, *range(3, 60)]
+    read = versions._checked
+
+    def compacted(*given: Any) -> Any:
+        versions.compact(tmp_path)
+        return read(*given)
+
+    monkeypatch.setattr(versions, "_checked", compacted)
+    with pytest.raises(ConflictError, match="was compacted meanwhile"):
+        versions.delete_rows(tmp_path, [5])
+    assert ids(StreamingDataset(local=tmp_path)) == [0, *range(3, 60)]

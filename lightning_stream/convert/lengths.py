@@ -20,6 +20,7 @@ from lightning_stream.formats.shard import open_shard
 from lightning_stream.processes import Progress, num_processes, refuse_in_worker, run_partitions
 from lightning_stream.stores import LocalStore, open_store
 from lightning_stream.threads import DaemonPool
+from lightning_stream.version_log import Edit
 from lightning_stream.writer.lengths import (
     LengthFunctions,
     Lengths,
@@ -77,7 +78,7 @@ def add_lengths(
     place = DatasetPlace(os.fspath(out), store_options=store_options)
     if not place.store.exists(INDEX_NAME):
         raise NotFoundError(f"lengths are added to a dataset; {place.store.url} has no {INDEX_NAME}. Check the path.")
-    place.begin("lengths")
+    place.begin("edit")
     index = place.base
     assert index is not None
     for schema in index.schemas:
@@ -92,7 +93,7 @@ def add_lengths(
     found = {name: np.concatenate([np.empty(0, np.uint32), *(part[name] for part in parts)]) for name in functions}
     hashes = index.schemas[0].hashes if index.schemas else ()
     files = put_lengths(place, found, hashes, {})
-    place.commit_lengths({**held, **files})
+    place.commit_edit(Edit("lengths", (), {**held, **files}))
     return found
 
 

@@ -336,7 +336,7 @@ class ShardWriter(ABC):
             return
         name = f"shard.{place.next_shard + self._num_sent:05}.{encoder.schema.format}"
         first = self._pipeline.first
-        self._pipeline.submit(lambda: _finalize_shard(name, encoder, buffer, place, first))
+        self._pipeline.submit(lambda: finalize_shard(name, encoder, buffer, place, first))
         self._buffer = ShardBuffer(self._pool, encoder.header_bytes)
         self._num_sent += 1
         if self._progress_bar:
@@ -363,7 +363,7 @@ class ShardWriter(ABC):
         )
 
 
-def _finalize_shard(
+def finalize_shard(
     name: str, encoder: ShardEncoder, buffer: ShardBuffer, place: DatasetPlace, after: Future[Any] | None = None
 ) -> dict[str, Any]:
     """Pack, hash, compress, hash and put one shard; return its index entry. This runs in a thread.

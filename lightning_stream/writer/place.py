@@ -30,7 +30,7 @@ from lightning_stream.writer.local_file import write_file
 
 Place: TypeAlias = "str | os.PathLike[str]"
 Out: TypeAlias = "Place | tuple[Place, Place]"
-Mode: TypeAlias = Literal["new", "append", "lengths", "overwrite", "merge"]
+Mode: TypeAlias = Literal["new", "append", "edit", "overwrite", "merge"]
 
 _KEPT = r"index\.[0-9a-f]{16}\.json"
 _SHARD = r"shard\.[0-9]{5,}(\.[0-9a-f]{16})?\.(mds|json|csv|tsv|xsv)(\.meta)?(\.[a-z0-9]+)?"
@@ -109,7 +109,7 @@ class DatasetPlace:
         """Read the index that is there, and the objects `also`, which will be swapped too, before anything is written.
 
         ``"new"``: FileExistsError if there are files. ``"append"``: shards are added; ValueError if there is no
-        dataset, or the places of a pair hold different ones. ``"lengths"``: the same, for `commit_lengths`.
+        dataset, or the places of a pair hold different ones. ``"edit"``: the same, for `commit_edit`.
         ``"overwrite"``: `commit` replaces the dataset. ``"merge"``: only the index is put.
         """
         self.mode = mode
@@ -125,7 +125,7 @@ class DatasetPlace:
                 )
         for name in (INDEX_NAME, *also):
             self._begun_with[name] = [Seen() if mode == "new" else Seen.of(store, name) for store in self.stores]
-        if mode not in ("append", "lengths"):
+        if mode not in ("append", "edit"):
             return
         base, *others = (seen.data for seen in self._begun_with[INDEX_NAME])
         if base is None:
@@ -228,12 +228,9 @@ class DatasetPlace:
 
         self._commit(edit)
 
-    def commit_lengths(self, lengths: Mapping[str, Sequence[FileEntry]]) -> None:
-        """Put other lengths for the samples that were there at `begin`; `lengths` has all files, by name.
-
-        ConflictError if another writer has changed the dataset since.
-        """
-        self._commit(lambda _: Edit("lengths", (), lengths))
+    def commit_edit(self, edit: Edit) -> None:
+        """Put a change of the version that was there at `begin`; ConflictError if there is a newer one."""
+        self._commit(lambda _: edit)
 
     def _commit(self, edit: Callable[[Version], Edit]) -> None:
         """Put a change in the log of each store. In a pair, both places must have the same shards: one writer wins."""

@@ -140,7 +140,7 @@ def test_a_shard_that_cannot_be_put_fails_the_writer(tmp_path: Path, monkeypatch
     def broken(*_: Any, **__: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(base, "_finalize_shard", broken)
+    monkeypatch.setattr(base, "finalize_shard", broken)
     writer = MDSWriter(out=tmp_path / "out", columns={"x": "int"}, size_limit=200)
 
     def write() -> None:
@@ -157,14 +157,14 @@ def test_a_shard_that_cannot_be_put_fails_the_writer(tmp_path: Path, monkeypatch
 def test_memory_is_bounded_by_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     landing = threading.Semaphore(0)
     waiting = []
-    land = base._finalize_shard
+    land = base.finalize_shard
 
     def slow(*args: Any) -> Any:
         waiting.append(1)
         assert landing.acquire(timeout=20)
         return land(*args)
 
-    monkeypatch.setattr(base, "_finalize_shard", slow)
+    monkeypatch.setattr(base, "finalize_shard", slow)
     writer = MDSWriter(out=tmp_path / "out", columns={"x": "int"}, size_limit=200, max_workers=2)
     sent: list[int] = []
 
