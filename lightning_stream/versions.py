@@ -110,8 +110,8 @@ def delete_rows(
 ) -> int:
     """Delete samples: a new version of the dataset does not have them. No shard is changed.
 
-    The versions before keep the samples, and their bytes stay in the shards. Other MDS readers see them until `compact`.
-    Several writers may delete and append at the same time.
+    The versions before keep the samples, and their bytes stay in the shards. Other MDS readers see them until
+    `compact`. Several writers may delete and append at the same time.
 
     Example::
 
