@@ -2,9 +2,9 @@
 
     python benchmarks/read_formats.py [--rounds 3]
 
-Each contender has a new cache, so every shard is copied or made once, and read once. "again" is a second epoch, from the
-cache. The peers read the same files: LitData its chunks and the Parquet files, Hugging Face's `datasets`, streaming, the
-Parquet files with a shuffle buffer of 10,000 rows (LIGHTNING_STREAM_HF_PYTHON).
+Each contender has a new cache, so every shard is copied or made once, and read once. "again" is a second epoch, from
+the cache. The peers read the same files: LitData its chunks and the Parquet files, Hugging Face's `datasets`,
+streaming, the Parquet files with a shuffle buffer of 10,000 rows (LIGHTNING_STREAM_HF_PYTHON).
 """
 
 from __future__ import annotations

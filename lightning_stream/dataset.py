@@ -185,7 +185,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         schedule: Schedule | Sequence[tuple[float, Mapping[str, float]]] | None = None,
     ) -> None:
         refuse_overrides(type(self))
-        single = {"remote": remote, "local": local, "split": split, "version": version}
+        single: dict[str, Any] = {"remote": remote, "local": local, "split": split, "version": version}
         single |= {"format": format, "columns": columns}
         self.streams = chosen_streams(streams, stream_name, single, stream_config)
         self.batch_size, self.predownload, self.replication, self.shuffle_block_size, self.num_canonical_nodes = (

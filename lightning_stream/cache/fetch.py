@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from lightning_stream.cache.folder import CacheConfig, CacheFolder
 from lightning_stream.errors import CacheError, DigestError, FormatError, NotFoundError
@@ -16,6 +16,7 @@ from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEn
 from lightning_stream.shared_files import FULL, publish_bytes
 from lightning_stream.stores import Store
 from lightning_stream.stores.base import REMEDY
+from lightning_stream.version_log import read_index
 
 
 class OtherFormat(Protocol):
@@ -157,22 +158,42 @@ class IndexFile:
             return None
         return Index.from_bytes(path.read_bytes(), str(path))
 
+    def read(self, name: str, draft: Path | None = None) -> Index:
+        """Read an index from the store. A user's own download gets it as it was published last, into a draft."""
+        store: Any = self._store  # or a user's own, which has `get` alone
+        try:
+            if draft is None or isinstance(store, Store):
+                return read_index(store, name)
+            store.get(name, draft)
+            return Index.from_bytes(draft.read_bytes(), f"{self._store.url}/{name}")
+        except NotFoundError as error:
+            if name != INDEX_NAME:
+                raise
+            raise NotFoundError(f"{error} A dataset is a folder with {name}, which its writer puts last.") from error
+
+    def is_made(self, name: str, error: Exception) -> bool:
+        """Return whether an index that cannot be read is to be made, since the dataset is in another format."""
+        if self._other is None or name != INDEX_NAME:
+            return False
+        return isinstance(error, NotFoundError) or self._other.recognises(self._store.read(name))
+
+    def _made(self, old: bytes | None) -> Index:
+        assert self._other is not None
+        before = old if self._folder.source() == self._label else None
+        return Index.from_bytes(self._other.index(self._store, before), f"{self._store.url}/{INDEX_NAME}")
+
     def fetch(self, name: str, draft: Path) -> Index:
         """Fetch the index into a draft and publish it; under its lock. CacheError if there is another dataset."""
-        path, other = self._folder.path / name, self._other if name == INDEX_NAME else None
+        path = self._folder.path / name
         old = path.read_bytes() if path.is_file() else None
-        before = old if self._folder.source() == self._label else None
         try:
-            self._store.get(name, draft)
-            if other is not None and other.recognises(draft.read_bytes()):
-                draft.write_bytes(other.index(self._store, before))
-        except NotFoundError:
-            if other is None:
+            index = self.read(name, draft)
+        except (NotFoundError, FormatError) as error:
+            if not self.is_made(name, error):
                 raise
-            draft.write_bytes(other.index(self._store, before))
-        new = draft.read_bytes()
-        # It is parsed before it is published: a file that is not an index would make every later run fail.
-        index = Index.from_bytes(new, f"{self._store.url}/{name}")
+            index = self._made(old)
+        new = index.data
+        draft.write_bytes(new)
         former = index if old == new else self._former(path, old)
         self._refuse_another(former, index)
         if former is not None and former.digest != index.digest:
@@ -180,6 +201,7 @@ class IndexFile:
             for entry in map(former.entry, range(former.num_shards)):
                 if now.get(entry.raw.basename) != entry.raw:
                     self._drop(entry)
+        # It was parsed before: a file that is not an index would make every later run fail.
         # In this order: if it is killed in between, the folder is known to hold no other dataset.
         publish_bytes(self._label.encode(), self._folder.control / "source", self._folder.modes)
         self._folder.publish(draft, name)

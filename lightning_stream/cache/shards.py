@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from lightning_stream.cache.folder import CacheConfig, CacheFolder, default_folder
 from lightning_stream.cache.usage_log import CacheEntry
-from lightning_stream.errors import CacheError, DigestError, NotFoundError, UnavailableError
+from lightning_stream.errors import CacheError, DigestError, FormatError, NotFoundError, UnavailableError
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
 from lightning_stream.shared_files import FULL, LOCK_FDS, before_boot, run_once_across_processes, same_file, try_flock
 from lightning_stream.stores import Store
@@ -78,24 +78,17 @@ class ShardCache:
 
         If a new index has other bytes for a shard that was fetched, that shard is deleted.
         """
-        try:
-            if self.in_place and (data := self._mds_index(name)) is not None:
-                return Index.from_bytes(data, f"{self.store.url}/{name}")
-            with self._translate_os_errors():
-                here = partial(self._index.here, name)
-                if not refresh and (index := here()) is not None:
-                    return index
-                return self._once(name, (lambda: None) if refresh else here, partial(self._fetch_index, name))
-        except NotFoundError as error:
-            raise NotFoundError(f"{error} A dataset is a folder with {name}, which its writer puts last.") from error
-
-    def _mds_index(self, name: str) -> bytes | None:
-        """The text of the index in the store's own folder; None if the dataset is in another format."""
-        other = self.other if name == INDEX_NAME else None
-        if other is not None and not self.store.exists(name):
-            return None
-        data = self.store.read(name)
-        return None if other is not None and other.recognises(data) else data
+        if self.in_place:
+            try:
+                return self._index.read(name)
+            except (NotFoundError, FormatError) as error:
+                if not self._index.is_made(name, error):
+                    raise
+        with self._translate_os_errors():
+            here = partial(self._index.here, name)
+            if not refresh and (index := here()) is not None:
+                return index
+            return self._once(name, (lambda: None) if refresh else here, partial(self._fetch_index, name))
 
     def newest_index(self, name: str = INDEX_NAME) -> Index:
         """Return the index as the store has it now; if the store cannot be reached, the one in the cache."""

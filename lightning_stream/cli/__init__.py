@@ -18,7 +18,7 @@ import lightning_stream
 from lightning_stream.cli.output import EXIT_CODES, ExitCode, Output, in_flags
 from lightning_stream.errors import LightningStreamError, MissingExtraError
 
-_COMMANDS = ("convert", "inspect", "verify", "explain", "simulate", "merge", "lengths")
+_COMMANDS = ("convert", "inspect", "verify", "explain", "simulate", "merge", "lengths", "log")
 _TRAIN = "training recipes live in the repository, not in the package; there, run: python train.py +data=flowers"
 
 

@@ -20,6 +20,7 @@ from lightning_stream.reading.filters import Filters, ids_of
 from lightning_stream.reading.reader import ReaderConfig, SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
 from lightning_stream.stores import LocalStore, Store, open_store
+from lightning_stream.version_log import read_index
 
 _SPLITS = ("train", "val", "validation", "valid", "test", "eval")
 _SECRETS = ("secret", "password", "token", "_key", "key_")
@@ -129,7 +130,7 @@ def datasets_at(remote: str, options: Mapping[str, Any] | None) -> list[FoundDat
 
 
 def _read(remote: str, store: Store) -> FoundDataset:
-    return FoundDataset(remote, store, Index.from_bytes(store.read(INDEX_NAME), f"{store.url}/{INDEX_NAME}"))
+    return FoundDataset(remote, store, read_index(store))
 
 
 def _weighted(text: str) -> tuple[str, StreamWeights]:

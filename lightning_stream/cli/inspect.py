@@ -51,7 +51,8 @@ def _description(index: Index) -> dict[str, Any]:
     entry = index.entry(0) if index.num_shards else None
     files = [] if entry is None else [file for pair in entry.files for file in pair if file]
     return {
-        "samples": index.num_samples,
+        "samples": index.num_samples - index.num_deleted,
+        **({"deleted_samples": index.num_deleted} if index.num_deleted else {}),
         "shards": index.num_shards,
         "samples_per_shard": [int(limit(index.shard_sizes)) for limit in (np.min, np.max) if index.num_shards],
         "largest_shard_bytes": int(max(index.raw_bytes, default=0)),

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING
 from lightning_stream.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_stream.convert.api import Inputs, convert
+    from lightning_stream.convert.api import convert
     from lightning_stream.convert.lengths import add_lengths
     from lightning_stream.convert.publish import ConversionResult, read_manifest
+    from lightning_stream.sources.inputs import Inputs
 
 _NAMES = {
-    "api": "Inputs convert",
+    "api": "convert Inputs",
     "lengths": "add_lengths",
     "publish": "ConversionResult read_manifest",
 }

@@ -15,15 +15,15 @@ from lightning_stream.convert.partition import OutputSpec, Receipt, check
 from lightning_stream.convert.publish import ConversionResult, Publication, alone, differences, manifest_of
 from lightning_stream.convert.shuffle import Shuffle, shuffled_listing
 from lightning_stream.convert.task import TRAIN, VAL, PartitionTask, Transform, ValidationSplit
-from lightning_stream.errors import NotFoundError
+from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.fingerprint import function_text
 from lightning_stream.formats.index import INDEX_NAME
-from lightning_stream.formats.index.lengths import with_lengths
 from lightning_stream.processes import Progress, run_partitions
 from lightning_stream.sources.base import Found, Partition, Source
 from lightning_stream.sources.files import check_unchanged
 from lightning_stream.sources.nulls import NullRule
 from lightning_stream.stores import Store
+from lightning_stream.version_log import read_index, without_versions
 from lightning_stream.writer.infer import infer_columns
 from lightning_stream.writer.lengths import LengthFunctions, check_measurable
 from lightning_stream.writer.place import DatasetPlace, digest_of
@@ -226,8 +226,8 @@ class Conversion:
 def _is_whole(store: Store, manifest: Mapping[str, Any]) -> bool:
     """Whether the store has the index that this manifest was written with."""
     try:
-        index = with_lengths(store.read(INDEX_NAME), {})  # they may have been added since
-    except (NotFoundError, ValueError):
+        index = without_versions(read_index(store).data)  # lengths may have been added since
+    except (NotFoundError, FormatError):
         return False
     return digest_of(index) == manifest.get("index")
 

@@ -15,11 +15,11 @@ import numpy as np
 from lightning_stream.cache import ShardCache
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.formats.index import INDEX_NAME, Index, ShardEntry
-from lightning_stream.formats.index.lengths import with_lengths
 from lightning_stream.formats.shard import open_shard
 from lightning_stream.processes import Progress, num_processes, refuse_in_worker, run_partitions
 from lightning_stream.stores import LocalStore, open_store
 from lightning_stream.threads import DaemonPool
+from lightning_stream.version_log import Edit
 from lightning_stream.writer.lengths import (
     LengthFunctions,
     Lengths,
@@ -77,7 +77,7 @@ def add_lengths(
     place = DatasetPlace(os.fspath(out), store_options=store_options)
     if not place.store.exists(INDEX_NAME):
         raise NotFoundError(f"lengths are added to a dataset; {place.store.url} has no {INDEX_NAME}. Check the path.")
-    place.begin("append")
+    place.begin("edit")
     index = place.base
     assert index is not None
     for schema in index.schemas:
@@ -91,7 +91,7 @@ def add_lengths(
     found = _joined(functions, [done[partition.number] for partition in partitions])
     hashes = index.schemas[0].hashes if index.schemas else ()
     files = put_lengths(place, found, hashes, {})
-    place.commit_index(with_lengths(index.data, {**held, **files}))
+    place.commit_edit(Edit("lengths", (), {**held, **files}))
     return found
 
 

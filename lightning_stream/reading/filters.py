@@ -92,7 +92,7 @@ class Filters:
         size = reader.snapshot.num_samples
         mask, left = np.ones(size, dtype=np.bool_), dict[str, int]()
         if self.exclude_ids is not None:
-            mask[_ids(self.exclude_ids, size)] = False
+            mask &= _not_excluded(self.exclude_ids, reader)
             left["exclude_ids"] = int(mask.sum())
         for names, rule in (self.filter_lengths or {}).items():
             mask &= _passed(reader, names, rule)
@@ -114,6 +114,14 @@ def _text(rule: object) -> str:
 def ids_of(given: Ids, name: str = "exclude_ids") -> NDArray[np.integer]:
     """Ids that are given themselves, or as a file with one a line or of numpy (``.npy``)."""
     return as_ids(_read(Path(given)) if isinstance(given, (str, os.PathLike)) else given, name)
+
+
+def _not_excluded(given: Ids, reader: SampleReader) -> NDArray[np.bool_]:
+    """bool[num_samples]: the samples of a reader that are not among these ids of the streams' samples."""
+    kept = reader.kept
+    mask = np.ones(reader.snapshot.num_samples if kept is None else kept.size, dtype=np.bool_)
+    mask[_ids(given, len(mask))] = False
+    return mask if kept is None else mask[kept.mask]
 
 
 def _ids(given: Ids, size: int) -> NDArray[np.int64]:

@@ -19,11 +19,13 @@ from lightning_stream.cache import Lease, ShardCache
 from lightning_stream.errors import DigestError, FormatError
 from lightning_stream.formats.encodings.images import load_images
 from lightning_stream.formats.hashing import digest
-from lightning_stream.formats.index import Index, ShardEntry
+from lightning_stream.formats.index import Index, ShardEntry, mixed_columns
 from lightning_stream.formats.mds.gather import flat_copies, gather, gather_mixed
 from lightning_stream.formats.mds.shard import MdsShard
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.order import Snapshot
+from lightning_stream.order.bitmap import Bitmap
+from lightning_stream.reading.deleted import kept_samples
 from lightning_stream.reading.fetches import Announced, NextUse, ReaderProcess, UseFlat, next_use_of_file
 from lightning_stream.reading.lengths import read_lengths
 from lightning_stream.reading.range_reads import SampleRanges
@@ -81,8 +83,18 @@ class SampleReader:
         return tuple(index_of(stream, cache) for stream, cache in zip(self.streams, self.caches, strict=True))
 
     @cached_property
+    def kept(self) -> Bitmap | None:
+        """Which of the samples in the shards are not deleted; None if no version has deleted any."""
+        return kept_samples(self.caches, self.indexes)
+
+    @cached_property
     def snapshot(self) -> Snapshot:
         """The data as the order sees it."""
+        return self._in_shards if self.kept is None else self._in_shards.subset(self.kept)
+
+    @cached_property
+    def _in_shards(self) -> Snapshot:
+        """The samples in the shards, also deleted ones."""
         return Snapshot.of(
             [index.shard_sizes for index in self.indexes],
             names=[name_of(stream) for stream in self.streams],
@@ -92,12 +104,7 @@ class SampleReader:
     @cached_property
     def _mixed_columns(self) -> dict[str, bool] | None:
         """All columns, and whether all streams have them in one encoding; None where all shards have the same."""
-        schemas = [schema for index in self.indexes for schema in index.schemas]
-        if len({(schema.format, schema.names, schema.encodings) for schema in schemas}) <= 1:
-            return None
-        encodings = [schema.columns for schema in schemas]
-        names = dict.fromkeys(name for columns in encodings for name in columns)
-        return {name: len({columns.get(name) for columns in encodings}) == 1 for name in names}
+        return mixed_columns(self.indexes)
 
     def lengths(self, name: str) -> NDArray[np.uint32]:
         """Return a length of every sample, e.g. its tokens, by sample id: uint32[num_samples], read-only.
@@ -121,7 +128,11 @@ class SampleReader:
         return digest("xxh3_128", self.lengths(name).view(np.uint8).data)
 
     def _read_lengths(self, name: str) -> NDArray[np.uint32]:
-        return read_lengths(self.caches, self.indexes, name)
+        found = read_lengths(self.caches, self.indexes, name)
+        if self.kept is not None:
+            found = found[self.kept.mask]
+            found.setflags(write=False)
+        return found
 
     def require_samples(self) -> None:
         """Raise ValueError where there is nothing to iterate over."""
@@ -138,8 +149,12 @@ class SampleReader:
         return self.caches[stream], self.indexes[stream].entry(shard - int(self.snapshot.stream_offsets[stream]))
 
     def original_ids(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The ids of these samples in the streams: others only where a filter or a subset chose among them."""
-        return ids
+        """The ids of these samples in the streams: others only after deletions, or where a filter or subset chose."""
+        return ids if self.kept is None else self.kept.select(ids)
+
+    def _locate(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The shard that holds each sample, and its index in it."""
+        return self._in_shards.locate(ids if self.kept is None else self.kept.select(ids))
 
     def sample(self, sample_id: int) -> dict[str, Any]:
         """Read one sample: column name to value.
@@ -147,9 +162,9 @@ class SampleReader:
         Raises:
             FormatError: It cannot be decoded; names the sample, its stream, its shard and the column.
         """
-        offsets = self.snapshot.shard_offsets
-        number = int(offsets.searchsorted(sample_id, side="right")) - 1
-        within, process = sample_id - int(offsets[number]), self._mine()
+        offsets, row = self._in_shards.shard_offsets, sample_id if self.kept is None else self.kept[sample_id]
+        number = int(offsets.searchsorted(row, side="right")) - 1
+        within, process = row - int(offsets[number]), self._mine()
         before, by_range = process.num_fetched_again, False
         if (shard := process.open.get(number)) is None:
             if part := self._by_range(process, [number], lambda _: np.array([within])):
@@ -210,7 +225,7 @@ class SampleReader:
             FormatError: As `batch`; also for values that are no 1-d arrays of one dtype.
         """
         if self._mixed_columns is None:
-            found = self._mine().open.flat_arrays(*self.snapshot.locate(ids), names, use)
+            found = self._mine().open.flat_arrays(*self._locate(ids), names, use)
             if found is not None:
                 return found
         return use(*flat_copies(self.batch(ids), names))
@@ -223,8 +238,7 @@ class SampleReader:
         return columns
 
     def _gathered(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None) -> dict[str, Any]:
-        of_shard, within = self.snapshot.locate(ids)
-        process = self._mine()
+        (of_shard, within), process = self._locate(ids), self._mine()
         if self._mixed_columns is None and (columns := process.open.gather(of_shard, within, out)):
             return columns
         # Not all shards are open yet, or not all have the same columns.

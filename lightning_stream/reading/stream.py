@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,11 +10,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from lightning_stream.cache import CacheConfig, ShardCache, default_folder
-from lightning_stream.errors import FormatError, NotFoundError, StoreError, redact
+from lightning_stream.errors import redact
 from lightning_stream.formats.index import INDEX_NAME, Index, version_name
 from lightning_stream.order import StreamWeights
-from lightning_stream.sources.in_place import InPlace
+from lightning_stream.sources.in_place import InPlace, is_table
 from lightning_stream.stores import Store, open_store
+from lightning_stream.version_log import read_version
 
 _NEVER_CALLED = {  # methods of mosaicml-streaming's Stream, and what to do instead
     **dict.fromkeys(("get_shards", "set_up_local", "get_index_size"), "write the shards into an index.json"),
@@ -25,9 +25,8 @@ _NEVER_CALLED = {  # methods of mosaicml-streaming's Stream, and what to do inst
 }
 
 
-_KEPT_DIGITS = 16
+_DIGITS = 16  # of a digest, in the name of a version's index
 _VERSION = re.compile(r"(?:index\.)?([0-9a-f]{6,})(?:\.json)?")
-_PREVIOUS = re.compile(rb'\{"previous": "(index\.([0-9a-f]{16})\.json)"')
 
 
 class Stream:
@@ -55,9 +54,8 @@ class Stream:
         keep_zip: Whether compressed files stay in the cache after decompression; None takes the dataset's.
         options: Further options of the store, e.g. ``{"endpoint_url": ...}``.
         name: What a `Schedule` calls it; None for the last part of `remote` or `local`.
-        version: The version of the dataset: 6 or more digits of its index's digest, as in a saved state or in the file
-            names ``index.<digits>.json``, which `MDSWriter(append=True)` keeps; None for the newest. Of a Delta table:
-            its number, an int.
+        version: The version of the dataset: its number, or 6 or more digits of its digest, as `lightning-stream log`
+            lists them and a saved state has them; None for the newest. Of a Delta table: its number.
         format: Of a folder without an index.json: ``"parquet"``, ``"arrow"``...; None to recognise it.
         columns: Of such a folder, the columns to read, and their encodings if it is a mapping; None for all.
 
@@ -104,8 +102,7 @@ class Stream:
         self.remote = None if remote is None else os.path.expanduser(os.fspath(remote))  # noqa: PTH111 - may be a URL
         self.local = None if local is None else os.fspath(local)
         self.split = split or ""
-        is_number = isinstance(version, int)  # of a Delta table
-        self.version = None if version is None or is_number else _digits(str(version))
+        self.version = None if version is None else _version(version)
         self.proportion, self.repeat, self.choose = proportion, repeat, choose
         self.download_retry, self.download_timeout = download_retry, download_timeout
         self.validate_hash, self.keep_zip = validate_hash, keep_zip
@@ -113,7 +110,7 @@ class Stream:
         self.options = self._options = dict(options or {})  # a subclass may use the name for its own
         self._label = name or os.fspath(remote or local or "").rstrip("/").rpartition("/")[2]
         self._store: Store | None = None
-        self._in_place = InPlace(format, columns, int(version) if isinstance(version, int) else None)
+        self._in_place = InPlace(format, columns, version if isinstance(version, int) else None)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({name_of(self)!r})"
@@ -179,35 +176,28 @@ def labels_of(streams: Sequence[Stream]) -> list[str]:
 def index_of(stream: Stream, cache: ShardCache) -> Index:
     """The index that the stream reads: the newest, or that of its version. Raises NotFoundError for an unknown one."""
     wanted = stream.version
-    if wanted is None:
+    if wanted is None or (isinstance(wanted, int) and cache.other is not None and is_table(cache.store)):
         return cache.newest_index()
-    if len(wanted) >= _KEPT_DIGITS:
-        # It never changes, so the cache need not ask the store again. The newest version has no such file, for which
-        # stores have several answers: a bucket that may not be listed refuses access, a web server may send a page.
-        with contextlib.suppress(StoreError, FormatError):
-            kept = cache.index(version_name(wanted))
-            if kept.digest.startswith(wanted):
-                return kept
-    index, known = cache.newest_index(), list[str]()
-    while not index.digest.startswith(wanted):
-        known.append(index.digest[:_KEPT_DIGITS])
-        found = _PREVIOUS.match(index.data)
-        if found is None or found[2].decode() in known:
-            raise NotFoundError(
-                f"version must be one that the dataset has: {name_of(stream)} has no {wanted!r}, but "
-                f"{', '.join(known)}, from the newest to the oldest. A dataset that was overwritten keeps no version."
+    if isinstance(wanted, int) or len(wanted) < _DIGITS:
+        if isinstance(cache.store, DownloadHook):
+            raise ValueError(
+                f"a stream that overrides _download_file takes {_DIGITS} digits of a version; found {wanted!r}. Pass "
+                "those that `lightning-stream log` lists"
             )
-        index = cache.index(found[1].decode())
-    return index
+        wanted = read_version(cache.store, wanted).index.digest
+    return cache.index(version_name(wanted))  # it never changes, so the cache need not ask the store again
 
 
-def _digits(version: str) -> str:
-    """The digits of a version, from these or from the name of its file."""
+def _version(version: str | int) -> str | int:
+    """The number of a version, or the digits of its digest, from these or from the name of its file."""
+    if isinstance(version, int):
+        return version
     found = _VERSION.fullmatch(str(version))
     if found is None:
         raise ValueError(
-            f"version must be 6 or more hex digits of an index's digest, or a file name index.<16 digits>.json; found "
-            f"{version!r}. See the names beside index.json, or the error of the resumed run"
+            "version must be a number, or 6 or more hex digits of an index's digest, or a file name "
+            f"index.<16 digits>.json; found {version!r}. See `lightning-stream log PATH`, or the error of the resumed "
+            "training run"
         )
     return found[1]
 

@@ -164,7 +164,7 @@ class Source:
         files = [{"name": file.name, "bytes": file.num_bytes, "stamp": file.stamp} for file in listed]
         return {**self.identity, "name": self.name, "files": files}
 
-    def find_columns(self, asked: Asked | None) -> Found:
+    def find_columns(self, asked: Mapping[str, str] | None) -> Found:
         """Return the columns that are read: those asked for, or all."""
         found = self.reader.find_columns(self.files, asked)
         missing = [name for name in asked or () if name not in found.columns]

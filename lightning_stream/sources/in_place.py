@@ -104,6 +104,11 @@ class InPlace:
         return {name: encoding or found[name] for name, encoding in asked.items()}
 
 
+def is_table(store: Store) -> bool:
+    """Return whether a store holds a Delta table."""
+    return any(True for _ in store.list(LOG))
+
+
 def _listing(files: Sequence[SourceFile | ObjectEntry]) -> str:
     """A digest of the names, sizes and stamps of all files."""
     digest = xxhash.xxh3_128()

@@ -50,7 +50,7 @@ class FunctionReader(Reader):
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         """Look at the first sample."""
         if asked is not None:
-            return Found(dict(asked))
+            return Found({name: encoding for name, encoding in asked.items() if encoding is not None})
         for file in files:
             for sample in islice(self.function(file.value), 1):
                 return Found(infer_columns(sample))

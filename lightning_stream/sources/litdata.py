@@ -211,8 +211,10 @@ def _gathered(data: memoryview, begins: NDArray[np.int64], width: int) -> NDArra
     if len(steps) and (steps == steps[0]).all():  # items of one size lie at one distance
         first, step = int(begins[0]), int(steps[0])
         strided = np.lib.stride_tricks.as_strided(flat[first:], (len(begins), width), (step, 1), writeable=False)
-        return np.ascontiguousarray(strided)
-    return flat[begins[:, None] + np.arange(width)]
+        found: NDArray[np.uint8] = np.ascontiguousarray(strided)
+    else:
+        found = flat[begins[:, None] + np.arange(width)]
+    return found
 
 
 def _own(value: Any) -> Any:

@@ -94,14 +94,19 @@ class ShardWriter(ABC):
         store_options: Mapping[str, Any] | None = None,
         exist_ok: bool = False,
         lengths: LengthFunctions | None = None,
+        message: str = "",
+        key: str | None = None,
     ) -> None:
         self._config = codec, names, limit = WriterConfig.make(compression, hashes, size_limit)
         if append and (overwrite or exist_ok):
             raise ValueError("append=True adds to the dataset, overwrite=True replaces it; found both. Pass one.")
+        if (message or key) and not append:
+            raise ValueError("message and key describe an append in the log of versions; pass append=True with them.")
         if not isinstance(out, DatasetPlace):
             retries = {} if retry is None else {"retries": retry}
             out = DatasetPlace(out, keep_local, {**retries, **(store_options or {})})
         self._place = place = out
+        place.note(message, key)
         self._mode: Mode = "append" if append else "overwrite" if overwrite or exist_ok else "new"
         self._columns = None if columns is None else dict(columns)
         self._num_columns = 0
@@ -331,7 +336,7 @@ class ShardWriter(ABC):
             return
         name = f"shard.{place.next_shard + self._num_sent:05}.{encoder.schema.format}"
         first = self._pipeline.first
-        self._pipeline.submit(lambda: _finalize_shard(name, encoder, buffer, place, first))
+        self._pipeline.submit(lambda: finalize_shard(name, encoder, buffer, place, first))
         self._buffer = ShardBuffer(self._pool, encoder.header_bytes)
         self._num_sent += 1
         if self._progress_bar:
@@ -358,7 +363,7 @@ class ShardWriter(ABC):
         )
 
 
-def _finalize_shard(
+def finalize_shard(
     name: str, encoder: ShardEncoder, buffer: ShardBuffer, place: DatasetPlace, after: Future[Any] | None = None
 ) -> dict[str, Any]:
     """Pack, hash, compress, hash and put one shard; return its index entry. This runs in a thread.

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_stream.errors import NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index
 from lightning_stream.formats.index.lengths import with_lengths
-from lightning_stream.stores import Store
+from lightning_stream.version_log import read_index
 from lightning_stream.writer.place import DatasetPlace, Out
 
 _FILE_KEYS = ("raw_data", "raw_meta", "zip_data", "zip_meta")
@@ -54,8 +54,8 @@ def merge_index(
 
     Raises:
         NotFoundError: There is no index below the root, or one of the list is absent.
-        ValueError: An index of the list is not below ``out``, or the root's index lists shards of its own, as after an
-            append there, which no partition has.
+        ValueError: A partition has deleted samples, an index of the list is not below ``out``, or the root's index
+            lists shards of its own, as after an append there, which no partition has.
         FormatError: One of them is not an index.
         FileExistsError, ConflictError: Another process put the root's index meanwhile; that one stays.
     """
@@ -89,7 +89,12 @@ def merge_index(
             "among them. Add them again: lightning-stream lengths PATH --column NAME.",
             stacklevel=2,
         )
-    parts = {folder: _index(store, folder) for folder in folders}
+    parts = {folder: read_index(place.partition(folder)) for folder in folders}
+    if deleted := [folder for folder, index in parts.items() if index.deleted is not None]:
+        raise ValueError(
+            f"a merged index has no deleted samples; those of {', '.join(deleted[:3])} would be there again. Write "
+            "these partitions again without them."
+        )
     texts = [text for folder, index in parts.items() for text in _entries(index, folder)]
     place.commit_index(with_lengths(b'{"version": 2, "shards": [' + b", ".join(texts) + b"]}", _lengths(parts)))
 
@@ -116,10 +121,6 @@ def _partitions(names: Iterable[str]) -> list[str]:
 def _natural(name: str) -> list[tuple[int, int, str]]:
     pieces = re.split(r"([0-9]+)", name)
     return [(1, 0, piece) if k % 2 == 0 else (0, int(piece), piece) for k, piece in enumerate(pieces)]
-
-
-def _index(store: Store, folder: str) -> Index:
-    return Index.from_bytes(store.read(f"{folder}/{INDEX_NAME}"), f"{store.url}/{folder}/{INDEX_NAME}")
 
 
 def _lengths(indexes: Mapping[str, Index]) -> dict[str, list[FileEntry]]:

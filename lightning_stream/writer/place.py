@@ -1,7 +1,8 @@
 """The place of a dataset, and the one protocol by which all writers change it; README.md explains it.
 
-Readers see a change when index.json is swapped, which succeeds only if the index is still the one that the writer began
-with. So a killed writer leaves the dataset as it was, and of several writers at once one wins.
+Readers see a new dataset when index.json is swapped, which succeeds only if the index is still the one that the writer
+began with: of several writers at once one wins. They see a change of a dataset (an append) when it is put in the log of
+versions: of several writers at once, all win. A killed writer leaves the dataset as it was.
 """
 
 from __future__ import annotations
@@ -11,29 +12,32 @@ import json
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 from lightning_stream import errors
 from lightning_stream.formats.hashing import digest_parts
-from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, version_name
+from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index
 from lightning_stream.formats.index.lengths import with_lengths
 from lightning_stream.stores import LocalStore, ObjectEntry, Store, open_store
 from lightning_stream.stores.drafts import sweep_drafts
+from lightning_stream.version_log import CHANGES, Edit, Version, commit, publish, read_newest
 from lightning_stream.writer.local_file import write_file
 
 Place: TypeAlias = "str | os.PathLike[str]"
 Out: TypeAlias = "Place | tuple[Place, Place]"
-Mode: TypeAlias = Literal["new", "append", "overwrite", "merge"]
+Mode: TypeAlias = Literal["new", "append", "edit", "overwrite", "merge"]
 
 _KEPT = r"index\.[0-9a-f]{16}\.json"
 _SHARD = r"shard\.[0-9]{5,}(\.[0-9a-f]{16})?\.(mds|json|csv|tsv|xsv)(\.meta)?(\.[a-z0-9]+)?"
 LENGTHS = r"lengths\.[A-Za-z0-9_=-]+(\.[0-9a-f]{16})?\.[0-9]{5,}\.bin"
 _LOG = logging.getLogger(__name__)
-OURS = re.compile(f"{_KEPT}|{_SHARD}|{LENGTHS}")
+_DELETED = r"deleted\.[0-9a-f]{16}\.bin"
+OURS = re.compile(f"{_KEPT}|{_SHARD}|{LENGTHS}|{_DELETED}|{CHANGES}")
 MANIFEST = "manifest.json"  # a conversion puts it beside the index
 _OURS_AND_MANIFEST = re.compile(f"{OURS.pattern}|{re.escape(MANIFEST)}")
 _NUMBERED = re.compile(r"shard\.([0-9]+)\.")
@@ -82,6 +86,8 @@ class DatasetPlace:
         self.mode: Mode = "new"
         self.base: Index | None = None
         self.put_names: list[str] = []
+        self._version: Version | None = None
+        self._message = self._key = ""
         self._begun_with: dict[str, list[Seen]] = {}
 
     @property
@@ -103,13 +109,14 @@ class DatasetPlace:
         """Read the index that is there, and the objects `also`, which will be swapped too, before anything is written.
 
         ``"new"``: FileExistsError if there are files. ``"append"``: shards are added; ValueError if there is no
-        dataset, or the places of a pair hold different ones. ``"overwrite"``: `commit` replaces the dataset.
-        ``"merge"``: only the index is put.
+        dataset, or the places of a pair hold different ones. ``"edit"``: the same, for `commit_edit`.
+        ``"overwrite"``: `commit` replaces the dataset. ``"merge"``: only the index is put.
         """
         self.mode = mode
         for store in self.stores:
             if isinstance(store, LocalStore):
-                sweep_drafts(store.folder)
+                for folder in (store.folder, *store.folder.glob("versions/*")):
+                    sweep_drafts(folder)
             first = next(_listed(store), None) if mode == "new" else None
             if first is not None:
                 raise FileExistsError(
@@ -118,13 +125,16 @@ class DatasetPlace:
                 )
         for name in (INDEX_NAME, *also):
             self._begun_with[name] = [Seen() if mode == "new" else Seen.of(store, name) for store in self.stores]
-        if mode != "append":
+        if mode not in ("append", "edit"):
             return
         base, *others = (seen.data for seen in self._begun_with[INDEX_NAME])
         if base is None:
             raise ValueError(f"append=True needs a dataset; {self.store.url} has no {INDEX_NAME}.")
-        self.base = Index.from_bytes(base, f"{self.store.url}/{INDEX_NAME}")
-        if any(text != base for text in others):
+        self._version = read_newest(self.store)
+        self.base = self._version.index
+        if any(text is None for text in others) or any(
+            read_newest(store).index.data != self.base.data for store in self.stores[1:]
+        ):
             raise ValueError(
                 "both places of a pair must hold the dataset that is appended to. Pass keep_local=False, or copy it "
                 f"from {self.store.url} to {self.stores[1].url}."
@@ -133,7 +143,17 @@ class DatasetPlace:
     @property
     def files_begun_with(self) -> set[str]:
         """The files of the dataset that was there when the writer began."""
-        return listed_files(self._begun_with[INDEX_NAME][0].data)
+        with contextlib.suppress(errors.NotFoundError, errors.FormatError):
+            return listed_files(read_newest(self.store).index.data)
+        return set()
+
+    def partition(self, folder: str) -> Store:
+        """Return the store of a folder below."""
+        return open_store(f"{self._urls[0].rstrip('/')}/{folder}", self._options if is_remote(self._urls[0]) else None)
+
+    def note(self, message: str, key: str | None) -> None:
+        """Set what `commit` writes into the log with an append: a message, and the append's key."""
+        self._message, self._key = message, key or ""
 
     @cached_property
     def next_shard(self) -> int:
@@ -145,16 +165,22 @@ class DatasetPlace:
     def name_of(self, name: str, parts: Sequence[Any]) -> str:
         """Return the name of a file of samples: ``shard.00007.mds``, or ``shard.00007.<16 hex digits>.mds``.
 
-        The digits come from the file's bytes and from the index that the writer began with. At most one of the writers
-        that could have put a file of this name will win, so the others may delete it.
+        The digits come from the file's bytes and, if the dataset is replaced, from the index that the writer began
+        with: at most one of the writers that could have put a file of this name will win, so the others may delete it.
+        Several writers that append may win. So their digits come from the append's key, which the log has only once,
+        or from random ones.
         """
         if self.mode == "new":
             return name
         stem, number, rest = name.split(".", 2)
-        return f"{stem}.{number}.{digest_of(self._base_digest, *parts)}.{rest}"
+        return f"{stem}.{number}.{digest_of(self._name_salt, *parts)}.{rest}"
 
     @cached_property
-    def _base_digest(self) -> bytes:
+    def _name_salt(self) -> bytes:
+        if self.mode == "append":
+            return self._key.encode() or secrets.token_bytes(16)
+        if self._version is not None:
+            return f"{self._version.root} {self._version.number}".encode()
         return digest_of(self._begun_with[INDEX_NAME][0].data or b"").encode()
 
     def put_shard(self, name: str, parts: Sequence[Any]) -> None:
@@ -175,23 +201,50 @@ class DatasetPlace:
         self.put_names.append(name)
 
     def commit(self, entries: Sequence[bytes], lengths: Mapping[str, Sequence[FileEntry]]) -> None:
-        """Put the index of these shards, given as JSON texts; in append mode it lists them after the old ones.
+        """Put the index of these shards, given as JSON texts; in append mode it lists them after those that are there.
 
         `lengths` has the files of the lengths of all samples, by name.
 
-        FileExistsError or ConflictError if another writer has changed the index since this one began. That dataset
-        stays, and the shards of this writer are deleted.
+        Raises:
+            FileExistsError, ConflictError: Another writer has replaced the dataset since this one began, or appended
+                samples of other columns. That dataset stays, and the shards of this writer are deleted.
         """
-        if self.base is None:
+        base = self.base
+        if base is None:
             index = b'{"shards": [' + b", ".join(entries) + b'], "version": 2}'
             self.commit_index(with_lengths(index, lengths))
             return
-        kept = version_name(self.base.digest)
-        for store, seen in zip(self.stores, self._begun_with[INDEX_NAME], strict=True):
-            store.put(kept, seen.data or b"")
-        old = [self.base.text(shard) for shard in range(len(self.base))]
-        head = b'{"previous": "' + kept.encode() + b'", "shards": ['
-        self.commit_index(with_lengths(head + b", ".join([*old, *entries]) + b'], "version": 2}', lengths))
+        if not entries and not self._key:
+            return
+        added = {name: files[len(base.lengths.get(name, ())) :] for name, files in lengths.items()}
+        change = Edit("append", entries, added, self._message, self._key)
+
+        def edit(version: Version) -> Edit:
+            now = version.index
+            same = [schema.columns for schema in now.schemas[:1]] == [schema.columns for schema in base.schemas[:1]]
+            if base.num_samples and not (same and now.lengths.keys() == base.lengths.keys()):
+                raise errors.ConflictError(f"{self.store.url} has other columns or lengths since this writer began")
+            return change
+
+        self._commit(edit)
+
+    def commit_edit(self, edit: Edit) -> None:
+        """Put a change of the version that was there at `begin`; ConflictError if there is a newer one."""
+        self._commit(lambda _: edit)
+
+    def _commit(self, edit: Callable[[Version], Edit]) -> None:
+        """Put a change in the log of each store. In a pair, both places must have the same shards: one writer wins."""
+        assert self._version is not None
+        retries = self.mode == "append" and len(self.stores) == 1
+        for number, store in enumerate(self.stores):
+            try:
+                new = commit(store, self._version, edit, retries=retries)
+            except errors.AlreadyExistsError:  # an append of this key is there
+                self._withdraw(store)
+                new = read_newest(store)  # its writer may have been killed before it was published
+            except errors.ConflictError as error:
+                self._refused(number, str(error), error)
+            publish(store, new, always=False)
 
     def commit_index(self, index: bytes) -> None:
         """Swap the index. In overwrite mode, then delete the former dataset, and what killed writers left."""
@@ -220,22 +273,26 @@ class DatasetPlace:
             except (errors.AlreadyExistsError, errors.ConflictError) as error:  # noqa: PERF203 (a pair has two stores)
                 if self.mode == "merge" and Seen.of(store, name).data == data:  # another rank merged the same
                     continue
-                for loser in self.stores[number:]:
-                    self._withdraw(loser)
-                text = _another(f"{store.url}/{name} changed since this writer began")
-                if number:
-                    text += f" {self.store.url} was changed before, and holds the dataset of this writer. Decide which "
-                    text += f"of the two datasets to keep, and copy it to the other place: {self}."
-                raise type(error)(text) from error
+                self._refused(number, f"{store.url}/{name} changed since this writer began", error)
+
+    def _refused(self, number: int, found: str, error: errors.StoreError) -> NoReturn:
+        """Delete the files of this writer in the stores that refused it, those from a number on, and raise."""
+        for loser in self.stores[number:]:
+            self._withdraw(loser)
+        text = _another(found)
+        if number:
+            text += f" {self.store.url} was changed before, and holds the dataset of this writer. Decide which "
+            text += f"of the two datasets to keep, and copy it to the other place: {self}."
+        raise type(error)(text) from error
 
     def _withdraw(self, store: Store) -> None:
-        """Delete the files of this writer, whose swap failed, except those that the index now lists."""
-        listed = listed_files(Seen.of(store, INDEX_NAME).data)
+        """Delete the files of this writer, whose commit failed, except those that the dataset now lists."""
+        listed: set[str] = set()
+        with contextlib.suppress(errors.NotFoundError, errors.FormatError):
+            listed = listed_files(read_newest(store).index.data)
         for name in self.put_names:
             if name not in listed:
                 store.delete(name)
-        if self.base is not None and not listed >= listed_files(self.base.data):  # the version kept is of no use now
-            store.delete(version_name(self.base.digest))
 
     def sweep(
         self, before: Sequence[Collection[str]], ours: re.Pattern[str], keep: Collection[str], *, former: bool = True

@@ -32,8 +32,8 @@ class MDSWriter(ShardWriter):
             ``["xxh3_64"]``, ``[]`` for no hashes.
         size_limit: Bytes after which a shard is full, as a number or ``"64mb"``; None for one shard.
         overwrite: Replace the dataset at ``out`` as a whole, when this writer finishes. Other files there stay.
-        append: Add shards to the dataset at ``out``, under a new version of its index. The version before stays beside
-            it: `Stream(version=...)` opens it.
+        append: Add shards to the dataset at ``out``, as a new version of it. `Stream(version=...)` opens the versions
+            before. Several writers may append at the same time.
         max_workers: Number of threads that hash, compress and put shards; 0 to use the caller's thread.
         progress_bar: Report shards on stderr.
         retry: How often a failed request to the remote store is tried again; None for the default.
@@ -42,6 +42,9 @@ class MDSWriter(ShardWriter):
         lengths: Functions by name, e.g. ``{"tokens": len}``, whose results readers get before any sample
             (`StreamingDataset.lengths`): whole numbers below 2**32. A function gets the value of the column of its
             name, or the whole sample if there is no such column.
+        message: With `append`, a note about it, which ``lightning-stream log`` shows.
+        key: With `append`, a name of it such as ``"batch-17"``. If the dataset has an append of this key already,
+            nothing is added: a job that was killed can be repeated.
 
     Raises:
         ValueError: A setting is wrong, or an encoding is unknown.

@@ -59,7 +59,7 @@ def test_a_shard_is_fetched_once_and_equals_its_source(remote: Path, local: Path
     for _ in range(3):
         assert cache.ensure(index.entry(2)) == local
     assert (local / "shard.00002.mds").read_bytes() == shard_content(2, 10_000)
-    assert store.opened == ["index.json", "shard.00002.mds"]
+    assert store.opened == ["index.json", f"versions/{index.digest[:16]}/00000001.json", "shard.00002.mds"]
     assert not cache.present(index.entry(1))
     assert drafts(local) == [] == list((local / ".lightning_stream" / "locks").iterdir())
 

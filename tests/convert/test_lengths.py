@@ -14,10 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from writer.test_place import killed_at
 
+from lightning_stream import StreamingDataset
 from lightning_stream.convert import add_lengths, convert
 from lightning_stream.errors import ConflictError, FormatError, NotFoundError
-from lightning_stream.formats.index import Index
-from lightning_stream.stores import open_store
+from lightning_stream.formats.index import Index, version_name
+from lightning_stream.stores import LocalStore, open_store
+from lightning_stream.version_log import read_index
 from lightning_stream.writer import CSVWriter, MDSWriter, merge_index
 from lightning_stream.writer.place import listed_files
 
@@ -36,7 +38,7 @@ def measured(samples: list[dict[str, Any]]) -> dict[str, list[int]]:
 
 
 def numbers(folder: Path) -> dict[str, list[int]]:
-    index = Index.from_file(folder / "index.json")
+    index = read_index(LocalStore(folder))
     return {
         name: np.concatenate([np.fromfile(folder / file.basename, "<u4") for file in files]).tolist()
         for name, files in index.lengths.items()
@@ -134,7 +136,8 @@ def test_added_lengths_are_those_that_a_writer_would_have_put(
     assert numbers(tmp_path / "out") == numbers(tmp_path / "written")
     index = Index.from_file(tmp_path / "out" / "index.json")
     assert (index.digest, len(index)) == (before.digest, len(before))
-    assert {path.name for path in (tmp_path / "out").rglob("*") if path.suffix != ".bin"} == files
+    log = {version_name(before.digest), "versions", before.digest[:16], "00000001.json"}
+    assert {path.name for path in (tmp_path / "out").rglob("*") if path.suffix != ".bin"} == files | log
     assert not convert(rows_file, tmp_path / "out", **settings).is_new
 
 
@@ -143,11 +146,10 @@ def test_an_appended_dataset_keeps_its_versions_when_lengths_are_added(tmp_path:
         with MDSWriter(out=tmp_path / "set", columns={"text": "str"}, **how) as writer:
             writer.write_batch({"text": ["a", "bb", "ccc"]})
     add_lengths(tmp_path / "set", {"text": len}, num_workers=1)
-    assert (tmp_path / "set" / "index.json").read_bytes().startswith(b'{"previous": "index.')
     with MDSWriter(out=tmp_path / "set", columns={"text": "str"}, append=True, lengths={"text": len}) as writer:
         writer.write({"text": "dddd"})
     assert numbers(tmp_path / "set") == {"text": [1, 2, 3, 1, 2, 3, 4]}
-    assert len(list((tmp_path / "set").glob("index.*.json"))) == 2
+    assert [len(StreamingDataset(remote=tmp_path / "set", version=k)) for k in range(4)] == [3, 6, 6, 7]
 
 
 def test_lengths_that_are_there_are_kept_unless_they_are_to_be_replaced(tmp_path: Path) -> None:
@@ -207,9 +209,10 @@ def test_adding_that_is_killed_at_any_step_leaves_the_dataset_with_or_without_le
         if died and not numbers(out):
             add_lengths(out, {"text": len}, num_workers=1)
         assert numbers(out) == {"text": [1, 2]}
-        listed = listed_files((out / "index.json").read_bytes())
+        index = read_index(LocalStore(out))
         visible = {path.name for path in out.iterdir() if not path.name.startswith(".")}  # a lock may stay
-        assert visible == listed | {"index.json"}
+        log = {version_name(index.digest), "versions"}
+        assert visible | log == listed_files(index.data) | {"index.json"} | log
     assert step > 4
 
 

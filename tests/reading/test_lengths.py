@@ -54,10 +54,10 @@ def serve(server: WebServer, folder: Path) -> str:
 
 
 def asked(server: WebServer) -> list[str]:
-    """What was asked for since the last call, but the index."""
-    found = [path.rpartition("/")[2] for _, path in server.asked]
+    """What was asked for since the last call, but the index and its versions."""
+    found = [path for _, path in server.asked if "/versions/" not in path]
     server.asked.clear()
-    return [name for name in found if not name.startswith("index.")]
+    return [path.rpartition("/")[2] for path in found if not path.endswith("/index.json")]
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])

@@ -298,3 +298,39 @@ def test_a_pickle_in_a_chunk_is_refused_and_not_executed(tmp_path: Path) -> None
         StreamingDataset(remote=str(tmp_path))[0]
     dataset = StreamingDataset(streams=[Stream(remote=str(tmp_path), columns=["id", "tokens"])])
     assert [dataset[k]["id"] for k in range(5)] == [*range(5)]
+
+
+def test_a_delta_table_is_read_at_a_version_with_its_partitions_and_new_columns(tmp_path: Path) -> None:
+    delta = pytest.importorskip("deltalake", reason="deltalake is not installed: uv sync --extra delta")
+    uri = str(tmp_path / "table")
+    rows = {"id": list(range(10)), "text": [f"t{k}" for k in range(10)], "kind": ["a"] * 6 + ["b"] * 4}
+    delta.write_deltalake(uri, pa.table(rows), partition_by=["kind"])
+    delta.write_deltalake(uri, pa.table({"id": [10, 11], "text": ["x", "y"], "kind": ["b", None]}), mode="append")
+    delta.DeltaTable(uri).delete("id = 3")
+    more = pa.table({"id": [12], "text": ["z"], "kind": ["a"], "score": [0.5]})
+    delta.write_deltalake(uri, more, mode="append", schema_mode="merge")
+
+    def rows_of(**options: Any) -> list[tuple[Any, ...]]:
+        dataset = StreamingDataset(remote=uri, **options)
+        return sorted(tuple(dataset[k].values()) for k in range(dataset.size))
+
+    def wanted(ids: list[int]) -> list[tuple[Any, ...]]:
+        texts = {**dict(enumerate(rows["text"])), 10: "x", 11: "y", 12: "z"}
+        return sorted((k, texts[k]) for k in ids)
+
+    both = ["id", "text"]
+    assert rows_of(version=0, columns=both) == wanted([*range(10)])
+    assert rows_of(version=1, columns=both) == wanted([*range(12)])
+    assert rows_of(columns=both) == wanted([0, 1, 2, *range(4, 13)])
+    whole = StreamingDataset(remote=uri)
+    found = {
+        int(sample["id"]): (sample["kind"], sample["score"]) for sample in map(whole.__getitem__, range(whole.size))
+    }
+    assert found[12] == ("a", 0.5)
+    assert found[11] == (None, None)
+    assert {found[k] for k in range(6, 11)} == {("b", None)}
+    assert (
+        sorted(StreamingDataset(remote=uri, columns=["kind"], version=0)[k]["kind"] for k in range(10)) == rows["kind"]
+    )
+    with pytest.raises(FormatError, match="cannot be read as a Delta table"):
+        rows_of(version=99)

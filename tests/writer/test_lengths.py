@@ -210,18 +210,28 @@ def test_a_writer_killed_at_any_step_leaves_lengths_that_fit_the_samples(tmp_pat
     assert step > 12
 
 
-@pytest.mark.parametrize("how", ["append", "overwrite"])
-def test_of_two_writers_the_loser_leaves_no_lengths(tmp_path: Path, how: str) -> None:
+def test_of_two_writers_the_loser_leaves_no_lengths(tmp_path: Path) -> None:
     write(tmp_path / "set", range(10))
-    settings = {"out": tmp_path / "set", "columns": {"text": "str", "id": "int"}, "lengths": LENGTHS, how: True}
+    settings = {"out": tmp_path / "set", "columns": {"text": "str", "id": "int"}, "lengths": LENGTHS, "overwrite": True}
     loser = MDSWriter(**settings)
     loser.write({"text": "x", "id": 99})
-    write(tmp_path / "set", range(10, 20), **{how: True})
+    write(tmp_path / "set", range(10, 20), overwrite=True)
     with pytest.raises((ConflictError, FileExistsError), match="another writer is or was at work"):
         loser.finish()
-    assert numbers(tmp_path / "set", "both") == expected(range(20) if how == "append" else range(10, 20))["both"]
-    kept = {path.name for path in (tmp_path / "set").glob("index.*.json")}
-    assert {path.name for path in (tmp_path / "set").iterdir()} == listed(tmp_path / "set") | kept
+    assert numbers(tmp_path / "set", "both") == expected(range(10, 20))["both"]
+    assert {path.name for path in (tmp_path / "set").iterdir()} == listed(tmp_path / "set")
+
+
+def test_two_writers_that_append_lengths_at_once_both_win(tmp_path: Path) -> None:
+    write(tmp_path / "set", range(10))
+    settings = {"out": tmp_path / "set", "columns": {"text": "str", "id": "int"}, "lengths": LENGTHS, "append": True}
+    late = MDSWriter(**settings)
+    late.write({"text": "x", "id": 99})
+    write(tmp_path / "set", range(10, 20), append=True)
+    late.finish()
+    found = numbers(tmp_path / "set", "both")
+    assert found[:20] == expected(range(20))["both"]
+    assert len(found) == 21
 
 
 def test_a_writer_whose_lengths_cannot_be_put_leaves_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

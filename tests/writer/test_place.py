@@ -18,7 +18,9 @@ from lightning_stream.convert import convert
 from lightning_stream.errors import AccessError, ConflictError, StoreError
 from lightning_stream.formats.index import Index, version_name
 from lightning_stream.formats.shard import open_shard
+from lightning_stream.stores import LocalStore
 from lightning_stream.stores.drafts import locked_draft, sweep_drafts
+from lightning_stream.version_log import read_newest
 from lightning_stream.writer import JSONWriter, MDSWriter, base, merge_index, place
 
 STEPS = {"os.link", "os.rename", "os.remove", "os.truncate", "os.mkdir"}
@@ -31,7 +33,7 @@ def write(out: Path, values: Any, kind: Any = MDSWriter, **how: Any) -> None:
 
 
 def read(folder: Path) -> list[int]:
-    index = Index.from_file(folder / "index.json")
+    index = read_newest(LocalStore(folder)).index
     shards = [open_shard(index.entry(k), folder) for k in range(len(index))]
     return [shard.sample(i)["x"] for shard in shards for i in range(shard.num_samples)]
 
@@ -41,7 +43,9 @@ def names(folder: Path) -> set[str]:
 
 
 def listed(folder: Path) -> set[str]:
-    return place.listed_files((folder / "index.json").read_bytes()) | {"index.json"}
+    newest = read_newest(LocalStore(folder))
+    changes = {f"versions/{newest.root}/{number:08}.json" for number in range(1, newest.number + 1)}
+    return place.listed_files(newest.index.data) | {"index.json"} | changes
 
 
 def killed_at(step: int, work: Callable[[], None]) -> bool:
@@ -68,7 +72,8 @@ def killed_at(step: int, work: Callable[[], None]) -> bool:
 @pytest.mark.parametrize("how", ["new", "append", "overwrite"])
 def test_a_writer_killed_at_any_step_leaves_the_old_dataset_or_the_new_one(tmp_path: Path, how: str) -> None:
     old, wanted = list(range(30)), {"new": [7] * 20, "append": [*range(30), *[7] * 20], "overwrite": [7] * 20}[how]
-    options = {} if how == "new" else {how: True}
+    options: dict[str, Any] = {} if how == "new" else {how: True}
+    options |= {"key": "only once"} if how == "append" else {}
     for step in range(1, 200):
         out = tmp_path / str(step)
         if how != "new":
@@ -76,17 +81,16 @@ def test_a_writer_killed_at_any_step_leaves_the_old_dataset_or_the_new_one(tmp_p
         died = killed_at(step, lambda out=out: write(out, [7] * 20, **options))  # type: ignore[misc]
         if (out / "index.json").exists():
             assert read(out) in ([wanted] if how == "new" else [old, wanted])
-            is_old = read(out) == old
         else:
             assert how == "new"
         if not died:
             break
         if how == "append":
-            write(out, [7] * 20 if is_old else [], append=True)
+            write(out, [7] * 20, **options)
         else:
             write(out, wanted, overwrite=True)
         assert read(out) == wanted
-        kept = {name for name in names(out) if name.startswith("index.")}
+        kept = {name for name in names(out) if name.startswith(("index.", ".lock-"))}
         assert names(out) - kept == listed(out) - kept
     assert not died
     assert step > 10
@@ -260,11 +264,11 @@ def test_drafts_of_the_dead_are_swept_and_those_of_the_living_stay(tmp_path: Pat
 
 def test_the_versions_of_a_dataset_are_kept_by_appending_and_go_by_overwriting(tmp_path: Path) -> None:
     write(tmp_path, [0])
-    digests = []
+    first = Index.from_file(tmp_path / "index.json").digest
     for k in range(3):
-        digests.append(Index.from_file(tmp_path / "index.json").digest)
         write(tmp_path, [k], append=True)
-    assert names(tmp_path) == listed(tmp_path) | set(map(version_name, digests))
+    assert names(tmp_path) == listed(tmp_path) | {version_name(first)}
+    assert sum(name.startswith("versions/") for name in names(tmp_path)) == 3
     write(tmp_path, [9], overwrite=True)
     assert names(tmp_path) == listed(tmp_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
@@ -31,13 +32,14 @@ class Index:
         schemas: The distinct schemas of the shards.
         shard_sizes: int64[num_shards], number of samples.
         raw_bytes, stored_bytes: int64[num_shards], bytes of the shard's files uncompressed, and as they are stored.
-        num_samples: The number of samples in all shards.
+        num_samples: The number of samples in all shards, also of deleted ones.
+        deleted: The file of the deleted samples, in which each has its number in 8 bytes; None if there are none.
         digest: Hex, of the raw files' names, sizes and hashes, the counts, and the columns. Another compression of the
             same samples gives the same digest.
     """
 
     def __init__(self, data: bytes, where: str) -> None:
-        numbers, self.schemas, self.digest = scan_index(data, where)
+        numbers, self.schemas, self.deleted, self.digest = scan_index(data, where)
         self.data, self.where = data, where
         self._spans = numbers[:, :2].copy()
         self.shard_sizes: NDArray[np.int64] = numbers[:, 2].copy()
@@ -55,6 +57,11 @@ class Index:
     def from_file(cls, path: Path) -> Index:
         """Parse the index.json at ``path``."""
         return cls.from_bytes(path.read_bytes(), str(path))
+
+    @property
+    def num_deleted(self) -> int:
+        """The number of deleted samples."""
+        return 0 if self.deleted is None else self.deleted.num_bytes // 8
 
     @property
     def num_shards(self) -> int:
@@ -94,3 +101,13 @@ class Index:
 
     def __len__(self) -> int:
         return self.num_shards
+
+
+def mixed_columns(indexes: Iterable[Index]) -> dict[str, bool] | None:
+    """Return all columns, and whether all shards have them in one encoding; None if all shards have the same."""
+    schemas = [schema for index in indexes for schema in index.schemas]
+    if len({(schema.format, schema.names, schema.encodings) for schema in schemas}) <= 1:
+        return None
+    encodings = [schema.columns for schema in schemas]
+    names = dict.fromkeys(name for columns in encodings for name in columns)
+    return {name: len({columns.get(name) for columns in encodings}) == 1 for name in names}

@@ -59,15 +59,32 @@ def parse_lengths(data: bytes, num_samples: int, where: str) -> dict[str, tuple[
 
 def with_lengths(index: bytes, lengths: Mapping[str, Sequence[FileEntry]]) -> bytes:
     """Return the text of an index with these lengths instead of its own. All other keys keep their bytes and order."""
+    return with_keys(index, {_KEY: lengths_text(lengths) if lengths else None})
+
+
+def with_keys(index: bytes, changed: Mapping[str, bytes | None]) -> bytes:
+    """Return the text of an index with some keys replaced; None removes a key. Others keep their bytes and order."""
     top = msgspec.json.decode(index, type=dict[str, msgspec.Raw])
-    if not lengths and _KEY not in top:
+    if not any(text is not None or name in top for name, text in changed.items()):
         return index
-    top.pop(_KEY, None)
     texts = {name: bytes(value) for name, value in top.items()}
-    if lengths:
-        listed = {name: [_file_object(file) for file in files] for name, files in lengths.items()}
-        texts[_KEY] = json.dumps(listed, sort_keys=True).encode()
+    for name, text in changed.items():
+        if text is None:
+            texts.pop(name, None)
+        else:
+            texts[name] = text
     return b"{" + b", ".join(json.dumps(name).encode() + b": " + text for name, text in texts.items()) + b"}"
+
+
+def lengths_text(lengths: Mapping[str, Sequence[FileEntry]]) -> bytes:
+    """Return the value of the key ``"lengths"``."""
+    listed = {name: [_file_object(file) for file in files] for name, files in lengths.items()}
+    return json.dumps(listed, sort_keys=True).encode()
+
+
+def deleted_text(file: FileEntry) -> bytes:
+    """Return the value of the key ``"deleted"``."""
+    return json.dumps({**_file_object(file), "samples": file.num_bytes // 8}, sort_keys=True).encode()
 
 
 def _file_object(file: FileEntry) -> dict[str, Any]:

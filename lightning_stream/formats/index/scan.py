@@ -79,9 +79,17 @@ class _Entry(msgspec.Struct, gc=False):
         return (self.format, names, encodings, sizes, self.compression, about)
 
 
+class _Deleted(msgspec.Struct, gc=False):
+    basename: str
+    bytes: _Count
+    hashes: dict[str, str]
+    samples: _Count
+
+
 class _Top(msgspec.Struct, gc=False):
     shards: list[msgspec.Raw]
     version: Literal[2]
+    deleted: _Deleted | None = None
 
 
 _decode_top = msgspec.json.Decoder(_Top).decode
@@ -89,10 +97,10 @@ _decode_entry = msgspec.json.Decoder(_Entry).decode
 _DECODE_ERRORS = (ValueError, RecursionError)  # msgspec's own are ValueErrors
 
 
-def scan_index(data: bytes, where: str) -> tuple[NDArray[np.int64], tuple[Schema, ...], str]:
+def scan_index(data: bytes, where: str) -> tuple[NDArray[np.int64], tuple[Schema, ...], FileEntry | None, str]:
     """Read the text once and check every entry; FormatError with ``where`` and the shard if something is wrong.
 
-    Return int64[num_shards, 6] (see `_FIELDS`), the schemas, and the digest in hex.
+    Return int64[num_shards, 6] (see `_FIELDS`), the schemas, the file of deleted rows, and the digest in hex.
     """
     digest = blake2b(b"lightning-stream index 1", digest_size=32)
     numbers = array("q")
@@ -100,7 +108,7 @@ def scan_index(data: bytes, where: str) -> tuple[NDArray[np.int64], tuple[Schema
     ids: dict[Any, int] = {}
     seen: dict[str, int] = {}  # the hash of a file's description, by its name
     try:
-        shards = _decode_top(data).shards
+        top = _decode_top(data)
     except _DECODE_ERRORS as error:
         start = data[:40].lstrip()
         page = " It looks like a web page: check whether the address needs a login." if start[:1] == b"<" else ""
@@ -109,7 +117,7 @@ def scan_index(data: bytes, where: str) -> tuple[NDArray[np.int64], tuple[Schema
             f"{start[:20]!r}... of {len(data)} bytes ({error}).{page} Fetch it again."
         ) from error
     begin = end = 0
-    for number, text in enumerate(shards):
+    for number, text in enumerate(top.shards):
         try:
             entry = _decode_entry(text)
             key = entry.schema_key()
@@ -131,7 +139,16 @@ def scan_index(data: bytes, where: str) -> tuple[NDArray[np.int64], tuple[Schema
         end = begin + len(memoryview(text))
         numbers.extend((begin, end, entry.samples, raw, stored, schema_id))
     found: NDArray[np.int64] = np.frombuffer(numbers, np.int64).reshape(-1, _FIELDS)
-    return found, tuple(schemas), digest.hexdigest()
+    deleted = None
+    if (file := top.deleted) is not None:
+        deleted = FileEntry(check_basename(file.basename, where), file.bytes, file.hashes)
+        if not file.hashes or file.bytes != 8 * file.samples:
+            raise FormatError(
+                f"{where}: deleted rows must have 8 bytes each and a hash; found {file.bytes:,} bytes for "
+                f"{file.samples:,} rows. Restore the index."
+            )
+        digest.update(f"deleted {file.samples} {sorted(file.hashes.items())}\n".encode())
+    return found, tuple(schemas), deleted, digest.hexdigest()
 
 
 def parse_entry(text: bytes, where: str, schema: Schema) -> ShardEntry:

@@ -1,0 +1,373 @@
+"""The log of a dataset's versions, which readers and writers share; docs/storage.md explains it.
+
+A version is index.json with all changes after it. A change is a small file ``versions/<root>/<number>.json`` that is
+put once, and only if there is none of that number: that put is the commit, so of several writers each gets a number of
+its own. `root` has 16 digits of the digest of the index that the log begins with: the changes of a dataset that was
+overwritten belong to no other one. index.json is published again from time to time, for other MDS readers; its key
+``"versions"`` then has the number of the last change that it contains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from lightning_stream.errors import (
+    AccessError,
+    AlreadyExistsError,
+    ConflictError,
+    FormatError,
+    NotFoundError,
+    StoreError,
+)
+from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, version_name
+from lightning_stream.formats.index.lengths import deleted_text, lengths_text, with_keys
+from lightning_stream.stores import Store
+from lightning_stream.threads import DaemonPool
+
+Operation: TypeAlias = Literal["append", "lengths", "delete", "compact"]
+Lengths: TypeAlias = "Mapping[str, Sequence[FileEntry]]"
+CHANGES = r"versions/[0-9a-f]{16}/[0-9]{8,}\.json"
+_DIGITS = 16
+_AT_ONCE = 16  # changes that are read at the same time
+_PUBLISHED_BYTES = 1 << 20  # an index up to this size is published by each commit: 3,000 shards
+_PUBLISHED_EVERY = 128  # larger ones by each 128th: a reader reads at most so many changes
+
+
+class Change(msgspec.Struct, frozen=True, gc=False):
+    """One commit as it is in the log.
+
+    Attributes:
+        number, parent, digest: Its number, the digest of the version before it, and of the version that it makes.
+        operation: ``"append"`` adds shards and files of lengths; ``"lengths"`` replaces all files of lengths;
+            ``"delete"`` replaces the file of deleted samples; ``"compact"`` replaces all three.
+        samples, num_shards: Those of the version that it makes.
+        time, message, key: When it was made, in UTC; what its writer noted; a name that no other change has, or "".
+        writer: Random digits of the writer, by which it knows its own change.
+        shards, lengths, deleted: What it adds, as in index.json.
+    """
+
+    number: int
+    parent: str
+    digest: str
+    operation: Operation
+    samples: int
+    num_shards: int
+    time: str
+    writer: str
+    message: str = ""
+    key: str = ""
+    shards: list[msgspec.Raw] = []
+    lengths: msgspec.Raw = msgspec.Raw(b"{}")
+    deleted: msgspec.Raw = msgspec.Raw(b"null")
+    format: Literal[1] = 1
+
+
+class Edit(NamedTuple):
+    """What a writer wants to change; see `Change`."""
+
+    operation: Operation
+    shards: Sequence[bytes]
+    lengths: Lengths
+    message: str = ""
+    key: str = ""
+    deleted: FileEntry | None = None
+
+
+@dataclass(frozen=True)
+class Version:
+    """A whole version of a dataset.
+
+    Attributes:
+        root, number, index: The log that it is in, its number there, and its index.
+        keys: The keys of all changes up to it.
+        published: The `ObjectStream.version` of the index.json that it was read from.
+    """
+
+    root: str
+    number: int
+    index: Index
+    keys: tuple[str, ...] = ()
+    published: str | None = None
+
+
+class _Origin(msgspec.Struct, omit_defaults=True):
+    root: str
+    number: int
+    keys: tuple[str, ...] = ()
+
+
+class _Top(msgspec.Struct):
+    versions: _Origin | None = None
+
+
+class _Contents(msgspec.Struct):
+    shards: list[msgspec.Raw]
+    lengths: dict[str, list[msgspec.Raw]] = {}
+
+
+def read_newest(store: Store) -> Version:
+    """Read the newest version.
+
+    Raises:
+        NotFoundError: There is no index.json.
+        FormatError: It is no index, or the log is damaged.
+    """
+    return _later(store, _published(store))
+
+
+def read_index(store: Store, name: str = INDEX_NAME) -> Index:
+    """Read the index of the newest version or, by the name of `version_name`, that of another version.
+
+    NotFoundError if the dataset has no such version.
+    """
+    if name == INDEX_NAME:
+        return read_newest(store).index
+    digits = name.removeprefix("index.").removesuffix(".json")
+    with contextlib.suppress(StoreError, FormatError):  # only the first version has such a file; see `_change_at`
+        index = Index.from_bytes(store.read(name), f"{store.url}/{name}")
+        if index.digest.startswith(digits):
+            return index
+    return read_version(store, digits).index
+
+
+def read_version(store: Store, wanted: str | int) -> Version:
+    """Read a version by its number, or by the first digits of its digest; NotFoundError if there is none."""
+    base = _published(store)
+    changes = read_changes(store, base.root)
+    digests = [base.root, *(change.digest for change in changes)]
+    if isinstance(wanted, int):
+        found = [wanted] if 0 <= wanted < len(digests) else []
+    else:
+        found = [number for number, digest in enumerate(digests) if digest.startswith(wanted[: len(digest)])]
+    if not found:
+        known = ", ".join(dict.fromkeys(digest[:_DIGITS] for digest in digests[::-1]))
+        raise NotFoundError(
+            f"version must be one that the dataset has: {store.url} has no {wanted!r}, but {known}, from the newest to "
+            f"the oldest, numbers {len(changes)} to 0. A dataset that was overwritten keeps no version."
+        )
+    number = found[-1]
+    if number < base.number:
+        name = version_name(base.root)
+        base = Version(base.root, 0, Index.from_bytes(store.read(name), f"{store.url}/{name}"))
+    return _with(base, changes[base.number : number], store.url)
+
+
+def read_log(store: Store) -> tuple[Version, list[Change]]:
+    """Read the version of index.json as it is published, and all changes, from the first one on."""
+    base = _published(store)
+    return base, read_changes(store, base.root)
+
+
+def read_changes(store: Store, root: str, first: int = 1) -> list[Change]:
+    """Read the changes from a number on, several at once."""
+    found: list[Change] = []
+    change = _change_at(store, root, first)
+    if change is None:
+        return found
+    with DaemonPool(_AT_ONCE, "versions") as pool:
+        while change is not None:
+            found.append(change)
+            begin = first + len(found)
+            reads: list[Future[Change | None]] = [
+                pool.submit(_change_at, store, root, number) for number in range(begin, begin + _AT_ONCE)
+            ]
+            for read in reads:
+                if (change := read.result()) is None:
+                    break
+                found.append(change)
+            else:
+                change = found.pop()
+    return found
+
+
+def commit(store: Store, base: Version, edit: Callable[[Version], Edit], *, retries: bool = True) -> Version:
+    """Put a change after the newest version, and return the version that it makes. It is published by `publish`.
+
+    Args:
+        store: The dataset.
+        base: The version that the writer began with.
+        edit: What to change in a version: it gets `base`, and again each newer one that other writers put first. It
+            may raise ConflictError.
+        retries: Whether to continue after another writer's change; else ConflictError.
+
+    Raises:
+        ConflictError: The dataset was overwritten meanwhile, or `edit` does not fit a newer version.
+        AlreadyExistsError: The log has a change of this key.
+    """
+    version, writer = base, secrets.token_hex(8)
+    while True:
+        wanted = edit(version)
+        if wanted.key and wanted.key in version.keys:
+            raise AlreadyExistsError(f"{store.url} has a change of the key {wanted.key!r} already.")
+        change = _change(version, wanted, writer)
+        new = _with(version, [change], store.url, is_new=True)
+        change = msgspec.structs.replace(
+            change,
+            digest=new.index.digest,
+            samples=new.index.num_samples - new.index.num_deleted,
+            num_shards=new.index.num_shards,
+        )
+        name, data = _name(version.root, change.number), msgspec.json.encode(change)
+        try:
+            store.put(name, data, if_absent=True)
+        except AlreadyExistsError:
+            if store.read(name) != data:  # else it is ours: the answer to the first attempt was lost
+                later = _later(store, version)
+                if not retries or later.number == version.number:
+                    raise ConflictError(f"{store.url} has a newer version than this writer began with") from None
+                version = later
+                continue
+        if not _is_current(store, base):
+            store.delete(name)
+            raise ConflictError(f"{store.url} was overwritten since this writer began")
+        return new
+
+
+def publish(store: Store, version: Version, *, always: bool = True) -> None:
+    """Put index.json as this version has it, for other MDS readers, unless it is as new already.
+
+    Without `always`, only where that costs little: for a small index, and for each 128th version of a large one.
+    """
+    if not always and len(version.index.data) > _PUBLISHED_BYTES and version.number % _PUBLISHED_EVERY:
+        return
+    while True:
+        there = _published(store)
+        if there.root != version.root or there.number >= version.number:
+            return
+        if there.number == 0:
+            with contextlib.suppress(AlreadyExistsError):
+                store.put(version_name(there.root), there.index.data, if_absent=True)
+        try:
+            store.put(INDEX_NAME, version.index.data, if_version=there.published)
+        except ConflictError:
+            continue
+        return
+
+
+def without_versions(index: bytes) -> bytes:
+    """Return the text of an index without its lengths and its place in a log: that of its first writer."""
+    return with_keys(index, {"lengths": None, "versions": None})
+
+
+def _published(store: Store) -> Version:
+    """The version that index.json has."""
+    with store.open(INDEX_NAME) as body:
+        data, where = b"".join(body), f"{store.url}/{INDEX_NAME}"
+    index = Index.from_bytes(data, where)
+    try:
+        origin = msgspec.json.decode(index.data, type=_Top).versions
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{where}: the key 'versions' must have a root and a number; {error}.") from error
+    origin = origin or _Origin(index.digest[:_DIGITS], 0)
+    return Version(origin.root, origin.number, index, origin.keys, body.version)
+
+
+def _is_current(store: Store, version: Version) -> bool:
+    """Whether index.json still belongs to the log of a version."""
+    with contextlib.suppress(NotFoundError):
+        if version.published is not None:
+            with store.open(INDEX_NAME, 0, 1) as body:
+                if body.version == version.published:
+                    return True
+        return _published(store).root == version.root
+    return False
+
+
+def _later(store: Store, version: Version) -> Version:
+    """The newest version, from an older one."""
+    return _with(version, read_changes(store, version.root, version.number + 1), store.url)
+
+
+def _change_at(store: Store, root: str, number: int) -> Change | None:
+    """The change of a number; None if there is none.
+
+    Stores have several answers for that: a bucket that may not be listed refuses access, a web server may send a page.
+    """
+    name = _name(root, number)
+    try:
+        data = store.read(name)
+    except (NotFoundError, AccessError):
+        return None
+    if data.lstrip()[:1] == b"<":
+        return None
+    try:
+        return msgspec.json.decode(data, type=Change)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(
+            f"{store.url}/{name}: a change of the dataset must be a JSON object as this release writes it; {error}. "
+            "Install a newer release, or restore the file."
+        ) from error
+
+
+def _change(version: Version, edit: Edit, writer: str) -> Change:
+    return Change(
+        version.number + 1,
+        version.index.digest,
+        digest="",
+        operation=edit.operation,
+        samples=0,
+        num_shards=0,
+        time=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        writer=writer,
+        message=edit.message,
+        key=edit.key,
+        shards=[msgspec.Raw(text) for text in edit.shards],
+        lengths=msgspec.Raw(lengths_text(edit.lengths)),
+        deleted=msgspec.Raw(b"null" if edit.deleted is None else deleted_text(edit.deleted)),
+    )
+
+
+def _with(version: Version, changes: Sequence[Change], where: str, *, is_new: bool = False) -> Version:
+    """The version that these changes make of another one; FormatError unless they continue it."""
+    if not changes:
+        return version
+    index = version.index
+    contents = msgspec.json.decode(index.data, type=_Contents)
+    digest, lengths = index.digest, contents.lengths
+    keys: dict[str, bytes | None] = {}
+    for number, change in enumerate(changes, version.number + 1):
+        if change.number != number or change.parent != digest:
+            raise FormatError(
+                f"{where}: change {number} must follow version {digest[:_DIGITS]}; found number {change.number} after "
+                f"{change.parent[:_DIGITS]}. Files below versions/ were changed: restore them."
+            )
+        digest = change.digest
+        added = msgspec.json.decode(change.lengths, type=dict[str, list[msgspec.Raw]])
+        if change.operation == "append":
+            contents.shards += change.shards
+            lengths = {name: [*lengths.get(name, ()), *added.get(name, ())] for name in {**lengths, **added}}
+        elif change.operation == "lengths":
+            lengths = added
+        elif change.operation == "compact":
+            contents.shards, lengths, keys["deleted"] = list(change.shards), added, None
+        else:
+            keys["deleted"] = bytes(change.deleted)
+    if any(change.operation in ("append", "compact") for change in changes):
+        keys["shards"] = b"[" + b", ".join(map(bytes, contents.shards)) + b"]"
+    listed = {name: b"[" + b", ".join(map(bytes, files)) + b"]" for name, files in lengths.items()}
+    known = (*version.keys, *(change.key for change in changes if change.key))
+    origin = _Origin(version.root, changes[-1].number, known)
+    keys |= {"lengths": _object(listed) if listed else None, "versions": msgspec.json.encode(origin)}
+    made = Index.from_bytes(with_keys(index.data, keys), index.where)
+    if not is_new and made.digest != digest:
+        raise FormatError(
+            f"{where}: version {changes[-1].number} must have the digest {digest[:_DIGITS]}; its shards have "
+            f"{made.digest[:_DIGITS]}. Files below versions/ were changed: restore them."
+        )
+    return Version(origin.root, origin.number, made, known, version.published)
+
+
+def _object(texts: Mapping[str, bytes]) -> bytes:
+    return b"{" + b", ".join(msgspec.json.encode(name) + b": " + text for name, text in texts.items()) + b"}"
+
+
+def _name(root: str, number: int) -> str:
+    return f"versions/{root}/{number:08}.json"
