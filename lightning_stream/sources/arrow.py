@@ -144,7 +144,7 @@ def settle_nulls(
     for name, value in fill.items():
         k = batch.schema.get_field_index(name)
         if k >= 0 and batch.column(k).null_count:
-            column = _plain(batch.column(k))
+            column = plain_values(batch.column(k))
             batch = batch.set_column(k, name, column.fill_null(pa.scalar(value, column.type)))
     counted = [name for name, encoding in columns.items() if encoding != "json"]
     for name in counted if drop else ():
@@ -164,7 +164,7 @@ def writer_columns(batch: pa.RecordBatch, columns: Mapping[str, str]) -> dict[st
     found = {}
     for name, encoding in columns.items():
         try:
-            found[name] = _values(_plain(batch.column(name)), encoding)
+            found[name] = _values(plain_values(batch.column(name)), encoding)
         except (ValueError, TypeError, pa.ArrowInvalid) as error:  # noqa: PERF203 - a batch has few columns
             raise ValueError(f"column {name!r}: {error}") from error
     return found
@@ -191,12 +191,12 @@ def _values(column: pa.Array, encoding: str) -> Values:
     return column  # the writer takes views of texts and bytes
 
 
-def _plain(column: pa.Array) -> pa.Array:
+def plain_values(column: pa.Array) -> pa.Array:
     """The values of a dictionary or an extension as themselves, and views as what all readers know."""
     if isinstance(column, pa.ExtensionArray):
-        return _plain(column.storage)
+        return plain_values(column.storage)
     if pa.types.is_dictionary(column.type):
-        return _plain(column.dictionary_decode())
+        return plain_values(column.dictionary_decode())
     known = {"string_view": pa.large_string(), "binary_view": pa.large_binary()}.get(str(column.type))
     if known is None and pa.types.is_fixed_size_binary(column.type):
         known = pa.binary()

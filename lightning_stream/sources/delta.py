@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from lightning_stream.errors import FormatError, missing_extra
-from lightning_stream.sources.arrow import arrow_columns
+from lightning_stream.sources.arrow import arrow_columns, plain_values
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.tables import ParquetReader
@@ -59,7 +59,7 @@ class DeltaReader(ParquetReader):
                 if table.metadata().configuration.get("delta.columnMapping.mode", "none") != "none":
                     raise FormatError(f"{store.url}: columns with mapped names cannot be read. Convert the table.")
                 self._schema = pa.schema(table.schema().to_arrow())
-                actions = pa.table(table.get_add_actions(flatten=True)).sort_by("path").to_pylist()
+                actions = sorted(pa.table(table.get_add_actions(flatten=True)).to_pylist(), key=lambda one: one["path"])
                 self._vectors = self._deletions(table, store, Path(folder))
             except FormatError:
                 raise
@@ -90,7 +90,7 @@ class DeltaReader(ParquetReader):
         """Return a piece for each row group, with what reading it takes."""
         action = self._actions[file.name]
         names = [key.removeprefix("partition.") for key in action if key.startswith("partition.")]
-        types = {name: str(self._schema.field(name).type) for name in names}
+        types = {name: str(self._schema.field(name).type).replace("_view", "") for name in names}
         partition = {name: (_plain(action[f"partition.{name}"]), types[name]) for name in names if name in columns}
         with self._opened(file) as table:
             stored = {name: encoding for name, encoding in columns.items() if name in table.schema.names}
@@ -116,10 +116,12 @@ class DeltaReader(ParquetReader):
         done = 0
         for batch in super().read(splits, stored or self._any_column(splits[0].file)):
             rows, count = batch.rows, batch.rows.num_rows
-            mask = np.ones(count, bool)
-            mask[: max(0, min(count, len(kept) - done))] = kept[done : done + count]
+            if self.deleted:
+                mask = np.ones(count, bool)
+                mask[: max(0, min(count, len(kept) - done))] = kept[done : done + count]
+                rows = pa.RecordBatch.from_arrays(list(map(plain_values, rows.columns)), names=rows.schema.names)
+                rows = rows.filter(pa.array(mask))
             done += count
-            rows = rows.filter(pa.array(mask))
             for name, (value, kind) in self.partition.items():
                 column = pa.nulls(rows.num_rows) if value is None else pa.array([value] * rows.num_rows)
                 rows = rows.append_column(name, column.cast(kind))
