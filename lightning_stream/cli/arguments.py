@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.errors import NotFoundError
+from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights
 from lightning_stream.order.forget import Forgotten
@@ -19,6 +19,7 @@ from lightning_stream.reading.bad_samples import BadDataPolicy
 from lightning_stream.reading.filters import Filters, ids_of
 from lightning_stream.reading.reader import ReaderConfig, SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.sources.in_place import InPlace
 from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.version_log import read_index
 
@@ -122,6 +123,8 @@ def datasets_at(remote: str, options: Mapping[str, Any] | None) -> list[FoundDat
             url = f"{remote.rstrip('/')}/{split}"
             found.append(_read(url, open_store(url, options)))
     if not found:
+        with suppress(NotFoundError):
+            return [FoundDataset(remote, store, Index.from_bytes(InPlace().index(store), store.url))]
         raise NotFoundError(
             f"a dataset is a folder with an {INDEX_NAME}; {store.url} has none, and none of its splits "
             f"({', '.join(_SPLITS)}) has one. Check the path or URL; a writer that did not finish leaves no index."
@@ -130,7 +133,13 @@ def datasets_at(remote: str, options: Mapping[str, Any] | None) -> list[FoundDat
 
 
 def _read(remote: str, store: Store) -> FoundDataset:
-    return FoundDataset(remote, store, read_index(store))
+    try:
+        return FoundDataset(remote, store, read_index(store))
+    except FormatError:
+        other = InPlace()
+        if not other.recognises(store.read(INDEX_NAME)):
+            raise
+        return FoundDataset(remote, store, Index.from_bytes(other.index(store), store.url))
 
 
 def _weighted(text: str) -> tuple[str, StreamWeights]:

@@ -58,7 +58,7 @@ def _description(index: Index) -> dict[str, Any]:
         "largest_shard_bytes": int(max(index.raw_bytes, default=0)),
         "raw_bytes": int(index.raw_bytes.sum()),
         "stored_bytes": int(index.stored_bytes.sum()),
-        "format": None if entry is None else entry.schema.format,
+        "format": None if entry is None else entry.raw.origin.kind if entry.raw.origin else entry.schema.format,
         "compression": None if entry is None else entry.schema.compression,
         "hashes": sorted({name for file in files for name in file.hashes}),
         "digest": index.digest,

@@ -12,8 +12,9 @@ from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import DigestError, FormatError, NotFoundError
 from lightning_stream.formats.codecs import decompress_file
 from lightning_stream.formats.hashing import digest_file
-from lightning_stream.formats.index import FileEntry
+from lightning_stream.formats.index import FileEntry, ShardEntry
 from lightning_stream.order.chain import readable
+from lightning_stream.sources.in_place import InPlace
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
@@ -80,6 +81,7 @@ def _verify(dataset: FoundDataset, shards: range, num_workers: int, out: Output)
             corrupt.append({"lengths": name, "error": problem})
             out.line(f"lengths {name}: {problem}")
     by = f"{', '.join(sorted(hashes))} and size" if hashes else "size only, since the index has no hashes"
+    by = "reading all rows" if shards and index.entry(shards.start).raw.origin else by
     by += f" ({num_unhashed:,} files by size only)" if hashes and num_unhashed else ""
     verdict = f"CORRUPT ({len(corrupt):,} file{'s' * (len(corrupt) != 1)})" if corrupt else "OK"
     counts = f"{len(shards):,} of {index.num_shards:,} shards, {readable(num_bytes)}"
@@ -96,12 +98,25 @@ def _verify(dataset: FoundDataset, shards: range, num_workers: int, out: Output)
 def _problems(dataset: FoundDataset, shard: int, folder: Path) -> list[str]:
     """What is wrong with the files of a shard: at most one problem a file."""
     entry = dataset.index.entry(shard)
+    if entry.raw.origin is not None:
+        return _problems_in_place(dataset.store, entry, folder / f"{shard}")
     drafts = (folder / f"{shard}-{number}" for number in range(len(entry.files)))
     found = (
         _problem(dataset.store, raw, compressed, entry.schema.compression, draft)
         for (raw, compressed), draft in zip(entry.files, drafts, strict=True)
     )
     return list(filter(None, found))
+
+
+def _problems_in_place(store: Store, entry: ShardEntry, draft: Path) -> list[str]:
+    """What is wrong with the rows that a shard of another format is made from."""
+    try:
+        InPlace().write(store, entry, draft)
+    except (FormatError, NotFoundError) as error:
+        return [str(error)]
+    finally:
+        draft.unlink(missing_ok=True)
+    return []
 
 
 def _lengths_problems(dataset: FoundDataset, folder: Path) -> list[tuple[str, str]]:

@@ -19,6 +19,7 @@ import pyarrow.feather as feather  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
 from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataset, merge_index  # noqa: E402
+from lightning_stream.cli import main  # noqa: E402
 from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError, SnapshotMismatch  # noqa: E402
 
 ROWS, PER_SHARD = 100, 25
@@ -280,7 +281,7 @@ def test_wrong_folders_get_a_clear_error(tmp_path: Path) -> None:
         StreamingDataset(remote=str(tmp_path / "mixed"))[0]
     assert StreamingDataset(remote=str(tmp_path / "mixed"), format="arrow")[2]["id"] == 2
     (tmp_path / "other" / "a.xyz").write_text("?")
-    with pytest.raises(FormatError, match=r"no file of a known kind"):
+    with pytest.raises(NotFoundError, match=r"no file of a known kind"):
         StreamingDataset(remote=str(tmp_path / "other"))[0]
     pq.write_table(table(range(3)), tmp_path / "columns" / "a.parquet")
     pq.write_table(table(range(3)).select(["id"]), tmp_path / "columns" / "b.parquet")
@@ -334,3 +335,18 @@ def test_a_delta_table_is_read_at_a_version_with_its_partitions_and_new_columns(
     )
     with pytest.raises(FormatError, match="cannot be read as a Delta table"):
         rows_of(version=99)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "litdata"])
+def test_the_command_line_knows_other_formats(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    uri = written(tmp_path / kind, kind)
+    assert main(["inspect", uri, "--samples", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert f"format                 {kind}" in shown
+    assert "tokens" in shown
+    assert main(["verify", uri]) == 0
+    assert "verified by reading all rows" in capsys.readouterr().out
+    assert main(["simulate", uri, "--global-batch-size", "8"]) == 0
+    assert "100 samples, 4 shards" in capsys.readouterr().out
+    broken(Path(uri), kind)
+    assert main(["verify", uri, "--shards", "3"]) != 0
