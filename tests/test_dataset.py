@@ -150,7 +150,7 @@ def test_a_subset_has_an_order_and_a_state_of_its_own(dataset: StreamingDataset)
 
 @pytest.mark.parametrize("ids", [[1.5, 2.5], [True, False]])
 def test_ids_that_are_not_whole_numbers_make_no_subset(dataset: StreamingDataset, ids: Any) -> None:
-    with pytest.raises(TypeError, match="Ids of samples are whole numbers"):
+    with pytest.raises(TypeError, match="ids are whole numbers"):
         dataset.subset(ids)
 
 
