@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_stream.cache.folder import CacheConfig, CacheFolder
-from lightning_stream.errors import CacheError, DigestError, FormatError, NotFoundError
+from lightning_stream.errors import CacheError, DigestError, FormatError, NotFoundError, StoreError, UnavailableError
 from lightning_stream.formats.codecs import decompress_file
 from lightning_stream.formats.hashing import FASTEST_FIRST, digest_file
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
@@ -177,10 +177,19 @@ class IndexFile:
             return False
         return isinstance(error, NotFoundError) or self._other.recognises(self._store.read(name))
 
-    def _made(self, old: bytes | None) -> Index:
+    def _made(self, old: bytes | None, error: Exception) -> Index:
+        """Make the index of a dataset in another format; ``error`` is why it has none."""
         assert self._other is not None
         before = old if self._folder.source() == self._label else None
-        return Index.from_bytes(self._other.index(self._store, before), f"{self._store.url}/{INDEX_NAME}")
+        try:
+            text = self._other.index(self._store, before)
+        except UnavailableError:
+            raise
+        except NotFoundError as found:
+            raise NotFoundError(f"{error} {found}") from error
+        except StoreError as found:  # it cannot be listed
+            raise error from found
+        return Index.from_bytes(text, f"{self._store.url}/{INDEX_NAME}")
 
     def fetch(self, name: str, draft: Path) -> Index:
         """Fetch the index into a draft and publish it; under its lock. CacheError if there is another dataset."""
@@ -191,7 +200,7 @@ class IndexFile:
         except (NotFoundError, FormatError) as error:
             if not self.is_made(name, error):
                 raise
-            index = self._made(old)
+            index = self._made(old, error)
         new = index.data
         draft.write_bytes(new)
         former = index if old == new else self._former(path, old)

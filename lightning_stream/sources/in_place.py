@@ -27,7 +27,6 @@ from lightning_stream.stores.base import ObjectEntry
 from lightning_stream.threads import DaemonPool
 
 LOG = "_delta_log/"
-_NEEDED = "A dataset has an index.json, which its writer puts last, or files of a format that can be read in place."
 _THREADS = 32  # a footer costs two requests, and little else
 
 
@@ -60,7 +59,7 @@ class InPlace:
         """
         found, log = files_of(store), [entry for entry in store.list(LOG) if entry.num_bytes]
         if not found:
-            raise NotFoundError(f"{store.url} holds no files. {_NEEDED}")
+            raise NotFoundError(f"{store.url} holds no files.")
         listing = json.dumps({"listing": _listing([*found, *log])})[:-1].encode()
         if before is not None and before.startswith(listing):
             return before
@@ -71,7 +70,7 @@ class InPlace:
             try:
                 files, reader = reader_of(found, store.url, self.kind)
             except FormatError as error:
-                raise NotFoundError(f"{error} {_NEEDED}") from error
+                raise NotFoundError(str(error)) from error
             reader.begin(files)
         columns = self._columns(reader, files)
         with DaemonPool(_THREADS, "index") as pool:
