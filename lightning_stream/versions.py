@@ -22,7 +22,7 @@ from lightning_stream.formats.index.schema import MAX_FILE_BYTES
 from lightning_stream.formats.mds.encode import MdsEncoder
 from lightning_stream.formats.mds.shard import MdsShard
 from lightning_stream.formats.shard import open_shard
-from lightning_stream.order.bitmap import Bitmap
+from lightning_stream.order.bitmap import Bitmap, as_ids
 from lightning_stream.reading.bad_samples import bad_data
 from lightning_stream.reading.deleted import deleted_samples
 from lightning_stream.reading.filters import Evaluation
@@ -228,9 +228,7 @@ def _written_again(
 
 
 def _checked(ids: Any, index: Index) -> NDArray[np.int64]:
-    found = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
-    if found.size and found.dtype.kind not in "iu":
-        raise TypeError(f"ids are whole numbers; found {found.dtype} values like {found.ravel()[0]!r}.")
+    found = as_ids(ids, "ids")
     if (unknown := found[(found < 0) | (found >= index.num_samples)]).size:
         raise ValueError(
             f"ids are those of samples, 0 to {index.num_samples - 1}; found {unknown.size:,} others, e.g. "

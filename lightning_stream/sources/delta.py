@@ -19,11 +19,9 @@ import pyarrow as pa
 from lightning_stream.errors import FormatError, missing_extra
 from lightning_stream.sources.arrow import arrow_columns, plain_values
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece
-from lightning_stream.sources.files import SourceFile
+from lightning_stream.sources.files import DELTA_LOG, SourceFile
 from lightning_stream.sources.tables import ParquetReader
 from lightning_stream.stores import Store
-
-LOG = "_delta_log/"
 
 
 @dataclass
@@ -50,7 +48,7 @@ class DeltaReader(ParquetReader):
         except ModuleNotFoundError as error:
             raise missing_extra("deltalake", "delta", f"reading the Delta table {store.url}") from error
         with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
-            for entry in store.list(LOG):
+            for entry in store.list(DELTA_LOG):
                 path = Path(folder, entry.name)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 store.get(entry.name, path, entry.num_bytes)

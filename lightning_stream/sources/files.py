@@ -24,6 +24,7 @@ from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.writer.place import is_remote
 
 Uris: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
+DELTA_LOG = "_delta_log/"
 _BUFFER_BYTES = 1 << 22
 _WILD = frozenset("*?")
 _HIDDEN = re.compile(r"(^|/)[._]")
@@ -168,11 +169,12 @@ def _found(uri: str, options: Mapping[str, Any] | None) -> list[SourceFile]:
     return [SourceFile(root, entry.name, entry.num_bytes, entry.version, options) for entry in entries]
 
 
-def files_of(store: Store) -> list[SourceFile]:
-    """Return all files of a store but hidden ones, sorted by name."""
-    root = str(store.folder) if isinstance(store, LocalStore) else store.url
-    entries = (entry for entry in store.list("") if not _HIDDEN.search(entry.name))
-    return [SourceFile(root, entry.name, entry.num_bytes, entry.version, store=store) for entry in entries]
+def files_of(store: Store) -> tuple[list[SourceFile], list[SourceFile]]:
+    """Return all files of a store but hidden ones, sorted by name; and those of the log of a Delta table."""
+    entries = [entry for entry in store.list("") if entry.num_bytes or not entry.name.startswith(DELTA_LOG)]
+    files = [SourceFile(store.url, entry.name, entry.num_bytes, entry.version, store=store) for entry in entries]
+    shown = [file for file in files if not _HIDDEN.search(file.name)]
+    return shown, [file for file in files if file.name.startswith(DELTA_LOG)]
 
 
 def _pattern(text: str) -> re.Pattern[str]:

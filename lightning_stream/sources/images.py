@@ -83,14 +83,14 @@ class ImageFolderReader(Reader):
         pool: DaemonPool,  # noqa: ARG002
     ) -> Iterator[tuple[SourceFile, Piece]]:
         """Yield pieces of about 32 MiB of images."""
-        labels, held = {name: label for label, name in enumerate(self.classes)}, list[SourceFile]()
+        labels, held, num_bytes = {name: label for label, name in enumerate(self.classes)}, list[SourceFile](), 0
         for file in files:
             held.append(file)
-            num_bytes = sum(each.num_bytes for each in held)
+            num_bytes += file.num_bytes
             if num_bytes >= _PIECE_BYTES or len(held) == _PIECE_FILES or file is files[-1]:
                 listed = [(each.name, each.num_bytes, each.stamp, labels[_class_of(each)]) for each in held]
                 yield held[0], Piece(0, len(held), len(held), num_bytes, {"listed": listed})
-                held = []
+                held, num_bytes = [], 0
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield about a MiB of images at a time."""

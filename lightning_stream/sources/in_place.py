@@ -20,13 +20,11 @@ from lightning_stream.formats.index.schema import FileEntry, Origin, Schema, Sha
 from lightning_stream.formats.mds.encode import MdsEncoder
 from lightning_stream.sources.base import InputSplit, Piece, Reader
 from lightning_stream.sources.choose import reader_class, reader_of
-from lightning_stream.sources.files import SourceFile, files_of
+from lightning_stream.sources.files import DELTA_LOG, SourceFile, files_of
 from lightning_stream.sources.nulls import NullRule
-from lightning_stream.stores import LocalStore, Store
-from lightning_stream.stores.base import ObjectEntry
+from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
-LOG = "_delta_log/"
 _THREADS = 32  # a footer costs two requests, and little else
 
 
@@ -57,7 +55,7 @@ class InPlace:
             NotFoundError: There is no file of a format that can be read.
             FormatError: A file is damaged, or has not the columns of the first one.
         """
-        found, log = files_of(store), [entry for entry in store.list(LOG) if entry.num_bytes]
+        found, log = files_of(store)
         if not found:
             raise NotFoundError(f"{store.url} holds no files.")
         listing = json.dumps({"listing": _listing([*found, *log])})[:-1].encode()
@@ -89,7 +87,38 @@ class InPlace:
             NotFoundError: The file that it is made from is not there any more.
             FormatError: That file was changed since the index was made, or has values that cannot be read.
         """
-        _write(store, entry, to)
+        origin, columns = entry.raw.origin, entry.schema.columns
+        assert origin is not None
+        source = SourceFile(store.url, origin.name, origin.num_bytes, origin.stamp, store=store)
+        where = f"{source.uri} ({origin.kind}, part {origin.begin} to {origin.end})"
+        encoder, nulls = MdsEncoder(columns, None, (), None), dict[str, int]()
+        sizes: list[np.ndarray[Any, Any]] = []
+        parts: list[Any] = []
+        reader = reader_class(origin.kind)(**(json.loads(origin.settings) if origin.settings else {}))
+        for batch in reader.read_columns(InputSplit(source, origin.begin, origin.end, entry.raw.num_bytes), columns):
+            try:
+                values, num_rows = NullRule().settle(batch.rows, columns, nulls)
+                if num_rows:
+                    encoded = encoder.encode_batch(values, num_rows)
+                    sizes.append(encoded.sizes)
+                    parts += encoded.pieces()
+            except (TypeError, ValueError) as error:  # noqa: PERF203 - a batch has many rows
+                raise FormatError(f"{batch.where}: {error}") from error
+        if nulls:
+            counts = ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items()))
+            raise FormatError(
+                f"{where}: only json columns may have nulls; found {counts}. Pass columns= without these columns, or "
+                "with the encoding 'json' for them."
+            )
+        if sum(map(len, sizes)) != entry.num_samples:
+            raise FormatError(
+                f"{where} must have {entry.num_samples:,} rows, as when its index was made; found "
+                f"{sum(map(len, sizes)):,}. The file was changed: start again."
+            )
+        all_sizes = np.concatenate(sizes) if sizes else np.empty(0, np.int64)
+        ((_, pieces),) = encoder.files(all_sizes, parts)  # type: ignore[arg-type]
+        with to.open("wb") as out:
+            out.writelines(pieces)
 
     @property
     def identity(self) -> str:
@@ -109,15 +138,14 @@ class InPlace:
 
 def is_table(store: Store) -> bool:
     """Return whether a store holds a Delta table."""
-    return any(True for _ in store.list(LOG))
+    return any(True for _ in store.list(DELTA_LOG))
 
 
-def _listing(files: Sequence[SourceFile | ObjectEntry]) -> str:
+def _listing(files: Sequence[SourceFile]) -> str:
     """A digest of the names, sizes and stamps of all files."""
     digest = xxhash.xxh3_128()
     for file in files:
-        stamp = file.stamp if isinstance(file, SourceFile) else file.version
-        digest.update(f"{file.name}\0{file.num_bytes}\0{stamp}\n".encode())
+        digest.update(f"{file.name}\0{file.num_bytes}\0{file.stamp}\n".encode())
     return digest.hexdigest()
 
 
@@ -128,39 +156,3 @@ def _entry(schema: Schema, kind: str, number: int, file: SourceFile, piece: Piec
     mark = xxhash.xxh3_64_hexdigest(repr((origin, schema.columns)).encode())
     raw = FileEntry(f"shard.{number:05}.{mark}.mds", piece.num_bytes, {}, origin)
     return {**schema_object(schema), "samples": piece.num_rows, "raw_data": file_object(raw), "zip_data": None}
-
-
-def _write(store: Store, entry: ShardEntry, to: Path) -> None:
-    origin, columns = entry.raw.origin, entry.schema.columns
-    assert origin is not None
-    root = str(store.folder) if isinstance(store, LocalStore) else store.url
-    source = SourceFile(root, origin.name, origin.num_bytes, origin.stamp, store=store)
-    where = f"{source.uri} ({origin.kind}, part {origin.begin} to {origin.end})"
-    encoder, nulls = MdsEncoder(columns, None, (), None), dict[str, int]()
-    sizes: list[np.ndarray[Any, Any]] = []
-    parts: list[Any] = []
-    reader = reader_class(origin.kind)(**(json.loads(origin.settings) if origin.settings else {}))
-    for batch in reader.read_columns(InputSplit(source, origin.begin, origin.end, entry.raw.num_bytes), columns):
-        try:
-            values, num_rows = NullRule().settle(batch.rows, columns, nulls)
-            if num_rows:
-                encoded = encoder.encode_batch(values, num_rows)
-                sizes.append(encoded.sizes)
-                parts += encoded.pieces()
-        except (TypeError, ValueError) as error:  # noqa: PERF203 - a batch has many rows
-            raise FormatError(f"{batch.where}: {error}") from error
-    if nulls:
-        counts = ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items()))
-        raise FormatError(
-            f"{where}: only json columns may have nulls; found {counts}. Pass columns= without these columns, or with "
-            "the encoding 'json' for them."
-        )
-    if sum(map(len, sizes)) != entry.num_samples:
-        raise FormatError(
-            f"{where} must have {entry.num_samples:,} rows, as when its index was made; found "
-            f"{sum(map(len, sizes)):,}. The file was changed: start again."
-        )
-    all_sizes = np.concatenate(sizes) if sizes else np.empty(0, np.int64)
-    ((_, pieces),) = encoder.files(all_sizes, parts)  # type: ignore[arg-type]
-    with to.open("wb") as out:
-        out.writelines(pieces)

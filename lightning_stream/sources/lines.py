@@ -87,10 +87,13 @@ class JsonlReader(Reader):
 
     def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:  # noqa: ARG002
         """Return pieces of about 64 MiB. Their rows are counted, so the file is read once."""
-        splits = self.input_splits(file, _PIECE_BYTES)
-        sizes = [(split, sum(len(lines) for lines, _ in _filled_lines(split))) for split in splits]
-        if _is_array(file):
-            sizes = [(split, sum(len(batch.rows) for batch in _json_rows(split))) for split in splits]
+
+        def num_rows(split: InputSplit) -> int:
+            if _is_array(file):
+                return sum(len(batch.rows) for batch in _json_rows(split))
+            return sum(len(lines) for lines, _ in _filled_lines(split))
+
+        sizes = [(split, num_rows(split)) for split in self.input_splits(file, _PIECE_BYTES)]
         return [Piece(one.begin, one.end or file.num_bytes, rows, one.num_bytes) for one, rows in sizes if rows]
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:  # noqa: ARG002

@@ -49,18 +49,15 @@ class _TableReader(Reader):
         """Cut between row groups, record batches or blocks of rows, where a file is larger than a partition."""
         if file.num_bytes <= partition_bytes:
             return super().input_splits(file, partition_bytes)
-        splits, held = [], list[Piece]()
-        for piece in (pieces := self._pieces(file)):
-            held.append(piece)
-            num_bytes = sum(each.num_bytes for each in held)
-            if num_bytes >= partition_bytes or piece is pieces[-1]:
-                splits.append(InputSplit(file, held[0].begin, piece.end, num_bytes))
-                held = []
-        return splits
-
-    def _pieces(self, file: SourceFile) -> Sequence[Piece]:
         with self._opened(file) as table:
-            return table.pieces()
+            pieces = table.pieces()
+        splits, first, num_bytes = [], 0, 0
+        for number, piece in enumerate(pieces, 1):
+            num_bytes += piece.num_bytes
+            if num_bytes >= partition_bytes or number == len(pieces):
+                splits.append(InputSplit(file, pieces[first].begin, piece.end, num_bytes))
+                first, num_bytes = number, 0
+        return splits
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield batches of about 8 MiB."""

@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import default_collate
 
 pytest.importorskip("composer", reason="Composer is not installed: uv sync --no-dev --extra composer")
 
 from composer import Callback, Trainer
 from composer.models import ComposerModel
+from support.uneven_documents import BUDGET, PACK, padded, write_documents
 
 from lightning_stream import (
     MDSWriter,
-    Packing,
     Schedule,
     Stream,
     StreamingDataLoader,
@@ -27,15 +26,6 @@ from lightning_stream import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:Cannot split tensor")
-PACK = {"pack": Packing(row_length=64, window=50, labels=True)}
-BUDGET = {"batch_tokens": 1200, "bucket_window": 128}
-
-
-def padded(samples: list[Any]) -> Any:
-    if "input_ids" in samples[0]:  # a packed row
-        return default_collate(samples)
-    tokens = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(one["tokens"]).long() for one in samples], True)
-    return {"input_ids": tokens, "labels": tokens}
 
 
 class Model(ComposerModel):  # type: ignore[misc]
@@ -54,12 +44,7 @@ class Model(ComposerModel):  # type: ignore[misc]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    rng, path = np.random.default_rng(0), str(tmp_path_factory.mktemp("documents"))
-    columns = {"tokens": "ndarray:int32"}
-    with MDSWriter(out=path, columns=columns, size_limit=1 << 13, lengths={"tokens": len}) as writer:
-        for size in rng.integers(1, 150, 400):
-            writer.write({"tokens": rng.integers(1, 100, size).astype(np.int32)})
-    return path
+    return write_documents(tmp_path_factory.mktemp("documents"))
 
 
 def dataset_of(folder: str, kind: Any) -> StreamingDataset:
