@@ -126,3 +126,33 @@ def test_the_doctor_finds_what_is_wrong(tmp_path: Path, monkeypatch: Any, capsys
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("wrong")] == ["cache", "launcher", "store"]
     assert lines[-1].startswith("3 wrong, ")
+
+
+def slow(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "sum": sum(range(20_000))}
+
+
+def test_bench_names_the_bottleneck_and_proposes_workers(url: str, shards: Path, answer: Answer) -> None:
+    given = ["--batch-size", "8", "--seconds", "0.2", "--num-workers", "0"]
+    code, found = answer("bench", f"{url}/val", *given, "--step-ms", "0.001")
+    assert (code, found["num_workers"]) == (0, 0)
+    assert found["store_samples_per_s"] > 0
+    assert found["samples_per_s"] == min(found["store_samples_per_s"], found["cached_samples_per_s"]["0"])
+    assert found["waiting_share"] > 0.9
+    code, found = answer("bench", str(shards / "train"), *given, "--transform", f"{__name__}:slow")
+    assert (code, found["bottleneck"], found["store_samples_per_s"]) == (0, "transform", None)
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        (["--num-workers", "two"], "--num-workers takes numbers"),
+        (["--transform", "nothing:here"], "--transform nothing:here cannot be imported"),
+        (["--transform", "nothing"], "--transform takes MODULE:FUNCTION"),
+        (["--batch-size", "0"], "--batch-size is at least 1"),
+    ],
+)
+def test_wrong_arguments_of_bench_are_refused(shards: Path, answer: Answer, given: list[str], rule: str) -> None:
+    code, found = answer("bench", str(shards / "val"), *given)
+    assert code == 2
+    assert rule in found["error"]
