@@ -144,23 +144,28 @@ class PartitionTask:
 
     def run(self, partition: Partition) -> dict[str, Receipt]:
         """Write a partition, and then its receipts; return them by split."""
-        number, nulls, ends = partition.number, dict[str, int](), list[int]()
+        number, nulls = partition.number, dict[str, int]()
         writers = {split: self.writer(spec, number) for split, spec in self.specs.items()}
         try:
             with ExitStack() as open_writers:
                 for writer in writers.values():
                     open_writers.enter_context(writer)
-                for splits in [(one,) for one in partition.splits] if self.by_piece else [partition.splits]:
-                    for batch in self._batches(splits, str(partition)):
-                        with _refused_at(batch.where):
-                            self._write(batch.rows, writers, nulls)
-                    for writer in writers.values() if self.by_piece else ():
-                        writer.flush_shard()
-                        ends.append(writer.num_samples)
+                rows = self._fill(writers, partition, nulls)
         except RefusedError as error:
             return {split: Receipt(number, "", refused=str(error)) for split in writers}
-        rows = np.diff(ends, prepend=0).tolist()
         return {split: self.specs[split].put(writer.receipt("", nulls, rows)) for split, writer in writers.items()}
+
+    def _fill(self, writers: Mapping[str, PartitionWriter], partition: Partition, nulls: dict[str, int]) -> list[int]:
+        """Write all rows; return how many each piece has, where each becomes a shard."""
+        ends = []
+        for splits in [(one,) for one in partition.splits] if self.by_piece else [partition.splits]:
+            for batch in self._batches(splits, str(partition)):
+                with _refused_at(batch.where):
+                    self._write(batch.rows, writers, nulls)
+            for writer in writers.values() if self.by_piece else ():
+                writer.flush_shard()
+                ends.append(writer.num_samples)
+        return np.diff(ends, prepend=0).tolist() if ends else []  # type: ignore[no-any-return]
 
     def writer(self, spec: OutputSpec, number: int) -> PartitionWriter:
         """Take the rows of a partition that belong to a split."""

@@ -98,7 +98,7 @@ class Snapshot:
         """The digest of these samples where the streams have these versions, each its own or that of the data that it
         was converted from, by the first digits of its digest; empty for any other version.
         """
-        if not len(versions) == len(self.stream_digests) == len(self.source_digests):
+        if not 0 < len(versions) == len(self.stream_digests) == len(self.source_digests):
             return ""
         pairs = zip(versions, self.stream_digests, self.source_digests, strict=True)
         found = [own if own.startswith(version) else source for version, own, source in pairs]

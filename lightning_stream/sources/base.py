@@ -130,8 +130,8 @@ class Reader(ABC):
             yield from ((file, piece) for piece in pieces.result())
 
     def of_piece(self, split: InputSplit) -> Reader:
-        """Return the reader of a piece, with its settings."""
-        return type(self)(**split.settings) if split.settings else self
+        """Return the reader of a piece: with its settings, and the user's options."""
+        return replace(self, **split.settings) if split.settings else self  # type: ignore[type-var]
 
     def read_columns(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield the rows of a piece as `read` does, or as the values of each column, which is faster."""

@@ -153,10 +153,9 @@ def test_chosen_samples_stay_chosen(tmp_path: Path) -> None:
     source, out = written(tmp_path / "in", "parquet"), str(tmp_path / "out")
     ids = list(range(3, ROWS, 2))
     convert(source, out, **PLAIN)
-    rests = []
     _, state = trained(StreamingDataset(remote=source, shuffle=True).subset(ids), 2)
-    for given in ({"remote": source}, {"local": out}):
-        rests.append(continued(StreamingDataset(**given, shuffle=True).subset(ids), state)[0])
+    places: list[dict[str, Any]] = [{"remote": source}, {"local": out}]
+    rests = [continued(StreamingDataset(**place, shuffle=True).subset(ids), state)[0] for place in places]
     assert rests[0] == rests[1]
     with pytest.raises(SnapshotMismatch):
         continued(StreamingDataset(local=out, shuffle=True).subset(ids[1:]), state)
