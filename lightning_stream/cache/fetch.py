@@ -205,7 +205,7 @@ class IndexFile:
         draft.write_bytes(new)
         former = index if old == new else self._former(path, old)
         self._refuse_another(former, index)
-        if former is not None and former.digest != index.digest:
+        if former is not None and (former.digest, former.schemas) != (index.digest, index.schemas):
             now = {raw.basename: raw for raw in (index.entry(number).raw for number in range(index.num_shards))}
             for entry in map(former.entry, range(former.num_shards)):
                 if now.get(entry.raw.basename) != entry.raw:

@@ -65,7 +65,11 @@ def run(options: argparse.Namespace, out: Output) -> int:
         if options.stream:
             mixtures = mixtures_of(options.stream, options, folder)
             chosen = any(map(position.snapshot.has_streams_of, (one.snapshot for one in mixtures)))
-            matching = next((one for one in mixtures if one.snapshot.digest == position.snapshot.digest), None)
+            for mixture in mixtures:
+                here = position.converted(mixture.snapshot)
+                if here.snapshot.digest == mixture.snapshot.digest:
+                    matching, position = mixture, here
+                    break
             data["matches_stream"] = matching is not None
         buckets = position.order.buckets
         if not matching and (buckets is None or buckets.batch_tokens is None):

@@ -41,6 +41,7 @@ class Receipt:
     nulls: Mapping[str, int] = field(default_factory=dict)  # null values by column
     lengths: Mapping[str, Sequence[FileEntry]] = field(default_factory=dict)  # their files, named like the shards'
     refused: str = ""  # why a value could not be written
+    rows: Sequence[int] = ()  # the rows of each piece, where each is a shard
 
     @property
     def is_good(self) -> bool:
@@ -134,9 +135,10 @@ class PartitionWriter(MDSWriter):
         """Add rows that are bytes of these columns already, with their lengths."""
         self._add_encoded(self._encoder or self._open(None, None), batch, lengths)
 
-    def receipt(self, begins: str, nulls: Mapping[str, int]) -> Receipt:
+    def receipt(self, begins: str, nulls: Mapping[str, int], rows: Sequence[int] = ()) -> Receipt:
         """Return the receipt of the finished partition."""
-        return Receipt(self.number, begins, self.num_samples, tuple(self.shards), nulls, lengths=self.length_files)
+        about = {"lengths": self.length_files, "rows": rows}
+        return Receipt(self.number, begins, self.num_samples, tuple(self.shards), nulls, **about)  # type: ignore[arg-type]
 
 
 class _PartitionPlace(DatasetPlace):

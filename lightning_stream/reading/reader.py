@@ -95,11 +95,9 @@ class SampleReader:
     @cached_property
     def _in_shards(self) -> Snapshot:
         """The samples in the shards, also deleted ones."""
-        return Snapshot.of(
-            [index.shard_sizes for index in self.indexes],
-            names=[name_of(stream) for stream in self.streams],
-            stream_digests=[index.digest for index in self.indexes],
-        )
+        indexes, names = self.indexes, list(map(name_of, self.streams))
+        digests = [one.digest for one in indexes], [one.source_digest for one in indexes]
+        return Snapshot.of([one.shard_sizes for one in indexes], names, *digests)
 
     @cached_property
     def _mixed_columns(self) -> dict[str, bool] | None:

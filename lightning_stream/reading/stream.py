@@ -13,7 +13,8 @@ from lightning_stream.cache import CacheConfig, ShardCache, default_folder
 from lightning_stream.errors import redact
 from lightning_stream.formats.index import INDEX_NAME, Index, version_name
 from lightning_stream.order import StreamWeights
-from lightning_stream.sources.in_place import InPlace, is_table
+from lightning_stream.sources.files import is_table
+from lightning_stream.sources.in_place import InPlace
 from lightning_stream.stores import Store, open_store
 from lightning_stream.version_log import read_version
 

@@ -13,8 +13,10 @@ from typing import Any
 
 from lightning_stream.errors import FormatError, missing_extra, redact
 from lightning_stream.sources.base import Reader, Source
-from lightning_stream.sources.files import SourceFile, find_files
+from lightning_stream.sources.files import WILD, SourceFile, find_files, is_table
 from lightning_stream.sources.inputs import FunctionReader, Inputs, input_items
+from lightning_stream.stores import open_store
+from lightning_stream.writer.place import is_remote
 
 # The suffixes and the reader of each kind.
 _KINDS = {
@@ -46,6 +48,11 @@ def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None
         return Source("a datasets.Dataset", dataset.files, dataset)
     is_one = isinstance(source, (str, os.PathLike))
     name = redact(str(source) if is_one else f"{', '.join(map(str, source)):.200}")
+    if is_one and kind in (None, "delta") and not WILD.intersection(uri := os.fspath(source)):
+        store = open_store(uri, store_options if is_remote(uri) else None)
+        if kind == "delta" or is_table(store):
+            table: Any = _made("delta", options)
+            return Source(name, tuple(table.open_log(store)), table)
     files, reader = reader_of(find_files(source, store_options), name, kind, options)
     splits = _by_split(files) if is_one else {}
     reader.begin([file for each in splits.values() for file in each] or files)
@@ -59,10 +66,14 @@ def reader_of(
     found = _saved_files(found)
     chosen = kind or _only_kind(found, name)
     files = [file for file in found if _KIND_OF.get(file.ending) == chosen] or found
+    return files, _made(chosen, options)
+
+
+def _made(kind: str, options: Mapping[str, Any] | None) -> Reader:
     try:
-        return files, reader_class(chosen)(**(options or {}))
+        return reader_class(kind)(**(options or {}))
     except TypeError as error:
-        raise ValueError(f"source_options do not fit kind {chosen!r}: {error}.") from error
+        raise ValueError(f"source_options do not fit kind {kind!r}: {error}.") from error
 
 
 def reader_class(kind: str) -> type[Reader]:

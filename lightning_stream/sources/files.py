@@ -26,7 +26,7 @@ from lightning_stream.writer.place import is_remote
 Uris: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 DELTA_LOG = "_delta_log/"
 _BUFFER_BYTES = 1 << 22
-_WILD = frozenset("*?")
+WILD = frozenset("*?")
 _HIDDEN = re.compile(r"(^|/)[._]")
 _ENDINGS = (".gz", ".zst", ".bz2", ".xz")
 _DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError, UnicodeDecodeError)
@@ -157,7 +157,7 @@ def find_files(source: Uris, options: Mapping[str, Any] | None = None) -> list[S
 
 def _found(uri: str, options: Mapping[str, Any] | None) -> list[SourceFile]:
     parts = uri.split("/")
-    literal = next((k for k, part in enumerate(parts) if _WILD & set(part)), len(parts))
+    literal = next((k for k, part in enumerate(parts) if WILD & set(part)), len(parts))
     root = "/".join(parts[:literal]) or "/"
     options = options if is_remote(root) else None
     entries = list(open_store(root, options).list(""))
@@ -177,6 +177,11 @@ def files_of(store: Store) -> tuple[list[SourceFile], list[SourceFile]]:
     return shown, [file for file in files if file.name.startswith(DELTA_LOG)]
 
 
+def is_table(store: Store) -> bool:
+    """Return whether a store holds a Delta table."""
+    return any(True for _ in store.list(DELTA_LOG))
+
+
 def _pattern(text: str) -> re.Pattern[str]:
     """A pattern as a regular expression; all names if it is empty."""
     wild = {"**/": "(.*/)?", "*": "[^/]*", "?": "[^/]"}
@@ -185,8 +190,10 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def check_unchanged(files: Sequence[SourceFile]) -> None:
-    """Raise FormatError if a file of this machine changed since it was listed."""
+    """Raise FormatError if a file of this machine changed since it was listed; those of a table never change."""
     for file in files:
+        if file.store is not None:
+            continue
         known = file.path.stat() if file.path is not None and file.path.exists() else None
         changed = known is None or (known.st_size, str(known.st_mtime_ns)) != (file.num_bytes, file.stamp)
         if file.path is not None and changed:

@@ -20,7 +20,7 @@ from lightning_stream.formats.index.schema import FileEntry, Origin, Schema, Sha
 from lightning_stream.formats.mds.encode import MdsEncoder
 from lightning_stream.sources.base import InputSplit, Piece, Reader
 from lightning_stream.sources.choose import reader_class, reader_of
-from lightning_stream.sources.files import DELTA_LOG, SourceFile, files_of
+from lightning_stream.sources.files import SourceFile, files_of
 from lightning_stream.sources.nulls import NullRule
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
@@ -76,9 +76,7 @@ class InPlace:
         if not isinstance(self.columns, Mapping):  # MDS has no null but in json
             nulls = {name for _, piece in shards for name in piece.nulls if columns.get(name) != "bytes"}
             columns = {name: "json" if name in nulls else encoding for name, encoding in columns.items()}
-        schema = MdsEncoder(columns, None, (), None).schema
-        entries = [json.dumps(_entry(schema, reader.kind, number, *one)) for number, one in enumerate(shards)]
-        return listing + f', "shards": [{", ".join(entries)}], "version": 2}}'.encode()
+        return listing + b", " + shards_text(reader.kind, columns, shards) + b"}"
 
     def write(self, store: Store, entry: ShardEntry, to: Path) -> None:
         """Make a shard, as its index describes it, in the file `to`.
@@ -136,9 +134,11 @@ class InPlace:
         return {name: encoding or found[name] for name, encoding in asked.items()}
 
 
-def is_table(store: Store) -> bool:
-    """Return whether a store holds a Delta table."""
-    return any(True for _ in store.list(DELTA_LOG))
+def shards_text(kind: str, columns: Mapping[str, str], shards: Sequence[tuple[SourceFile, Piece]]) -> bytes:
+    """Return the keys of an index whose shards are these pieces of files."""
+    schema = MdsEncoder(columns, None, (), None).schema
+    entries = [json.dumps(_entry(schema, kind, number, *one)) for number, one in enumerate(shards)]
+    return f'"shards": [{", ".join(entries)}], "version": 2'.encode()
 
 
 def _listing(files: Sequence[SourceFile]) -> str:

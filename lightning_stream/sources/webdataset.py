@@ -50,6 +50,10 @@ class TarReader(Reader):
         media = tuple(name for name in known if name.rpartition(".")[2] in _MEDIA)
         return Found(known, media=media)
 
+    def has_pieces(self, files: Sequence[SourceFile]) -> bool:
+        """Whether no tar is compressed."""
+        return not any(file.is_packed or file.ending == ".tgz" for file in files)
+
     def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:  # noqa: ARG002
         """Return pieces of about 64 MiB, cut between samples; only the headers are read."""
         if file.is_packed or file.ending == ".tgz":

@@ -35,11 +35,13 @@ class Index:
         num_samples: The number of samples in all shards, also of deleted ones.
         deleted: The file of the deleted samples, in which each has its number in 8 bytes; None if there are none.
         digest: Hex, of the raw files' names, sizes and hashes, the counts, and the columns. Another compression of the
-            same samples gives the same digest.
+            same samples gives the same digest. Of data in another format: of its files and their parts.
+        source_digest: The digest of the data in another format that these shards were converted from, shard by shard,
+            so that both have one order; empty if there is none.
     """
 
     def __init__(self, data: bytes, where: str) -> None:
-        numbers, self.schemas, self.deleted, self.digest = scan_index(data, where)
+        numbers, self.schemas, self.deleted, self.digest, self.source_digest = scan_index(data, where)
         self.data, self.where = data, where
         self._spans = numbers[:, :2].copy()
         self.shard_sizes: NDArray[np.int64] = numbers[:, 2].copy()
