@@ -25,6 +25,8 @@ from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
 _THREADS = 32  # a footer costs two requests, and little else
+# Kinds whose files have the stamps of a listing. Those of a table have the times of its log.
+_LISTED = ("parquet", "arrow", "jsonl", "webdataset", "litdata", "numpy", "images")
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class InPlace:
         """
         origin, columns = entry.raw.origin, entry.schema.columns
         assert origin is not None
-        source = SourceFile(store.url, origin.name, origin.num_bytes, origin.stamp, store=store)
+        stamp = origin.stamp if origin.kind in _LISTED else ""
+        source = SourceFile(store.url, origin.name, origin.num_bytes, stamp, store=store)
         where = f"{source.uri} ({origin.kind}, part {origin.begin} to {origin.end})"
         split = InputSplit(source, origin.begin, origin.end, entry.raw.num_bytes)
         reader = reader_class(origin.kind)(**(json.loads(origin.settings) if origin.settings else {}))
