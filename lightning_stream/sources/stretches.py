@@ -1,0 +1,113 @@
+"""Stretches of a file in memory, of the file as it was when its index was made."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.errors import FormatError
+from lightning_stream.sources.files import SourceFile
+from lightning_stream.stores import open_store
+from lightning_stream.threads import DaemonPool
+
+GAP_BYTES = 1 << 18  # neighbours so near come in one range, with the bytes between them
+_CONNECTIONS = 8
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # mapping all pages at once costs less than one by one
+
+
+def stretch(file: SourceFile, begin: int = 0, end: int | None = None, *, is_read: bool = True) -> memoryview:
+    """Return the bytes [begin, end) of a file: a view of the mapped file where it is local, else one range.
+
+    Without ``is_read``, only some of the mapped bytes are needed.
+
+    Raises:
+        FormatError: The file was changed since it was listed.
+    """
+    stop = file.num_bytes if end is None else end
+    data = _range_of(file, begin, stop) if file.path is None else _mapped(file, begin, stop, is_read)
+    if len(data) != max(0, stop - begin):
+        raise _changed(file, f"it ends before byte {stop:,}")
+    return data
+
+
+def stretches(file: SourceFile, spans: Iterable[tuple[int, int]]) -> dict[tuple[int, int], memoryview]:
+    """Return several stretches by their spans; of an object in a store, neighbours in one range, several at once."""
+    wanted = sorted(set(spans))
+    if file.path is not None:
+        whole = stretch(file, is_read=False)
+        return {(begin, end): whole[begin:end] for begin, end in wanted}
+    ranges: list[list[int]] = []
+    for begin, end in wanted:
+        if ranges and begin - ranges[-1][1] <= GAP_BYTES:
+            ranges[-1][1] = max(end, ranges[-1][1])
+        else:
+            ranges.append([begin, end])
+    found: dict[tuple[int, int], memoryview] = {}
+    with DaemonPool(_CONNECTIONS, "ranges") as pool:
+        fetches: list[tuple[int, int, Future[memoryview]]] = [
+            (first, last, pool.submit(stretch, file, first, last)) for first, last in ranges
+        ]
+        for first, last, fetch in fetches:
+            data = fetch.result()
+            found |= {(a, b): data[a - first : b - first] for a, b in wanted if first <= a and b <= last}
+    return found
+
+
+def rows_at(data: Any, begins: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
+    """Return ``width`` bytes from each of these positions: uint8[n, width]; a view where their distances are equal."""
+    flat = np.frombuffer(data, np.uint8)
+    steps = np.diff(begins)
+    if len(begins) and width and (steps == steps[:1]).all() and (not len(steps) or steps[0] > 0):
+        step = int(steps[0]) if len(steps) else width
+        return np.lib.stride_tricks.as_strided(flat[int(begins[0]) :], (len(begins), width), (step, 1), writeable=False)
+    if not width or not len(begins):
+        return np.empty((len(begins), width), np.uint8)
+    cells = np.ndarray((len(flat) - width + 1,), f"V{width}", flat, 0, (1,))  # overlapping ones, at every position
+    return cells[begins].view(np.uint8).reshape(len(begins), width)
+
+
+def _mapped(file: SourceFile, begin: int, end: int, is_read: bool) -> memoryview:
+    assert file.path is not None
+    with file.path.open("rb") as opened:
+        about = os.fstat(opened.fileno())
+        if about.st_size != file.num_bytes or file.stamp not in ("", str(about.st_mtime_ns)):
+            raise _changed(file, f"{about.st_size:,} bytes, of another time")
+        first = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        stop = min(end, file.num_bytes)
+        if begin >= stop:
+            return memoryview(b"")
+        flags = mmap.MAP_SHARED | (_POPULATE if is_read else 0)
+        mapped: Any = mmap.mmap(opened.fileno(), stop - first, flags, mmap.PROT_READ, offset=first)
+    return memoryview(mapped)[begin - first :]
+
+
+def _range_of(file: SourceFile, begin: int, end: int) -> memoryview:
+    if begin >= end:
+        return memoryview(b"")
+    store = file.store or open_store(file.root, file.options)
+    with store.open(file.name, begin, end) as body:
+        data = np.empty(end - begin, np.uint8)  # joined parts would need twice the memory
+        view, at = memoryview(data), 0
+        for chunk in body:
+            kept = chunk[: len(view) - at]
+            view[at : at + len(kept)] = kept
+            at += len(kept)
+        # Only where the server has versions are those of a listing and of an answer the same.
+        if store.traits.conditional_put and body.version and file.stamp:
+            found = str(body.version).strip('"')
+            if found != file.stamp.strip('"'):
+                raise _changed(file, f"version {found}")
+    return view[:at]
+
+
+def _changed(file: SourceFile, found: str) -> FormatError:
+    return FormatError(
+        f"{file.uri} must stay as it is while it is read; it had {file.num_bytes:,} bytes, and now {found}. "
+        "The file was changed: start again."
+    )
