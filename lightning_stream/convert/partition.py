@@ -101,6 +101,10 @@ class OutputSpec:
         """The store where the dataset stays."""
         return self.place.store
 
+    def folder_of(self, number: int) -> str:
+        """The folder of a partition's files, below the dataset's root."""
+        return f"part-{number:05}"
+
     def receipt(self, number: int) -> Receipt:
         """Read the receipt of a partition; NotFoundError if it is not written."""
         return Receipt.from_bytes(self.store.read(receipt_name(self.fingerprint, number)))
@@ -145,7 +149,7 @@ class _PartitionPlace(DatasetPlace):
     def __init__(self, spec: OutputSpec, number: int) -> None:
         super().__init__(spec.out, spec.keep_local, spec.store_options)
         self.mode = "overwrite"
-        self._folder = f"part-{number:05}"
+        self._folder = spec.folder_of(number)
 
     def begin(self, *_: Any) -> None:
         pass
