@@ -81,7 +81,7 @@ class OutputSpec:
 
     out: Any
     keep_local: bool
-    store_options: Mapping[str, Any] | None
+    store_options: Mapping[str, Any] | None = field(repr=False)  # may hold credentials
     columns: Mapping[str, str]
     writer: Mapping[str, Any]
     fingerprint: str

@@ -16,9 +16,9 @@ try:
     from pyspark.sql.datasource import DataSource
 except ImportError as error:
     raise MissingExtraError(
-        f"format('mds') needs Spark's Python Data Source API: batches need pyspark 4.0, streams and pushed filters 4.1; "
-        f"found {version('pyspark')}. pip install 'pyspark>=4.1', or use dataframe_to_mds, StreamToTorchDataset and "
-        "dataset_from_spark, which run on 3.5."
+        "format('mds') needs Spark's Python Data Source API: pyspark 4.0 for batches, 4.1 for streams and pushed "
+        f"filters; found {version('pyspark')}. pip install 'pyspark>=4.1', or use dataframe_to_mds, "
+        "StreamToTorchDataset and dataset_from_spark, which run on 3.5."
     ) from error
 
 _READ = ("columns", "version", "partition_size")
@@ -88,8 +88,8 @@ class MDSDataSource(DataSource):
         if unknown := [name for name in given if name not in {*known, *_ALWAYS} and not name.startswith(_STORE)]:
             listed = ", ".join(sorted({*known, "retry"}.difference(_STREAM)))
             raise ValueError(
-                f"format('mds') has no option {', '.join(sorted(unknown))} for {purpose}. Its options are {listed}, and "
-                "those of the store, such as store.endpoint_url."
+                f"format('mds') has no option {', '.join(sorted(unknown))} for {purpose}. Its options are {listed}, "
+                "and those of the store, such as store.endpoint_url."
             )
         if not given.get("path"):
             raise ValueError("format('mds') needs the folder or URL of one dataset. Pass it to save, load or start.")
@@ -174,7 +174,7 @@ def _encodings(text: str) -> dict[str, str]:
         found = None
     if not isinstance(found, dict) or not all(isinstance(encoding, str) for encoding in found.values()):
         raise ValueError(
-            "the option columns must be encodings by name as JSON, such as '{\"id\": \"int64\", \"text\": \"str\"}'; "
+            'the option columns must be encodings by name as JSON, such as \'{"id": "int64", "text": "str"}\'; '
             f"found {text!r:.80}."
         )
     return found

@@ -68,7 +68,7 @@ class Dataset:
         cache, index = self.open()
         encodings = _encodings(index)
         if not encodings:
-            raise ValueError(f"{index.where} lists no shards, so it has no columns. Pass them: .schema('id long, ...').")
+            raise ValueError(f"{index.where} lists no shards, so it has no columns. Pass .schema('...').")
         if unknown := [name for name in self.columns or () if name not in encodings]:
             raise ValueError(
                 f"the option columns must name columns of the dataset, which has {', '.join(encodings)}; found "
@@ -219,10 +219,8 @@ class MDSReader(DataSourceReader):
         here = [name for name in wanted if name in encodings]
         values = shard.columns(rows, here) if here else {}
         types = {name: self._arrow.field(name).type for name in wanted}
-        return {
-            name: arrow_array(name, encodings[name], values[name], kind) if name in values else pa.nulls(len(rows), kind)
-            for name, kind in types.items()
-        }
+        held = {name: arrow_array(name, encodings[name], values[name], types[name]) for name in here}
+        return held | {name: pa.nulls(len(rows), types[name]) for name in wanted if name not in held}
 
 
 class FilteringMDSReader(MDSReader):
@@ -239,11 +237,24 @@ class FilteringMDSReader(MDSReader):
         return [each for each in filters if not can_evaluate(each, known)]
 
 
+def _equal(values: Any, wanted: Any) -> NDArray[np.bool_]:
+    if isinstance(wanted, str):
+        return np.asarray(pc.equal(values, wanted))
+    return (values == wanted) | ((values != values) & (wanted != wanted))
+
+
+def _greater(values: Any, wanted: Any) -> NDArray[np.bool_]:
+    if isinstance(wanted, str):
+        return np.asarray(pc.greater(values, wanted))
+    is_number = wanted == wanted
+    return ((values > wanted) | (values != values)) & is_number
+
+
 # By the names of Spark's filters, which Spark 4.0 does not have. Of two floats, NaN is the larger, and equal to NaN.
 _COMPARED: dict[str, Callable[[Any, Any], Any]] = {
-    "EqualTo": lambda x, v: _equal(x, v),
-    "EqualNullSafe": lambda x, v: _equal(x, v),
-    "GreaterThan": lambda x, v: _greater(x, v),
+    "EqualTo": _equal,
+    "EqualNullSafe": _equal,
+    "GreaterThan": _greater,
     "GreaterThanOrEqual": lambda x, v: _greater(x, v) | _equal(x, v),
     "LessThan": lambda x, v: ~(_greater(x, v) | _equal(x, v)),
     "LessThanOrEqual": lambda x, v: ~_greater(x, v),
@@ -295,16 +306,3 @@ def evaluated(each: Any, held: Mapping[str, pa.Array]) -> NDArray[np.bool_]:
         return np.asarray(_TEXTS[name](column, each.value))
     values = column if pa.types.is_string(column.type) or pa.types.is_large_string(column.type) else column.to_numpy()
     return np.asarray(_COMPARED[name](values, each.value))
-
-
-def _equal(values: Any, wanted: Any) -> NDArray[np.bool_]:
-    if isinstance(wanted, str):
-        return np.asarray(pc.equal(values, wanted))
-    return (values == wanted) | ((values != values) & (wanted != wanted))
-
-
-def _greater(values: Any, wanted: Any) -> NDArray[np.bool_]:
-    if isinstance(wanted, str):
-        return np.asarray(pc.greater(values, wanted))
-    is_number = wanted == wanted
-    return ((values > wanted) | (values != values)) & is_number

@@ -24,7 +24,7 @@ import pyspark.sql.datasource as api
 from pyspark import TaskContext
 
 from lightning_stream.convert.partition import Receipt, check
-from lightning_stream.errors import ConflictError, NotFoundError, StoreError
+from lightning_stream.errors import AccessError, ConflictError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index
 from lightning_stream.formats.index.lengths import with_lengths
 from lightning_stream.spark.partition import SparkJob, written
@@ -163,7 +163,7 @@ class SinkJob(SparkJob):
             _clean(DatasetPlace(self.out, False, self.store_options).store, self.job, ())
 
     def _check_files(self, store: Store, receipts: Sequence[Receipt]) -> None:
-        with suppress(PermissionError):
+        with suppress(AccessError):  # a store that refuses to list
             seen = {entry.name: entry.num_bytes for entry in store.list(f"{self.job}/")}
             wanted = {name: size for receipt in receipts for name, size in receipt.files().items()}
             if missing := sorted(name for name, size in wanted.items() if seen.get(name) != size):
@@ -204,9 +204,7 @@ class SinkJob(SparkJob):
         place.begin("append")
         assert place.base is not None
         check_appendable(place.base, "mds", self.columns, lengths if entries else place.base.lengths)
-        place.commit(entries, _joined([place.base.lengths, lengths]))
-        listed = read_newest(place.store).index.data
-        return all(f'"{name}"'.encode() in listed for name in place.put_names)
+        return place.commit(entries, _joined([place.base.lengths, lengths]))
 
 
 @dataclass(frozen=True)
