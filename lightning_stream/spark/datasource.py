@@ -15,6 +15,8 @@ from lightning_stream.spark.settings import Settings, absolute
 try:
     from pyspark.sql.datasource import DataSource
 except ImportError as error:
+    if error.name == "pyspark":
+        raise
     raise MissingExtraError(
         "format('mds') needs Spark's Python Data Source API: pyspark 4.0 for batches, 4.1 for streams and pushed "
         f"filters; found {version('pyspark')}. pip install 'pyspark>=4.1', or use dataframe_to_mds, "
