@@ -252,6 +252,12 @@ def publish(store: Store, version: Version, *, always: bool = True) -> None:
         return
 
 
+def with_first_key(index: bytes, key: str) -> bytes:
+    """Return the text of a new dataset's index with the key of the change that made the dataset."""
+    root = Index.from_bytes(index, INDEX_NAME).digest[:_DIGITS]
+    return with_keys(index, {"versions": msgspec.json.encode(_Origin(root, 0, (key,)))})
+
+
 def without_versions(index: bytes) -> bytes:
     """Return the text of an index without its lengths and its place in a log: that of its first writer."""
     return with_keys(index, {"lengths": None, "versions": None})

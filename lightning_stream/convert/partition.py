@@ -82,7 +82,7 @@ class OutputSpec:
 
     out: Any
     keep_local: bool
-    store_options: Mapping[str, Any] | None
+    store_options: Mapping[str, Any] | None = field(repr=False)  # may hold credentials
     columns: Mapping[str, str]
     writer: Mapping[str, Any]
     fingerprint: str
@@ -101,6 +101,10 @@ class OutputSpec:
     def store(self) -> Store:
         """The store where the dataset stays."""
         return self.place.store
+
+    def folder_of(self, number: int) -> str:
+        """The folder of a partition's files, below the dataset's root."""
+        return f"part-{number:05}"
 
     def receipt(self, number: int) -> Receipt:
         """Read the receipt of a partition; NotFoundError if it is not written."""
@@ -147,7 +151,7 @@ class _PartitionPlace(DatasetPlace):
     def __init__(self, spec: OutputSpec, number: int) -> None:
         super().__init__(spec.out, spec.keep_local, spec.store_options)
         self.mode = "overwrite"
-        self._folder = f"part-{number:05}"
+        self._folder = spec.folder_of(number)
 
     def begin(self, *_: Any) -> None:
         pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -46,10 +46,11 @@ class Shard(Protocol):
     def sample(self, index: int) -> dict[str, Any]:
         """Return one sample; IndexError unless 0 <= index < num_samples, FormatError if it is damaged."""
 
-    def columns(self, indices: NDArray[np.int64]) -> Batch:
+    def columns(self, indices: NDArray[np.int64], names: Collection[str] | None = None) -> Batch:
         """Return samples as columns: an array (n, *shape) for fixed-size columns, a list of n values for others.
 
-        `indices` is int64[n], each 0 <= index < num_samples, in any order, repeats allowed.
+        `indices` is int64[n], each 0 <= index < num_samples, in any order, repeats allowed. Columns that are not in
+        `names` (None: all) are not decoded.
         """
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -21,11 +21,18 @@ _Where = Callable[[int], str]
 _Places: TypeAlias = list[tuple[Int64s, _Sizes]]  # of each column: positions in the window, and size or sizes
 
 
-def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers | None = None) -> Batch:
+def gather(
+    shards: Sequence[Shard],
+    which: Int64s,
+    indices: Int64s,
+    out: Buffers | None = None,
+    names: Collection[str] | None = None,
+) -> Batch:
     """Return one batch over many shards: row k is sample ``indices[k]`` of ``shards[which[k]]``.
 
     All shards have the same column names and encodings; `which` and `indices` are int64[n]. `out` has, by name of a
-    fixed-size column, writable C-contiguous memory of n values, to be filled and returned.
+    fixed-size column, writable C-contiguous memory of n values, to be filled and returned. Only the columns in `names`
+    are read; None for all.
 
     ValueError for no shards, different columns, or an ``out`` that does not fit; IndexError for an index out of range;
     FormatError for damaged bytes.
@@ -47,7 +54,7 @@ def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers
     _check_range(which, len(files), "shard")
     _check_range(indices, spans[3].take(which).view(np.uint64), "sample")
     where = lambda shard: files[shard].file.where  # noqa: E731
-    return gather_rows(files[0].layout, window, spans.take(which, 1), which, indices, where, out)
+    return gather_rows(files[0].layout, window, spans.take(which, 1), which, indices, where, out, names)
 
 
 def gather_mixed(
@@ -83,7 +90,14 @@ def gather_mixed(
 
 
 def gather_rows(
-    layout: RecordLayout, window: AddressWindow, spans: Int64s, which: Int64s, indices: Int64s, where: _Where, out: _Out
+    layout: RecordLayout,
+    window: AddressWindow,
+    spans: Int64s,
+    which: Int64s,
+    indices: Int64s,
+    where: _Where,
+    out: _Out,
+    names: Collection[str] | None = None,
 ) -> Batch:
     """As `gather`, over mapped shards of one layout in one window, for samples that are known to be there.
 
@@ -96,6 +110,8 @@ def gather_rows(
     values: Batch = {}
     out = out or {}
     for column, (at, size) in zip(layout.columns, places, strict=True):
+        if names is not None and column.name not in names:
+            continue
         if column.gathered and isinstance(size, int):
             values[column.name] = _numbers(window, column, at, size, out.get(column.name))
             continue

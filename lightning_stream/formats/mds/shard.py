@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,9 @@ class MdsShard:
         begin, end = _OFFSETS.unpack_from(view, 4 + 4 * index)
         return view[begin:end]
 
-    def columns(self, indices: NDArray[np.int64]) -> Batch:
+    def columns(self, indices: NDArray[np.int64], names: Collection[str] | None = None) -> Batch:
         """Return samples as columns; see `Shard.columns`."""
-        return gather([self], np.zeros(len(indices), np.int64), indices)
+        return gather([self], np.zeros(len(indices), np.int64), indices, names=names)
 
     def close(self) -> None:
         """Release the file; it is unmapped when no read of it is running."""
