@@ -21,6 +21,7 @@ class Snapshot:
     shard_sizes: tuple[NDArray[np.int64], ...]  # samples of each shard, one int64 array per stream
     digest: str  # differs for any other data: of shard names, counts, sizes and hashes
     stream_digests: tuple[str, ...] = ()  # the digest of each stream's index; () where they are not known
+    table_versions: tuple[int | None, ...] = ()  # of Delta tables, for messages only
 
     def __post_init__(self) -> None:
         wrong = [one for one in self.shard_sizes if one.ndim != 1 or one.dtype != np.int64 or (one < 0).any()]
@@ -33,6 +34,7 @@ class Snapshot:
         shard_sizes: Sequence[ArrayLike],
         names: Sequence[str] | None = None,
         stream_digests: Sequence[str] | None = None,
+        table_versions: Sequence[int | None] = (),
     ) -> Snapshot:
         """A snapshot of shard sizes; its digest covers them and, where given, each stream's own digest.
 
@@ -44,7 +46,7 @@ class Snapshot:
         total = hashlib.sha256(b"lightning-stream snapshot 1")
         for one, digest in zip(sizes, digests, strict=True):
             total.update(len(one).to_bytes(8, "little") + one.astype("<i8").tobytes() + digest.encode() + b"\0")
-        return cls(tuple(names), sizes, total.hexdigest()[:32], tuple(stream_digests or ()))
+        return cls(tuple(names), sizes, total.hexdigest()[:32], tuple(stream_digests or ()), tuple(table_versions))
 
     @property
     def num_streams(self) -> int:
@@ -88,7 +90,7 @@ class Snapshot:
         counts = np.diff(chosen.count_before(self.shard_offsets))
         total = hashlib.sha256(self.digest.encode() + chosen.bits.tobytes())
         parts = tuple(np.split(counts, self.stream_offsets[1:-1]))
-        return Snapshot(self.stream_names, parts, total.hexdigest()[:32], self.stream_digests)
+        return Snapshot(self.stream_names, parts, total.hexdigest()[:32], self.stream_digests, self.table_versions)
 
     def shards_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """The shard that holds each sample id."""

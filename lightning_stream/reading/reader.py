@@ -99,6 +99,7 @@ class SampleReader:
             [index.shard_sizes for index in self.indexes],
             names=[name_of(stream) for stream in self.streams],
             stream_digests=[index.digest for index in self.indexes],
+            table_versions=[index.table_version for index in self.indexes],
         )
 
     @cached_property

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 KEY = "__key__"
 _SAMPLED = 100
-_HEADER_BYTES, _PIECE_BYTES = 1 << 10, 64 << 20
+_PIECE_BYTES, _RECORD_BYTES = 64 << 20, 20 << 10
 _ENCODINGS = {
     **dict.fromkeys(("jpg", "jpeg"), "jpeg"), "png": "png",
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), "int"),
@@ -42,45 +41,60 @@ class TarReader(Reader):
 
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
         """Return ``__key__`` and the endings of the first samples."""
-        known: dict[str, str] = {}
-        for sample in islice(_samples(InputSplit(files[0], 0, None, 0)), _SAMPLED):
-            known = {**{name: _encoding(name, data) for name, data in sample.items()}, **known}
-        if not known:
-            raise ValueError(f"{files[0].uri} holds no sample: there is nothing to write.")
+        file, known, keys = files[0], {KEY: "str"}, set[str]()
+        is_packed = file.is_packed or file.ending == ".tgz"
+        with file.unpacked("a whole tar") if is_packed else file.open_headers() as plain:
+            for key, ending, member in _members(file, plain, "r|" if is_packed else "r:"):
+                if len(keys) == _SAMPLED and key not in keys:
+                    break
+                keys.add(key)
+                if ending not in known:
+                    known[ending] = _encoding(file, key, ending, member)
+        if not keys:
+            raise ValueError(f"{file.uri} holds no sample. Remove it.")
         media = tuple(name for name in known if name.rpartition(".")[2] in _MEDIA)
         return Found(known, media=media)
 
-    def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:  # noqa: ARG002
+    def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
         """Return pieces of about 64 MiB, cut between samples; only the headers are read."""
         if file.is_packed or file.ending == ".tgz":
             raise ValueError(f"{file.uri}: a compressed tar can only be read from its beginning. Convert it.")
-        found, begin, num_rows, key = [], 0, 0, None
-        with file.open(_HEADER_BYTES) as plain:
-            for stem, _, member in _members(file, plain):
+        found, begin, num_rows, key, endings = [], 0, 0, None, dict[str, None]()
+        with file.open_headers() as plain:
+            for stem, ending, member in _members(file, plain):
+                endings[ending] = None
                 if stem == key:
                     continue
                 if num_rows and member.offset - begin >= _PIECE_BYTES:
                     found.append(Piece(begin, member.offset, num_rows, member.offset - begin))
                     begin, num_rows = member.offset, 0
                 key, num_rows = stem, num_rows + 1
-        return [*found, *([Piece(begin, file.num_bytes, num_rows, file.num_bytes - begin)] if num_rows else [])]
+        if num_rows:
+            found.append(Piece(begin, file.num_bytes, num_rows, file.num_bytes - begin))
+        others = tuple(name for name in endings if name not in columns)
+        return [piece._replace(others=others) for piece in found]
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield some MiB of samples at a time."""
         return batched(_row(sample, columns, split.file) for split in splits for sample in _samples(split))
 
 
-def _encoding(name: str, data: Any) -> str:
-    encoding = "str" if name == KEY else _ENCODINGS.get(name.rpartition(".")[2], "bytes")
-    return encoding if encoding != "ndarray" else f"ndarray:{_array(data).dtype.name}"
+def _encoding(file: SourceFile, key: str, ending: str, member: _Member) -> str:
+    encoding = _ENCODINGS.get(ending.rpartition(".")[2], "bytes")
+    if encoding != "ndarray":
+        return encoding
+    try:
+        return f"ndarray:{_array(member.data()).dtype.name}"
+    except (ValueError, EOFError) as error:
+        raise FormatError(f"{file.uri}: {key}.{ending} must be a plain array: {error}. Write it again.") from error
 
 
 def _row(sample: Row, columns: Mapping[str, str], file: SourceFile) -> tuple[Row, str]:
     where = f"{file.uri}: sample {sample[KEY]!r}"
     try:
         return {name: _value(data, columns.get(name, "bytes")) for name, data in sample.items()}, where
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    except (ValueError, EOFError) as error:
+        raise FormatError(f"{where}: {error}. Write it again, or pass columns= without it or as 'bytes'.") from error
 
 
 def _value(data: Any, encoding: str) -> Any:
@@ -140,6 +154,13 @@ def _members(file: SourceFile, plain: Any, mode: Any = "r:") -> Iterator[tuple[s
                         ending.lower(),
                         _Member(member.offset, partial(_bytes, archive, member)),
                     )
+            if mode == "r:":
+                plain.seek(archive.offset)
+                rest = plain.read(_RECORD_BYTES)
+                if len(rest) < tarfile.BLOCKSIZE:
+                    raise tarfile.ReadError("it has no end mark, so it may be cut off")
+                if rest.strip(b"\0"):
+                    raise tarfile.ReadError(f"bytes follow its end at {archive.offset:,}, such as another tar")
     except tarfile.TarError as error:
         raise FormatError(f"{file.uri} must be a whole tar; reading it failed: {error}. Fetch it again.") from error
 
