@@ -12,7 +12,7 @@ from lightning_stream.cache.folder import CacheConfig, CacheFolder
 from lightning_stream.errors import CacheError, DigestError, FormatError, NotFoundError, StoreError, UnavailableError
 from lightning_stream.formats.codecs import decompress_file
 from lightning_stream.formats.hashing import FASTEST_FIRST, digest_file
-from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
+from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry, version_name
 from lightning_stream.formats.mds.encode import is_intact
 from lightning_stream.shared_files import FULL, publish_bytes
 from lightning_stream.stores import Store
@@ -26,6 +26,10 @@ class OtherFormat(Protocol):
     @property
     def identity(self) -> str:
         """What distinguishes its shards from those of other settings."""
+
+    @property
+    def names(self) -> str:
+        """What names its files, so that no index.json beside them is read; empty for a whole folder."""
 
     def recognises(self, index: bytes) -> bool:
         """Return whether the bytes of an index.json are those of another format."""
@@ -165,12 +169,16 @@ class IndexFile:
         """Read an index from the store. A user's own download gets it as it was published last, into a draft."""
         store: Any = self._store  # or a user's own, which has `get` alone
         try:
+            if name == INDEX_NAME and self._other is not None and self._other.names:
+                raise NotFoundError(f"{store.url}/{self._other.names} names files.")
             if draft is None or isinstance(store, Store):
                 return read_index(store, name)
             store.get(name, draft)
             return Index.from_bytes(draft.read_bytes(), f"{self._store.url}/{name}")
         except NotFoundError as error:
             if name != INDEX_NAME:
+                raise
+            if self._other is not None and self._other.names:
                 raise
             raise NotFoundError(f"{error} A dataset is a folder with {name}, which its writer puts last.") from error
 
@@ -198,10 +206,11 @@ class IndexFile:
         """Fetch the index into a draft and publish it; under its lock. CacheError if there is another dataset."""
         path = self._folder.path / name
         old = path.read_bytes() if path.is_file() else None
+        is_made = False
         try:
             index = self.read(name, draft)
         except (NotFoundError, FormatError) as error:
-            if not self.is_made(name, error):
+            if not (is_made := self.is_made(name, error)):
                 raise
             index = self._made(old, error)
         new = index.data
@@ -209,6 +218,8 @@ class IndexFile:
         former = index if old == new else self._former(path, old)
         self._refuse_another(former, index)
         if former is not None and (former.digest, former.schemas) != (index.digest, index.schemas):
+            if old is not None and is_made:  # no store keeps it: a resume compares the files
+                publish_bytes(old, self._folder.path / version_name(former.digest), self._folder.modes)
             now = {raw.basename: raw for raw in (index.entry(number).raw for number in range(index.num_shards))}
             for entry in map(former.entry, range(former.num_shards)):
                 if now.get(entry.raw.basename) != entry.raw:

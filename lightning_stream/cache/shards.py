@@ -82,6 +82,8 @@ class ShardCache:
             try:
                 return self._index.read(name)
             except (NotFoundError, FormatError) as error:
+                if name != INDEX_NAME and self.other is not None and (index := self._index.here(name)) is not None:
+                    return index  # a former one, of files in another format
                 if not self._index.is_made(name, error):
                     raise
         with self._translate_os_errors():

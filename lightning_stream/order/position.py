@@ -38,7 +38,8 @@ _CONVERT = (
 class SnapshotSummary:
     """What a state holds of its data: enough to recognise other data, and to describe the difference.
 
-    ``versions`` has 16 digits of the digest of each stream's index, with which `Stream(version=...)` opens it again.
+    ``versions`` has 16 digits of the digest of each stream's index, with which `Stream(version=...)` opens it again; of
+    a Delta table, also its version behind a space.
     """
 
     digest: str
@@ -49,13 +50,17 @@ class SnapshotSummary:
     @classmethod
     def of(cls, snapshot: Snapshot) -> SnapshotSummary:
         """The summary of this data."""
-        versions = tuple(digest[:16] for digest in snapshot.stream_digests)
+        tables = snapshot.table_versions or [None] * len(snapshot.stream_digests)
+        versions = tuple(
+            digest[:16] if table is None else f"{digest[:16]} {table}"
+            for digest, table in zip(snapshot.stream_digests, tables, strict=True)
+        )
         return cls(snapshot.digest, snapshot.num_samples, snapshot.num_shards, versions)
 
     def has_streams_of(self, snapshot: Snapshot) -> bool:
         """Whether the data is known to be of the same versions of the same streams, perhaps other samples of them."""
         digests = snapshot.stream_digests
-        same = len(self.versions) == len(digests) and all(map(str.startswith, digests, self.versions))
+        same = [version[:16] for version in self.versions] == [digest[:16] for digest in digests]
         return same and bool(digests)
 
     def to_state(self) -> dict[str, Any]:
@@ -213,13 +218,13 @@ class Position:
         if not len(versions) == len(names) == len(digests):
             return "Point the dataset to the former index"
         changed = [
-            f"version={version!r} for {name} (now at {digest[:16]})"
+            f"version={version[17:] or repr(version[:16])} for {name} (now at {digest[:16]})"
             for version, name, digest in zip(versions, names, digests, strict=True)
-            if not digest.startswith(version)
+            if not digest.startswith(version[:16])
         ]
         return (
-            f"To continue over the former data, which stays readable where shards were appended, pass to Stream or "
-            f"StreamingDataset: {', '.join(changed)}"
+            f"To continue over the former data, which stays readable where shards or files were appended, pass to "
+            f"Stream or StreamingDataset: {', '.join(changed)}"
         )
 
     def _setting_differences(self, run: RunOrder, tail: Tail | None) -> str:

@@ -97,7 +97,8 @@ class SampleReader:
         """The samples in the shards, also deleted ones."""
         indexes, names = self.indexes, list(map(name_of, self.streams))
         digests = [one.digest for one in indexes], [one.source_digest for one in indexes]
-        return Snapshot.of([one.shard_sizes for one in indexes], names, *digests)
+        versions = [one.table_version for one in indexes]
+        return Snapshot.of([one.shard_sizes for one in indexes], names, *digests, versions)
 
     @cached_property
     def _mixed_columns(self) -> dict[str, bool] | None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from lightning_stream.cache import CacheConfig, ShardCache, default_folder
-from lightning_stream.errors import redact
+from lightning_stream.errors import NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, Index, version_name
 from lightning_stream.order import StreamWeights
-from lightning_stream.sources.files import is_table
-from lightning_stream.sources.in_place import InPlace
+from lightning_stream.sources.files import is_table, split_place
+from lightning_stream.sources.in_place import InPlace, changed_files, is_made
 from lightning_stream.stores import Store, open_store
 from lightning_stream.version_log import read_version
 
@@ -26,6 +27,7 @@ _NEVER_CALLED = {  # methods of mosaicml-streaming's Stream, and what to do inst
 }
 
 
+T = TypeVar("T")
 _DIGITS = 16  # of a digest, in the name of a version's index
 _VERSION = re.compile(r"(?:index\.)?([0-9a-f]{6,})(?:\.json)?")
 
@@ -111,7 +113,7 @@ class Stream:
         self.options = self._options = dict(options or {})  # a subclass may use the name for its own
         self._label = name or os.fspath(remote or local or "").rstrip("/").rpartition("/")[2]
         self._store: Store | None = None
-        self._in_place = InPlace(format, columns, version if isinstance(version, int) else None)
+        self._in_place = InPlace(format, columns, version if isinstance(version, int) else None, _place_of(self)[1])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({name_of(self)!r})"
@@ -185,8 +187,32 @@ def index_of(stream: Stream, cache: ShardCache) -> Index:
                 f"a stream that overrides _download_file takes {_DIGITS} digits of a version; found {wanted!r}. Pass "
                 "those that `lightning-stream log` lists"
             )
-        wanted = read_version(cache.store, wanted).index.digest
-    return cache.index(version_name(wanted))  # it never changes, so the cache need not ask the store again
+        wanted = _of_other_format(cache, lambda: read_version(cache.store, wanted)).index.digest
+    name = version_name(wanted)
+    return _of_other_format(cache, lambda: cache.index(name))  # it never changes: the cache need not ask the store
+
+
+def _of_other_format(cache: ShardCache, read: Callable[[], T]) -> T:
+    """Call a function; where it finds nothing since the files are in another format, its error states that."""
+    try:
+        return read()
+    except NotFoundError as error:
+        if cache.other is None or not is_made(index := cache.newest_index()):
+            raise
+        raise NotFoundError(
+            f"version= opens versions of MDS datasets and Delta tables. {index.where} is made of files in another "
+            "format, and this machine's cache holds no such former index. Restore the former files."
+        ) from error
+
+
+def changes_since(versions: Sequence[str], indexes: Sequence[Index], caches: Sequence[ShardCache]) -> str:
+    """Describe which files in other formats changed since a state was written, whose versions these are."""
+    found = []
+    for version, index, cache in zip(versions, indexes, caches, strict=False):
+        if is_made(index) and not index.digest.startswith(version[:_DIGITS]):
+            with suppress(NotFoundError):
+                found.append(changed_files(cache.index(version_name(version)), index))
+    return " ".join(filter(None, found))
 
 
 def _version(version: str | int) -> str | int:
@@ -224,5 +250,13 @@ def _store_of(stream: Stream, defaults: CacheDefaults) -> Store:
     retries = defaults.retries if stream.download_retry is None else stream.download_retry
     timeout = defaults.timeout_s if stream.download_timeout is None else stream.download_timeout
     given = {name: value for name, value in (("retries", retries), ("timeout_s", timeout)) if value is not None}
-    url = f"{stream.remote.rstrip('/')}/{stream.split}" if stream.split else stream.remote
-    return open_store(url, {**given, **stream._options})  # noqa: SLF001 - of this file's own class
+    return open_store(_place_of(stream)[0], {**given, **stream._options})  # noqa: SLF001 - of this file's own class
+
+
+def _place_of(stream: Stream) -> tuple[str, str]:
+    """The folder or URL of a stream, and what names its files there."""
+    url = stream.remote or ""
+    url = f"{url.rstrip('/')}/{stream.split}" if stream.split else url
+    is_folder = "://" not in url and Path(url).is_dir()
+    has_hook = type(stream)._download_file is not Stream._download_file  # noqa: SLF001 - its hook
+    return (url, "") if is_folder or has_hook else split_place(url)

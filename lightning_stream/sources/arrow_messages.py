@@ -8,68 +8,80 @@ https://arrow.apache.org/docs/format/Columnar.html#serialization-and-interproces
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
 from lightning_stream.errors import FormatError
 
 MAGIC = b"ARROW1\0\0"
+_END = b"ARROW1"
 _CONTINUED = b"\xff\xff\xff\xff"
 _SCHEMA, _DICTIONARY, _RECORDS = 1, 2, 3  # types of headers
 _MOST_HEADER = 1 << 28
 
 
 class Message(NamedTuple):
-    """One message: its bytes [begin, end) in the file; the rows of a record batch, None for any other message."""
+    """One message: its bytes [begin, end) in the file; the rows of a record batch, None for any other message, and the
+    nulls of its columns and of what is nested in them, in the order of the schema."""
 
     begin: int
     end: int
     num_rows: int | None
     is_dictionary: bool
+    nulls: Sequence[int] = ()
 
 
 def messages(file: BinaryIO, where: str, num_bytes: int) -> Iterator[Message]:
     """Yield the messages of a file or stream, the schema first. FormatError if it is none, or is cut off."""
     file.seek(0)
-    at = len(MAGIC) if file.read(len(MAGIC)) == MAGIC else 0
-    is_first = True
+    start, is_first = file.read(len(MAGIC)), True
+    if start[:4] == b"FEA1":
+        raise FormatError(f"{where} is a file of Feather version 1. Write it again as version 2.")
+    at = len(MAGIC) if start == MAGIC else 0
+    if at:
+        file.seek(max(at, num_bytes - len(_END)))
+        if file.read(len(_END)) != _END:
+            raise _damaged(where, "no mark at its end")
     while at < num_bytes:
         file.seek(at)
         start = file.read(8)
         head = 8 if start[:4] == _CONTINUED else 4  # without the mark before Arrow 0.15
-        if len(start) < 8:
-            break  # the end of a stream may lack its mark
+        if len(start) < 8 and start[:4] != bytes(4):
+            raise _damaged(where, f"{len(start)} bytes of a header at byte {at:,}")
         size = int.from_bytes(start[head - 4 : head], "little")
         if size == 0:
             return
         if size > _MOST_HEADER or at + head + size > num_bytes:
             raise _damaged(where, f"a header of {size:,} bytes at byte {at:,} of {num_bytes:,}")
         try:
-            kind, body, rows = _parsed(start[head:] + file.read(size - 8 + head))
+            kind, body, rows, nulls = _parsed(start[head:] + file.read(size - 8 + head))
         except (struct.error, IndexError) as error:
             raise _damaged(where, f"a header at byte {at:,} that is no Arrow header ({error})") from error
         end = at + head + size + body
         if end > num_bytes or is_first != (kind == _SCHEMA):
             raise _damaged(where, f"a message of type {kind} from byte {at:,} to {end:,} of {num_bytes:,}")
-        yield Message(at, end, rows if kind == _RECORDS else None, kind == _DICTIONARY)
+        yield Message(at, end, rows if kind == _RECORDS else None, kind == _DICTIONARY, nulls)
         at, is_first = end, False
-    if is_first:
-        raise _damaged(where, f"no schema in {num_bytes:,} bytes")
+    raise _damaged(where, f"no mark of the end in {num_bytes:,} bytes")
 
 
 def _damaged(where: str, found: str) -> FormatError:
     return FormatError(f"{where} must be an Arrow file or stream; found {found}. It may be cut off: copy it again.")
 
 
-def _parsed(header: bytes) -> tuple[int, int, int]:
-    """The type of a message, the bytes of its body, and the length of the record batch that it holds."""
+def _parsed(header: bytes) -> tuple[int, int, int, Sequence[int]]:
+    """The type of a message, the bytes of its body, and the rows and nulls of the record batch that it holds."""
     message = _Table(header, struct.unpack_from("<I", header)[0])
     kind, body = message.number(1, "<B"), message.number(3, "<q")
     inner = message.offset(2)
-    rows = _Table(header, inner + struct.unpack_from("<I", header, inner)[0]).number(0, "<q") if inner else 0
+    records = _Table(header, inner + struct.unpack_from("<I", header, inner)[0]) if inner else message
+    rows, nulls = records.number(0, "<q") if inner else 0, ()
+    if kind == _RECORDS and (nodes := records.offset(1)):  # pairs of rows and nulls
+        nodes += struct.unpack_from("<I", header, nodes)[0]
+        nulls = struct.unpack_from(f"<{2 * struct.unpack_from('<I', header, nodes)[0]}q", header, nodes + 4)[1::2]
     if body < 0 or (kind == _RECORDS and rows < 0):
         raise IndexError(f"{body} bytes and {rows} rows")
-    return kind, body, rows
+    return kind, body, rows, nulls
 
 
 class _Table:

@@ -36,7 +36,7 @@ class InputSplit:
 
 class Piece(NamedTuple):
     """A piece of a file that becomes a shard: where it is, its rows, about their bytes, the reader's settings,
-    and the columns that are known to have nulls."""
+    the columns that are known to have nulls, and those that are not read."""
 
     begin: int
     end: int
@@ -44,6 +44,7 @@ class Piece(NamedTuple):
     num_bytes: int
     settings: Mapping[str, Any] = {}
     nulls: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Reader(ABC):
 
         Only a header, a footer or an index of the file is read. FormatError if it has not these columns.
         """
-        raise ValueError(f"a source of kind {self.kind} cannot be read in place. Convert it with `convert`.")
+        raise ValueError(f"{file.uri}: files of the format {self.kind} cannot be read in place. Convert them.")
 
     def all_pieces(
         self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool

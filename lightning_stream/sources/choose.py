@@ -11,9 +11,9 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from lightning_stream.errors import FormatError, missing_extra, redact
+from lightning_stream.errors import FormatError, NotFoundError, missing_extra, redact
 from lightning_stream.sources.base import Reader, Source
-from lightning_stream.sources.files import WILD, SourceFile, find_files, is_table
+from lightning_stream.sources.files import WILD, SourceFile, files_of, find_files, is_table
 from lightning_stream.sources.inputs import FunctionReader, Inputs, input_items
 from lightning_stream.stores import open_store
 from lightning_stream.writer.place import is_remote
@@ -26,10 +26,11 @@ _KINDS = {
     "csv": (".csv", "delimited.CsvReader"),
     "tsv": (".tsv", "delimited.TsvReader"),
     "images": (".jpg .jpeg .png .webp .gif .bmp .tif .tiff", "images.ImageFolderReader"),
+    "files": (".wav .flac .mp3 .ogg .opus .m4a .mp4 .webm .mkv .avi .mov", "images.FileFolderReader"),
     "webdataset": (".tar .tgz", "webdataset.TarReader"),
     "litdata": (".bin", "litdata.LitDataReader"),
     "delta": ("", "delta.DeltaReader"),
-    "numpy": (".npy .npz", "tables.NumpyReader"),
+    "numpy": (".npy .npz", "arrays.NumpyReader"),
     "text": (".txt .text .md", "lines.TextReader"),
 }
 _KIND_OF = {suffix: kind for kind, (suffixes, _) in _KINDS.items() for suffix in suffixes.split()}
@@ -44,7 +45,7 @@ def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None
     if isinstance(source, Inputs):
         return Source(f"{len(source.inputs):,} inputs", input_items(source), FunctionReader(source.function))
     if hasattr(source, "with_format") and hasattr(source, "features"):
-        dataset = _reader_class("tables.DatasetReader")(source)
+        dataset = _reader_class("arrays.DatasetReader")(source)
         return Source("a datasets.Dataset", dataset.files, dataset)
     is_one = isinstance(source, (str, os.PathLike))
     name = redact(str(source) if is_one else f"{', '.join(map(str, source)):.200}")
@@ -52,7 +53,7 @@ def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None
         store = open_store(uri, store_options if is_remote(uri) else None)
         if kind == "delta" or is_table(store):
             table: Any = _made("delta", options)
-            return Source(name, tuple(table.open_log(store)), table)
+            return Source(name, tuple(table.open_log(store, files_of(store)[0])), table)
     files, reader = reader_of(find_files(source, store_options), name, kind, options)
     splits = _by_split(files) if is_one else {}
     reader.begin([file for each in splits.values() for file in each] or files)
@@ -65,13 +66,21 @@ def reader_of(
     """Return the files of one kind among all files of a source, and the reader for them."""
     found = _saved_files(found)
     chosen = kind or _only_kind(found, name)
-    files = [file for file in found if _KIND_OF.get(file.ending) == chosen] or found
-    return files, _made(chosen, options)
+    own, strange = [], []
+    for file in found:
+        known = _KIND_OF.get(file.ending)
+        (own if known == chosen or chosen == "files" else strange if known is None else []).append(file)
+    reader = _made(chosen, options)
+    files = own or strange  # files of any name may be of the kind that is named
+    if not files:
+        raise NotFoundError(f"{name} holds no file of the format {chosen!r}; it holds {_counted(found)}. Name another.")
+    return files, reader
 
 
 def _made(kind: str, options: Mapping[str, Any] | None) -> Reader:
+    make = reader_class(kind)
     try:
-        return reader_class(kind)(**(options or {}))
+        return make(**(options or {}))
     except TypeError as error:
         raise ValueError(f"source_options do not fit kind {kind!r}: {error}.") from error
 
@@ -79,7 +88,7 @@ def _made(kind: str, options: Mapping[str, Any] | None) -> Reader:
 def reader_class(kind: str) -> type[Reader]:
     """Return the reader of a kind."""
     if kind not in _KINDS:
-        raise ValueError(f"kind must be one of {', '.join(sorted(_KINDS))}; got {kind!r}.")
+        raise ValueError(f"a format must be one of {', '.join(sorted(_KINDS))}; got {kind!r}.")
     found: type[Reader] = _reader_class(_KINDS[kind][1])
     return found
 
@@ -98,13 +107,9 @@ def _by_split(files: Sequence[SourceFile]) -> dict[str, tuple[SourceFile, ...]]:
     Raises:
         ValueError: Beside the splits there are other files.
     """
-    folders: dict[str, list[SourceFile]] = {}
-    for file in files:
-        first, slash, rest = file.name.partition("/")
-        below = replace(file, root=f"{file.root}/{first}", name=rest) if slash else file
-        folders.setdefault(first if slash else re.split("[-_.]", first)[0], []).append(below)
+    folders = split_folders(files)
     found = {name: _SPLIT_OF[name.lower()] for name in folders if name.lower() in _SPLIT_OF}
-    if "train" not in found.values() or len(found) < 2:
+    if not found:
         return {}
     others = sorted(folders.keys() - found.keys())
     if others or len(set(found.values())) < len(found):
@@ -117,25 +122,57 @@ def _by_split(files: Sequence[SourceFile]) -> dict[str, tuple[SourceFile, ...]]:
     return {found[name]: tuple(folders[name]) for name in in_order}
 
 
+def split_folders(files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
+    """The files by what names their split: a folder, or the first word of a file's name; empty if there is no split."""
+    above = os.path.commonpath([os.path.dirname(file.name) for file in files])  # noqa: PTH120 - names, no paths
+    folders: dict[str, list[SourceFile]] = {}
+    for file in files:
+        first, slash, rest = file.name[len(above) :].lstrip("/").partition("/")
+        root = "/".join(part for part in (file.root, above, first) if part)
+        below = replace(file, root=root, name=rest) if slash else file
+        folders.setdefault(first if slash else re.split("[-_.]", first)[0], []).append(below)
+    found = [_SPLIT_OF[name.lower()] for name in folders if name.lower() in _SPLIT_OF]
+    return folders if "train" in found and len(found) > 1 else {}
+
+
 def _saved_files(found: Sequence[SourceFile]) -> Sequence[SourceFile]:
     """The Arrow files that Hugging Face's ``save_to_disk`` noted, in its order; any other files as they are."""
     by_name = {file.name: file for file in found}
     noted: list[SourceFile] = []
     for name, file in by_name.items():
         folder, _, last = name.rpartition("/")
-        if last == _HUGGING_FACE_STATE:
+        if last != _HUGGING_FACE_STATE:
+            continue
+        try:
             state = json.loads(file.read())
-            held = state.get("_data_files", ()) if isinstance(state, dict) else ()
-            noted += [by_name[path] for each in held if (path := f"{folder}/{each['filename']}".lstrip("/")) in by_name]
+            held = [each["filename"] for each in state["_data_files"]] if "_data_files" in state else []
+            chosen = held and state.get("_indices_data_files")
+        except (ValueError, TypeError, KeyError) as error:
+            raise FormatError(f"{file.uri} must be the state of a saved dataset ({error!r}). Save it again.") from error
+        paths = [f"{folder}/{each}".lstrip("/") for each in held]
+        if missing := [path for path in paths if path not in by_name]:
+            raise FormatError(f"{file.uri} names {missing[0]}, which is not there. Copy the dataset again.")
+        if chosen:
+            raise FormatError(f"{file.uri} chooses rows by other files. Call flatten_indices() and save it again.")
+        noted += [by_name[path] for path in paths]
     return noted or found
 
 
 def _only_kind(found: Sequence[SourceFile], name: str) -> str:
     known = [file.ending for file in found if file.ending in _KIND_OF]
-    kinds = Counter(_KIND_OF[ending] for ending in [each for each in known if each not in _BESIDE] or known)
-    if not kinds:
-        raise FormatError(f"{name} holds no file of a known kind ({', '.join(sorted(_KINDS))}). Pass kind=.")
+    kinds = {_KIND_OF[ending] for ending in [each for each in known if each not in _BESIDE] or known}
     if len(kinds) == 1:
-        return next(iter(kinds))
-    counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
-    raise ValueError(f"a source must be of one kind; {name} holds files of several ({counts}). Pass kind=.")
+        return kinds.pop()
+    remedy = "Name one: format= of a stream, kind= of convert."
+    if not kinds:
+        raise NotFoundError(
+            f"{name} holds no file of a known format; it holds {_counted(found)}. {remedy} 'files' takes any files, "
+            "each as a sample."
+        )
+    raise ValueError(f"a dataset must be of one format; {name} holds {_counted(found)}. {remedy}")
+
+
+def _counted(found: Sequence[SourceFile]) -> str:
+    """How many files of each format there are, for messages."""
+    counts = Counter(_KIND_OF.get(file.ending, f"*{file.ending}" if file.ending else file.name) for file in found)
+    return ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common(5)) or "no files"

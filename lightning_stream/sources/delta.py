@@ -7,7 +7,7 @@ credentials. Nothing is written to the table.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,15 @@ from urllib.parse import unquote
 import numpy as np
 import pyarrow as pa
 
-from lightning_stream.errors import FormatError, missing_extra
+from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError, missing_extra
 from lightning_stream.sources.arrow import arrow_columns, plain_values
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece
 from lightning_stream.sources.files import DELTA_LOG, SourceFile
-from lightning_stream.sources.tables import ParquetReader
-from lightning_stream.stores import Store
+from lightning_stream.sources.tables import ParquetReader, with_constants
+from lightning_stream.stores import ObjectEntry, Store
+from lightning_stream.threads import DaemonPool
+
+_CONNECTIONS = 16
 
 
 @dataclass
@@ -41,38 +44,42 @@ class DeltaReader(ParquetReader):
     deleted: Sequence[int] = ()
     absent: Sequence[str] = ()
 
-    def open_log(self, store: Store) -> list[SourceFile]:
-        """Read the log of a table; return the files of this version, in the order of their names."""
+    def open_log(self, store: Store, found: Sequence[SourceFile]) -> list[SourceFile]:
+        """Read the log of a table; return the files of this version, among those that were found, sorted by name."""
         try:
             from deltalake import DeltaTable
         except ModuleNotFoundError as error:
             raise missing_extra("deltalake", "delta", f"reading the Delta table {store.url}") from error
         with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
-            for entry in store.list(DELTA_LOG):
-                path = Path(folder, entry.name)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                store.get(entry.name, path, entry.num_bytes)
+            _copy(store, store.list(DELTA_LOG), folder)
             try:
                 table = DeltaTable(folder, version=self.version)
                 if table.metadata().configuration.get("delta.columnMapping.mode", "none") != "none":
                     raise FormatError(f"{store.url}: columns with mapped names cannot be read. Convert the table.")
+                self.version = table.version()
                 self._schema = pa.schema(table.schema().to_arrow())
                 actions = sorted(pa.table(table.get_add_actions(flatten=True)).to_pylist(), key=lambda one: one["path"])
-                self._vectors = self._deletions(table, store, Path(folder))
-            except FormatError:
+                self._vectors = self._deletions(table, store, found, Path(folder))
+            except LightningStreamError:
                 raise
             except Exception as error:  # deltalake's own classes are many
                 raise FormatError(f"{store.url} cannot be read as a Delta table: {error}") from error
         self._actions = {unquote(one["path"]): one for one in actions}
-        sizes = ((name, int(one["size_bytes"]), str(one["modification_time"])) for name, one in self._actions.items())
-        return [SourceFile(store.url, name, size, stamp, store=store) for name, size, stamp in sizes]
+        by_name = {file.name: file for file in found}
+        if missing := [name for name in self._actions if name not in by_name]:
+            raise NotFoundError(
+                f"{store.url}/{missing[0]} belongs to version {self.version} of the Delta table, but is gone: it may "
+                "have been vacuumed. Read a newer version."
+            )
+        return [by_name[name] for name in self._actions]
 
-    def _deletions(self, table: Any, store: Store, folder: Path) -> dict[str, np.ndarray[Any, Any]]:
+    def _deletions(
+        self, table: Any, store: Store, found: Sequence[SourceFile], folder: Path
+    ) -> dict[str, np.ndarray[Any, Any]]:
         """The numbers of the deleted rows of each file."""
         if "deletionVectors" not in (table.protocol().reader_features or ()):
             return {}
-        for entry in store.list("deletion_vector_"):
-            store.get(entry.name, folder / entry.name, entry.num_bytes)
+        _copy(store, [file for file in found if "deletion_vector_" in file.name and file.ending == ".bin"], folder)
         vectors = pa.table(table.deletion_vectors()).to_pylist()
         prefix = f"{folder.as_uri()}/"
         return {
@@ -91,7 +98,7 @@ class DeltaReader(ParquetReader):
         types = {name: str(self._schema.field(name).type).replace("_view", "") for name in names}
         # The settings are those of all columns of the table: what is read of it does not make it another table.
         partition = {name: (_plain(action[f"partition.{name}"]), types[name]) for name in names}
-        with self._opened(file) as table:
+        with self._opened(file, headers=True) as table:
             stored, groups = set(table.schema.names), table.pieces()
         absent = [name for name in self._schema.names if name not in stored and name not in names]
         nulls = [*absent, *(name for name, (value, _) in partition.items() if value is None)]
@@ -121,17 +128,27 @@ class DeltaReader(ParquetReader):
                 rows = pa.RecordBatch.from_arrays(list(map(plain_values, rows.columns)), names=rows.schema.names)
                 rows = rows.filter(pa.array(mask))
             done += count
-            for name, (value, kind) in partition.items():
-                column = pa.nulls(rows.num_rows) if value is None else pa.array([value] * rows.num_rows)
-                rows = rows.append_column(name, column.cast(kind))
-            for name in set(self.absent) & columns.keys():
-                rows = rows.append_column(name, pa.nulls(rows.num_rows))
+            constants = {**self.partition, **dict.fromkeys(self.absent, (None, "null"))}
+            rows = with_constants(rows, {name: one for name, one in constants.items() if name in columns})
             yield Batch(rows.select(list(columns)), batch.where)
 
     def _any_column(self, file: SourceFile) -> dict[str, str]:
         """One stored column, where none is wanted: it has the number of rows."""
         with self._opened(file) as table:
             return {table.schema.names[0]: ""}
+
+
+def _copy(store: Store, files: Iterable[ObjectEntry | SourceFile], folder: Path | str) -> None:
+    """Copy some files of a store, several at once."""
+
+    def copy(file: ObjectEntry | SourceFile) -> None:
+        path = Path(folder, file.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        store.get(file.name, path, file.num_bytes)
+
+    with DaemonPool(_CONNECTIONS, "delta") as pool:
+        for copied in [pool.submit(copy, file) for file in files]:
+            copied.result()
 
 
 def _plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
+from urllib.parse import unquote
 
 import zstandard
 
@@ -27,7 +28,10 @@ Uris: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 DELTA_LOG = "_delta_log/"
 _BUFFER_BYTES = 1 << 22
 WILD = frozenset("*?")
+_WINDOW_BYTES, _CLOSE_BYTES = 1 << 11, 1 << 18
+_HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 _HIDDEN = re.compile(r"(^|/)[._]")
+_FILE = re.compile(r"(?i)\.(parquet|pq|arrow|feather|ipc|jsonl|ndjson|json|tar|npy|npz|csv)(\.gz|\.zst)?$")
 _ENDINGS = (".gz", ".zst", ".bz2", ".xz")
 _DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError, UnicodeDecodeError)
 
@@ -39,7 +43,7 @@ class SourceFile:
     root: str  # the folder or URL that it was found in; empty for an input
     name: str  # its path below the root
     num_bytes: int
-    stamp: str  # differs between contents of the same size: the time of change, or the store's version
+    stamp: str  # differs between contents of the same size: the time of change, or the store's version; or empty
     options: Mapping[str, Any] | None = field(default=None, repr=False)  # for the store
     value: Any = None  # the input
     store: Store | None = field(default=None, repr=False, compare=False)  # the open store; None to open it
@@ -65,13 +69,33 @@ class SourceFile:
         """Whether it is compressed as a whole, so that it can only be read from its beginning."""
         return self.name.lower().endswith(_ENDINGS)
 
+    @property
+    def partition(self) -> dict[str, str | None]:
+        """The columns in the names of its folders, as Spark and Hive write them: ``year=2024/part.parquet``."""
+        pairs = (folder.partition("=") for folder in self.name.split("/")[:-1])
+        return {unquote(key): None if text == _HIVE_NULL else unquote(text) for key, is_pair, text in pairs if is_pair}
+
+    def check(self) -> None:
+        """Raise NotFoundError or FormatError unless a file of this machine is as it was when it was listed."""
+        if self.path is None:
+            return
+        try:
+            known = self.path.stat()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise self._gone() from error
+        if self.stamp and (known.st_size, str(known.st_mtime_ns)) != (self.num_bytes, self.stamp):
+            raise self._changed()
+
     def open(self, buffering: int = -1) -> BinaryIO:
         """Its bytes, seekable, as stored."""
-        path = self.path
-        if path is not None:
-            return path.open("rb", buffering)
-        raw = _Ranges(self._store, self.name, self.num_bytes)
-        return cast(BinaryIO, io.BufferedReader(raw, _BUFFER_BYTES if buffering < 1 else buffering))
+        if self.path is not None:
+            self._check_in_place()
+            return self.path.open("rb", buffering)
+        return cast(BinaryIO, io.BufferedReader(_Ranges(self), _BUFFER_BYTES if buffering < 1 else buffering))
+
+    def open_headers(self) -> BinaryIO:
+        """Its bytes, seekable, for a reader that hops from header to header."""
+        return self.open() if self.path is not None else cast(BinaryIO, io.BufferedReader(_Hops(self), 1 << 10))
 
     @contextmanager
     def unpacked(self, what: str) -> Iterator[BinaryIO]:
@@ -87,12 +111,44 @@ class SourceFile:
 
     def read(self, begin: int = 0, end: int | None = None) -> bytes:
         """All of it, or its bytes [begin, end), as stored."""
-        path = self.path
-        if path is None:
-            return self._store.read(self.name) if end is None else self._store.get_range(self.name, begin, end)
-        with path.open("rb") as file:
+        if self.path is None:
+            return self._fetch(begin, end)
+        self._check_in_place()
+        with self.path.open("rb") as file:
             file.seek(begin)
             return file.read(-1 if end is None else end - begin)
+
+    def _fetch(self, begin: int, end: int | None) -> bytes:
+        """Bytes of an object; FormatError if it was replaced since it was listed, as far as the store has versions."""
+        if begin == end:
+            return b""
+        try:
+            with self._store.open(self.name, begin, end) as stream:
+                if self._is_replaced(stream.version):
+                    raise self._changed()
+                return b"".join(stream)
+        except NotFoundError as error:
+            raise self._gone() from error
+
+    def _is_replaced(self, version: str | None) -> bool:
+        known = self.stamp if self.store is not None and self.store.traits.conditional_put else ""
+        return bool(known and version) and known.strip('"') != str(version).strip('"')
+
+    def _check_in_place(self) -> None:
+        if self.store is not None:
+            self.check()
+
+    def _gone(self) -> NotFoundError:
+        return NotFoundError(
+            f"{self.uri}: a file must stay as it was when the dataset was opened; this one is gone. Restore it, or "
+            "start a new training run over the files that are there. Of a Delta table, vacuum no version that is read."
+        )
+
+    def _changed(self) -> FormatError:
+        return FormatError(
+            f"{self.uri}: a file must stay as it was when the dataset was opened; this one was changed. Restore it, or "
+            "start a new training run."
+        )
 
     @property
     def _store(self) -> Store:
@@ -116,8 +172,8 @@ _UNPACKERS: Mapping[str, Callable[[BinaryIO], Any]] = {
 class _Ranges(io.RawIOBase):
     """An object of a store as a file."""
 
-    def __init__(self, store: Store, name: str, num_bytes: int) -> None:
-        self._store, self._name, self._num_bytes, self._at = store, name, num_bytes, 0
+    def __init__(self, file: SourceFile) -> None:
+        self._file, self._at = file, 0
 
     def readable(self) -> bool:
         return True
@@ -126,15 +182,37 @@ class _Ranges(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._num_bytes)[whence]
+        self._at = offset + (0, self._at, self._file.num_bytes)[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        end = min(self._at + len(buffer), self._num_bytes)
-        data = self._store.get_range(self._name, self._at, end) if end > self._at else b""
+        data = self._bytes(len(buffer))
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
+
+    def _bytes(self, most: int) -> bytes:
+        """The next bytes, at most so many."""
+        end = min(self._at + most, self._file.num_bytes)
+        return self._file.read(self._at, end) if end > self._at else b""
+
+
+class _Hops(_Ranges):
+    """An object whose headers are read: a small window at each. Where they lie close, requests cost more than bytes, so
+    the windows grow until they hold all bytes."""
+
+    def __init__(self, file: SourceFile) -> None:
+        super().__init__(file)
+        self._begin, self._held, self._window = 0, b"", _WINDOW_BYTES
+
+    def _bytes(self, most: int) -> bytes:
+        past = self._at - self._begin - len(self._held)
+        if past >= 0 or self._at < self._begin:
+            is_close = self._held and 0 <= past < _CLOSE_BYTES
+            self._window = min(4 * self._window, _BUFFER_BYTES) if is_close else _WINDOW_BYTES
+            self._begin, self._held = self._at, super()._bytes(self._window)
+        first = self._at - self._begin
+        return self._held[first : first + most]
 
 
 def find_files(source: Uris, options: Mapping[str, Any] | None = None) -> list[SourceFile]:
@@ -169,12 +247,39 @@ def _found(uri: str, options: Mapping[str, Any] | None) -> list[SourceFile]:
     return [SourceFile(root, entry.name, entry.num_bytes, entry.version, options) for entry in entries]
 
 
-def files_of(store: Store) -> tuple[list[SourceFile], list[SourceFile]]:
-    """Return all files of a store but hidden ones, sorted by name; and those of the log of a Delta table."""
-    entries = [entry for entry in store.list("") if entry.num_bytes or not entry.name.startswith(DELTA_LOG)]
-    files = [SourceFile(store.url, entry.name, entry.num_bytes, entry.version, store=store) for entry in entries]
-    shown = [file for file in files if not _HIDDEN.search(file.name)]
-    return shown, [file for file in files if file.name.startswith(DELTA_LOG)]
+def files_of(store: Store, names: str = "") -> tuple[list[SourceFile], list[SourceFile]]:
+    """Return all files of a store but hidden ones, sorted by name; and those of the log of a Delta table.
+
+    With `names`, only those of this name, in a folder of this name, or whose names match this pattern.
+    """
+    literal = re.split(r"[*?]", names)[0]
+    is_match = _pattern(names if names != literal else f"{names}/**/*").fullmatch
+    found = []
+    for entry in store.list(literal):
+        if f"/{DELTA_LOG}" in entry.name:
+            folder = f"{store.url}/{entry.name.partition(f'/{DELTA_LOG}')[0]}/"
+            raise ValueError(f"a Delta table must be opened by its own folder; {redact(folder)} is one. Pass that.")
+        is_own = not names or entry.name == names or is_match(entry.name)
+        if is_own and not entry.name.endswith("/") and (entry.num_bytes or not entry.name.startswith(DELTA_LOG)):
+            found.append(SourceFile(store.url, entry.name, entry.num_bytes, entry.version, store=store))
+    shown = [file for file in found if not _HIDDEN.search(file.name)]
+    return shown, [file for file in found if file.name.startswith(DELTA_LOG)]
+
+
+def split_place(uri: str) -> tuple[str, str]:
+    """Cut a path or URL into the folder and what names its files: a pattern, or a last part that ends like a file.
+
+    A folder may end like a file, too, as Spark names tables: see `files_of`.
+    """
+    scheme, colon, path = uri.rpartition("://")
+    parts = path.split("/")
+    first = 1 if colon else 0  # after the bucket
+    wild = next((k for k, part in enumerate(parts) if k >= first and _WILD & set(part)), None)
+    if wild is None and len(parts) > first and _FILE.search(parts[-1]) and not scheme.startswith("http"):
+        wild = len(parts) - 1
+    if wild is None or scheme.startswith("http"):
+        return uri, ""
+    return f"{scheme}{colon}{'/'.join(parts[:wild])}" or "/", "/".join(parts[wild:])
 
 
 def is_table(store: Store) -> bool:
@@ -192,12 +297,11 @@ def _pattern(text: str) -> re.Pattern[str]:
 def check_unchanged(files: Sequence[SourceFile]) -> None:
     """Raise FormatError if a file of this machine changed since it was listed; those of a table never change."""
     for file in files:
-        if file.store is not None:
-            continue
-        known = file.path.stat() if file.path is not None and file.path.exists() else None
-        changed = known is None or (known.st_size, str(known.st_mtime_ns)) != (file.num_bytes, file.stamp)
-        if file.path is not None and changed:
+        try:
+            if file.store is None:
+                file.check()
+        except (FormatError, NotFoundError) as error:  # noqa: PERF203 - no error is the rule
             raise FormatError(
                 f"{file.uri} was modified or removed during the conversion. Nothing was published. Convert again once "
                 "the file stays as it is."
-            )
+            ) from error

@@ -1,4 +1,4 @@
-"""A folder of class folders of images: their bytes untouched, their classes as numbers."""
+"""A folder of class folders of images, or of any files: their bytes untouched, their classes as numbers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import PurePosixPath
+from typing import ClassVar
 
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, Row, batched, spread
 from lightning_stream.sources.files import SourceFile
@@ -39,43 +40,37 @@ def is_truncated(data: bytes) -> bool:
 
 
 @dataclass
-class ImageFolderReader(Reader):
-    """Images named ``class/name.jpg``, at any depth: a file's folder is its class.
+class FileFolderReader(Reader):
+    """Files named ``class/name.wav``, at any depth: each is a sample, and its folder is its class.
 
     Attributes:
-        truncated: ``"refuse"`` or ``"skip"`` images that lack their end. A skipped one is logged by name.
-        listed: The files of a shard, where images are read in place: name, bytes, stamp and label of each.
+        listed: The files of a shard, where they are read in place: name, bytes, stamp and label of each.
         classes: All of them, sorted: a label is a position in this list.
     """
 
-    kind = "images"
+    kind = "files"
     is_listing = True
-    truncated: str = "refuse"
+    column: ClassVar[str] = "data"
     listed: Sequence[tuple[str, int, str, int]] = ()
     classes: tuple[str, ...] = field(default=(), init=False)
-
-    def __post_init__(self) -> None:
-        if self.truncated not in ("refuse", "skip"):
-            raise ValueError(f"truncated must be 'refuse' or 'skip'; got {self.truncated!r}.")
 
     def begin(self, files: Sequence[SourceFile]) -> None:
         """Find all classes: of all splits, so that a class has the same number in each."""
         self.classes = tuple(sorted({_class_of(file) for file in files}))
 
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
-        """Return ``image``, ``label`` (omitted where there is one folder only) and ``name``.
-
-        The column of images is ``jpeg`` or ``png`` if all files are JPEG or PNG files, whatever their names are:
-        readers decode both kinds there. Else it is ``bytes``. Of a source in a store, where looking at a file costs
-        a request, only some are looked at.
-        """
-        local = [file for file in files if file.path is not None]
-        kinds = {_encoding_of(file) for file in local or spread(files, _SAMPLED_REMOTE)}
-        known = {"image": "bytes" if "bytes" in kinds else min(kinds), "label": "int", "name": "str"}
+        """Return ``data`` or ``image``, ``label`` (omitted where there is one folder only) and ``name``."""
+        known = {self.column: self._encoding(files), "label": "int", "name": "str"}
         if len(self.classes) < 2:
             del known["label"]
         about = {"classes": {"label": list(self.classes)}} if "label" in known else {}
-        return Found(known, about, identity=("image",), media=("image",))
+        return Found(known, about, identity=(self.column,), media=(self.column,))
+
+    def _encoding(self, files: Sequence[SourceFile]) -> str:  # noqa: ARG002
+        return "bytes"
+
+    def _is_kept(self, file: SourceFile, data: bytes, encoding: str) -> bool:  # noqa: ARG002
+        return True
 
     def all_pieces(
         self,
@@ -83,7 +78,7 @@ class ImageFolderReader(Reader):
         columns: Mapping[str, str],  # noqa: ARG002
         pool: DaemonPool,  # noqa: ARG002
     ) -> Iterator[tuple[SourceFile, Piece]]:
-        """Yield pieces of about 32 MiB of images."""
+        """Yield pieces of about 32 MiB of files."""
         labels, held, num_bytes = {name: label for label, name in enumerate(self.classes)}, list[SourceFile](), 0
         for file, after in zip_longest(files, files[1:]):
             held.append(file)
@@ -95,18 +90,18 @@ class ImageFolderReader(Reader):
                 held, num_bytes = [], 0
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
-        """Yield about a MiB of images at a time."""
+        """Yield about a MiB of files at a time."""
         labels = {name: label for label, name in enumerate(self.classes)}
         if self.listed:
             first = splits[0].file
-            each = [(replace(first, name=name, num_bytes=size), label) for name, size, _, label in self.listed]
+            each = [(replace(first, name=name, num_bytes=size, stamp=stamp), k) for name, size, stamp, k in self.listed]
         else:
             each = [(split.file, labels[_class_of(split.file)]) for split in splits]
         return batched(self._rows(each, columns), _BATCH_BYTES)
 
     def _rows(self, files: Sequence[tuple[SourceFile, int]], columns: Mapping[str, str]) -> Iterator[tuple[Row, str]]:
-        with DaemonPool(_CONNECTIONS, "images") as pool:
-            if self.listed and files[0][0].path is None and "image" in columns:
+        with DaemonPool(_CONNECTIONS, "files") as pool:
+            if self.listed and files[0][0].path is None and self.column in columns:
                 fetched = [pool.submit(file.read) for file, _ in files]
                 yield from self._read(files, columns, [future.result for future in fetched])
             else:
@@ -117,12 +112,37 @@ class ImageFolderReader(Reader):
     ) -> Iterator[tuple[Row, str]]:
         for (file, label), read in zip(files, reads, strict=True):
             row: Row = {"name": file.name, "label": label}
-            if "image" in columns:
+            if self.column in columns:
                 data = read()
-                if not self._is_kept(file, data, columns["image"]):
+                if not self._is_kept(file, data, columns[self.column]):
                     continue
-                row = {**row, "image": data}
+                row = {**row, self.column: data}
             yield {name: row[name] for name in columns}, file.uri
+
+
+@dataclass
+class ImageFolderReader(FileFolderReader):
+    """Images named ``class/name.jpg``.
+
+    Attributes:
+        truncated: ``"refuse"`` or ``"skip"`` images that lack their end. A skipped one is logged by name.
+    """
+
+    kind = "images"
+    column = "image"
+    truncated: str = "refuse"
+
+    def __post_init__(self) -> None:
+        if self.truncated not in ("refuse", "skip"):
+            raise ValueError(f"truncated must be 'refuse' or 'skip'; got {self.truncated!r}.")
+
+    def _encoding(self, files: Sequence[SourceFile]) -> str:
+        """``jpeg`` or ``png`` if all files are JPEG or PNG files, whatever their names are: readers decode both kinds
+        there. Else ``bytes``. Of a source in a store, where looking at a file costs a request, only some are looked at.
+        """
+        local = [file for file in files if file.path is not None]
+        kinds = {_encoding_of(file) for file in local or spread(files, _SAMPLED_REMOTE)}
+        return "bytes" if "bytes" in kinds else min(kinds)
 
     def _is_kept(self, file: SourceFile, data: bytes, encoding: str) -> bool:
         if encoding in ("jpeg", "png") and data and image_encoding(data) == "bytes":

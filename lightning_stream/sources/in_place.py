@@ -7,6 +7,7 @@ alone. A shard is read, and written to the cache as MDS, when it is needed: all 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +15,18 @@ from typing import Any
 
 import xxhash
 
-from lightning_stream.errors import FormatError, NotFoundError
+from lightning_stream.errors import FormatError, NotFoundError, redact
+from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.index.schema import FileEntry, Origin, Schema, ShardEntry, file_object, schema_object
 from lightning_stream.formats.mds.encode import MdsEncoder, ShardDraft
 from lightning_stream.sources.base import InputSplit, Piece, Reader
-from lightning_stream.sources.choose import reader_class, reader_of
-from lightning_stream.sources.files import SourceFile, files_of
+from lightning_stream.sources.choose import reader_class, reader_of, split_folders
+from lightning_stream.sources.files import DELTA_LOG, SourceFile, files_of
 from lightning_stream.sources.nulls import NullRule
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
+_log = logging.getLogger(__name__)
 _THREADS = 32  # a footer costs two requests, and little else
 # Kinds whose files have the stamps of a listing. Those of a table have the times of its log.
 _LISTED = ("parquet", "arrow", "jsonl", "webdataset", "litdata", "numpy", "images")
@@ -39,11 +42,19 @@ class InPlace:
         kind: Its format, e.g. ``"parquet"``; None to recognise it by the names of its files.
         columns: The columns that are read, and their encodings if it is a mapping; None for all.
         version: That of a Delta table; None for the newest.
+        names: What names its files below the store's URL: a pattern, a file, or a folder that ends like a file.
     """
 
     kind: str | None = None
     columns: Mapping[str, str] | Sequence[str] | None = None
     version: int | None = None
+    names: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.columns, str) or (self.columns is not None and not self.columns):
+            raise ValueError(
+                f"columns must be a list of names, or a mapping of names to encodings; got {self.columns!r}."
+            )
 
     def recognises(self, index: bytes) -> bool:
         """Return whether an index.json is that of another format: of LitData."""
@@ -56,28 +67,50 @@ class InPlace:
             NotFoundError: There is no file of a format that can be read.
             FormatError: A file is damaged, or has not the columns of the first one.
         """
-        found, log = files_of(store)
+        found, log = files_of(store, self.names)
         if not found:
-            raise NotFoundError(f"{store.url} holds no files.")
+            raise NotFoundError(f"{store.url} holds no files{f' named {self.names}' if self.names else ''}.")
         listing = json.dumps({"listing": _listing([*found, *log])})[:-1].encode()
         if before is not None and before.startswith(listing):
             return before
-        if log and self.kind in (None, "delta"):
-            reader: Any = reader_class("delta")(**({} if self.version is None else {"version": self.version}))
-            files = reader.open_log(store)
-        else:
-            try:
-                files, reader = reader_of(found, store.url, self.kind)
-            except FormatError as error:
-                raise NotFoundError(str(error)) from error
-            reader.begin(files)
+        files, reader = self._reader(store, found, log)
         columns = self._columns(reader, files)
         with DaemonPool(_THREADS, "index") as pool:
             shards = list(reader.all_pieces(files, columns, pool))
+        if self.columns is None:
+            _warn_of_others(shards, columns)
         if not isinstance(self.columns, Mapping):  # MDS has no null but in json
             nulls = {name for _, piece in shards for name in piece.nulls if columns.get(name) != "bytes"}
             columns = {name: "json" if name in nulls else encoding for name, encoding in columns.items()}
-        return listing + b", " + shards_text(reader.kind, columns, shards) + b"}"
+        version = reader.settings.get("version")
+        about = b"" if version is None else b', "table_version": %d' % version
+        return listing + about + b", " + shards_text(reader.kind, columns, shards) + b"}"
+
+    def _reader(
+        self, store: Store, found: Sequence[SourceFile], log: Sequence[SourceFile]
+    ) -> tuple[Sequence[SourceFile], Reader]:
+        """The files that are read, and what reads them."""
+        if log and self.kind in (None, "delta"):
+            reader: Any = reader_class("delta")(version=self.version)
+            return reader.open_log(store, found), reader
+        if self.version is not None or self.kind == "delta":
+            raise ValueError(f"{store.url} is no Delta table: it has no {DELTA_LOG}. Pass no version=.")
+        if log:
+            raise ValueError(f"{store.url} is a Delta table, whose files hold deleted rows, too. Pass format='delta'.")
+        files, reader = reader_of([file for file in found if file.name != INDEX_NAME], store.url, self.kind)
+        if "*" not in self.names and (splits := split_folders(files)):
+            names = ", ".join(sorted(splits))
+            raise ValueError(
+                f"a stream must be one split; {store.url} holds {names}. Pass split= if these are folders, or a "
+                f"pattern as remote, e.g. {store.url}/**/train*."
+            )
+        for file in files:
+            if not file.name.isprintable() or "\\" in file.name or file.name[1:2] == ":":
+                raise FormatError(
+                    f"names of files must be printable, without backslashes; found {file.uri!r}. Rename it."
+                )
+        reader.begin(files)
+        return files, reader
 
     def write(self, store: Store, entry: ShardEntry, to: Path) -> None:
         """Make a shard, as its index describes it, in the file `to`.
@@ -121,12 +154,17 @@ class InPlace:
     @property
     def identity(self) -> str:
         """What distinguishes the shards that are made from those of other settings; empty for the defaults."""
-        return "" if self == InPlace() else f" as {self.kind} {json.dumps(self.columns)} {self.version}"
+        names = f" {self.names}" if self.names else ""
+        return "" if self == InPlace() else f" as {self.kind} {json.dumps(self.columns)} {self.version}{names}"
 
     def _columns(self, reader: Reader, files: Sequence[SourceFile]) -> dict[str, str]:
         wanted = self.columns
         asked = wanted if isinstance(wanted, Mapping) else None if wanted is None else dict.fromkeys(wanted)
-        found = reader.find_columns(files, asked).columns
+        try:
+            found = reader.find_columns(files, asked).columns
+        except ValueError as error:
+            where = "" if redact(files[0].root) in str(error) else f"{files[0].uri}: "
+            raise ValueError(f"{where}{error}") from error
         if asked is None:
             return found
         if missing := [name for name in asked if name not in found]:
@@ -139,6 +177,52 @@ def shards_text(kind: str, columns: Mapping[str, str], shards: Sequence[tuple[So
     schema = MdsEncoder(columns, None, (), None).schema
     entries = [json.dumps(_entry(schema, kind, number, *one)) for number, one in enumerate(shards)]
     return f'"shards": [{", ".join(entries)}], "version": 2'.encode()
+
+
+def _warn_of_others(shards: Sequence[tuple[SourceFile, Piece]], columns: Mapping[str, str]) -> None:
+    """Log the columns that only later files have."""
+    others = {name: file for file, piece in reversed(shards) for name in piece.others if name not in columns}
+    for name, file in others.items():
+        _log.warning(
+            "%s has a column %r, which the first file lacks: it is not read. Name the columns by columns=.",
+            file.uri,
+            name,
+        )
+
+
+def changed_files(former: Index, now: Index) -> str:
+    """Describe which files of a dataset in another format differ between two indexes; empty if they have none."""
+    before, after = (
+        {name: about for shard in range(index.num_shards) for name, *about in _files_of(index.entry(shard))}
+        for index in (former, now)
+    )
+    kinds = {
+        "changed": [name for name in before if name in after and before[name] != after[name]],
+        "new": [name for name in after if name not in before],
+        "gone": [name for name in before if name not in after],
+    }
+    found = [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
+    if former.table_version != now.table_version:
+        found.append(f"the Delta table was at version {former.table_version} and is at {now.table_version} now")
+    return f"Files: {'; '.join(found)}." if found else ""
+
+
+def _files_of(entry: ShardEntry) -> list[Any]:
+    """The name, the size and the stamp of each file that a shard is made from."""
+    origin = entry.raw.origin
+    if origin is None:
+        return []
+    listed = json.loads(origin.settings).get("listed") if origin.settings else None
+    return [one[:3] for one in listed] if listed else [(origin.name, origin.num_bytes, origin.stamp)]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
+
+
+def is_made(index: Index) -> bool:
+    """Return whether an index was made of files in another format."""
+    return index.num_shards > 0 and index.entry(0).raw.origin is not None
 
 
 def _listing(files: Sequence[SourceFile]) -> str:

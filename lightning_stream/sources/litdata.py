@@ -58,7 +58,7 @@ class LitDataReader(Reader):
 
     def begin(self, files: Sequence[SourceFile]) -> None:
         """Read the index of the chunks."""
-        index = replace(files[0], name=INDEX_NAME)
+        index = replace(files[0], name=INDEX_NAME, stamp="")
         try:
             about = json.loads(index.read())
             config = about["config"]

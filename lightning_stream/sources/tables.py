@@ -1,17 +1,18 @@
-"""Tables through pyarrow: Parquet, Arrow, NumPy arrays, `datasets.Dataset` objects. Types stay exact."""
+"""Tables through pyarrow: Parquet and Arrow files. Types stay exact."""
 
 from __future__ import annotations
 
 import io
 import json
+import re
+import zipfile
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
@@ -23,11 +24,12 @@ from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.images import image_encoding
 
-_BATCH_BYTES, _MAX_ROWS, _BLOCK_ROWS = 1 << 23, 8192, 1024
+_BATCH_BYTES, _MAX_ROWS = 1 << 23, 8192
+_FOOTER_BYTES, _MIN_FOOTER_BYTES = 1 << 16, 1 << 12
 _FILES = ("Image", "Audio", "Video")  # features that are a struct of a file's bytes and its path
 
 
-class _Table(NamedTuple):
+class Table(NamedTuple):
     """An open file: its schema, its pieces with their stored bytes, and the record batches of some, in some columns."""
 
     schema: pa.Schema
@@ -35,56 +37,98 @@ class _Table(NamedTuple):
     batches: Callable[[int, int | None, list[str] | None], Iterator[pa.RecordBatch]]
 
 
-class _TableReader(Reader):
+class TableReader(Reader):
     """Rows of files that hold Arrow record batches, or what becomes some."""
 
     is_cut_by_piece = True
 
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
-        """Read the first file's schema."""
-        with self._opened(files[0]) as table:
-            needs_values = any(asked is None or name in asked for name in _files(_noted(table.schema)))
-            batches = table.batches(0, None, None) if needs_values else iter(())
-            return _found(table.schema, next((batch for batch in batches if batch.num_rows), None), asked)
+        """Read the first file's schema; columns in the names of folders come behind its own."""
+        with self._opened(files[0], headers=True) as table:
+            schema, media = table.schema, _files(_noted(table.schema))
+        media = [name for name in media if asked is None or name in asked]
+        first = None
+        if media:
+            with self._opened(files[0]) as table:
+                batches = table.batches(0, table.pieces()[0].end, media) if table.pieces() else iter(())
+                first = next((batch for batch in batches if batch.num_rows), None)
+        for name in [name for name in files[0].partition if name not in schema.names]:
+            texts = {file.partition.get(name) for file in files}
+            is_number = all(text is not None and re.fullmatch(r"-?[0-9]{1,18}", text) for text in texts)
+            kind = pa.int64() if is_number else pa.string()
+            schema = schema.append(pa.field(name, kind))
+        found = _found(schema, first, asked)
+        nulls = {name for name in found.columns if any(file.partition.get(name, "") is None for file in files)}
+        columns = {name: "json" if name in nulls else encoding for name, encoding in found.columns.items()}
+        return replace(found, columns=columns)
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield batches of about 8 MiB."""
         for split in _joined(splits):
             done, after = 0, f" after number {split.begin:,} of its pieces" if split.begin else ""
             with self._opened(split.file) as table:
-                wanted = present(table.schema.names, columns, split.file)
-                files = [name for name in _files(_noted(table.schema)) if name in columns]
-                for batch in table.batches(split.begin, split.end, wanted):
+                stored, folders = self._stored(table, columns, split.file)
+                files = [name for name in _files(_noted(table.schema)) if name in stored]
+                for batch in table.batches(split.begin, split.end, stored or table.schema.names[:1]):
                     for name in files:
                         batch = batch.set_column(batch.schema.names.index(name), name, _file_bytes(batch.column(name)))
-                    for piece in pieces_of(batch.select(wanted)):
-                        yield Batch(piece, f"{split.file.uri}, rows {done:,} to {done + piece.num_rows:,}{after}")
+                    for piece in pieces_of(batch.select(stored) if stored else batch):
+                        rows = with_constants(piece, folders).select(list(columns))
+                        yield Batch(rows, f"{split.file.uri}, rows {done:,} to {done + piece.num_rows:,}{after}")
                         done += piece.num_rows
 
     def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
         """Return a piece for each row group or record batch that has rows."""
-        with self._opened(file) as table:
+        with self._opened(file, headers=True) as table:
             try:
-                _found(table.schema, None, {name: columns[name] for name in present(table.schema.names, columns, file)})
+                stored, _ = self._stored(table, columns, file)
+                if stored:
+                    _found(table.schema, None, {name: columns[name] for name in stored})
             except ValueError as error:
                 raise FormatError(f"{file.uri}: {error}") from error
-            return [piece for piece in table.pieces() if piece.num_rows]
+            others, media = (
+                tuple(name for name in table.schema.names if name not in columns),
+                _files(_noted(table.schema)),
+            )
+            found = [piece._replace(others=others) for piece in table.pieces() if piece.num_rows]
+            return [piece._replace(nulls=tuple(name for name in piece.nulls if name not in media)) for piece in found]
+
+    def _stored(
+        self, table: Table, columns: Mapping[str, str], file: SourceFile
+    ) -> tuple[list[str], dict[str, tuple[Any, str]]]:
+        """The columns that are in a file, and the values of those that are in the names of its folders, with types."""
+        names = table.schema.names
+        folders = {name: text for name, text in file.partition.items() if name not in names and name in columns}
+        present([*names, *folders], columns, file)
+        kinds = {name: "int64" if columns[name].startswith(("int", "uint")) else "string" for name in folders}
+        return [name for name in columns if name not in folders], {
+            name: (text, kinds[name]) for name, text in folders.items()
+        }
 
     @contextmanager
-    def _opened(self, file: SourceFile) -> Iterator[_Table]:
+    def _opened(self, file: SourceFile, headers: bool = False) -> Iterator[Table]:
+        """A file, or only what its headers hold."""
         try:
-            with self._plain(file) as plain:
+            if file.path is not None and file.store is not None:
+                file.check()
+            with self._plain_headers(file) if headers and file.path is None else self._plain(file) as plain:
                 yield self._table(plain, file)
         except LightningStreamError:
             raise
-        except (pa.ArrowInvalid, OSError) as error:
-            raise FormatError(f"{file.uri} cannot be read as {self.kind}: {error}") from error
+        except (pa.ArrowInvalid, OSError, zipfile.BadZipFile) as error:
+            remedy = "Write it without encryption." if "encrypt" in str(error) else "It may be cut off: copy it again."
+            raise FormatError(
+                f"{file.uri} cannot be read as {self.kind}: {str(error).strip().rstrip('.')}. {remedy}"
+            ) from error
 
     def _plain(self, file: SourceFile) -> Any:
         return pa.PythonFile(file.open(), "r") if file.path is None else pa.memory_map(str(file.path))
 
+    def _plain_headers(self, file: SourceFile) -> Any:
+        return pa.PythonFile(file.open_headers(), "r")
+
     @abstractmethod
-    def _table(self, plain: Any, file: SourceFile) -> _Table: ...
+    def _table(self, plain: Any, file: SourceFile) -> Table: ...
 
 
 def _joined(splits: Sequence[InputSplit]) -> Iterator[InputSplit]:
@@ -103,21 +147,39 @@ def _joined(splits: Sequence[InputSplit]) -> Iterator[InputSplit]:
 
 def pieces_of(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     """Cut a batch into pieces of about 8 MiB."""
-    rows = _fitting_rows(batch.num_rows, batch.nbytes)
+    rows = fitting_rows(batch.num_rows, batch.nbytes)
     return (batch.slice(begin, rows) for begin in range(0, batch.num_rows, rows))
 
 
-def _fitting_rows(num_rows: int, num_bytes: int) -> int:
+def with_constants(batch: pa.RecordBatch, constants: Mapping[str, tuple[Any, str]]) -> pa.RecordBatch:
+    """Return the batch with columns that have one value in all rows, given with its Arrow type."""
+    for name, (value, kind) in constants.items():
+        column = pa.nulls(batch.num_rows) if value is None else pa.array([value] * batch.num_rows)
+        batch = batch.append_column(name, column.cast(kind))
+    return batch
+
+
+def fitting_rows(num_rows: int, num_bytes: int) -> int:
+    """Return how many rows of a table have about 8 MiB."""
     return max(1, min(_MAX_ROWS, num_rows * _BATCH_BYTES // max(1, num_bytes)))
 
 
 @dataclass
-class ParquetReader(_TableReader):
+class ParquetReader(TableReader):
     """Rows of Parquet files, cut between row groups."""
 
     kind = "parquet"
 
-    def _table(self, plain: Any, file: SourceFile) -> _Table:  # noqa: ARG002
+    def _plain_headers(self, file: SourceFile) -> Any:
+        """The footer as a file, in one request, or two if it is long."""
+        size = min(file.num_bytes, max(_MIN_FOOTER_BYTES, min(_FOOTER_BYTES, file.num_bytes >> 8)))
+        tail = file.read(file.num_bytes - size, file.num_bytes)
+        needed = int.from_bytes(tail[-8:-4], "little") + 8
+        if len(tail) < needed <= file.num_bytes and tail.endswith(b"PAR1"):
+            tail = file.read(file.num_bytes - needed, file.num_bytes - size) + tail
+        return pa.BufferReader(tail)
+
+    def _table(self, plain: Any, file: SourceFile) -> Table:  # noqa: ARG002
         opened = pq.ParquetFile(plain, pre_buffer=not isinstance(plain, pa.MemoryMappedFile))
 
         def pieces(begin: int = 0, end: int | None = None) -> list[Piece]:
@@ -127,11 +189,11 @@ class ParquetReader(_TableReader):
 
         def batches(begin: int, end: int | None, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
             chosen = pieces(begin, end)
-            rows = _fitting_rows(sum(each.num_rows for each in chosen), sum(each.num_bytes for each in chosen))
+            rows = fitting_rows(sum(each.num_rows for each in chosen), sum(each.num_bytes for each in chosen))
             numbers = [each.begin for each in chosen]
             return opened.iter_batches(rows, numbers, columns, use_threads=False)  # type: ignore[no-any-return]
 
-        return _Table(opened.schema_arrow, pieces, batches)
+        return Table(opened.schema_arrow, pieces, batches)
 
 
 def _nulls(group: Any) -> tuple[str, ...]:
@@ -141,20 +203,39 @@ def _nulls(group: Any) -> tuple[str, ...]:
     return tuple(each.path_in_schema for each in flat if each.statistics.has_null_count and each.statistics.null_count)
 
 
+def _known(schema: pa.Schema, nulls: Sequence[int]) -> tuple[str, ...]:
+    """The columns of a record batch that have nulls, or whose nested values have some."""
+    found, at = [], 0
+    for each in schema:
+        end = at + _num_nodes(each.type)
+        found += [each.name] if any(nulls[at:end]) else []
+        at = end
+    return tuple(found) if at == len(nulls) else ()
+
+
+def _num_nodes(kind: pa.DataType) -> int:
+    if isinstance(kind, pa.BaseExtensionType):
+        return _num_nodes(kind.storage_type)
+    return 1 + sum(_num_nodes(kind.field(k).type) for k in range(kind.num_fields))
+
+
 @dataclass
-class ArrowReader(_TableReader):
+class ArrowReader(TableReader):
     """Rows of Arrow IPC files and streams (Feather too), cut between record batches, by bytes of the file."""
 
     kind = "arrow"
 
-    def _table(self, plain: Any, file: SourceFile) -> _Table:
+    def _table(self, plain: Any, file: SourceFile) -> Table:
         head = next(messages(plain, file.uri, file.num_bytes))
         plain.seek(head.begin)
         schema = pa.ipc.read_schema(plain)
 
         def pieces() -> list[Piece]:
             records = (each for each in messages(plain, file.uri, file.num_bytes) if each.num_rows is not None)
-            return [Piece(each.begin, each.end, each.num_rows or 0, each.end - each.begin) for each in records]
+            return [
+                Piece(each.begin, each.end, each.num_rows or 0, each.end - each.begin, nulls=_known(schema, each.nulls))
+                for each in records
+            ]
 
         def batches(begin: int, end: int | None, _: list[str] | None) -> Iterator[pa.RecordBatch]:
             stop, at = end or file.num_bytes, max(begin, head.end)
@@ -171,7 +252,7 @@ class ArrowReader(_TableReader):
                     return
                 yield pa.ipc.read_record_batch(message, schema)
 
-        return _Table(schema, pieces, batches)
+        return Table(schema, pieces, batches)
 
 
 class _Spans(io.RawIOBase):
@@ -197,90 +278,6 @@ class _Spans(io.RawIOBase):
             self._spans[0] = (begin + len(data), end)
             return len(data)
         return 0
-
-
-def _blocks(schema: pa.Schema, num_rows: int, num_bytes: int, read: Callable[[int, int, Any], Any]) -> _Table:
-    """A table in blocks of rows, which ``read(begin, end, columns)`` gives as record batches."""
-    rows = min(_BLOCK_ROWS, _fitting_rows(num_rows, num_bytes))
-    begins = range(0, num_rows, rows)
-
-    def batches(begin: int, end: int | None, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
-        for first in begins[begin:end]:
-            yield from read(first, min(num_rows, first + rows), columns)
-
-    def pieces() -> list[Piece]:
-        each = num_bytes // max(1, len(begins))
-        return [Piece(k, k + 1, min(rows, num_rows - first), each) for k, first in enumerate(begins)]
-
-    return _Table(schema, pieces, batches)
-
-
-@dataclass
-class NumpyReader(_TableReader):
-    """Rows of ``.npy`` and ``.npz`` files, along the first axis; an uncompressed local ``.npy`` file is mapped.
-
-    Attributes:
-        column: Name of the one column of a ``.npy`` file; of a structured array, its fields are the columns.
-    """
-
-    kind = "numpy"
-    column: str = "array"
-
-    def _plain(self, file: SourceFile) -> Any:
-        return file.unpacked("a NumPy file")
-
-    def _table(self, plain: Any, file: SourceFile) -> _Table:
-        is_mapped = file.ending == ".npy" and file.path is not None and not file.is_packed
-        try:
-            opened: Any = file.path if is_mapped else plain
-            found: Any = np.load(opened, "r" if is_mapped else None, allow_pickle=False)
-            names = getattr(getattr(found, "dtype", None), "names", None) or getattr(found, "files", None)
-            arrays = {self.column: found} if names is None else {name: found[name] for name in names}
-            lengths = {name: len(array) if array.ndim else -1 for name, array in arrays.items()}
-            num_rows = min(lengths.values(), default=-1)
-            if num_rows < 0 or num_rows != max(lengths.values()):
-                raise ValueError(f"its arrays must have one number of rows; found {lengths}")
-            schema = pa.schema({name: _arrow_array(array[:0]).type for name, array in arrays.items()})
-        except (ValueError, pa.ArrowNotImplementedError) as error:
-            raise FormatError(f"{file.uri} cannot be read as a NumPy file: {error}.") from error
-
-        def read(begin: int, end: int, columns: Any) -> list[pa.RecordBatch]:
-            rows = {name: _arrow_array(arrays[name][begin:end]) for name in columns or arrays}
-            return [pa.RecordBatch.from_pydict(rows)]
-
-        return _blocks(schema, num_rows, sum(array.nbytes for array in arrays.values()), read)
-
-
-def _arrow_array(array: Any) -> pa.Array:
-    flat = pa.array(np.ascontiguousarray(array).reshape(-1))
-    for size in reversed(array.shape[1:]):
-        flat = pa.FixedSizeListArray.from_arrays(flat, size)
-    return flat
-
-
-@dataclass
-class DatasetReader(_TableReader):
-    """Rows of a `datasets.Dataset` object, in its own order."""
-
-    kind = "dataset"
-    dataset: Any = field(compare=False)
-
-    @property
-    def files(self) -> tuple[SourceFile, ...]:
-        """The dataset as one file, whose stamp is the fingerprint that the object has."""
-        size = max(1, int(self.dataset.dataset_size or self.dataset.data.nbytes))
-        return (SourceFile("", str(len(self.dataset)), size, str(vars(self.dataset)["_fingerprint"])),)
-
-    def _plain(self, file: SourceFile) -> Any:  # noqa: ARG002
-        return nullcontext()
-
-    def _table(self, plain: Any, file: SourceFile) -> _Table:  # noqa: ARG002
-        rows, schema = self.dataset.with_format("arrow"), self.dataset.features.arrow_schema
-
-        def read(begin: int, end: int, _: Any) -> list[pa.RecordBatch]:
-            return rows[begin:end].combine_chunks().to_batches()  # type: ignore[no-any-return]
-
-        return _blocks(schema, len(self.dataset), file.num_bytes, read)
 
 
 def _found(schema: pa.Schema, first: Any, asked: Asked | None) -> Found:

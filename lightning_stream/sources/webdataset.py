@@ -50,9 +50,11 @@ class TarReader(Reader):
         """Return ``__key__`` and the endings of the first samples."""
         known: dict[str, str] = {}
         for sample in islice(_streamed(files[0]), _SAMPLED):
-            known |= {name: _encoding(name, data) for name, data in sample.items() if name not in known}
+            for name, data in sample.items():
+                if name not in known:
+                    known[name] = _encoding(files[0], sample[KEY], name, data)
         if not known:
-            raise ValueError(f"{files[0].uri} holds no sample: there is nothing to write.")
+            raise ValueError(f"{files[0].uri} holds no sample. Remove it.")
         media = tuple(name for name in known if name.rpartition(".")[2] in _MEDIA)
         return Found(known, media=media)
 
@@ -60,23 +62,24 @@ class TarReader(Reader):
         """Whether no tar is compressed."""
         return not any(file.is_packed or file.ending == ".tgz" for file in files)
 
-    def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:  # noqa: ARG002
+    def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
         """Return pieces of about 64 MiB, cut between samples; headers are read, and small files between them."""
         if file.is_packed or file.ending == ".tgz":
             raise ValueError(f"{file.uri}: a compressed tar can only be read from its beginning. Convert it.")
-        begins, key = [np.empty(0, np.int64)], b""
+        begins, key, endings = [np.empty(0, np.int64)], b"", dict[str, None]()
         for base, data, members in _walked(file):
             names = _named(data, members)
+            endings |= dict.fromkeys(names.endings)
             if len(names.keys):
                 is_new = np.append(names.keys[:1] != key, names.keys[1:] != names.keys[:-1])
                 begins.append(base + members.starts[names.numbers][is_new])
                 key = names.keys[-1]
-        samples = np.concatenate(begins)
+        samples, others = np.concatenate(begins), tuple(name for name in endings if name not in columns)
         found, first = [], 0
         while first < len(samples):
             end = max(first + 1, int(np.searchsorted(samples, samples[first] + _PIECE_BYTES)))
             begin, stop = int(samples[first]), int(samples[end]) if end < len(samples) else file.num_bytes
-            found.append(Piece(begin, stop, end - first, stop - begin))
+            found.append(Piece(begin, stop, end - first, stop - begin, others=others))
             first = end
         return found
 
@@ -283,17 +286,22 @@ def _samples(data: memoryview, members: Members, table: _SampleTable) -> Iterato
         yield sample
 
 
-def _encoding(name: str, data: Any) -> str:
+def _encoding(file: SourceFile, key: str, name: str, data: Any) -> str:
     encoding = "str" if name == KEY else _ENCODINGS.get(name.rpartition(".")[2], "bytes")
-    return encoding if encoding != "ndarray" else f"ndarray:{_array(data).dtype.name}"
+    if encoding != "ndarray":
+        return encoding
+    try:
+        return f"ndarray:{_array(data).dtype.name}"
+    except (ValueError, EOFError) as error:
+        raise FormatError(f"{file.uri}: {key}.{name} must be a plain array: {error}. Write it again.") from error
 
 
 def _row(sample: Row, columns: Mapping[str, str], file: SourceFile) -> tuple[Row, str]:
     where = f"{file.uri}: sample {sample[KEY]!r}"
     try:
         return {name: _value(data, columns.get(name, "bytes")) for name, data in sample.items()}, where
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    except (ValueError, EOFError) as error:
+        raise FormatError(f"{where}: {error}. Write it again, or pass columns= without it or as 'bytes'.") from error
 
 
 def _value(data: Any, encoding: str) -> Any:

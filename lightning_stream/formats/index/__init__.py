@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -69,6 +70,12 @@ class Index:
     def num_shards(self) -> int:
         """The number of shards."""
         return len(self.shard_sizes)
+
+    @property
+    def table_version(self) -> int | None:
+        """The version of the Delta table whose files are read in place; None of any other dataset."""
+        found = re.match(rb'\{"listing": "[^"]*", "table_version": ([0-9]+)', self.data)
+        return None if found is None else int(found[1])
 
     @cached_property
     def lengths(self) -> dict[str, tuple[FileEntry, ...]]:
