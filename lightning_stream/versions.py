@@ -27,8 +27,9 @@ from lightning_stream.reading.bad_samples import bad_data
 from lightning_stream.reading.deleted import deleted_samples
 from lightning_stream.reading.filters import Evaluation
 from lightning_stream.reading.lengths import read_lengths
-from lightning_stream.reading.reader import ReaderConfig, SampleReader
+from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.stores import open_store
 from lightning_stream.version_log import Edit, Version, commit, read_log, read_newest
 from lightning_stream.version_log import publish as publish_version

@@ -71,8 +71,9 @@ def _read(dataset: FoundDataset, count: int, store_options: dict[str, Any] | Non
     """What is read besides the index: a summary of each length, and the first samples."""
     if not count and not dataset.index.lengths:
         return {}
-    from lightning_stream.reading.reader import ReaderConfig, SampleReader
+    from lightning_stream.reading.reader import SampleReader
     from lightning_stream.reading.stream import CacheDefaults, Stream
+    from lightning_stream.reading.stream_shards import ReaderConfig
 
     with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
         local = None if isinstance(dataset.store, LocalStore) else folder

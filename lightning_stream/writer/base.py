@@ -283,11 +283,12 @@ class ShardWriter(ABC):
             self._opened = True
         encoder = self._make_encoder(self._chosen(sample, batch))
         base, new = self._place.base, encoder.schema
-        old = base.schemas[0] if base is not None and base.schemas else new
-        if base is not None and (old.format, old.columns) != (new.format, new.columns):
+        old = base.schemas[0].format if base is not None and base.schemas else new.format
+        columns = base.columns if base is not None and base.schemas else new.columns
+        if base is not None and (old, columns) != (new.format, new.columns):
             raise ValueError(
-                f"appended shards must have the dataset's format and columns; {base.where} has {old.format} "
-                f"{old.columns}, got {new.format} {new.columns}. Write another dataset, and mix or merge them."
+                f"appended shards must have the dataset's format and columns; {base.where} has {old} "
+                f"{columns}, got {new.format} {new.columns}. Write another dataset, and mix or merge them."
             )
         if base is not None and base.num_samples and base.lengths.keys() != self._lengths.keys():
             raise ValueError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from hashlib import blake2b
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -90,6 +90,7 @@ class _Top(msgspec.Struct, gc=False):
     shards: list[msgspec.Raw]
     version: Literal[2]
     deleted: _Deleted | None = None
+    joined: list[msgspec.Raw] = []
 
 
 _decode_top = msgspec.json.Decoder(_Top).decode
@@ -97,11 +98,19 @@ _decode_entry = msgspec.json.Decoder(_Entry).decode
 _DECODE_ERRORS = (ValueError, RecursionError)  # msgspec's own are ValueErrors
 
 
-def scan_index(data: bytes, where: str) -> tuple[NDArray[np.int64], tuple[Schema, ...], FileEntry | None, str]:
-    """Read the text once and check every entry; FormatError with ``where`` and the shard if something is wrong.
+class Scan(NamedTuple):
+    """What the text of an index has: int64[num_shards, 6] (see `_FIELDS`), the schemas, the file of deleted rows, the
+    texts of the indexes of joined shards, and the digest in hex of all but these."""
 
-    Return int64[num_shards, 6] (see `_FIELDS`), the schemas, the file of deleted rows, and the digest in hex.
-    """
+    numbers: NDArray[np.int64]
+    schemas: tuple[Schema, ...]
+    deleted: FileEntry | None
+    joined: tuple[bytes, ...]
+    digest: str
+
+
+def scan_index(data: bytes, where: str) -> Scan:
+    """Read the text once and check every entry; FormatError with ``where`` and the shard if something is wrong."""
     digest = blake2b(b"lightning-stream index 1", digest_size=32)
     numbers = array("q")
     schemas: list[Schema] = []
@@ -148,7 +157,8 @@ def scan_index(data: bytes, where: str) -> tuple[NDArray[np.int64], tuple[Schema
                 f"{file.samples:,} rows. Restore the index."
             )
         digest.update(f"deleted {file.samples} {sorted(file.hashes.items())}\n".encode())
-    return found, tuple(schemas), deleted, digest.hexdigest()
+    joined = tuple(b'{"shards": ' + bytes(text) + b', "version": 2}' for text in top.joined)
+    return Scan(found, tuple(schemas), deleted, joined, digest.hexdigest())
 
 
 def parse_entry(text: bytes, where: str, schema: Schema) -> ShardEntry:
