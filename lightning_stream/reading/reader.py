@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -141,19 +142,17 @@ class SampleReader:
             FormatError: It cannot be decoded; names the sample, its stream, its shard and the column.
         """
         offsets, row = self._in_shards.shard_offsets, sample_id if self.kept is None else self.kept[sample_id]
-        number = int(offsets.searchsorted(row, side="right")) - 1
-        within = row - int(offsets[number])
+        within = row - int(offsets[number := int(offsets.searchsorted(row, side="right")) - 1])
         if not self.shards.num_joined:
             return self._part_of_sample(sample_id, number, within)
         numbers = self.shards.with_joined(np.array([number])).tolist()
-        parts = [self._part_of_sample(sample_id, one, within) for one in numbers]
-        found = {name: value for part in parts for name, value in part.items()}
+        found = dict(chain.from_iterable(self._part_of_sample(sample_id, one, within).items() for one in numbers))
         return {name: found[name] for name in self.shards.columns if name in found}
 
     def _part_of_sample(self, sample_id: int, number: int, within: int) -> dict[str, Any]:
         """The columns of a sample that one shard has."""
-        process = self._mine()
-        before, by_range, at = process.num_fetched_again, False, within
+        process, by_range, at = self._mine(), False, within
+        before = process.num_fetched_again
         if (shard := process.open.get(number)) is None:
             if part := self._by_range(process, [number], lambda _: np.array([within])):
                 shard, at, by_range = part[number], 0, True
@@ -233,10 +232,8 @@ class SampleReader:
             return merge_groups(self._joined(process, of_shard, within), self.shards.columns, len(ids), out)
         if mixed is None and (columns := process.open.gather(of_shard, within, out)):
             return columns
-        shards, which, within = self._opened(process, of_shard, within)
-        if mixed is None:
-            return gather(shards, which, within, out)
-        return gather_mixed(shards, which, within, mixed, out)
+        opened = self._opened(process, of_shard, within)
+        return gather(*opened, out) if mixed is None else gather_mixed(*opened, mixed, out)
 
     def _joined(self, process: ReaderProcess, of_shard: _Ints, within: _Ints) -> list[Group]:
         """Gather samples from their shards, and then from those joined to them: rows, and some of their columns."""
@@ -325,9 +322,8 @@ class SampleReader:
         found = self._process
         if found is None or found.pid != os.getpid():
             config, is_limited = self.config, self.defaults.config.limit_bytes is not None
-            shards, ranges = self.shards, SampleRanges(self.shards.open)
-            settings = (config.fetch_threads, ranges, config.max_open_shards, is_limited)
-            made = ReaderProcess(shards.num_shards, *settings, shards.num_joined)
+            settings = (config.fetch_threads, SampleRanges(self.shards.open), config.max_open_shards, is_limited)
+            made = ReaderProcess(self.shards.num_shards, *settings, self.shards.num_joined)
             made.pools += [] if found is None else found.pools
             self._process = found = made
         return found
@@ -342,10 +338,9 @@ class SampleReader:
         for k, number in enumerate(numbers):
             fetch = process.fetches.get(number)
             is_late = fetch is None or (self.config.start_by_range and not fetch.done())
-            if number not in process.open and is_late:
-                samples = indices(k)
-                if self.ranges_are_cheaper(number, len(samples)):
-                    found[number] = (*self.entry(number), samples)
+            is_late = is_late and number not in process.open
+            if is_late and self.ranges_are_cheaper(number, len(samples := indices(k))):
+                found[number] = (*self.entry(number), samples)
         return process.ranges.shards(found) if found else {}
 
     def ranges_are_cheaper(self, number: int, num_samples: int) -> bool:
