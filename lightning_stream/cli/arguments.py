@@ -19,8 +19,9 @@ from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeight
 from lightning_stream.order.forget import Forgotten
 from lightning_stream.reading.bad_samples import BadDataPolicy
 from lightning_stream.reading.filters import Filters, ids_of
-from lightning_stream.reading.reader import ReaderConfig, SampleReader
+from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.sources.in_place import InPlace
 from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.version_log import read_index

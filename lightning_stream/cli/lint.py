@@ -19,8 +19,9 @@ from lightning_stream.cli.arguments import FoundDataset, add_dataset, add_store_
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.processes import num_processes, run_partitions
-from lightning_stream.reading.reader import ReaderConfig, SampleReader
+from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.stores import LocalStore
 
 HELP = "decode every sample, images included, in several processes"

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from lightning_stream.cli.arguments import add_store_options, datasets_at
 from lightning_stream.cli.output import ExitCode, Output
-from lightning_stream.reading.reader import ReaderConfig, SampleReader
+from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.stores import LocalStore
 from lightning_stream.threads import DaemonPool
 

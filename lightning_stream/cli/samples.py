@@ -13,8 +13,9 @@ import numpy as np
 
 from lightning_stream.cli.arguments import FoundDataset
 from lightning_stream.errors import StoreError
-from lightning_stream.reading.reader import ReaderConfig, SampleReader
+from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.stores import LocalStore
 
 _SHOWN_NUMBERS, _SHOWN_CHARACTERS = 16, 90

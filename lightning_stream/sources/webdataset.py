@@ -19,7 +19,7 @@ from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, Row, batched
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.stretches import rows_at, stretch
-from lightning_stream.sources.tar_headers import BLOCK, Members, Walk, is_named, refusal, walk
+from lightning_stream.sources.tar_headers import BLOCK, Members, is_named, refusal, walk
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -67,10 +67,10 @@ _BY_TYPE: tuple[tuple[type | tuple[type, ...], str], ...] = (
 def check_appendable(base: Index, form: str, columns: Mapping[str, str], lengths: Collection[str]) -> None:
     """Raise ValueError unless shards of this format, with these columns and lengths, can be appended to a dataset."""
     for old in base.schemas[:1]:
-        if (old.format, old.columns) != (form, columns):
+        if (old.format, base.columns) != (form, columns):
             raise ValueError(
                 f"appended shards must have the dataset's format and columns; {base.where} has {old.format} "
-                f"{old.columns}, got {form} {dict(columns)}. Write another dataset, and mix or merge them."
+                f"{base.columns}, got {form} {dict(columns)}. Write another dataset, and mix or merge them."
             )
     if base.num_samples and base.lengths.keys() != set(lengths):
         raise ValueError(

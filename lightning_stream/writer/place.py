@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -222,16 +223,18 @@ class DatasetPlace:
 
         def edit(version: Version) -> Edit:
             now = version.index
-            same = [schema.columns for schema in now.schemas[:1]] == [schema.columns for schema in base.schemas[:1]]
-            if base.num_samples and not (same and now.lengths.keys() == base.lengths.keys()):
+            if base.num_samples and not (now.columns == base.columns and now.lengths.keys() == base.lengths.keys()):
                 raise errors.ConflictError(f"{self.store.url} has other columns or lengths since this writer began")
             return change
 
         return self._commit(edit)
 
-    def commit_edit(self, edit: Edit) -> None:
-        """Put a change of the version that was there at `begin`; ConflictError if there is a newer one."""
-        self._commit(lambda _: edit)
+    def commit_edit(self, edit: Edit | Callable[[Version], Edit]) -> None:
+        """Put a change of the version that was there at `begin`; ConflictError if there is a newer one.
+
+        In append mode, a function of the newest version gives the change.
+        """
+        self._commit(edit if callable(edit) else lambda _: edit)
 
     def _commit(self, edit: Callable[[Version], Edit]) -> bool:
         """Put a change in the log of each store. In a pair, both places must have the same shards: one writer wins."""
@@ -366,7 +369,7 @@ def listed_files(index: bytes | None) -> set[str]:
         found = Index.from_bytes(index or b"", INDEX_NAME)
     except errors.FormatError:
         return set()
-    entries = map(found.entry, range(len(found)))
+    entries = chain.from_iterable(map(found.entries, range(len(found))))
     names = {file.basename for entry in entries for pair in entry.files for file in pair if file is not None}
     with contextlib.suppress(errors.FormatError):  # wrong lengths do not make shards of another dataset
         names |= {file.basename for files in found.lengths.values() for file in files}

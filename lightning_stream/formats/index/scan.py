@@ -96,16 +96,7 @@ class _Top(msgspec.Struct, gc=False):
     version: Literal[2]
     deleted: _Deleted | None = None
     converted_from: _ConvertedFrom | None = None
-
-
-class Scanned(NamedTuple):
-    """What the text of an index holds; see `Index`."""
-
-    numbers: NDArray[np.int64]  # int64[num_shards, 6], see `_FIELDS`
-    schemas: tuple[Schema, ...]
-    deleted: FileEntry | None
-    digest: str
-    source_digest: str
+    joined: list[msgspec.Raw] = []
 
 
 _decode_top = msgspec.json.Decoder(_Top).decode
@@ -113,7 +104,20 @@ _decode_entry = msgspec.json.Decoder(_Entry).decode
 _DECODE_ERRORS = (ValueError, RecursionError)  # msgspec's own are ValueErrors
 
 
-def scan_index(data: bytes, where: str) -> Scanned:
+class Scan(NamedTuple):
+    """What the text of an index has: int64[num_shards, 6] (see `_FIELDS`), the schemas, the file of deleted rows, the
+    texts of the indexes of joined shards, the digest in hex of all but these, and that of the data that the shards were
+    converted from."""
+
+    numbers: NDArray[np.int64]
+    schemas: tuple[Schema, ...]
+    deleted: FileEntry | None
+    joined: tuple[bytes, ...]
+    digest: str
+    source_digest: str
+
+
+def scan_index(data: bytes, where: str) -> Scan:
     """Read the text once and check every entry; FormatError with ``where`` and the shard if something is wrong."""
     digest = blake2b(b"lightning-stream index 1", digest_size=32)
     numbers = array("q")
@@ -164,7 +168,9 @@ def scan_index(data: bytes, where: str) -> Scanned:
         digest.update(f"deleted {file.samples} {sorted(file.hashes.items())}\n".encode())
     own, former = digest.hexdigest(), top.converted_from
     # After another change, such as an append, the shards are not only those that were converted.
-    return Scanned(found, tuple(schemas), deleted, own, former.source if former and former.digest == own else "")
+    source = former.source if former and former.digest == own else ""
+    joined = tuple(b'{"shards": ' + bytes(text) + b', "version": 2}' for text in top.joined)
+    return Scan(found, tuple(schemas), deleted, joined, own, source)
 
 
 def parse_entry(text: bytes, where: str, schema: Schema) -> ShardEntry:
