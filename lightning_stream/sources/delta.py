@@ -119,7 +119,6 @@ class DeltaReader(ParquetReader):
         kept = np.ones(1 + max(self.deleted, default=-1), bool)
         kept[list(self.deleted)] = False
         done = 0
-        partition = {name: value for name, value in self.partition.items() if name in columns}
         for batch in super().read(splits, stored or self._any_column(splits[0].file)):
             rows, count = batch.rows, batch.rows.num_rows
             if self.deleted:

@@ -274,7 +274,7 @@ def split_place(uri: str) -> tuple[str, str]:
     scheme, colon, path = uri.rpartition("://")
     parts = path.split("/")
     first = 1 if colon else 0  # after the bucket
-    wild = next((k for k, part in enumerate(parts) if k >= first and _WILD & set(part)), None)
+    wild = next((k for k, part in enumerate(parts) if k >= first and WILD & set(part)), None)
     if wild is None and len(parts) > first and _FILE.search(parts[-1]) and not scheme.startswith("http"):
         wild = len(parts) - 1
     if wild is None or scheme.startswith("http"):
