@@ -59,9 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, out: Output) -> int:
     """Write the samples of a dataset into one file."""
-    path = Path(options.out)
-    if path.suffix not in (".html", ".png"):
-        raise ValueError(f"--out ends with .html or .png; found {options.out}")
+    path = preview_path(options.out, "--out")
     datasets = datasets_at(options.remote, options.store_options)
     if len(datasets) > 1:
         splits = " or ".join(dataset.store.url for dataset in datasets)
@@ -72,14 +70,27 @@ def run(options: argparse.Namespace, out: Output) -> int:
         classes = classes_of(datasets[0])
         samples = {number: with_class_names(reader.sample(number), classes) for number in ids}
         url, columns = datasets[0].store.url, dict(datasets[0].index.columns)
-        if path.suffix == ".png":
-            _write_picture(path, samples)
-        else:
-            about = f"{len(ids):,} of {num_samples:,} samples · " + ", ".join(f"{k}: {v}" for k, v in columns.items())
-            path.write_text(page(url, about, samples), encoding="utf-8")
+        about = f"{len(ids):,} of {num_samples:,} samples · " + ", ".join(f"{k}: {v}" for k, v in columns.items())
+        write_preview(path, url, about, samples)
     out.data = {"url": url, "path": str(path), "ids": ids}
     out.line(f"{len(ids):,} samples of {url} in {path}")
     return ExitCode.OK
+
+
+def preview_path(text: str, flag: str) -> Path:
+    """The file of a preview; ValueError unless its name ends with .html or .png."""
+    path = Path(text)
+    if path.suffix not in (".html", ".png"):
+        raise ValueError(f"{flag} takes a file that ends with .html or .png; found {text}")
+    return path
+
+
+def write_preview(path: Path, title: str, about: str, samples: Mapping[int, Mapping[str, Any]]) -> None:
+    """Write samples by their ids as a page, or their images as a picture; ValueError for a picture without images."""
+    if path.suffix == ".png":
+        _write_picture(path, samples)
+    else:
+        path.write_text(page(title, about, samples), encoding="utf-8")
 
 
 def page(title: str, about: str, samples: Mapping[int, Mapping[str, Any]]) -> str:
