@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import lightning_stream
-from lightning_stream.cli.arguments import Mixture, add_rules, add_store_options, add_streams, mixtures_of
+from lightning_stream.cli.arguments import Mixture, add_reading, add_rules, add_store_options, add_streams, mixtures_of
 from lightning_stream.cli.output import ExitCode, Output, separated
 from lightning_stream.errors import FormatError, NotFoundError, StateError
 from lightning_stream.order import EpochOrder, OrderConfig, Position, RunOrder, explain
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a checkpoint of Lightning, Composer or plain PyTorch, or the folder of a training run",
     )
     add_streams(parser)
+    add_reading(parser)
     add_rules(parser)
     add_store_options(parser)
 

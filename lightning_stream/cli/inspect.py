@@ -10,13 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import FoundDataset, add_dataset, add_store_options, datasets_at
+from lightning_stream.cli.arguments import (
+    FoundDataset,
+    Reading,
+    add_dataset,
+    add_reading,
+    add_store_options,
+    datasets_at,
+)
 from lightning_stream.cli.lengths import shown_lengths
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import StoreError
 from lightning_stream.formats.index import Index
 from lightning_stream.reading.lengths import summary
-from lightning_stream.stores import LocalStore
 
 HELP = "show columns, samples, shards, sizes and hashes of a dataset"
 _SHOWN_NUMBERS = 16
@@ -25,6 +31,7 @@ _SHOWN_NUMBERS = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``inspect``."""
     add_dataset(parser)
+    add_reading(parser)
     parser.add_argument("--samples", type=int, default=0, metavar="N", help="show the first N samples, too")
     add_store_options(parser)
 
@@ -34,8 +41,8 @@ def run(options: argparse.Namespace, out: Output) -> int:
     if options.samples < 0:
         raise ValueError(f"--samples is a number of samples; found {options.samples}")
     described = []
-    for dataset in datasets_at(options.remote, options.store_options):
-        about = _description(dataset.index)
+    for dataset in datasets_at(options.remote, options.store_options, Reading.of(options)):
+        about = _of_files(dataset) if dataset.format else _description(dataset.index)
         with suppress(StoreError, ValueError, KeyError):  # `convert` writes the class names beside the index
             about["classes"] = json.loads(dataset.store.read("manifest.json"))["classes"]
         about |= _read(dataset, options.samples, options.store_options)
@@ -58,11 +65,31 @@ def _description(index: Index) -> dict[str, Any]:
         "largest_shard_bytes": int(max(index.raw_bytes, default=0)),
         "raw_bytes": int(index.raw_bytes.sum()),
         "stored_bytes": int(index.stored_bytes.sum()),
-        "format": None if entry is None else entry.raw.origin.kind if entry.raw.origin else entry.schema.format,
+        "format": None if entry is None else entry.schema.format,
         "compression": None if entry is None else entry.schema.compression,
         "hashes": sorted({name for file in files for name in file.hashes}),
         "digest": index.digest,
+        **({"converted_from": index.source_digest} if index.source_digest else {}),
         "schemas": len(index.schemas),
+        "columns": dict(index.columns),
+    }
+
+
+def _of_files(dataset: FoundDataset) -> dict[str, Any]:
+    """A dataset in another format as its index describes it: bytes of shards are those of the parts of its files."""
+    index = dataset.index
+    origins = (index.entry(shard).raw.origin for shard in range(index.num_shards))
+    files = {origin.name: origin.num_bytes for origin in origins if origin is not None}
+    is_one_each = dataset.format == "images"
+    return {
+        "samples": index.num_samples,
+        "files": index.num_samples if is_one_each else len(files),
+        "stored_bytes": int(index.raw_bytes.sum()) if is_one_each else sum(files.values()),
+        "shards": index.num_shards,
+        "samples_per_shard": [int(limit(index.shard_sizes)) for limit in (np.min, np.max)],
+        "estimated_shard_bytes": [int(limit(index.raw_bytes)) for limit in (np.min, np.max)],
+        "format": dataset.format,
+        "digest": index.digest,
         "columns": dict(index.columns),
     }
 
@@ -72,12 +99,11 @@ def _read(dataset: FoundDataset, count: int, store_options: dict[str, Any] | Non
     if not count and not dataset.index.lengths:
         return {}
     from lightning_stream.reading.reader import ReaderConfig, SampleReader
-    from lightning_stream.reading.stream import CacheDefaults, Stream
+    from lightning_stream.reading.stream import CacheDefaults
 
     with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
-        local = None if isinstance(dataset.store, LocalStore) else folder
-        stream = Stream(dataset.remote, local=local, options=store_options)
-        reader = SampleReader([stream], CacheDefaults(), ReaderConfig())
+        reader = SampleReader([dataset.stream(folder, store_options)], CacheDefaults(), ReaderConfig())
+        reader.indexes = (dataset.index,)  # which was read to find the dataset
         try:
             lengths = {name: summary(reader.lengths(name)) for name in dataset.index.lengths}
             ids = range(min(count, reader.snapshot.num_samples))
