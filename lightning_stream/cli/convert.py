@@ -35,7 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compression", default="auto", help="e.g. zstd:7, gz, br, none; auto: zstd, but not of images"
     )
     parser.add_argument("--hashes", help="digests in the index, with commas, or none (default: xxh3_64)")
-    parser.add_argument("--size-limit", default="64mb", metavar="SIZE", help="bytes of a shard (default: 64mb)")
+    parser.add_argument(
+        "--size-limit",
+        default="auto",
+        metavar="SIZE",
+        help="bytes of a shard, e.g. 64mb (default: as SOURCE is read in place, so that its order stays; else 64mb)",
+    )
     parser.add_argument("--num-workers", type=int, metavar="N", help="processes (default: one per processor)")
     parser.add_argument("--partition-bytes", metavar="SIZE", help="source bytes that a process writes at a time")
     parser.add_argument("--fill-nulls", help="write this value for the nulls of a column; may be repeated", **pairs)
