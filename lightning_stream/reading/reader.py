@@ -95,12 +95,9 @@ class SampleReader:
     @cached_property
     def _in_shards(self) -> Snapshot:
         """The samples in the shards, also deleted ones."""
-        return Snapshot.of(
-            [index.shard_sizes for index in self.indexes],
-            names=[name_of(stream) for stream in self.streams],
-            stream_digests=[index.digest for index in self.indexes],
-            table_versions=[index.table_version for index in self.indexes],
-        )
+        about = [(index.shard_sizes, index.digest, index.table_version) for index in self.indexes]
+        sizes, digests, versions = zip(*about, strict=True)
+        return Snapshot.of(sizes, [name_of(stream) for stream in self.streams], digests, versions)
 
     @cached_property
     def _mixed_columns(self) -> dict[str, bool] | None:

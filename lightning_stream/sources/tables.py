@@ -129,7 +129,8 @@ class TableReader(Reader):
             raise
         except (pa.ArrowInvalid, OSError, zipfile.BadZipFile) as error:
             remedy = "Write it without encryption." if "encrypt" in str(error) else "It may be cut off: copy it again."
-            raise FormatError(f"{file.uri} cannot be read as {self.kind}: {str(error).strip().rstrip('.')}. {remedy}") from error
+            reason = str(error).strip().rstrip(".")
+            raise FormatError(f"{file.uri} cannot be read as {self.kind}: {reason}. {remedy}") from error
 
     def _plain(self, file: SourceFile) -> Any:
         return pa.PythonFile(file.open(), "r") if file.path is None else pa.memory_map(str(file.path))
