@@ -21,12 +21,11 @@ from lightning_stream.sources.base import InputSplit, Piece, Reader
 from lightning_stream.sources.choose import reader_class, reader_of
 from lightning_stream.sources.files import DELTA_LOG, SourceFile, files_of
 from lightning_stream.sources.nulls import NullRule
+from lightning_stream.sources.stretches import of_listing
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
 _THREADS = 32  # a footer costs two requests, and little else
-# Kinds whose files have the stamps of a listing. Those of a table have the times of its log.
-_LISTED = ("parquet", "arrow", "jsonl", "webdataset", "litdata", "numpy", "images")
 
 
 @dataclass(frozen=True)
@@ -90,8 +89,8 @@ class InPlace:
         """
         origin, columns = entry.raw.origin, entry.schema.columns
         assert origin is not None
-        stamp = origin.stamp if origin.kind in _LISTED else ""
-        source = SourceFile(store.url, origin.name, origin.num_bytes, stamp, store=store)
+        source = SourceFile(store.url, origin.name, origin.num_bytes, origin.stamp, store=store)
+        source = of_listing(source, origin.kind)
         where = f"{source.uri} ({origin.kind}, part {origin.begin} to {origin.end})"
         split = InputSplit(source, origin.begin, origin.end, entry.raw.num_bytes)
         reader = reader_class(origin.kind)(**(json.loads(origin.settings) if origin.settings else {}))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +18,12 @@ from lightning_stream.sources.files import SourceFile
 from lightning_stream.stores import open_store
 from lightning_stream.threads import DaemonPool
 
+T = TypeVar("T")
+# Kinds whose files have the stamps of a listing.
+_LISTED = ("parquet", "arrow", "jsonl", "webdataset", "litdata", "numpy", "images")
 GAP_BYTES = 1 << 18  # neighbours so near come in one range, with the bytes between them
 _CONNECTIONS = 8
+_POPULATED_BYTES = 1 << 28
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # mapping all pages at once costs less than one by one
 
 
@@ -34,6 +40,30 @@ def stretch(file: SourceFile, begin: int = 0, end: int | None = None, *, is_read
     if len(data) != max(0, stop - begin):
         raise _changed(file, f"it ends before byte {stop:,}")
     return data
+
+
+def of_listing(file: SourceFile, kind: str) -> SourceFile:
+    """Return a file without its stamp, unless that is of a listing: tables have times of their own in their logs."""
+    return file if kind in _LISTED else replace(file, stamp="")
+
+
+class Kept(Generic[T]):
+    """What was read of the files that were used last, by what identifies their content. Thread-safe."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._held, self._guard = most, dict[tuple[Any, ...], T](), threading.Lock()
+
+    def get(self, file: SourceFile, read: Callable[[], T]) -> T:
+        """Return what ``read`` returned for this file."""
+        key = (file.root, file.name, file.num_bytes, file.stamp)
+        with self._guard:
+            found = self._held.pop(key, None)
+        found = read() if found is None else found
+        with self._guard:
+            self._held[key] = found
+            while len(self._held) > self._most:
+                del self._held[next(iter(self._held))]
+        return found
 
 
 def stretches(file: SourceFile, spans: Iterable[tuple[int, int]]) -> dict[tuple[int, int], memoryview]:
@@ -82,7 +112,7 @@ def _mapped(file: SourceFile, begin: int, end: int, is_read: bool) -> memoryview
         stop = min(end, file.num_bytes)
         if begin >= stop:
             return memoryview(b"")
-        flags = mmap.MAP_SHARED | (_POPULATE if is_read else 0)
+        flags = mmap.MAP_SHARED | (_POPULATE if is_read and stop - first <= _POPULATED_BYTES else 0)
         mapped: Any = mmap.mmap(opened.fileno(), stop - first, flags, mmap.PROT_READ, offset=first)
     return memoryview(mapped)[begin - first :]
 

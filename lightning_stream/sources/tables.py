@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute
-import pyarrow.parquet as pq
 
 from lightning_stream.errors import FormatError, LightningStreamError
 from lightning_stream.sources.arrow import arrow_columns
-from lightning_stream.sources.arrow_messages import messages
+from lightning_stream.sources.arrow_messages import Message, messages
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, present
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.images import image_encoding
+from lightning_stream.sources.stretches import Kept, of_listing, stretch, stretches
 
 _BATCH_BYTES, _MAX_ROWS, _BLOCK_ROWS = 1 << 23, 8192, 1024
+_HEADER_BYTES = 1 << 12
 _FILES = ("Image", "Audio", "Video")  # features that are a struct of a file's bytes and its path
 
 
@@ -92,8 +92,8 @@ class _TableReader(Reader):
         except (pa.ArrowInvalid, OSError) as error:
             raise FormatError(f"{file.uri} cannot be read as {self.kind}: {error}") from error
 
-    def _plain(self, file: SourceFile) -> Any:
-        return pa.PythonFile(file.open(), "r") if file.path is None else pa.memory_map(str(file.path))
+    @abstractmethod
+    def _plain(self, file: SourceFile) -> Any: ...
 
     @abstractmethod
     def _table(self, plain: Any, file: SourceFile) -> _Table: ...
@@ -115,21 +115,76 @@ class ParquetReader(_TableReader):
 
     kind = "parquet"
 
-    def _table(self, plain: Any, file: SourceFile) -> _Table:  # noqa: ARG002
-        opened = pq.ParquetFile(plain, pre_buffer=not isinstance(plain, pa.MemoryMappedFile))
+    def _plain(self, file: SourceFile) -> Any:
+        listed = of_listing(file, self.kind)
+        return _Fetched(listed) if file.path is None else pa.BufferReader(stretch(listed, is_read=False))
+
+    def _table(self, plain: Any, file: SourceFile) -> _Table:
+        import pyarrow.parquet as pq  # slow to import
+
+        footer = _FOOTERS.get(file, lambda: pq.read_metadata(plain))
+        opened = pq.ParquetFile(plain, metadata=footer)
 
         def pieces(begin: int = 0, end: int | None = None) -> list[Piece]:
-            numbers = range(opened.num_row_groups)[begin:end]
-            groups = zip(numbers, map(opened.metadata.row_group, numbers), strict=True)
+            numbers = range(footer.num_row_groups)[begin:end]
+            groups = zip(numbers, map(footer.row_group, numbers), strict=True)
             return [Piece(k, k + 1, group.num_rows, group.total_byte_size, nulls=_nulls(group)) for k, group in groups]
 
         def batches(begin: int, end: int | None, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
-            chosen = pieces(begin, end)
-            rows = _fitting_rows(sum(each.num_rows for each in chosen), sum(each.num_bytes for each in chosen))
-            numbers = [each.begin for each in chosen]
-            return opened.iter_batches(rows, numbers, columns, use_threads=False)  # type: ignore[no-any-return]
+            for piece in pieces(begin, end):
+                if isinstance(plain, _Fetched):
+                    plain.fetch(_column_spans(footer.row_group(piece.begin), columns))
+                rows = _fitting_rows(piece.num_rows, piece.num_bytes)
+                yield from opened.iter_batches(rows, [piece.begin], columns, use_threads=False)
 
         return _Table(opened.schema_arrow, pieces, batches)
+
+
+_FOOTERS: Kept[Any] = Kept(32)
+
+
+class _Fetched(io.RawIOBase):
+    """An object of a store as a file, whose parts are fetched before they are read."""
+
+    def __init__(self, file: SourceFile) -> None:
+        self._file, self._at = file, 0
+        self._parts: dict[tuple[int, int], memoryview] = {}
+
+    def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Fetch what is read next, and forget what was fetched before."""
+        self._parts = stretches(self._file, spans)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._file.num_bytes)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        begin, end = self._at, min(self._at + len(buffer), self._file.num_bytes)
+        held = next(((a, part) for (a, b), part in self._parts.items() if a <= begin and end <= b), None)
+        data = stretch(self._file, begin, end) if held is None else held[1][begin - held[0] : end - held[0]]
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _column_spans(group: Any, columns: Sequence[str] | None) -> list[tuple[int, int]]:
+    """Where the stored columns of a row group lie."""
+    spans = []
+    for each in map(group.column, range(group.num_columns)):
+        name = each.path_in_schema
+        if columns is None or any(name == wanted or name.startswith(f"{wanted}.") for wanted in columns):
+            begin = min(each.data_page_offset, each.dictionary_page_offset or each.data_page_offset)
+            spans.append((begin, begin + each.total_compressed_size))
+    return spans
 
 
 def _nulls(group: Any) -> tuple[str, ...]:
@@ -145,56 +200,39 @@ class ArrowReader(_TableReader):
 
     kind = "arrow"
 
+    def _plain(self, file: SourceFile) -> Any:
+        return file.open(_HEADER_BYTES)  # of headers alone
+
     def _table(self, plain: Any, file: SourceFile) -> _Table:
-        head = next(messages(plain, file.uri, file.num_bytes))
-        plain.seek(head.begin)
-        schema = pa.ipc.read_schema(plain)
+        head, schema = _SCHEMAS.get(file, lambda: _read_schema(plain, file))
 
         def pieces() -> list[Piece]:
             records = (each for each in messages(plain, file.uri, file.num_bytes) if each.num_rows is not None)
             return [Piece(each.begin, each.end, each.num_rows or 0, each.end - each.begin) for each in records]
 
         def batches(begin: int, end: int | None, _: list[str] | None) -> Iterator[pa.RecordBatch]:
-            stop, at = end or file.num_bytes, max(begin, head.end)
             if any("dictionary<" in str(kind) for kind in schema.types):  # each batch needs all those before it
+                at, stop = max(begin, head.end), end or file.num_bytes
                 before = (each for each in messages(plain, file.uri, file.num_bytes) if each.is_dictionary)
-                earlier = [(each.begin, each.end) for each in before if each.begin < at]
-                yield from pa.ipc.open_stream(_Spans(plain, [(head.begin, head.end), *earlier, (at, stop)]))
+                spans = [(head.begin, head.end), *((each.begin, each.end) for each in before if each.begin < at)]
+                parts = [stretch(file, *span) for span in (*spans, (at, stop))]
+                yield from pa.ipc.open_stream(pa.BufferReader(b"".join(parts)))
                 return
-            plain.seek(at)
-            while plain.tell() < stop:
-                try:
-                    message = pa.ipc.read_message(plain)  # a view, where the file is mapped
-                except EOFError:  # the mark of the end
-                    return
-                yield pa.ipc.read_record_batch(message, schema)
+            spans = [(begin, end)] if end is not None else [(one.begin, one.end) for one in pieces()]
+            for first, last in spans:
+                data = pa.BufferReader(stretch(file, first, last))
+                while data.tell() < last - first:
+                    yield pa.ipc.read_record_batch(pa.ipc.read_message(data), schema)
 
         return _Table(schema, pieces, batches)
 
 
-class _Spans(io.RawIOBase):
-    """Some stretches of a file, one after another, as a file."""
+_SCHEMAS: Kept[tuple[Message, pa.Schema]] = Kept(256)
 
-    def __init__(self, file: Any, spans: Sequence[tuple[int, int]]) -> None:
-        self._file, self._spans = file, [*spans]
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while self._spans:
-            begin, end = self._spans[0]
-            if begin == end:
-                del self._spans[0]
-                continue
-            self._file.seek(begin)
-            data = self._file.read(min(len(buffer), end - begin))
-            if not data:
-                raise EOFError(f"the file ends at byte {begin:,}, before byte {end:,}")
-            buffer[: len(data)] = data
-            self._spans[0] = (begin + len(data), end)
-            return len(data)
-        return 0
+def _read_schema(plain: Any, file: SourceFile) -> tuple[Message, pa.Schema]:
+    head = next(messages(plain, file.uri, file.num_bytes))
+    return head, pa.ipc.read_schema(pa.BufferReader(stretch(file, head.begin, head.end)))
 
 
 def _blocks(schema: pa.Schema, num_rows: int, num_bytes: int, read: Callable[[int, int, Any], Any]) -> _Table:
@@ -308,6 +346,7 @@ def _file_bytes(column: pa.Array) -> pa.Array:
     """A column of structs of bytes and path, or of plain bytes, as bytes; null where there is neither."""
     if not pa.types.is_struct(column.type):
         return column
+
     data = pa.compute.struct_field(column, "bytes")
     if not data.null_count:
         return data

@@ -19,7 +19,7 @@ from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, Row, batched
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.stretches import rows_at, stretch
-from lightning_stream.sources.tar_headers import BLOCK, Members, Walk, is_named, refusal, walk
+from lightning_stream.sources.tar_headers import BLOCK, Members, is_named, refusal, walk
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -84,7 +84,7 @@ class TarReader(Reader):
         """Yield all samples of a piece by column; row by row where one of them lacks a column, or has a wrong value."""
         file, data = split.file, stretch(split.file, split.begin, split.end)
         found = walk(data, file.uri, is_whole=True, checked=True)
-        table = _sample_table(_named(data, found.members), found.members, file)
+        table = _sample_table(_named(data, found.members), file)
         members = found.members
         try:
             yield Batch(_columns(data, members, table, columns), file.uri)
@@ -149,7 +149,7 @@ def _named(data: memoryview, members: Members) -> _Names:
     is_hidden = np.zeros(count, bool)
     if chars.shape[1] > 2:
         starts = np.minimum(stems, chars.shape[1] - 2)[:, None]
-        is_hidden = (np.take_along_axis(chars, starts + [0, 1], 1) == ord("_")).all(axis=1)
+        is_hidden = (np.take_along_axis(chars, starts + np.arange(2), 1) == ord("_")).all(axis=1)
     numbers = np.flatnonzero((dots > stems) & ~is_hidden)
     chars, dots, lengths = chars[numbers], dots[numbers, None], lengths[numbers, None]
     keys = _texts(np.where(places < dots, chars, 0)[:, : max(1, int(dots.max(initial=1)))])
@@ -187,7 +187,7 @@ def _lower(ending: bytes) -> str:
     return ending.decode("utf-8", "surrogateescape").lower()
 
 
-def _sample_table(names: _Names, members: Members, file: SourceFile) -> _SampleTable:
+def _sample_table(names: _Names, file: SourceFile) -> _SampleTable:
     """Group files with one key that are neighbours; FormatError for two files of one ending."""
     is_new = np.append(np.ones(min(1, len(names.keys)), bool), names.keys[1:] != names.keys[:-1])
     samples, keys = np.cumsum(is_new) - 1, names.keys[is_new]
