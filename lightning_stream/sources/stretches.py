@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -87,6 +88,39 @@ def stretches(file: SourceFile, spans: Iterable[tuple[int, int]]) -> dict[tuple[
             data = fetch.result()
             found |= {(a, b): data[a - first : b - first] for a, b in wanted if first <= a and b <= last}
     return found
+
+
+class FetchedFile(io.RawIOBase):
+    """An object of a store as a file, whose parts are fetched before they are read."""
+
+    def __init__(self, file: SourceFile) -> None:
+        self._file, self._at = file, 0
+        self._parts: dict[tuple[int, int], memoryview] = {}
+
+    def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Fetch what is read next, and forget what was fetched before."""
+        self._parts = stretches(self._file, spans)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._file.num_bytes)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        begin, end = self._at, min(self._at + len(buffer), self._file.num_bytes)
+        held = next(((a, part) for (a, b), part in self._parts.items() if a <= begin and end <= b), None)
+        data = stretch(self._file, begin, end) if held is None else held[1][begin - held[0] : end - held[0]]
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
 
 def rows_at(data: Any, begins: NDArray[np.int64], width: int) -> NDArray[np.uint8]:

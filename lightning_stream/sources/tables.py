@@ -20,7 +20,7 @@ from lightning_stream.sources.arrow_messages import Message, messages
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, present
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.images import image_encoding
-from lightning_stream.sources.stretches import Kept, of_listing, stretch, stretches
+from lightning_stream.sources.stretches import FetchedFile, Kept, of_listing, stretch
 
 _BATCH_BYTES, _MAX_ROWS, _BLOCK_ROWS = 1 << 23, 8192, 1024
 _HEADER_BYTES = 1 << 12
@@ -117,7 +117,7 @@ class ParquetReader(_TableReader):
 
     def _plain(self, file: SourceFile) -> Any:
         listed = of_listing(file, self.kind)
-        return _Fetched(listed) if file.path is None else pa.BufferReader(stretch(listed, is_read=False))
+        return FetchedFile(listed) if file.path is None else pa.BufferReader(stretch(listed, is_read=False))
 
     def _table(self, plain: Any, file: SourceFile) -> _Table:
         import pyarrow.parquet as pq  # slow to import
@@ -132,7 +132,7 @@ class ParquetReader(_TableReader):
 
         def batches(begin: int, end: int | None, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
             for piece in pieces(begin, end):
-                if isinstance(plain, _Fetched):
+                if isinstance(plain, FetchedFile):
                     plain.fetch(_column_spans(footer.row_group(piece.begin), columns))
                 rows = _fitting_rows(piece.num_rows, piece.num_bytes)
                 yield from opened.iter_batches(rows, [piece.begin], columns, use_threads=False)
@@ -141,39 +141,6 @@ class ParquetReader(_TableReader):
 
 
 _FOOTERS: Kept[Any] = Kept(32)
-
-
-class _Fetched(io.RawIOBase):
-    """An object of a store as a file, whose parts are fetched before they are read."""
-
-    def __init__(self, file: SourceFile) -> None:
-        self._file, self._at = file, 0
-        self._parts: dict[tuple[int, int], memoryview] = {}
-
-    def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Fetch what is read next, and forget what was fetched before."""
-        self._parts = stretches(self._file, spans)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._file.num_bytes)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        begin, end = self._at, min(self._at + len(buffer), self._file.num_bytes)
-        held = next(((a, part) for (a, b), part in self._parts.items() if a <= begin and end <= b), None)
-        data = stretch(self._file, begin, end) if held is None else held[1][begin - held[0] : end - held[0]]
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
 
 
 def _column_spans(group: Any, columns: Sequence[str] | None) -> list[tuple[int, int]]:
@@ -251,9 +218,17 @@ def _blocks(schema: pa.Schema, num_rows: int, num_bytes: int, read: Callable[[in
     return _Table(schema, pieces, batches)
 
 
+class _Arrays(NamedTuple):
+    """The arrays of a file: those of rows [begin, end) by name, the number of rows, and the bytes of all."""
+
+    read: Callable[[int, int], Mapping[str, Any]]
+    num_rows: int
+    num_bytes: int
+
+
 @dataclass
 class NumpyReader(_TableReader):
-    """Rows of ``.npy`` and ``.npz`` files, along the first axis; an uncompressed local ``.npy`` file is mapped.
+    """Rows of ``.npy`` and ``.npz`` files, along the first axis; of an uncompressed ``.npy`` file, only their bytes.
 
     Attributes:
         column: Name of the one column of a ``.npy`` file; of a structured array, its fields are the columns.
@@ -262,29 +237,59 @@ class NumpyReader(_TableReader):
     kind = "numpy"
     column: str = "array"
 
-    def _plain(self, file: SourceFile) -> Any:
-        return file.unpacked("a NumPy file")
+    def _plain(self, file: SourceFile) -> Any:  # noqa: ARG002
+        return nullcontext()
 
-    def _table(self, plain: Any, file: SourceFile) -> _Table:
-        is_mapped = file.ending == ".npy" and file.path is not None and not file.is_packed
+    def _table(self, plain: Any, file: SourceFile) -> _Table:  # noqa: ARG002
         try:
-            opened: Any = file.path if is_mapped else plain
-            found: Any = np.load(opened, "r" if is_mapped else None, allow_pickle=False)
-            names = getattr(getattr(found, "dtype", None), "names", None) or getattr(found, "files", None)
-            arrays = {self.column: found} if names is None else {name: found[name] for name in names}
-            lengths = {name: len(array) if array.ndim else -1 for name, array in arrays.items()}
-            num_rows = min(lengths.values(), default=-1)
-            if num_rows < 0 or num_rows != max(lengths.values()):
-                raise ValueError(f"its arrays must have one number of rows; found {lengths}")
-            schema = pa.schema({name: _arrow_array(array[:0]).type for name, array in arrays.items()})
+            arrays = self._rows_of(file) or self._loaded(file)
+            schema = pa.schema({name: _arrow_array(array).type for name, array in arrays.read(0, 0).items()})
         except (ValueError, pa.ArrowNotImplementedError) as error:
             raise FormatError(f"{file.uri} cannot be read as a NumPy file: {error}.") from error
 
         def read(begin: int, end: int, columns: Any) -> list[pa.RecordBatch]:
-            rows = {name: _arrow_array(arrays[name][begin:end]) for name in columns or arrays}
-            return [pa.RecordBatch.from_pydict(rows)]
+            found = arrays.read(begin, end)
+            return [pa.RecordBatch.from_pydict({name: _arrow_array(found[name]) for name in columns or found})]
 
-        return _blocks(schema, num_rows, sum(array.nbytes for array in arrays.values()), read)
+        return _blocks(schema, arrays.num_rows, arrays.num_bytes, read)
+
+    def _rows_of(self, file: SourceFile) -> _Arrays | None:
+        """The rows of a file whose bytes are those of its rows, one after another; None for another one."""
+        if file.ending != ".npy" or file.is_packed:
+            return None
+        head = io.BytesIO(stretch(file, 0, min(_HEADER_BYTES, file.num_bytes)))
+        version = np.lib.format.read_magic(head)
+        reads = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        if version not in reads or file.num_bytes < _HEADER_BYTES:
+            return None
+        shape, is_fortran, dtype = reads[version](head)
+        first, width = head.tell(), dtype.itemsize * int(np.prod(shape[1:]))
+        if dtype.hasobject or not shape or (is_fortran and len(shape) > 1) or not width:
+            return None
+        if first + shape[0] * width != file.num_bytes:
+            raise ValueError(f"its head promises {shape[0]:,} rows of {width:,} bytes; it has {file.num_bytes:,} bytes")
+
+        def read(begin: int, end: int) -> Mapping[str, Any]:
+            data = stretch(file, first + begin * width, first + end * width)
+            return self._named(np.frombuffer(data, dtype).reshape(end - begin, *shape[1:]))
+
+        return _Arrays(read, shape[0], shape[0] * width)
+
+    def _loaded(self, file: SourceFile) -> _Arrays:
+        """The rows of a file that must be read as a whole."""
+        with file.unpacked("a NumPy file") as plain:
+            found = np.load(plain, allow_pickle=False)
+            arrays = {name: found[name] for name in found.files} if hasattr(found, "files") else self._named(found)
+        lengths = {name: len(array) if array.ndim else -1 for name, array in arrays.items()}
+        num_rows = min(lengths.values(), default=-1)
+        if num_rows < 0 or num_rows != max(lengths.values()):
+            raise ValueError(f"its arrays must have one number of rows; found {lengths}")
+        num_bytes = sum(array.nbytes for array in arrays.values())
+        return _Arrays(lambda begin, end: {name: one[begin:end] for name, one in arrays.items()}, num_rows, num_bytes)
+
+    def _named(self, array: Any) -> dict[str, Any]:
+        names = array.dtype.names
+        return {self.column: array} if names is None else {name: array[name] for name in names}
 
 
 def _arrow_array(array: Any) -> pa.Array:
@@ -346,11 +351,12 @@ def _file_bytes(column: pa.Array) -> pa.Array:
     """A column of structs of bytes and path, or of plain bytes, as bytes; null where there is neither."""
     if not pa.types.is_struct(column.type):
         return column
+    import pyarrow.compute as pc  # slow to import
 
-    data = pa.compute.struct_field(column, "bytes")
+    data = pc.struct_field(column, "bytes")
     if not data.null_count:
         return data
-    paths = pa.compute.struct_field(column, "path").to_pylist()
+    paths = pc.struct_field(column, "path").to_pylist()
     return pa.array(
         [
             Path(path).read_bytes() if held is None and path and Path(path).is_file() else held
