@@ -13,6 +13,7 @@ from lightning_stream.errors import CacheError, DigestError, FormatError, NotFou
 from lightning_stream.formats.codecs import decompress_file
 from lightning_stream.formats.hashing import FASTEST_FIRST, digest_file
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry, version_name
+from lightning_stream.formats.mds.encode import is_intact
 from lightning_stream.shared_files import FULL, publish_bytes
 from lightning_stream.stores import Store
 from lightning_stream.stores.base import REMEDY
@@ -107,7 +108,9 @@ def verify(path: Path, file: FileEntry, validate_hash: str | None, where: str) -
     """Raise DigestError unless a file has the size and the hash in its index: `validate_hash`, or the fastest one."""
     check_size(path, file, where)
     if file.origin is not None:
-        return  # it was made here, from bytes that have no hash
+        if not is_intact(path):
+            raise DigestError(f"{where}: its bytes are not those that were written. {REMEDY}")
+        return
     if validate_hash is not None and validate_hash not in file.hashes:
         has = ", ".join(sorted(file.hashes)) or "none"
         raise ValueError(

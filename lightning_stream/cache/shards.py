@@ -342,7 +342,7 @@ class ShardCache:
         Waiting for the disk (5 ms and more per file) would cost more than fetching. It is not needed if a hash can find
         the damage of a power cut after the restart.
         """
-        durable = not all(raw.hashes for raw, _ in entry.files)
+        durable = not all(raw.hashes or raw.origin is not None for raw, _ in entry.files)
         fd = LOCK_FDS.open(drafts[0], os.O_RDONLY)
         with contextlib.ExitStack() as unless_leased:
             unless_leased.callback(LOCK_FDS.close, fd)

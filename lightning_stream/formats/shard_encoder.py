@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -12,6 +12,8 @@ from lightning_stream.formats.encodings.base import Bytes2d
 from lightning_stream.formats.index.schema import Schema
 
 _JOIN_BYTES = 1 << 16  # small parts are joined to about so many bytes before they are copied
+_CHUNK_BYTES = 1 << 18  # it stays in a core's cache between the copy, the hash and the write
+_WIDE_BYTES = 1 << 16  # parts from this size on are written one by one
 
 
 class EncodedBatch(NamedTuple):
@@ -46,17 +48,36 @@ class EncodedBatch(NamedTuple):
         if num_bytes:
             raise TypeError("encode_many must give bytes, or views of bytes; it gave arrays of other items.")
 
-    def pieces(self) -> Sequence[Any]:
-        """Return all bytes in order, as views where no copy is needed."""
-        if len(self.blocks) == 1 and self.blocks[0].flags.c_contiguous:
-            return [self.blocks[0].reshape(-1).data]
-        return self.parts if self.per_row == 1 and not self.blocks else [self.joined()]
+    def chunks(self) -> Iterator[Any]:
+        """Yield all bytes in order, about a MiB at a time: each until the next one, or as a view where that is free."""
+        if self.blocks:
+            yield from _joined_rows(self.blocks)
+        elif int(self.sizes.sum()) >= _WIDE_BYTES * len(self.parts):
+            yield from self.parts
+        else:
+            step = max(1, _CHUNK_BYTES * len(self.parts) // max(1, int(self.sizes.sum())))
+            yield from (b"".join(self.parts[k : k + step]) for k in range(0, len(self.parts), step))
 
     def joined(self) -> bytes | memoryview:
         """Return all bytes in order, copied."""
         if len(self.blocks) > 1:
             return np.concatenate(self.blocks, axis=1).reshape(-1).data
         return self.blocks[0].tobytes() if self.blocks else b"".join(self.parts)
+
+
+def _joined_rows(blocks: Sequence[Bytes2d]) -> Iterator[memoryview]:
+    """Yield blocks side by side, some rows at a time, in memory that is used again."""
+    num_rows, width = len(blocks[0]), sum(block.shape[1] for block in blocks)
+    if len(blocks) == 1 and blocks[0].flags.c_contiguous:
+        flat: memoryview = blocks[0].reshape(-1).data
+        yield from (flat[at : at + _CHUNK_BYTES] for at in range(0, len(flat), _CHUNK_BYTES))
+        return
+    step = max(1, _CHUNK_BYTES // max(1, width))
+    memory = np.empty((min(step, num_rows), width), np.uint8)
+    for begin in range(0, num_rows, step):
+        rows = memory[: num_rows - begin]
+        np.concatenate([block[begin : begin + step] for block in blocks], axis=1, out=rows)
+        yield rows.reshape(-1).data
 
 
 class ShardEncoder(Protocol):

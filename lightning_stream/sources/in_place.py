@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from lightning_stream.errors import FormatError, NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.index.schema import FileEntry, Origin, Schema, ShardEntry, file_object, schema_object
-from lightning_stream.formats.mds.encode import MdsEncoder
+from lightning_stream.formats.mds.encode import MdsEncoder, ShardDraft
 from lightning_stream.sources.base import InputSplit, Piece, Reader
 from lightning_stream.sources.choose import reader_class, reader_of, split_folders
 from lightning_stream.sources.files import DELTA_LOG, SourceFile, files_of
 from lightning_stream.sources.nulls import NullRule
+from lightning_stream.sources.stretches import of_listing
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
@@ -123,35 +123,34 @@ class InPlace:
         origin, columns = entry.raw.origin, entry.schema.columns
         assert origin is not None
         source = SourceFile(store.url, origin.name, origin.num_bytes, origin.stamp, store=store)
+        source = of_listing(source, origin.kind)
         where = f"{source.uri} ({origin.kind}, part {origin.begin} to {origin.end})"
-        encoder, nulls = MdsEncoder(columns, None, (), None), dict[str, int]()
-        sizes: list[np.ndarray[Any, Any]] = []
-        parts: list[Any] = []
+        split = InputSplit(source, origin.begin, origin.end, entry.raw.num_bytes)
         reader = reader_class(origin.kind)(**(json.loads(origin.settings) if origin.settings else {}))
-        for batch in reader.read_columns(InputSplit(source, origin.begin, origin.end, entry.raw.num_bytes), columns):
+        nulls = dict[str, int]()
+        with ShardDraft(MdsEncoder(columns, None, (), None), entry.num_samples, to) as draft:
+            for batch in reader.read_columns(split, columns):
+                try:
+                    values, num_rows = NullRule().settle(batch.rows, columns, nulls)
+                    if num_rows:
+                        draft.add(values, num_rows)
+                except (TypeError, ValueError) as error:  # noqa: PERF203 - a batch has many rows
+                    raise FormatError(f"{batch.where}: {error}") from error
+            if nulls:
+                counts = ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items()))
+                raise FormatError(
+                    f"{where}: only json columns may have nulls; found {counts}. Pass columns= without these columns, "
+                    "or with the encoding 'json' for them."
+                )
+            if draft.num_samples != entry.num_samples:
+                raise FormatError(
+                    f"{where} must have {entry.num_samples:,} rows, as when its index was made; found "
+                    f"{draft.num_samples:,}. The file was changed: start again."
+                )
             try:
-                values, num_rows = NullRule().settle(batch.rows, columns, nulls)
-                if num_rows:
-                    encoded = encoder.encode_batch(values, num_rows)
-                    sizes.append(encoded.sizes)
-                    parts += encoded.pieces()
-            except (TypeError, ValueError) as error:  # noqa: PERF203 - a batch has many rows
-                raise FormatError(f"{batch.where}: {error}") from error
-        if nulls:
-            counts = ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items()))
-            raise FormatError(
-                f"{where}: only json columns may have nulls; found {counts}. Pass columns= without these columns, or "
-                "with the encoding 'json' for them."
-            )
-        if sum(map(len, sizes)) != entry.num_samples:
-            raise FormatError(
-                f"{where} must have {entry.num_samples:,} rows, as when its index was made; found "
-                f"{sum(map(len, sizes)):,}. The file was changed: start again."
-            )
-        all_sizes = np.concatenate(sizes) if sizes else np.empty(0, np.int64)
-        ((_, pieces),) = encoder.files(all_sizes, parts)  # type: ignore[arg-type]
-        with to.open("wb") as out:
-            out.writelines(pieces)
+                draft.finish()
+            except ValueError as error:
+                raise FormatError(f"{where}: {error} Write the file in smaller parts.") from error
 
     @property
     def identity(self) -> str:

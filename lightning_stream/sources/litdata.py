@@ -24,6 +24,7 @@ from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, batched, present
 from lightning_stream.sources.files import SourceFile
+from lightning_stream.sources.stretches import rows_at, stretch
 from lightning_stream.threads import DaemonPool
 
 # The dtypes by the numbers that LitData stores.
@@ -118,7 +119,7 @@ class LitDataReader(Reader):
             head = 4 * len(self.names)
             if (sizes < head).any():
                 raise FormatError(f"{file.uri} must be a chunk of LitData; it has an item of {sizes.min()} bytes.")
-            heads = _gathered(data, offsets[:-1], head).view("<u4").astype(np.int64)
+            heads = np.ascontiguousarray(rows_at(data, offsets[:-1], head)).view("<u4").astype(np.int64)
             if (heads.sum(axis=1) + head != sizes[:, 0]).any():
                 raise FormatError(f"{file.uri} must be a chunk of LitData; an item's values do not fit it.")
             sizes = heads
@@ -131,16 +132,16 @@ class LitDataReader(Reader):
 
     def _items(self, file: SourceFile) -> tuple[memoryview, NDArray[np.int64]]:
         """The uncompressed items of a chunk, and where each begins, and the last one ends."""
-        data = file.read()
+        data = stretch(file)
         if self.compression == "chunk":
-            data = _inflated(data)
-        if self.compression == "batch" and data.startswith(_FRAMED):
+            data = memoryview(_inflated(data))
+        if self.compression == "batch" and data[: len(_FRAMED)] == _FRAMED:
             *_, count, _, num_frames = _FRAMED_HEAD.unpack_from(data)
             at = _FRAMED_HEAD.size + 4 * (count + 1)
             offsets = np.frombuffer(data[_FRAMED_HEAD.size : at], "<u4").astype(np.int64)
             view = memoryview(_inflated(data[at + _FRAME_BYTES * num_frames :]))
         else:
-            view, count = memoryview(data), int.from_bytes(data[:4], "little")
+            view, count = data, int.from_bytes(data[:4], "little")
             offsets = np.frombuffer(view[4 : min(8 + 4 * count, len(view) // 4 * 4)], "<u4").astype(np.int64)
         if self.compression == "sample":
             items = [_inflated(view[begin:end]) for begin, end in pairwise(offsets.tolist())]
@@ -189,9 +190,9 @@ def _values(
         dtype = np.dtype(encoding)
         if (sizes != dtype.itemsize).any():
             raise FormatError(f"{where}: {form} takes {dtype.itemsize} bytes; found others. Copy the chunk again.")
-        return _gathered(data, begins, dtype.itemsize).view(dtype)[:, 0]
+        return rows_at(data, begins, dtype.itemsize).view(dtype)[:, 0]
     if encoding.startswith("ndarray:") and len(sizes) and sizes[0] and (sizes == sizes[0]).all():
-        return _gathered(data, begins, int(sizes[0])).view(encoding.split(":")[1])
+        return rows_at(data, begins, int(sizes[0])).view(encoding.split(":")[1])
     views = [data[begin : begin + size] for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True)]
     if kind in ("numpy", "tensor"):
         return [_array(view, _NUMPY if kind == "numpy" else _TORCH, where) for view in views]
@@ -201,19 +202,6 @@ def _values(
         return [_json(bytes(view), where) for view in views]
     found = BinaryColumn(views)
     found.encoding = encoding
-    return found
-
-
-def _gathered(data: memoryview, begins: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
-    """``width`` bytes from each of these places: uint8[n, width], in C order."""
-    flat = np.frombuffer(data, np.uint8)
-    steps = np.diff(begins)
-    if len(steps) and (steps == steps[0]).all():  # items of one size lie at one distance
-        first, step = int(begins[0]), int(steps[0])
-        strided = np.lib.stride_tricks.as_strided(flat[first:], (len(begins), width), (step, 1), writeable=False)
-        found: NDArray[np.uint8] = np.ascontiguousarray(strided)
-    else:
-        found = flat[begins[:, None] + np.arange(width)]
     return found
 
 

@@ -6,24 +6,31 @@ import io
 import json
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from itertools import islice
 from pathlib import PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
+from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, Row, batched
 from lightning_stream.sources.files import SourceFile
+from lightning_stream.sources.stretches import rows_at, stretch
+from lightning_stream.sources.tar_headers import BLOCK, Members, is_named, refusal, walk
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 KEY = "__key__"
 _SAMPLED = 100
-_PIECE_BYTES, _RECORD_BYTES = 64 << 20, 20 << 10
+_PIECE_BYTES = 64 << 20
+_SMALL_BYTES = 1 << 16  # files that are read along with their headers: a request for each header would cost more
+_HEAD_BYTES, _PART_BYTES = 1 << 11, 1 << 24
+_BLOCK_BYTES = 1 << 16  # values of one size up to this are encoded at once
+_NAME_BYTES = 100
 _ENCODINGS = {
     **dict.fromkeys(("jpg", "jpeg"), "jpeg"), "png": "png",
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), "int"),
@@ -41,52 +48,269 @@ class TarReader(Reader):
 
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
         """Return ``__key__`` and the endings of the first samples."""
-        file, known, keys = files[0], {KEY: "str"}, set[str]()
-        is_packed = file.is_packed or file.ending == ".tgz"
-        with file.unpacked("a whole tar") if is_packed else file.open_headers() as plain:
-            for key, ending, member in _members(file, plain, "r|" if is_packed else "r:"):
-                if len(keys) == _SAMPLED and key not in keys:
-                    break
-                keys.add(key)
-                if ending not in known:
-                    known[ending] = _encoding(file, key, ending, member)
-        if not keys:
-            raise ValueError(f"{file.uri} holds no sample. Remove it.")
+        known, is_packed = {KEY: "str"}, files[0].is_packed or files[0].ending == ".tgz"
+        for ending, data in (_first_packed if is_packed else _first)(files[0]):
+            known[ending] = _encoding(files[0], ending, data)
+        if len(known) == 1:
+            raise ValueError(f"{files[0].uri} holds no sample. Remove it.")
         media = tuple(name for name in known if name.rpartition(".")[2] in _MEDIA)
         return Found(known, media=media)
 
     def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
-        """Return pieces of about 64 MiB, cut between samples; only the headers are read."""
+        """Return pieces of about 64 MiB, cut between samples; headers are read, and small files between them."""
         if file.is_packed or file.ending == ".tgz":
             raise ValueError(f"{file.uri}: a compressed tar can only be read from its beginning. Convert it.")
-        found, begin, num_rows, key, endings = [], 0, 0, None, dict[str, None]()
-        with file.open_headers() as plain:
-            for stem, ending, member in _members(file, plain):
-                endings[ending] = None
-                if stem == key:
-                    continue
-                if num_rows and member.offset - begin >= _PIECE_BYTES:
-                    found.append(Piece(begin, member.offset, num_rows, member.offset - begin))
-                    begin, num_rows = member.offset, 0
-                key, num_rows = stem, num_rows + 1
-        if num_rows:
-            found.append(Piece(begin, file.num_bytes, num_rows, file.num_bytes - begin))
-        others = tuple(name for name in endings if name not in columns)
-        return [piece._replace(others=others) for piece in found]
+        begins, key, endings = [np.empty(0, np.int64)], b"", dict[str, None]()
+        for base, data, members in _walked(file):
+            names = _named(data, members)
+            endings |= dict.fromkeys(names.endings)
+            if len(names.keys):
+                is_new = np.append(names.keys[:1] != key, names.keys[1:] != names.keys[:-1])
+                begins.append(base + members.starts[names.numbers][is_new])
+                key = names.keys[-1]
+        samples, others = np.concatenate(begins), tuple(name for name in endings if name not in columns)
+        found, first = [], 0
+        while first < len(samples):
+            end = max(first + 1, int(np.searchsorted(samples, samples[first] + _PIECE_BYTES)))
+            begin, stop = int(samples[first]), int(samples[end]) if end < len(samples) else file.num_bytes
+            found.append(Piece(begin, stop, end - first, stop - begin, others=others))
+            first = end
+        return found
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield some MiB of samples at a time."""
-        return batched(_row(sample, columns, split.file) for split in splits for sample in _samples(split))
+        return batched(_row(sample, columns, split.file) for split in splits for sample in _streamed(split.file))
+
+    def read_columns(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
+        """Yield all samples of a piece by column; row by row where one of them lacks a column, or has a wrong value."""
+        file, data = split.file, stretch(split.file, split.begin, split.end)
+        found = walk(data, file.uri, is_whole=True, checked=True)
+        table = _sample_table(_named(data, found.members), file)
+        members = found.members
+        try:
+            yield Batch(_columns(data, members, table, columns), file.uri)
+        except (LookupError, ValueError):
+            yield from batched(_row(sample, columns, file) for sample in _samples(data, members, table))
 
 
-def _encoding(file: SourceFile, key: str, ending: str, member: _Member) -> str:
+class _Names(NamedTuple):
+    """Of the files that belong to samples: their numbers, keys and endings (as numbers into ``endings``)."""
+
+    numbers: NDArray[np.int64]
+    keys: NDArray[np.bytes_]
+    codes: NDArray[np.int64]
+    endings: list[str]
+
+
+class _SampleTable(NamedTuple):
+    """The keys of samples, and the number of each sample's file of each ending, -1 for none: int64[n, endings]."""
+
+    keys: NDArray[np.bytes_]
+    endings: list[str]
+    files: NDArray[np.int64]
+
+
+def _walked(file: SourceFile) -> Iterator[tuple[int, memoryview, Members]]:
+    """Yield the files of a tar, part by part: where a part begins, and its bytes."""
+    at, room = 0, _SMALL_BYTES
+    is_end = False
+    while not is_end:
+        if at + BLOCK > file.num_bytes:
+            raise FormatError(
+                f"{file.uri} must be a whole tar; it has no end mark, or ends within a file. It may be cut off: fetch "
+                "it again, or write it again."
+            )
+        stop = min(file.num_bytes, at + room)
+        data = stretch(file, at, stop)
+        found = walk(data, file.uri, is_whole=stop == file.num_bytes, checked=False)
+        yield at, data, found.members
+        is_end, at = found.is_end, at + found.next
+        each = found.next // max(1, len(found.members.sizes))
+        room = 4 * room if not found.next else _PART_BYTES if each <= _SMALL_BYTES else _HEAD_BYTES
+    if any(stretch(file, at, min(at + _PART_BYTES, file.num_bytes)).tobytes().strip(b"\0")):
+        raise FormatError(f"{file.uri} holds bytes behind the end mark of its tar. Join tars by `tar --concatenate`.")
+
+
+def _named(data: memoryview, members: Members) -> _Names:
+    """Cut the names of files into keys and endings."""
+    count = len(members.headers)
+    chars = np.ascontiguousarray(rows_at(data, members.headers, _NAME_BYTES))
+    chars = chars[:, : 1 + int(np.flatnonzero(chars.any(axis=0)).max(initial=0))]
+    places = np.arange(chars.shape[1], dtype=np.int16)
+    is_zero = chars == 0
+    lengths = np.where(is_zero.any(axis=1), is_zero.argmax(axis=1), chars.shape[1]).astype(np.int16)
+    chars = np.where(places < lengths[:, None], chars, np.uint8(0))
+    is_slash, is_dot = chars == ord("/"), chars == ord(".")
+    if members.odd or ((is_slash[:, :-1] | is_dot[:, :-1]) & is_slash[:, 1:]).any():  # `./name` and `a//name` too
+        texts = [bytes(row).rstrip(b"\0").decode("utf-8", "surrogateescape") for row in chars]
+        return _named_one_by_one([members.odd.get(number, text) for number, text in enumerate(texts)])
+    stems = np.where(is_slash, places + np.int16(1), np.int16(0)).max(axis=1, initial=0)
+    is_dot &= places >= stems[:, None]
+    dots = is_dot.argmax(axis=1).astype(np.int16)  # 0 where there is none
+    is_hidden = np.zeros(count, bool)
+    if chars.shape[1] > 2:
+        starts = np.minimum(stems, chars.shape[1] - 2)[:, None]
+        is_hidden = (np.take_along_axis(chars, starts + np.arange(2), 1) == ord("_")).all(axis=1)
+    numbers = np.flatnonzero((dots > stems) & ~is_hidden)
+    chars, dots, lengths = chars[numbers], dots[numbers, None], lengths[numbers, None]
+    keys = _texts(np.where(places < dots, chars, 0)[:, : max(1, int(dots.max(initial=1)))])
+    tails = dots + 1 + np.arange(max(1, int((lengths - dots).max(initial=1)) - 1))
+    cut = np.take_along_axis(chars, np.minimum(tails, chars.shape[1] - 1), 1)
+    cut = _texts(np.where(tails < lengths, cut, 0))
+    if len(cut) and (cut == cut[0]).all():
+        return _Names(numbers, keys, np.zeros(len(cut), np.int64), [_lower(cut[0])])
+    stored, codes = np.unique(cut, return_inverse=True)
+    endings = sorted({_lower(each) for each in stored})
+    order = np.array([endings.index(_lower(each)) for each in stored], np.int64)
+    return _Names(numbers, keys, order[codes.reshape(-1)], endings)
+
+
+def _named_one_by_one(names: Sequence[str]) -> _Names:
+    numbers = [number for number, name in enumerate(names) if is_named(name)]
+    cut = [_key_and_ending(names[number]) for number in numbers]
+    endings = sorted({ending for _, ending in cut})
+    codes = np.array([endings.index(ending) for _, ending in cut], np.int64)
+    keys = np.array([key.encode("utf-8", "surrogateescape") for key, _ in cut] or [b""])[: len(cut)]
+    return _Names(np.array(numbers, np.int64), keys, codes, endings)
+
+
+def _key_and_ending(name: str) -> tuple[str, str]:
+    path = PurePosixPath(name)
+    stem, _, ending = path.name.partition(".")
+    return str(path.with_name(stem)), ending.lower()
+
+
+def _texts(chars: NDArray[np.uint8]) -> NDArray[np.bytes_]:
+    return np.ascontiguousarray(chars).view(f"S{chars.shape[1]}")[:, 0]
+
+
+def _lower(ending: bytes) -> str:
+    return ending.decode("utf-8", "surrogateescape").lower()
+
+
+def _sample_table(names: _Names, file: SourceFile) -> _SampleTable:
+    """Group files with one key that are neighbours; FormatError for two files of one ending."""
+    is_new = np.append(np.ones(min(1, len(names.keys)), bool), names.keys[1:] != names.keys[:-1])
+    samples, keys = np.cumsum(is_new) - 1, names.keys[is_new]
+    cells = samples * len(names.endings) + names.codes
+    twice = np.flatnonzero(np.bincount(cells, minlength=1) > 1)
+    if len(twice):
+        sample, code = divmod(int(twice[0]), len(names.endings))
+        raise _two_files(file, keys[sample].decode("utf-8", "replace"), names.endings[code])
+    table = np.full(len(keys) * len(names.endings), -1)
+    table[cells] = names.numbers
+    return _SampleTable(keys, names.endings, table.reshape(len(keys), -1))
+
+
+def _two_files(file: SourceFile, key: str, ending: str) -> FormatError:
+    return FormatError(f"{file.uri}: sample {key!r} has two files {ending!r}.")
+
+
+def _columns(data: memoryview, members: Members, table: _SampleTable, columns: Mapping[str, str]) -> dict[str, Any]:
+    """The values of all samples by column. LookupError, ValueError if a sample lacks one, or a value is not right."""
+    found: dict[str, Any] = {}
+    for name, encoding in columns.items():
+        if name == KEY:
+            found[name] = _checked_texts(_block(table.keys))
+            continue
+        files = table.files[:, table.endings.index(name)]
+        if (files < 0).any():
+            raise LookupError(name)
+        found[name] = _values(data, members.headers[files] + BLOCK, members.sizes[files], encoding)
+    return found
+
+
+def _values(data: memoryview, begins: NDArray[np.int64], sizes: NDArray[np.int64], encoding: str) -> Any:
+    """Files as values, as an encoder takes them; views of the tar where that is possible."""
+    width = int(sizes[0]) if len(sizes) and (sizes == sizes[0]).all() else 0
+    if encoding.startswith("ndarray") and width and (arrays := _arrays(data, begins, width)) is not None:
+        return arrays
+    if 0 < width < _BLOCK_BYTES and encoding in ("bytes", "str"):
+        values: Any = rows_at(data, begins, width).view(f"V{width}")[:, 0]
+    else:
+        values = BinaryColumn(data[at : at + size] for at, size in zip(begins.tolist(), sizes.tolist(), strict=True))
+    if encoding == "str":
+        return _checked_texts(values)
+    is_parsed = encoding.startswith(("int", "uint", "float", "ndarray", "json", "str"))
+    return [_value(bytes(value), encoding) for value in values] if is_parsed else values
+
+
+def _arrays(data: memoryview, begins: NDArray[np.int64], width: int) -> NDArray[Any] | None:
+    """Files of NumPy that have one head, as one array; None if their heads differ."""
+    first = io.BytesIO(data[int(begins[0]) : int(begins[0]) + width])
+    version = np.lib.format.read_magic(first)
+    reads = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in reads:
+        return None
+    shape, is_fortran, dtype = reads[version](first)
+    head, num_bytes = first.tell(), dtype.itemsize * int(np.prod(shape))
+    heads = rows_at(data, begins, head)
+    if is_fortran or dtype.hasobject or not num_bytes or head + num_bytes != width or (heads != heads[0]).any():
+        return None
+    return rows_at(data, begins + head, num_bytes).view(dtype).reshape(len(begins), *shape)
+
+
+def _block(texts: NDArray[np.bytes_]) -> Any:
+    """Texts of one length as a block of bytes, others as a list."""
+    width = texts.dtype.itemsize
+    if len(texts) and (np.char.str_len(texts) == width).all():
+        return texts.view(f"V{width}")
+    return texts.tolist()
+
+
+def _checked_texts(values: Any) -> Any:
+    """Return the bytes of texts; ValueError if they are not UTF-8."""
+    if isinstance(values, np.ndarray):
+        if (values.reshape(len(values), 1).view(np.uint8) < 128).all():
+            return values
+        values = [bytes(value) for value in values]
+    for value in values:
+        str(value, "utf-8")
+    return values
+
+
+def _samples(data: memoryview, members: Members, table: _SampleTable) -> Iterator[dict[str, Any]]:
+    """Yield samples as their files' bytes by ending."""
+    begins, sizes = (members.headers + BLOCK).tolist(), members.sizes.tolist()
+    for key, files in zip(table.keys.tolist(), table.files.tolist(), strict=True):
+        sample: dict[str, Any] = {KEY: key.decode("utf-8", "surrogateescape")}
+        for ending, k in zip(table.endings, files, strict=True):
+            if k >= 0:
+                sample[ending] = bytes(data[begins[k] : begins[k] + sizes[k]])
+        yield sample
+
+
+def _encoding(file: SourceFile, ending: str, data: Callable[[], bytes]) -> str:
     encoding = _ENCODINGS.get(ending.rpartition(".")[2], "bytes")
-    if encoding != "ndarray":
-        return encoding
     try:
-        return f"ndarray:{_array(member.data()).dtype.name}"
+        return encoding if encoding != "ndarray" else f"ndarray:{_array(data()).dtype.name}"
     except (ValueError, EOFError) as error:
-        raise FormatError(f"{file.uri}: {key}.{ending} must be a plain array: {error}. Write it again.") from error
+        raise FormatError(f"{file.uri}: a file {ending!r} must be a plain array: {error}. Write it again.") from error
+
+
+def _first(file: SourceFile) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Yield the endings of the first samples, and what reads the first file of each."""
+    known, count = set[str](), 0
+    for base, data, members in _walked(file):
+        names = _named(data, members)
+        for code, ending in enumerate(names.endings):
+            if ending not in known:
+                k = names.numbers[int(np.argmax(names.codes == code))]
+                begin, size = base + int(members.headers[k]) + BLOCK, int(members.sizes[k])
+                yield ending, lambda begin=begin, size=size: bytes(stretch(file, begin, begin + size))  # type: ignore[misc]
+        known.update(names.endings)
+        count += len(names.keys)
+        if count >= _SAMPLED * max(1, len(known)):
+            return
+
+
+def _first_packed(file: SourceFile) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    known = set[str]()
+    for sample in islice(_streamed(file), _SAMPLED):
+        for ending, data in sample.items():
+            if ending not in known and ending != KEY:
+                yield ending, lambda data=data: data  # type: ignore[misc]
+        known.update(sample)
 
 
 def _row(sample: Row, columns: Mapping[str, str], file: SourceFile) -> tuple[Row, str]:
@@ -114,53 +338,32 @@ def _array(data: bytes) -> Any:
     return np.load(io.BytesIO(data), allow_pickle=False)
 
 
-def _samples(split: InputSplit) -> Iterator[dict[str, Any]]:
-    """Yield samples as their files' bytes by ending."""
+def _streamed(file: SourceFile) -> Iterator[dict[str, Any]]:
+    """Yield the samples of a tar, compressed or not, as their files' bytes by ending, from its beginning."""
     sample: dict[str, Any] = {}
-    file = split.file
-    part = io.BytesIO(file.read(split.begin, split.end)) if split.end is not None else None
-    with nullcontext(part) if part is not None else file.unpacked("a whole tar") as plain:
-        for key, ending, member in _members(file, plain, "r|"):
+    with file.unpacked("a whole tar") as plain:
+        for name, data in _stream_members(file, plain):
+            key, ending = _key_and_ending(name)
             if sample and sample[KEY] != key:
                 yield sample
                 sample = {}
             sample.setdefault(KEY, key)
             if ending in sample:
-                raise FormatError(f"{file.uri}: sample {key!r} has two files {ending!r}.")
-            sample[ending] = member.data()
+                raise _two_files(file, key, ending)
+            sample[ending] = data()
     if sample:
         yield sample
 
 
-class _Member(NamedTuple):
-    """A file in a tar: where its header begins, and what reads it."""
-
-    offset: int
-    data: Callable[[], bytes]
-
-
-def _members(file: SourceFile, plain: Any, mode: Any = "r:") -> Iterator[tuple[str, str, _Member]]:
-    """Yield the key and the ending of every file of a sample. With ``"r:"`` only headers are read."""
+def _stream_members(file: SourceFile, plain: Any) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Yield the name of every file of a sample, and what reads it."""
     try:
-        with tarfile.open(fileobj=plain, mode=mode, tarinfo=_Header) as archive:
+        with tarfile.open(fileobj=plain, mode="r|", tarinfo=_Header) as archive:
             for member in archive:
-                if mode == "r:" and member.offset_data + member.size > file.num_bytes:
-                    raise tarfile.ReadError(f"{member.name} ends behind the end of the file")
-                path = PurePosixPath(member.name)
-                stem, dot, ending = path.name.partition(".")
-                if member.isreg() and dot and stem and not stem.startswith("__"):
-                    yield (
-                        str(path.with_name(stem)),
-                        ending.lower(),
-                        _Member(member.offset, partial(_bytes, archive, member)),
-                    )
-            if mode == "r:":
-                plain.seek(archive.offset)
-                rest = plain.read(_RECORD_BYTES)
-                if len(rest) < tarfile.BLOCKSIZE:
-                    raise tarfile.ReadError("it has no end mark, so it may be cut off")
-                if rest.strip(b"\0"):
-                    raise tarfile.ReadError(f"bytes follow its end at {archive.offset:,}, such as another tar")
+                if why := refusal(member, archive):
+                    raise FormatError(f"{file.uri}: {why}")
+                if member.isreg() and is_named(member.name):
+                    yield member.name, lambda member=member: _bytes(archive, member)  # type: ignore[misc]
     except tarfile.TarError as error:
         raise FormatError(f"{file.uri} must be a whole tar; reading it failed: {error}. Fetch it again.") from error
 
@@ -173,13 +376,13 @@ def _bytes(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 
 class _Header(tarfile.TarInfo):
-    """A damaged header is an error; tarfile would take it for the end."""
+    """A header that is damaged or missing is an error; tarfile would take it for the end."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         try:
             return super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
-            if not bytes(buf).strip(b"\0"):
+            if buf and not bytes(buf).strip(b"\0"):
                 raise  # this is the end
-            raise tarfile.ReadError(f"a damaged header: {error}") from error
+            raise tarfile.ReadError(f"a damaged header: {error}" if buf else "it has no end mark") from error

@@ -172,8 +172,10 @@ def encode_numbers(layout: NumericLayout, values: Any) -> Bytes2d | None:
 
 
 def as_bytes(array: NDArray[Any]) -> Bytes2d:
-    """Return the memory of an array, one row of bytes for each of its rows."""
+    """Return the memory of an array, one row of bytes for each of its rows; a view, wherever each row is in C order."""
     width = array.dtype.itemsize * int(np.prod(array.shape[1:]))
+    if array.size and array[0].flags.c_contiguous:
+        return array.reshape(len(array), -1).view(np.uint8)
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(len(array), width)
 
 

@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings import Encoding, get_encoding
 from lightning_stream.formats.encodings.base import BinaryColumn, Bytes2d
-from lightning_stream.formats.index.schema import Schema, schema_object
+from lightning_stream.formats.index.schema import MAX_FILE_BYTES, Schema, schema_object
 from lightning_stream.formats.shard_encoder import EncodedBatch, check_columns, column_error, named_error, offset_table
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_DIGEST_BYTES = 8
+_READ_BYTES = 1 << 18
 _Column: TypeAlias = "tuple[Bytes2d, ...] | Sequence[Any]"  # blocks side by side, or one value per row
 
 
@@ -83,9 +90,71 @@ class MdsEncoder:
                 raise named_error(name, error) from error
         return _assemble(encoded, [size is None for size in self.schema.sizes], num_rows)
 
-    def files(self, sizes: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[str, list[Any]], ...]:
-        """Return the shard's file; see `ShardEncoder.files`."""
-        return (("data", [offset_table(sizes, self.header_bytes + 4 * len(sizes)), self._config, *parts]),)
+    def files(
+        self, sizes: Sequence[int] | NDArray[Any], parts: Sequence[Any], gap_bytes: int = 0
+    ) -> tuple[tuple[str, list[Any]], ...]:
+        """Return the shard's file; see `ShardEncoder.files`. The first sample begins after a gap."""
+        table = offset_table(sizes, self.header_bytes + 4 * len(sizes) + gap_bytes)
+        return (("data", [table, self._config, *parts]),)
+
+
+class ShardDraft:
+    """An MDS shard that is written batch by batch, with a digest of its bytes before its first sample.
+
+    Its number of samples is known before; so the samples can be written before their offsets, and need no memory.
+    """
+
+    def __init__(self, encoder: MdsEncoder, num_samples: int, path: Path) -> None:
+        self._encoder = encoder
+        self._first = encoder.header_bytes + 4 * num_samples + _DIGEST_BYTES
+        self._sizes: list[NDArray[np.int64]] = []
+        self._digest = xxhash.xxh3_64()
+        self._out = path.open("wb")
+        self._out.seek(self._first)
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples that were added."""
+        return sum(map(len, self._sizes))
+
+    def add(self, columns: dict[str, Any], num_rows: int) -> None:
+        """Encode and write some samples; TypeError or ValueError for values that cannot be encoded."""
+        encoded = self._encoder.encode_batch(columns, num_rows)
+        self._sizes.append(encoded.sizes)
+        for chunk in encoded.chunks():
+            self._digest.update(chunk)
+            self._out.write(chunk)
+
+    def finish(self) -> None:
+        """Write the head; ValueError if the shard is too large for its offsets."""
+        sizes = np.concatenate(self._sizes) if self._sizes else np.empty(0, np.int64)
+        if int(sizes.sum()) + self._first > MAX_FILE_BYTES:
+            raise ValueError(f"a shard must stay under 4 GiB; found {int(sizes.sum()):,} bytes of samples.")
+        (_, (table, config)), *_ = self._encoder.files(sizes, (), _DIGEST_BYTES)
+        self._digest.update(table + config)
+        self._out.seek(0)
+        self._out.write(table + config + self._digest.digest())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._out.close()
+
+
+def is_intact(path: Path) -> bool:
+    """Return whether the bytes of a shard that a `ShardDraft` wrote are those of its digest."""
+    with path.open("rb", buffering=0) as file:
+        count = int.from_bytes(file.read(4), "little")
+        at = int.from_bytes(file.read(4), "little") - _DIGEST_BYTES
+        if at < 8 + 4 * count or at > path.stat().st_size:
+            return False
+        file.seek(0)
+        head, wanted, digest = file.read(at), file.read(_DIGEST_BYTES), xxhash.xxh3_64()
+        for chunk in iter(lambda: file.read(_READ_BYTES), b""):
+            digest.update(chunk)
+        digest.update(head)
+    return digest.digest() == wanted
 
 
 def _kept(encoding: Encoding) -> type:
@@ -99,6 +168,11 @@ def _encode_column(encoding: Encoding, name: str, values: Any, num_rows: int) ->
         if values.encoding == name or (values.encoding == "bytes" and _kept(encoding) is bytes):
             return values if encoding.size is None else (_same_size(values, encoding.size, name),)
         values = [bytes(value) if values.encoding == "bytes" else str(value, "utf-8") for value in values]
+    if isinstance(values, np.ndarray) and values.dtype.char == "V" and values.dtype.names is None:
+        rows = values.reshape(len(values), 1).view(np.uint8)  # bytes of one size
+        if _kept(encoding) is bytes and encoding.size in (None, rows.shape[1]):
+            return (rows,)
+        values = [bytes(row) for row in rows]
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "USO":
         values = values.tolist()
     many = getattr(encoding, "encode_many", None)  # an object that is no `Encoding` may lack it

@@ -1,0 +1,153 @@
+"""Stretches of a file in memory, of the file as it was when its index was made."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.sources.files import SourceFile
+from lightning_stream.threads import DaemonPool
+
+T = TypeVar("T")
+GAP_BYTES = 1 << 18  # neighbours so near come in one range, with the bytes between them
+_CONNECTIONS = 8
+_POPULATED_BYTES = 1 << 28
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # mapping all pages at once costs less than one by one
+
+
+def stretch(file: SourceFile, begin: int = 0, end: int | None = None, *, is_read: bool = True) -> memoryview:
+    """Return the bytes [begin, end) of a file: a view of the mapped file where it is local, else one range.
+
+    Without ``is_read``, only some of the mapped bytes are needed.
+
+    Raises:
+        FormatError: The file was changed since it was listed.
+    """
+    stop = file.num_bytes if end is None else end
+    data = _range_of(file, begin, stop) if file.path is None else _mapped(file, begin, stop, is_read)
+    if len(data) != max(0, stop - begin):
+        raise file.changed()
+    return data
+
+
+class Kept(Generic[T]):
+    """What was read of the files that were used last, by what identifies their content. Thread-safe."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._held, self._guard = most, dict[tuple[Any, ...], T](), threading.Lock()
+
+    def get(self, file: SourceFile, read: Callable[[], T]) -> T:
+        """Return what ``read`` returned for this file."""
+        key = (file.root, file.name, file.num_bytes, file.stamp)
+        with self._guard:
+            found = self._held.pop(key, None)
+        found = read() if found is None else found
+        with self._guard:
+            self._held[key] = found
+            while len(self._held) > self._most:
+                del self._held[next(iter(self._held))]
+        return found
+
+
+def stretches(file: SourceFile, spans: Iterable[tuple[int, int]]) -> dict[tuple[int, int], memoryview]:
+    """Return several stretches by their spans; of an object in a store, neighbours in one range, several at once."""
+    wanted = sorted(set(spans))
+    if file.path is not None:
+        whole = stretch(file, is_read=False)
+        return {(begin, end): whole[begin:end] for begin, end in wanted}
+    ranges: list[list[int]] = []
+    for begin, end in wanted:
+        if ranges and begin - ranges[-1][1] <= GAP_BYTES:
+            ranges[-1][1] = max(end, ranges[-1][1])
+        else:
+            ranges.append([begin, end])
+    found: dict[tuple[int, int], memoryview] = {}
+    with DaemonPool(_CONNECTIONS, "ranges") as pool:
+        fetches: list[tuple[int, int, Future[memoryview]]] = [
+            (first, last, pool.submit(stretch, file, first, last)) for first, last in ranges
+        ]
+        for first, last, fetch in fetches:
+            data = fetch.result()
+            found |= {(a, b): data[a - first : b - first] for a, b in wanted if first <= a and b <= last}
+    return found
+
+
+class FetchedFile(io.RawIOBase):
+    """An object of a store as a file, whose parts are fetched before they are read."""
+
+    def __init__(self, file: SourceFile) -> None:
+        self._file, self._at = file, 0
+        self._parts: dict[tuple[int, int], memoryview] = {}
+
+    def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Fetch what is read next, and forget what was fetched before."""
+        self._parts = stretches(self._file, spans)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._file.num_bytes)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        begin, end = self._at, min(self._at + len(buffer), self._file.num_bytes)
+        held = next(((a, part) for (a, b), part in self._parts.items() if a <= begin and end <= b), None)
+        data = stretch(self._file, begin, end) if held is None else held[1][begin - held[0] : end - held[0]]
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def rows_at(data: Any, begins: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
+    """Return ``width`` bytes from each of these positions: uint8[n, width]; a view where their distances are equal."""
+    flat = np.frombuffer(data, np.uint8)
+    steps = np.diff(begins)
+    if len(begins) and width and (steps == steps[:1]).all() and (not len(steps) or steps[0] > 0):
+        step = int(steps[0]) if len(steps) else width
+        return np.lib.stride_tricks.as_strided(flat[int(begins[0]) :], (len(begins), width), (step, 1), writeable=False)
+    if not width or not len(begins):
+        return np.empty((len(begins), width), np.uint8)
+    cells = np.ndarray((len(flat) - width + 1,), f"V{width}", flat, 0, (1,))  # overlapping ones, at every position
+    return cells[begins].view(np.uint8).reshape(len(begins), width)
+
+
+def _mapped(file: SourceFile, begin: int, end: int, is_read: bool) -> memoryview:
+    assert file.path is not None
+    with file.open(0) as opened:
+        if os.fstat(opened.fileno()).st_size != file.num_bytes:
+            raise file.changed()
+        first = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        stop = min(end, file.num_bytes)
+        if begin >= stop:
+            return memoryview(b"")
+        flags = mmap.MAP_SHARED | (_POPULATE if is_read and stop - first <= _POPULATED_BYTES else 0)
+        mapped: Any = mmap.mmap(opened.fileno(), stop - first, flags, mmap.PROT_READ, offset=first)
+    return memoryview(mapped)[begin - first :]
+
+
+def _range_of(file: SourceFile, begin: int, end: int) -> memoryview:
+    if begin >= end:
+        return memoryview(b"")
+    with file.opened_range(begin, end) as body:
+        data = np.empty(end - begin, np.uint8)  # joined parts would need twice the memory
+        view, at = memoryview(data), 0
+        for chunk in body:
+            kept = chunk[: len(view) - at]
+            view[at : at + len(kept)] = kept
+            at += len(kept)
+    return view[:at]
