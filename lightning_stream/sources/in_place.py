@@ -23,7 +23,6 @@ from lightning_stream.sources.base import InputSplit, Piece, Reader
 from lightning_stream.sources.choose import reader_class, reader_of, split_folders
 from lightning_stream.sources.files import DELTA_LOG, SourceFile, files_of
 from lightning_stream.sources.nulls import NullRule
-from lightning_stream.sources.stretches import of_listing
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
@@ -123,7 +122,6 @@ class InPlace:
         origin, columns = entry.raw.origin, entry.schema.columns
         assert origin is not None
         source = SourceFile(store.url, origin.name, origin.num_bytes, origin.stamp, store=store)
-        source = of_listing(source, origin.kind)
         where = f"{source.uri} ({origin.kind}, part {origin.begin} to {origin.end})"
         split = InputSplit(source, origin.begin, origin.end, entry.raw.num_bytes)
         reader = reader_class(origin.kind)(**(json.loads(origin.settings) if origin.settings else {}))
@@ -145,7 +143,7 @@ class InPlace:
             if draft.num_samples != entry.num_samples:
                 raise FormatError(
                     f"{where} must have {entry.num_samples:,} rows, as when its index was made; found "
-                    f"{draft.num_samples:,}. The file was changed: start again."
+                    f"{draft.num_samples:,}. Write the file again, or start a new training run."
                 )
             try:
                 draft.finish()

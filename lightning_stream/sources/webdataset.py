@@ -293,14 +293,16 @@ def _first(file: SourceFile) -> Iterator[tuple[str, Callable[[], bytes]]]:
     known, count = set[str](), 0
     for base, data, members in _walked(file):
         names = _named(data, members)
-        for code, ending in enumerate(names.endings):
+        samples = np.cumsum(np.append(True, names.keys[1:] != names.keys[:-1])[: len(names.keys)])
+        codes, firsts = np.unique(names.codes[count + samples <= _SAMPLED], return_index=True)
+        for code, first in zip(codes.tolist(), firsts.tolist(), strict=True):
+            ending, k = names.endings[code], names.numbers[first]
+            begin, size = base + int(members.headers[k]) + BLOCK, int(members.sizes[k])
             if ending not in known:
-                k = names.numbers[int(np.argmax(names.codes == code))]
-                begin, size = base + int(members.headers[k]) + BLOCK, int(members.sizes[k])
                 yield ending, lambda begin=begin, size=size: bytes(stretch(file, begin, begin + size))  # type: ignore[misc]
-        known.update(names.endings)
-        count += len(names.keys)
-        if count >= _SAMPLED * max(1, len(known)):
+            known.add(ending)
+        count += int(samples[-1]) if len(samples) else 0
+        if count >= _SAMPLED:
             return
 
 
