@@ -37,8 +37,9 @@ from lightning_stream.order.bitmap import as_ids
 from lightning_stream.order.chain import PUBLIC_NAMES
 from lightning_stream.reading.bad_samples import Policy, bad_data
 from lightning_stream.reading.filters import Filters, Ids, Keep, LengthRules
-from lightning_stream.reading.reader import ReaderConfig, SampleReader
+from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.reading.stream_shards import ReaderConfig
 
 
 class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):

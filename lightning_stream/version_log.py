@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -32,7 +32,7 @@ from lightning_stream.formats.index.lengths import deleted_text, lengths_text, w
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
-Operation: TypeAlias = Literal["append", "lengths", "delete", "compact"]
+Operation: TypeAlias = Literal["append", "lengths", "delete", "column", "compact"]
 Lengths: TypeAlias = "Mapping[str, Sequence[FileEntry]]"
 CHANGES = r"versions/[0-9a-f]{16}/[0-9]{8,}\.json"
 _DIGITS = 16
@@ -47,11 +47,12 @@ class Change(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         number, parent, digest: Its number, the digest of the version before it, and of the version that it makes.
         operation: ``"append"`` adds shards and files of lengths; ``"lengths"`` replaces all files of lengths;
-            ``"delete"`` replaces the file of deleted samples; ``"compact"`` replaces all three.
+            ``"delete"`` replaces the file of deleted samples; ``"column"`` joins shards with a further column to the
+            first shards; ``"compact"`` replaces shards and lengths, and has neither deleted samples nor joined shards.
         samples, num_shards: Those of the version that it makes.
         time, message, key: When it was made, in UTC; what its writer noted; a name that no other change has, or "".
         writer: Random digits of the writer, by which it knows its own change.
-        shards, lengths, deleted: What it adds, as in index.json.
+        shards, lengths, deleted: What it adds, as in index.json; of a ``"column"``, `shards` are those that it joins.
     """
 
     number: int
@@ -110,6 +111,7 @@ class _Top(msgspec.Struct):
 
 class _Contents(msgspec.Struct):
     shards: list[msgspec.Raw]
+    joined: list[msgspec.Raw] = []
     lengths: dict[str, list[msgspec.Raw]] = {}
 
 
@@ -252,6 +254,12 @@ def publish(store: Store, version: Version, *, always: bool = True) -> None:
         return
 
 
+def with_first_key(index: bytes, key: str) -> bytes:
+    """Return the text of a new dataset's index with the key of the change that made the dataset."""
+    root = Index.from_bytes(index, INDEX_NAME).digest[:_DIGITS]
+    return with_keys(index, {"versions": msgspec.json.encode(_Origin(root, 0, (key,)))})
+
+
 def without_versions(index: bytes) -> bytes:
     """Return the text of an index without its lengths and its place in a log: that of its first writer."""
     return with_keys(index, {"lengths": None, "versions": None})
@@ -346,13 +354,17 @@ def _with(version: Version, changes: Sequence[Change], where: str, *, is_new: bo
             lengths = {name: [*lengths.get(name, ()), *added.get(name, ())] for name in {**lengths, **added}}
         elif change.operation == "lengths":
             lengths = added
+        elif change.operation == "column":
+            contents.joined = [*contents.joined, msgspec.Raw(_array(change.shards))]
+            keys["joined"] = _array(contents.joined)
         elif change.operation == "compact":
-            contents.shards, lengths, keys["deleted"] = list(change.shards), added, None
+            contents.shards, contents.joined, lengths = list(change.shards), [], added
+            keys |= {"deleted": None, "joined": None}
         else:
             keys["deleted"] = bytes(change.deleted)
     if any(change.operation in ("append", "compact") for change in changes):
-        keys["shards"] = b"[" + b", ".join(map(bytes, contents.shards)) + b"]"
-    listed = {name: b"[" + b", ".join(map(bytes, files)) + b"]" for name, files in lengths.items()}
+        keys["shards"] = _array(contents.shards)
+    listed = {name: _array(files) for name, files in lengths.items()}
     known = (*version.keys, *(change.key for change in changes if change.key))
     origin = _Origin(version.root, changes[-1].number, known)
     keys |= {"lengths": _object(listed) if listed else None, "versions": msgspec.json.encode(origin)}
@@ -363,6 +375,10 @@ def _with(version: Version, changes: Sequence[Change], where: str, *, is_new: bo
             f"{made.digest[:_DIGITS]}. Files below versions/ were changed: restore them."
         )
     return Version(origin.root, origin.number, made, known, version.published)
+
+
+def _array(texts: Iterable[msgspec.Raw]) -> bytes:
+    return b"[" + b", ".join(map(bytes, texts)) + b"]"
 
 
 def _object(texts: Mapping[str, bytes]) -> bytes:

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
-from lightning_stream.errors import AlreadyExistsError, ConflictError
-from lightning_stream.formats.hashing import digest
-from lightning_stream.formats.index import FileEntry, Index, ShardEntry
+from lightning_stream.errors import AlreadyExistsError, ConflictError, NotFoundError
+from lightning_stream.formats.hashing import digest, hashes_to_write
+from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
 from lightning_stream.formats.index.schema import MAX_FILE_BYTES
 from lightning_stream.formats.mds.encode import MdsEncoder
 from lightning_stream.formats.mds.shard import MdsShard
@@ -27,17 +29,21 @@ from lightning_stream.reading.bad_samples import bad_data
 from lightning_stream.reading.deleted import deleted_samples
 from lightning_stream.reading.filters import Evaluation
 from lightning_stream.reading.lengths import read_lengths
-from lightning_stream.reading.reader import ReaderConfig, SampleReader
+from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
-from lightning_stream.stores import open_store
+from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.stores import Store, open_store
 from lightning_stream.version_log import Edit, Version, commit, read_log, read_newest
 from lightning_stream.version_log import publish as publish_version
 from lightning_stream.writer.base import finalize_shard
-from lightning_stream.writer.lengths import put_lengths
+from lightning_stream.writer.batch import batch_columns
+from lightning_stream.writer.lengths import plain_values, put_lengths
+from lightning_stream.writer.pipeline import Pipeline
 from lightning_stream.writer.place import DatasetPlace
 from lightning_stream.writer.shard_buffer import Pool, ShardBuffer
 
 _HASH = "xxh3_128"
+_PUTS = 8  # shards of a column that are put at the same time
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class LogEntry:
 
     Attributes:
         number, digest: What `Stream(version=...)` takes; of the digest, 6 digits or more.
-        operation: ``"write"``, ``"append"``, ``"lengths"``, ``"delete"`` or ``"compact"``.
+        operation: ``"write"``, ``"append"``, ``"lengths"``, ``"delete"``, ``"column"`` or ``"compact"``.
         time: When it was made, in UTC; empty for version 0.
         num_samples, num_shards: Those of the version; None for a version 0 that is not the newest.
         message, key: What its writer noted.
@@ -148,9 +154,7 @@ def delete_rows(
     counts = [0]
 
     def edit(version: Version) -> Edit:
-        texts = (version.index.text(shard) for shard in range(len(version.index)))
-        if not all(text == base.index.text(shard) for shard, text in zip(range(len(base.index)), texts, strict=False)):
-            raise ConflictError(f"{store.url} was compacted meanwhile: its samples have other ids. Delete them again.")
+        _refuse_compacted(base.index, version.index, store)
         before = deleted_samples(ShardCache(store), version.index)
         all_deleted = np.union1d(before, given).astype("<i8")
         counts[0] = len(all_deleted) - len(before)
@@ -168,11 +172,79 @@ def delete_rows(
     return counts[0]
 
 
-def compact(out: str | os.PathLike[str], *, message: str = "", store_options: Mapping[str, Any] | None = None) -> int:
-    """Write the shards that have deleted samples again, without them, as a new version, and publish that.
+def add_column(
+    out: str | os.PathLike[str],
+    name: str,
+    encoding: str,
+    values: Callable[[dict[str, Any]], Any] | Iterable[Any] | NDArray[Any],
+    *,
+    message: str = "",
+    store_options: Mapping[str, Any] | None = None,
+    allow_unsafe_types: bool = False,
+) -> int:
+    """Add a column to all samples: a new version of the dataset has it. No shard is changed.
 
-    So other MDS readers do not see the deleted samples any more. The samples keep their order, but the ids of those
-    behind a deleted one change. The versions before keep their shards.
+    The values are put in shards of their own, one beside each shard, which readers join to it by the number of the
+    sample; readers that do not want the column do not fetch them. Ids and order of the samples stay the same. Samples
+    that are appended later need the column, too. Other MDS readers see it after `compact`.
+
+    Example::
+
+        versions.add_column("s3://bucket/train", "length", "int", lambda sample: len(sample["text"]))
+        versions.add_column("s3://bucket/train", "score", "float32", scores, message="scored by v3")
+
+    Args:
+        out: Folder or URL of the dataset.
+        name, encoding: The column, and its encoding as in `MDSWriter(columns=...)`.
+        values: A value per sample of the newest version, in its order, as ``dataset[i]`` has it without a filter; or a
+            function of a sample (a dict), which reads all samples once.
+        message: A note, which ``lightning-stream log`` shows; by default the name.
+        store_options: Options of the store.
+        allow_unsafe_types: Whether to decode the ``pkl`` encoding, which runs code that the data names.
+
+    Returns:
+        The number of samples that got a value.
+
+    Raises:
+        FileExistsError: The dataset has such a column.
+        ValueError: Another number of values, values that the encoding does not take, or an unknown encoding.
+        ConflictError: Samples were appended meanwhile for which there are no values, or the dataset was compacted.
+    """
+    store = open_store(os.fspath(out), store_options)
+    if not store.exists(INDEX_NAME):
+        raise NotFoundError(f"a column is added to a dataset; {store.url} has no {INDEX_NAME}. Check the path.")
+    place = DatasetPlace(os.fspath(out), store_options=store_options)
+    place.begin("append")
+    base = place.base
+    assert base is not None
+    schema = base.schemas[0] if base.schemas else None
+    hashes = (schema and schema.hashes) or hashes_to_write(None)
+    encoder = MdsEncoder({name: encoding}, schema and schema.compression, hashes, None)
+    shards = list[bytes]()
+    counts = [0]
+
+    def edit(version: Version) -> Edit:
+        index = version.index
+        _refuse_compacted(base, index, store)
+        if any(name in columns for columns in index.column_sets):
+            raise FileExistsError(f"{store.url} has a column {name!r} already. Choose another name.")
+        if len(index) > len(shards):
+            if shards and not callable(values):
+                raise ConflictError(f"{store.url} got new samples meanwhile, which have no values of {name!r}")
+            stream = Stream(out, version=index.digest, options=store_options)
+            with closing(_reader(stream, allow_unsafe_types)) as reader:
+                counts[0] += _put_column(place, encoder, reader, values, shards)
+        return Edit("column", shards, {}, message or name)
+
+    place.commit_edit(edit)
+    return counts[0]
+
+
+def compact(out: str | os.PathLike[str], *, message: str = "", store_options: Mapping[str, Any] | None = None) -> int:
+    """Write the shards with deleted samples or added columns again, as plain shards of a new version; publish that.
+
+    So other MDS readers do not see the deleted samples any more, and see the columns that were added. The samples keep
+    their order, but the ids of those behind a deleted one change. The versions before keep their shards.
 
     Example: ``versions.compact("s3://bucket/train")``
 
@@ -180,26 +252,26 @@ def compact(out: str | os.PathLike[str], *, message: str = "", store_options: Ma
         The number of shards that were written again.
 
     Raises:
-        ValueError: A shard with deleted samples is not of the MDS format.
+        ValueError: A shard with deleted samples or added columns is not of the MDS format.
         ConflictError: Another writer changed the dataset meanwhile; it stays as it is.
     """
     place = DatasetPlace(os.fspath(out), store_options=store_options)
     place.begin("edit")
     index, cache = place.base, ShardCache(place.store)
-    if index is None or index.deleted is None:
+    if index is None or (index.deleted is None and not index.joined):
         return 0
     ends = np.cumsum(index.shard_sizes)
     groups = np.split(gone := deleted_samples(cache, index), np.searchsorted(gone, ends)[:-1])
     entries, num_written = list[bytes](), 0
     for shard, ids in enumerate(groups):
-        if not len(ids):
+        if not len(ids) and len(index.entries(shard)) == 1:
             entries.append(index.text(shard))
             continue
         num_written += 1
         kept = np.setdiff1d(np.arange(index.shard_sizes[shard]), ids - (ends[shard] - index.shard_sizes[shard]))
         if len(kept):
             name = f"shard.{place.next_shard + num_written - 1:05}.mds"
-            entry = _written_again(place, name, cache, index.entry(shard), kept)
+            entry = _written_again(place, name, cache, index.entries(shard), kept)
             entries.append(json.dumps(entry, sort_keys=True).encode())
     mask = np.ones(index.num_samples, dtype=np.bool_)
     mask[gone] = False
@@ -211,19 +283,27 @@ def compact(out: str | os.PathLike[str], *, message: str = "", store_options: Ma
 
 
 def _written_again(
-    place: DatasetPlace, name: str, cache: ShardCache, entry: ShardEntry, kept: NDArray[np.int64]
+    place: DatasetPlace, name: str, cache: ShardCache, entries: Sequence[ShardEntry], kept: NDArray[np.int64]
 ) -> dict[str, Any]:
-    """Put a shard of some samples of another one, with the bytes that they have there; return its index entry."""
-    schema = entry.schema
-    with cache.lease(entry) as lease:
-        shard = open_shard(entry, lease.folder, allow_unsafe_types=True)  # no value is decoded
-        if not isinstance(shard, MdsShard):
-            raise ValueError(f"only shards of the MDS format can be compacted; {entry.raw.basename} is {entry.format}.")
-        encoder = MdsEncoder(schema.columns, schema.compression, schema.hashes, schema.size_limit)
-        buffer = ShardBuffer(Pool(), encoder.header_bytes)
+    """Put a shard of some samples of others that are joined, with the bytes that they have there; return its entry."""
+    schema, shards = entries[0].schema, list[MdsShard]()
+    columns = {name: encoding for entry in entries for name, encoding in entry.schema.columns.items()}
+    encoder = MdsEncoder(columns, schema.compression, schema.hashes, schema.size_limit)
+    buffer = ShardBuffer(Pool(), encoder.header_bytes)
+    with ExitStack() as leases:
+        for entry in entries:
+            folder = leases.enter_context(cache.lease(entry)).folder
+            shard = open_shard(entry, folder, allow_unsafe_types=True)  # no value is decoded
+            if not isinstance(shard, MdsShard):
+                raise ValueError(
+                    f"only shards of the MDS format can be compacted; {entry.raw.basename} is {entry.format}."
+                )
+            leases.callback(shard.close)
+            shards.append(shard)
         for number in kept.tolist():
-            buffer.add_sample([bytes(shard.stored(number))], encoder.per_sample_overhead, MAX_FILE_BYTES)
-        shard.close()
+            stored = {name: value for shard in shards for name, value in shard.stored_values(number).items()}
+            if not buffer.add_sample(encoder.join(stored), encoder.per_sample_overhead, MAX_FILE_BYTES):
+                raise ValueError(f"{name} would have more than 4 GiB; write the dataset again with a size_limit.")
     return finalize_shard(name, encoder, buffer, place)
 
 
@@ -239,10 +319,66 @@ def _checked(ids: Any, index: Index) -> NDArray[np.int64]:
 
 def _matching(stream: Stream, where: Callable[[dict[str, Any]], bool], allow_unsafe_types: bool) -> NDArray[np.int64]:
     """The ids of the samples of a version for which a function returns True."""
-    reader = SampleReader([stream], CacheDefaults(), ReaderConfig(allow_unsafe_types=allow_unsafe_types))
-    try:
+    with closing(_reader(stream, allow_unsafe_types)) as reader:
         everything = Bitmap.of_mask(np.ones(reader.snapshot.num_samples, dtype=np.bool_))
         mask = Evaluation(reader, everything, where, bad_data("raise", "raise", None, 0)).mask()
         return reader.original_ids(np.flatnonzero(mask))
+
+
+def _reader(stream: Stream, allow_unsafe_types: bool) -> SampleReader:
+    return SampleReader([stream], CacheDefaults(), ReaderConfig(allow_unsafe_types=allow_unsafe_types))
+
+
+def _refuse_compacted(base: Index, now: Index, store: Store) -> None:
+    """Raise ConflictError unless the samples of a version have the same ids in a later one."""
+    if len(now) < len(base) or any(now.text(shard) != base.text(shard) for shard in range(len(base))):
+        raise ConflictError(f"{store.url} was compacted meanwhile, so its samples have other ids. Call this again.")
+
+
+def _put_column(
+    place: DatasetPlace, encoder: MdsEncoder, reader: SampleReader, values: Any, shards: list[bytes]
+) -> int:
+    """Put a shard with a further column for each shard of a version from ``len(shards)`` on, and list them there.
+
+    Returns the number of samples that got a value.
+    """
+    (index,), (name,), ends = reader.indexes, encoder.schema.names, reader.snapshot.shard_offsets
+    begin, total = int(ends[len(shards)]), reader.snapshot.num_samples
+    if callable(values):
+        take = lambda ids: [values(reader.sample(sample_id)) for sample_id in ids.tolist()]  # noqa: E731
+    else:
+        columns, count = batch_columns({name: list(values) if isinstance(values, Iterator) else values})
+        if count != total:
+            deleted = f" (without {index.num_deleted:,} deleted ones)" if index.num_deleted else ""
+            raise ValueError(f"add_column takes a value per sample, {total:,}{deleted}; got {count:,}.")
+        take = partial(_take, plain_values(columns[name]))
+    if not total:
+        raise ValueError(f"add_column needs a dataset with samples; {index.where} has none.")
+    any_value, pipeline, pool = take(np.zeros(1, np.int64)), Pipeline[dict[str, Any]](_PUTS), Pool()
+    try:
+        for shard in range(len(shards), len(index)):
+            ids, size = np.arange(ends[shard], ends[shard + 1]), int(index.shard_sizes[shard])
+            announced = reader.read_ahead(ids) if callable(values) and len(ids) else None
+            found = take(ids)
+            reader.done_with(announced)
+            if len(ids) < size:  # deleted samples get any value, which no version shows
+                first = int(index.shard_sizes[:shard].sum())
+                rows = np.searchsorted(reader.original_ids(ids) - first, np.arange(size))
+                found = _take(found, rows.clip(max=len(ids) - 1)) if len(ids) else _take(any_value, np.zeros(size, int))
+            encoded, buffer = encoder.encode_batch({name: found}, size), ShardBuffer(pool, encoder.header_bytes)
+            if encoder.header_bytes + int(encoded.sizes.sum()) + 4 * size > MAX_FILE_BYTES:
+                raise ValueError(f"a shard must stay under 4 GiB; the values of shard {shard} have more.")
+            encoded.copy_to(buffer, 0, size)
+            buffer.sizes += encoded.sizes.tolist()
+            pipeline.submit(partial(finalize_shard, f"shard.{shard:05}.mds", encoder, buffer, place))
+        shards += [json.dumps(entry, sort_keys=True).encode() for entry in pipeline.finish()]
     finally:
-        reader.close()
+        pipeline.close()
+    return total - begin
+
+
+def _take(values: Any, rows: NDArray[np.int64]) -> Any:
+    """Some values of a column."""
+    if isinstance(values, np.ndarray):
+        return values[rows]
+    return [values[row] for row in rows.tolist()]

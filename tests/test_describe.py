@@ -246,3 +246,14 @@ def test_it_shows_no_credentials(folder: str, tmp_path: Path) -> None:
         chain = StreamingDataset(url, local=str(tmp_path), batch_size=4).describe()
     assert "HUSH" not in str(chain) + json.dumps(chain.to_json()) + repr(chain)
     assert chain["streams"].parts[0].name == f"http://127.0.0.1:{server.port}/web"
+
+
+def test_a_notebook_shows_settings_and_chain_or_why_there_is_none(folder: str, tmp_path: Path) -> None:
+    dataset = StreamingDataset(folder, shuffle=True)
+    shown = dataset._repr_html_()
+    assert shown.startswith("<pre>StreamingDataset(")
+    assert "400 samples" in shown
+    assert "batch_size=16" in StreamingDataLoader(dataset, batch_size=16)._repr_html_()
+    missing = StreamingDataset(str(tmp_path / "<nothing>"))._repr_html_()
+    assert "no such file" in missing.lower()
+    assert "<nothing>" not in missing

@@ -66,6 +66,30 @@ class Evictor:
                 self.folder.unlink(name)
         return True
 
+    def prune(self, target_bytes: int, unused_since: float | None = None) -> tuple[int, int]:
+        """Delete shards, the least recently used first, until at most so many bytes are left; none that is in use.
+
+        With `unused_since`, in seconds since the epoch, only shards that were last read before.
+
+        Returns:
+            The bytes that were deleted, and those that are left.
+        """
+        held = self.log.entries()
+        left, deleted = sum(entry.num_bytes for entry in held), 0
+        for entry in sorted(held, key=self.last_used):
+            if left <= target_bytes or (unused_since is not None and self.last_used(entry) >= unused_since):
+                break
+            if self.remove(entry):
+                self.log.forget(entry.names[0])
+                left, deleted = left - entry.num_bytes, deleted + entry.num_bytes
+        return deleted, left
+
+    def last_used(self, entry: CacheEntry) -> float:
+        """Return when a shard was last read, in seconds since the epoch; 0.0 if it is not here."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.folder.path / entry.names[0]).stat().st_mtime
+        return 0.0
+
     def _in_order(self, held: list[CacheEntry], next_use: NextUse | None) -> list[CacheEntry]:
         """Sort: first shards without a known next use, least recently used first; then those that are needed latest."""
         recent = time.time() - _RECENT_S
@@ -74,9 +98,7 @@ class Evictor:
             when = None if next_use is None else next_use(entry.names[0])
             if when is not None:
                 return (1, -when)
-            used = 0.0
-            with contextlib.suppress(FileNotFoundError):
-                used = (self.folder.path / entry.names[0]).stat().st_mtime
+            used = self.last_used(entry)
             # The needs of other jobs are not known, so a shard that was just used comes last.
             return (2 if next_use is not None and used > recent else 0, used)
 

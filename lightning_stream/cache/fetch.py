@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -217,11 +218,11 @@ class IndexFile:
         draft.write_bytes(new)
         former = index if old == new else self._former(path, old)
         self._refuse_another(former, index)
-        if former is not None and former.digest != index.digest:
+        if former is not None and (former.digest, former.schemas) != (index.digest, index.schemas):
             if old is not None and is_made:  # no store keeps it: a resume compares the files
                 publish_bytes(old, self._folder.path / version_name(former.digest), self._folder.modes)
-            now = {raw.basename: raw for raw in (index.entry(number).raw for number in range(index.num_shards))}
-            for entry in map(former.entry, range(former.num_shards)):
+            now = {entry.raw.basename: entry.raw for shard in range(len(index)) for entry in index.entries(shard)}
+            for entry in chain.from_iterable(map(former.entries, range(len(former)))):
                 if now.get(entry.raw.basename) != entry.raw:
                     self._drop(entry)
         # It was parsed before: a file that is not an index would make every later run fail.
@@ -268,4 +269,5 @@ class IndexFile:
 
 
 def _all_hashed(index: Index) -> bool:
-    return all(raw.hashes for shard in range(len(index)) for raw, _ in index.entry(shard).files)
+    entries = chain.from_iterable(map(index.entries, range(len(index))))
+    return all(raw.hashes for entry in entries for raw, _ in entry.files)

@@ -76,10 +76,11 @@ def default_folder(identity: str) -> Path:
     a user without a home, below ``lightning_stream-<uid>`` in the folder for temporary files.
     """
     tail = re.sub(r"[^A-Za-z0-9._-]+", "-", identity.split("://")[-1]).strip("-.")[-40:]
-    return _base() / f"{tail}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    return cache_root() / f"{tail}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 
 
-def _base() -> Path:
+def cache_root() -> Path:
+    """Return the folder that holds the default caches, one for each store."""
     if given := os.environ.get("LIGHTNING_STREAM_CACHE"):
         return Path(given).expanduser().absolute()
     if given := os.environ.get("XDG_CACHE_HOME"):

@@ -74,6 +74,11 @@ class UsageLog:
             if name in self._verified or (name in self._held and not only_verified):
                 self._append(["-", name])
 
+    def entries(self) -> tuple[CacheEntry, ...]:
+        """Return all shards that the cache holds or fetches now."""
+        with self._locked():
+            return tuple(self._held.values())
+
     def knows(self, name: str, *, or_verified: bool = False) -> bool:
         """Return whether the cache has fetched this file; with `or_verified`, or compared it with its hash."""
         if name in self._held or (or_verified and name in self._verified):

@@ -18,7 +18,10 @@ import lightning_stream
 from lightning_stream.cli.output import EXIT_CODES, ExitCode, Output, in_flags
 from lightning_stream.errors import LightningStreamError, MissingExtraError
 
-_COMMANDS = ("convert", "inspect", "verify", "explain", "simulate", "merge", "lengths", "log")
+_COMMANDS = (
+    "convert", "inspect", "head", "preview", "stats", "verify", "lint", "diff",
+    "pull", "cache", "merge", "lengths", "log", "explain", "simulate", "bench", "doctor",
+)  # fmt: skip
 _TRAIN = "training recipes live in the repository, not in the package; there, run: python train.py +data=flowers"
 
 
@@ -78,7 +81,7 @@ def build_parser(prog: str = "lightning-stream") -> argparse.ArgumentParser:
     """Build the parser of all commands."""
     parser = _Parser(
         prog,
-        description="Convert, inspect and verify datasets of MDS shards; explain checkpoints; simulate orders.",
+        description="Convert, inspect and verify datasets; explain checkpoints; simulate orders; check this machine.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

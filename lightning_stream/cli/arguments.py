@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeight
 from lightning_stream.order.forget import Forgotten
 from lightning_stream.reading.bad_samples import BadDataPolicy
 from lightning_stream.reading.filters import Filters, ids_of
-from lightning_stream.reading.reader import ReaderConfig, SampleReader
+from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.sources.in_place import InPlace
 from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.version_log import read_index
@@ -212,3 +215,18 @@ def _reader(
     reader = SampleReader(streams, CacheDefaults(), ReaderConfig())
     reader.indexes = tuple(dataset.index for dataset in datasets)  # which were read to find the datasets
     return Filters(None, options.filter_lengths, options.exclude_ids, BadDataPolicy()).applied(reader)
+
+
+def imported(text: str, flag: str) -> Callable[[Any], Any]:
+    """The function that ``MODULE:FUNCTION`` names. ValueError if there is none."""
+    module, colon, name = text.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"{flag} takes MODULE:FUNCTION, e.g. my_package.data:prepare; found {text!r}")
+    sys.path.insert(0, str(Path.cwd()))  # a program that is installed does not look there by itself
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{flag} {text} cannot be imported: {error}. Run the command in the module's folder"
+        ) from error
+    return found  # type: ignore[no-any-return]

@@ -15,8 +15,9 @@ import numpy as np
 import lightning_stream
 from lightning_stream.cli.arguments import Mixture, add_rules, add_store_options, add_streams, mixtures_of
 from lightning_stream.cli.output import ExitCode, Output, separated
+from lightning_stream.cli.preview import preview_path, write_preview
 from lightning_stream.errors import FormatError, NotFoundError, StateError
-from lightning_stream.order import EpochOrder, OrderConfig, Position, RunOrder, explain
+from lightning_stream.order import EpochOrder, OrderConfig, Position, RunOrder, explain, trace
 from lightning_stream.order.chain import Chain, Stage, stage_of_batches, stages_of_order, summarized
 from lightning_stream.reading.data_stages import stages_of_reader
 from lightning_stream.reading.reader import SampleReader
@@ -25,6 +26,7 @@ from lightning_stream.stores import LocalStore, Store, open_store
 HELP = "show the position of a checkpoint, and the next samples"
 EXAMPLES = """examples:
   lightning-stream explain runs/flowers
+  lightning-stream explain runs/flowers --stream shards/train --step 1234 --preview step.html
   lightning-stream explain s3://bucket/run/last.ckpt --stream s3://bucket/train
   lightning-stream explain ep1-ba400.pt --stream s3://bucket/code=0.3 --stream s3://bucket/text=0.7
 """
@@ -41,12 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a checkpoint of Lightning, Composer or plain PyTorch, or the folder of a training run",
     )
     add_streams(parser)
+    parser.add_argument("--step", type=int, metavar="N", help="show a step of its epoch, from 0; needs --stream")
+    parser.add_argument("--preview", metavar="FILE", help="write the samples of --step as a page (.html) or .png")
     add_rules(parser)
     add_store_options(parser)
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
     """Explain a checkpoint; with ``--stream``, over the data that it was trained on."""
+    path = _preview_of(options)
     name, position = _position_in(options.checkpoint, options.store_options)
     what = "samples" if position.order.packing is None else "rows"
     about: dict[str, Any] = {
@@ -60,19 +65,27 @@ def run(options: argparse.Namespace, out: Output) -> int:
         about["batch_size_changes"] = [f"{size} from {at}" for at, size in position.batch_changes]
     data: dict[str, Any] = {"samples": position.snapshot.num_samples, "shards": position.snapshot.num_shards}
     stages, upcoming = [summarized(position.snapshot), *stages_of_order(position.order)], dict[str, Any]()
+    step = dict[str, Any]()
     matching, chosen = None, False
     with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
         if options.stream:
             mixtures = mixtures_of(options.stream, options, folder)
             chosen = any(map(position.snapshot.has_streams_of, (one.snapshot for one in mixtures)))
-            matching = next((one for one in mixtures if one.snapshot.digest == position.snapshot.digest), None)
+            for mixture in mixtures:
+                here = position.converted(mixture.snapshot)
+                if here.snapshot.digest == mixture.snapshot.digest:
+                    matching, position = mixture, here
+                    break
             data["matches_stream"] = matching is not None
         buckets = position.order.buckets
         if not matching and (buckets is None or buckets.batch_tokens is None):
             about["global_batches"] = position.num_steps(None)
         if matching:
-            stages, trained, upcoming = _over(matching, position, options.forget)
+            stages, run, trained = _over(matching, position, options.forget)
+            upcoming = _next(position, run)
             about |= trained
+            if options.step is not None:
+                step = _step(matching, position, run, options.step, path)
     chain = Chain((*stages, stage_of_batches(position.order, position.batch_size, position.tail)))
     shown = {name: value for name, value in about.items() if name not in ("global_batch_size", "tail")}
     out.show({**shown, "matches_stream": data["matches_stream"]} if options.stream else shown)
@@ -80,6 +93,9 @@ def run(options: argparse.Namespace, out: Output) -> int:
     if upcoming:
         out.show({"next": separated(upcoming)})
         about["next"] = upcoming
+    if step:
+        out.show({f"step {options.step}": separated(step)})
+        about["step"] = step
     out.data = {**about, "data": data, "order": settings_of(position.order), "chain": chain.to_json()}
     if options.stream and not matching:
         out.line(
@@ -91,16 +107,23 @@ def run(options: argparse.Namespace, out: Output) -> int:
     return ExitCode.OK if matching or not options.stream else ExitCode.NO
 
 
+def _preview_of(options: argparse.Namespace) -> Path | None:
+    """The file for the samples of a step; ValueError where the step or its data is not named."""
+    if options.step is not None and not options.stream:
+        raise ValueError("--step reads the order over the data: pass --stream URL for each stream of the training run")
+    if options.preview is not None and options.step is None:
+        raise ValueError("--preview shows the samples of a step: pass --step N")
+    return None if options.preview is None else preview_path(options.preview, "--preview")
+
+
 def settings_of(order: OrderConfig) -> dict[str, Any]:
     """The order settings that are set."""
     schedule = None if order.schedule is None else order.schedule.to_state()
     return {name: value for name, value in {**asdict(order), "schedule": schedule}.items() if value is not None}
 
 
-def _over(
-    mixture: Mixture, position: Position, forget: str | None
-) -> tuple[list[Stage], dict[str, Any], dict[str, Any]]:
-    """Over the checkpoint's data: the stages of its chain, what was trained on, and the samples that come next."""
+def _over(mixture: Mixture, position: Position, forget: str | None) -> tuple[list[Stage], RunOrder, dict[str, Any]]:
+    """Over the checkpoint's data: the stages of its chain, its order, and what was trained on."""
     forgotten = mixture.forgotten(forget)
     if position.order.forgotten != (None if forgotten is None else forgotten.digest):
         own, given = position.order.forgotten, "none" if forgotten is None else f"{len(forgotten.ids):,} other ones"
@@ -118,7 +141,7 @@ def _over(
     if position.order.packing is not None:
         documents, tokens = _held(run.epoch(position.epoch), 0, position.position)
         trained |= {"documents_begun": documents, "tokens_trained_on": tokens}
-    return stages, trained, _next(position, run)
+    return stages, run, trained
 
 
 def _lengths_of(order: OrderConfig, reader: SampleReader) -> str | None:
@@ -158,6 +181,18 @@ def _next(position: Position, run: RunOrder) -> dict[str, Any]:
         if is_packed:
             documents, tokens = _held(run.epoch(batch.epoch), batch.begin, batch.end)
             found |= {"rows": batch.end - batch.begin, "documents_begun": documents, "tokens": tokens}
+    return found
+
+
+def _step(mixture: Mixture, position: Position, run: RunOrder, step: int, path: Path | None) -> dict[str, Any]:
+    """The samples of a step of the checkpoint's epoch, done or to come; with a path, also as a preview."""
+    batch = trace(run, position, step)
+    found = {"shards": sorted(set(batch.shards.tolist())), "ids": batch.ids.tolist()}
+    if path is not None:
+        samples = {number: mixture.reader.sample(number) for number in found["ids"]}
+        title = f"Epoch {batch.epoch}, step {step}"
+        write_preview(path, title, f"{len(samples):,} samples of {', '.join(mixture.snapshot.stream_names)}", samples)
+        found["preview"] = str(path)
     return found
 
 

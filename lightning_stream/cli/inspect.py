@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,13 +10,11 @@ import numpy as np
 from lightning_stream.cli.arguments import FoundDataset, add_dataset, add_store_options, datasets_at
 from lightning_stream.cli.lengths import shown_lengths
 from lightning_stream.cli.output import ExitCode, Output
-from lightning_stream.errors import StoreError
+from lightning_stream.cli.samples import classes_of, plain, reader_of
 from lightning_stream.formats.index import Index
 from lightning_stream.reading.lengths import summary
-from lightning_stream.stores import LocalStore
 
 HELP = "show columns, samples, shards, sizes and hashes of a dataset"
-_SHOWN_NUMBERS = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +31,8 @@ def run(options: argparse.Namespace, out: Output) -> int:
     described = []
     for dataset in datasets_at(options.remote, options.store_options):
         about = _description(dataset.index)
-        with suppress(StoreError, ValueError, KeyError):  # `convert` writes the class names beside the index
-            about["classes"] = json.loads(dataset.store.read("manifest.json"))["classes"]
+        if classes := classes_of(dataset):
+            about["classes"] = classes
         about |= _read(dataset, options.samples, options.store_options)
         described.append({"url": dataset.store.url, **about})
         out.line(dataset.store.url)
@@ -71,31 +66,8 @@ def _read(dataset: FoundDataset, count: int, store_options: dict[str, Any] | Non
     """What is read besides the index: a summary of each length, and the first samples."""
     if not count and not dataset.index.lengths:
         return {}
-    from lightning_stream.reading.reader import ReaderConfig, SampleReader
-    from lightning_stream.reading.stream import CacheDefaults, Stream
-
-    with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
-        local = None if isinstance(dataset.store, LocalStore) else folder
-        stream = Stream(dataset.remote, local=local, options=store_options)
-        reader = SampleReader([stream], CacheDefaults(), ReaderConfig())
-        try:
-            lengths = {name: summary(reader.lengths(name)) for name in dataset.index.lengths}
-            ids = range(min(count, reader.snapshot.num_samples))
-            samples = ({name: _plain(value) for name, value in reader.sample(number).items()} for number in ids)
-            shown = {f"sample_{number}": sample for number, sample in enumerate(samples)}
-            return {**({"lengths": lengths} if lengths else {}), **shown}
-        finally:
-            reader.close()
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON; for one that would fill the screen its kind and size, e.g. ``JPEG 320x263``."""
-    if isinstance(value, (bytes, bytearray)):
-        return f"{len(value):,} bytes"
-    if hasattr(value, "getbands"):  # an image of Pillow
-        return f"{value.format or value.mode} {value.width}x{value.height}"
-    if hasattr(value, "shape"):
-        small = isinstance(value, (np.ndarray, np.generic)) and value.size <= _SHOWN_NUMBERS
-        return value.tolist() if small else f"{value.dtype}{list(value.shape)}"
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return value if len(text) <= 90 and value is not None else f"{text[:87]}..."
+    with reader_of(dataset, store_options) as reader:
+        lengths = {name: summary(reader.lengths(name)) for name in dataset.index.lengths}
+        ids = range(min(count, reader.snapshot.num_samples))
+        shown = {f"sample_{k}": {name: plain(value) for name, value in reader.sample(k).items()} for k in ids}
+        return {**({"lengths": lengths} if lengths else {}), **shown}

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
-from importlib import import_module
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from lightning_stream.cli.arguments import add_dataset, add_store_options, datasets_at
+from lightning_stream.cli.arguments import add_dataset, add_store_options, datasets_at, imported
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.order.chain import counted
 from lightning_stream.reading.lengths import summary
@@ -48,7 +46,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     """Add the lengths to every dataset at the path or URL, and print what they are."""
     from lightning_stream.convert import add_lengths
 
-    functions = dict.fromkeys(options.column, len if options.by is None else _function(options.by))
+    functions = dict.fromkeys(options.column, len if options.by is None else imported(options.by, "--by"))
     described = []
     for dataset in datasets_at(options.remote, options.store_options):
         added = add_lengths(
@@ -71,15 +69,3 @@ def run(options: argparse.Namespace, out: Output) -> int:
 def shown_lengths(lengths: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Any]:
     """Summaries of lengths as text, by their names."""
     return {"lengths": {name: counted(one) for name, one in lengths.items()}} if lengths else {}
-
-
-def _function(text: str) -> Callable[[Any], int]:
-    module, colon, name = text.partition(":")
-    if not (module and colon and name):
-        raise ValueError(f"--by takes MODULE:FUNCTION, e.g. my_tokenizer:count_tokens; found {text!r}")
-    sys.path.insert(0, str(Path.cwd()))  # a program that is installed does not look there by itself
-    try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--by {text} cannot be imported: {error}. Run the command in the module's folder") from error
-    return found  # type: ignore[no-any-return]

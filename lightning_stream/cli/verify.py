@@ -72,7 +72,7 @@ def _verify(dataset: FoundDataset, shards: range, num_workers: int, out: Output)
             for problem in check.result():
                 corrupt.append({"shard": shard, "error": problem})
                 out.line(f"shard {shard}: {problem}")
-            for raw, compressed in index.entry(shard).files:
+            for raw, compressed in (pair for entry in index.entries(shard) for pair in entry.files):
                 names = {*raw.hashes, *(compressed.hashes if compressed else ())}
                 hashes, num_unhashed = hashes | names, num_unhashed + (not names)
                 num_bytes += (compressed or raw).num_bytes
@@ -97,13 +97,13 @@ def _verify(dataset: FoundDataset, shards: range, num_workers: int, out: Output)
 
 def _problems(dataset: FoundDataset, shard: int, folder: Path) -> list[str]:
     """What is wrong with the files of a shard: at most one problem a file."""
-    entry = dataset.index.entry(shard)
-    if entry.raw.origin is not None:
-        return _problems_in_place(dataset.store, entry, folder / f"{shard}")
-    drafts = (folder / f"{shard}-{number}" for number in range(len(entry.files)))
+    entries = dataset.index.entries(shard)
+    if entries[0].raw.origin is not None:
+        return _problems_in_place(dataset.store, entries[0], folder / f"{shard}")
+    files = [(entry.schema.compression, *pair) for entry in entries for pair in entry.files]
     found = (
-        _problem(dataset.store, raw, compressed, entry.schema.compression, draft)
-        for (raw, compressed), draft in zip(entry.files, drafts, strict=True)
+        _problem(dataset.store, raw, compressed, codec, folder / f"{shard}-{number}")
+        for number, (codec, raw, compressed) in enumerate(files)
     )
     return list(filter(None, found))
 

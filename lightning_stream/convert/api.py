@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -39,7 +40,7 @@ def convert(
     columns: Mapping[str, str] | None = None,
     compression: str | None = "auto",
     hashes: Iterable[str] | None = None,
-    size_limit: int | str | None = "64mb",
+    size_limit: int | str | None = "auto",
     num_workers: int | None = None,
     kind: str | None = None,
     transform: Callable[[dict[str, Any]], Any] | None = None,
@@ -85,7 +86,11 @@ def convert(
         compression: E.g. ``"zstd"`` or ``"zstd:7"``; None for none. ``"auto"`` is zstd, but none where a column holds
             images, sound or video, which are compressed already.
         hashes: Digests of every file that the index holds; None for ``["xxh3_64"]``, ``[]`` for none.
-        size_limit: Bytes of a shard, as a number or ``"64mb"``.
+        size_limit: Bytes of a shard, as a number or ``"64mb"``. ``"auto"``: each piece of a source that
+            `StreamingDataset` can read in place becomes a shard, e.g. a row group of Parquet. Then the samples have the
+            same ids and the same order, and a training run that read the source continues on the dataset. It is 64 MB
+            for other sources, and with transforms, ``shuffle``, ``val_fraction``, rules for nulls or
+            ``partition_bytes``, which write other rows or shards.
         num_workers: Processes; None for one per processor. 1 writes in this process.
         kind: The kind of the files, where their names do not show it: ``parquet``, ``jsonl``, ``csv``, ``images``...
         transform: Called with each row (a dict); returns a sample, None to drop the row, or an iterable of samples. It
@@ -135,7 +140,7 @@ def convert(
         writer={
             "compression": "auto" if compression == "auto" else check_compression(compression),
             "hashes": list(hashes_to_write(hashes)),
-            "size_limit": None if size_limit is None else parse_bytes(size_limit, "size_limit"),
+            "size_limit": size_limit if size_limit in (None, "auto") else parse_bytes(size_limit, "size_limit"),
         },
         transform=Transform(transform, transform_partition),
         nulls=NullRule(dict(fill_nulls or {}), drop_nulls),
@@ -169,7 +174,10 @@ def _converted(conversion: Conversion, num_workers: int, progress_bar: bool) -> 
     found = replace(source, files=files).find_columns(asked)
     done = []
     for split, files in source.splits.items():
-        part, out = replace(source, files=files, splits={}), conversion.out_of(split)
+        reader = copy(source.reader)
+        if not reader.is_listing:  # the classes of images are those of all splits
+            reader.begin(files)
+        part, out = replace(source, files=files, splits={}, reader=reader), conversion.out_of(split)
         done.append(replace(conversion, source=part, out=out, found=found).run(num_workers, progress_bar))
     options = conversion.store_options or {}
     result = read_manifest(conversion.uri, **(options if is_remote(conversion.uri) else {}))

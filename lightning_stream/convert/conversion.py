@@ -17,10 +17,11 @@ from lightning_stream.convert.shuffle import Shuffle, shuffled_listing
 from lightning_stream.convert.task import TRAIN, VAL, PartitionTask, Transform, ValidationSplit
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.fingerprint import function_text
-from lightning_stream.formats.index import INDEX_NAME
+from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.processes import Progress, run_partitions
-from lightning_stream.sources.base import Found, Partition, Source
+from lightning_stream.sources.base import Found, InputSplit, Partition, Piece, Source, partitions_of, read_splits
 from lightning_stream.sources.files import check_unchanged
+from lightning_stream.sources.in_place import shards_text
 from lightning_stream.sources.nulls import NullRule
 from lightning_stream.stores import Store
 from lightning_stream.version_log import read_index, without_versions
@@ -29,7 +30,9 @@ from lightning_stream.writer.lengths import LengthFunctions, check_measurable
 from lightning_stream.writer.place import DatasetPlace, digest_of
 
 _LOG = logging.getLogger(__name__)
-_VERSION = 3
+_VERSION = 4
+_SHARD_BYTES = 64 << 20
+_MAX_PIECE_BYTES = 1 << 30
 _MEDIA = ("jpeg", "png", "jpeg_array", "jpegarray", "list[jpeg]", "list[png]", "audio", "video")
 _REPLACE = "pass overwrite=True"
 _FILL = "Fill them (fill_nulls={column: value}), drop the rows (drop_nulls=True), or ask for 'json' in columns=."
@@ -65,6 +68,7 @@ class Conversion:
             "version": _VERSION,
             "columns": self.columns,
             **self.writer,
+            "size_limit": self._size_limit,
             "transform": function_text(self.transform.function),
             "nulls": asdict(self.nulls),
             "val_fraction": self.val_fraction,
@@ -97,6 +101,13 @@ class Conversion:
         """Where a split goes: a folder below ``out``."""
         return tuple(f"{one}/{split}" for one in self.out) if isinstance(self.out, tuple) else f"{self.out}/{split}"
 
+    @property
+    def by_piece(self) -> bool:
+        """Whether each piece of the source becomes a shard, as where it is read in place, which keeps the order."""
+        has_all_rows = self.transform.function is None and self.nulls == NullRule() and self.val_fraction is None
+        is_free = self.writer["size_limit"] == "auto" and self.partition_bytes is None and not self.shuffle
+        return has_all_rows and is_free and self.source.has_pieces and bool(self.source.files[0].root)
+
     def run(self, num_workers: int, progress_bar: bool) -> ConversionResult:
         """Write what is missing, and publish it."""
         with alone(self.uri):
@@ -104,18 +115,24 @@ class Conversion:
             if len(held) == len(self.outs):
                 return ConversionResult.of(self.uri, held)
             self._refuse_other()
-            found, columns = self._columns()
             num_bytes = self.partition_bytes or self.source.partition_bytes
+            found = self.found or self.source.find_columns(self.columns if self.transform.function is None else None)
+            splits, by_piece = self._splits(found, num_bytes)
+            columns = self._columns(found, splits)
             shuffle = Shuffle.plan(self.source, self.uri, self.fingerprint, num_bytes, self.seed, self.tmp_dir)
             if self.force:
                 shuffle.clean()
-            specs = {split: self._spec(out, columns, found) for split, out in self.outs.items() if split not in held}
+            limit = None if by_piece else _SHARD_BYTES if self._size_limit == "auto" else self._size_limit
+            specs = {
+                split: self._spec(out, columns, found, limit) for split, out in self.outs.items() if split not in held
+            }
             begun = {split: Publication.begin(spec, self.overwrite, _REPLACE) for split, spec in specs.items()}
             done = frozenset.intersection(*(frozenset() if self.force else each.done for each in begun.values()))
             if done:
                 _LOG.info("continuing an earlier run: %d partitions are written already", len(done))
-            task = self._task(found, columns, specs)
-            receipts = self._write(task, shuffle, done, num_workers, progress_bar)
+            task = self._task(found, columns, specs, by_piece)
+            partitions = partitions_of(splits, num_bytes)
+            receipts = self._write(task, partitions, shuffle, done, num_workers, progress_bar)
             in_order = {split: [receipts[number][split] for number in sorted(receipts)] for split in specs}
             try:
                 for split in begun:
@@ -128,7 +145,8 @@ class Conversion:
             check_unchanged(self.source.files)
             for split, publication in begun.items():
                 about = {**_as_json({**found.about, "read": found.columns}), **self.about}
-                publication.publish(in_order[split], True, about)
+                digest = self._source_digest(splits, in_order[split]) if by_piece else ""
+                publication.publish(in_order[split], True, about, digest)
             shuffle.clean()
             return replace(ConversionResult.of(self.uri, self._held()), is_new=True)
 
@@ -167,39 +185,79 @@ class Conversion:
                 "another folder."
             )
 
-    def _columns(self) -> tuple[Found, dict[str, str]]:
-        """What is read, and what is written."""
-        is_plain = self.transform.function is None
-        found = self.found or self.source.find_columns(self.columns if is_plain else None)
-        if is_plain or self.columns is not None:
-            return found, dict(self.columns or found.columns)
-        reader = self.source.reader
-        splits = reader.input_splits(self.source.files[0], self.partition_bytes or self.source.partition_bytes)
-        for sample, _ in islice(self.transform.samples(reader.read(splits, found.columns), ""), 1):
-            return found, infer_columns(sample)
-        raise ValueError("transform returned no sample for the first file, to infer columns from. Pass columns=.")
+    @property
+    def _size_limit(self) -> int | str | None:
+        limit = self.writer["size_limit"]
+        return limit if self.by_piece or limit != "auto" else _SHARD_BYTES
 
-    def _spec(self, out: Any, columns: Mapping[str, str], found: Found) -> OutputSpec:
-        writer = {**self.writer, "max_workers": 1, "lengths": self.lengths}
+    def _splits(self, found: Found, num_bytes: int) -> tuple[list[InputSplit], bool]:
+        """The parts of the source, and whether each becomes a shard."""
+        source = self.source
+        if self.shuffle and source.reader.is_listing:
+            source = shuffled_listing(source, self.seed)
+        splits = source.cut(found.columns, num_bytes, by_piece=self.by_piece)
+        largest = max(splits, key=lambda one: one.num_bytes, default=None)
+        if not self.by_piece or largest is None or largest.num_bytes <= _MAX_PIECE_BYTES:
+            return splits, self.by_piece
+        _LOG.warning(
+            "%s has a piece of %d MB, which is too large for a shard. Shards of 64 MB are written; their order is not "
+            "that of the source where it is read in place.",
+            largest.file.uri, largest.num_bytes >> 20,
+        )  # fmt: skip
+        return splits, False
+
+    def _source_digest(self, splits: Sequence[InputSplit], receipts: Sequence[Receipt]) -> str:
+        """The digest of the source where it is read in place; empty if its files have names that no index may have."""
+        rows = [count for receipt in receipts for count in receipt.rows]
+        shards = [
+            (one.file, Piece(one.begin, one.end or one.file.num_bytes, count, one.num_bytes, one.settings))
+            for one, count in zip(splits, rows, strict=True)
+            if count
+        ]
+        try:
+            text = b"{" + shards_text(self.source.reader.kind, {"row": "bytes"}, shards) + b"}"
+            return Index.from_bytes(text, self.source.name).digest
+        except FormatError:
+            return ""
+
+    def _columns(self, found: Found, splits: Sequence[InputSplit]) -> dict[str, str]:
+        """What is written."""
+        if self.transform.function is None or self.columns is not None:
+            return dict(self.columns or found.columns)
+        batches = read_splits(self.source.reader, splits, found.columns)
+        for sample, _ in islice(self.transform.samples(batches, ""), 1):
+            return infer_columns(sample)
+        raise ValueError("transform returned no sample to infer columns from. Pass columns=.")
+
+    def _spec(self, out: Any, columns: Mapping[str, str], found: Found, size_limit: Any) -> OutputSpec:
+        writer = {**self.writer, "size_limit": size_limit, "max_workers": 1, "lengths": self.lengths}
         if writer["compression"] == "auto":
             media = () if self.transform.function is not None else found.media
             is_media = any(kind in _MEDIA or name in media for name, kind in columns.items())
             writer["compression"] = None if is_media else "zstd"
         return OutputSpec(out, self.keep_local, self.store_options, columns, writer, self.fingerprint)
 
-    def _task(self, found: Found, columns: Mapping[str, str], specs: Mapping[str, OutputSpec]) -> PartitionTask:
+    def _task(
+        self, found: Found, columns: Mapping[str, str], specs: Mapping[str, OutputSpec], by_piece: bool
+    ) -> PartitionTask:
         split = None
         if self.val_fraction is not None:
             hashed = {name: columns[name] for name in found.identity if name in columns} or columns
             split = ValidationSplit(self.val_fraction, self.seed, self.group_by, hashed)
         check_measurable(self.lengths, columns)
-        strict = self.columns is None
+        reader, strict = self.source.reader, self.columns is None
         return PartitionTask(
-            self.source.reader, found.columns, columns, specs, self.transform, self.nulls, split, strict, self.lengths
+            reader, found.columns, columns, specs, self.transform, self.nulls, split, strict, self.lengths, by_piece
         )
 
     def _write(
-        self, task: PartitionTask, shuffle: Shuffle, done: frozenset[int], num_workers: int, progress_bar: bool
+        self,
+        task: PartitionTask,
+        partitions: Sequence[Partition],
+        shuffle: Shuffle,
+        done: frozenset[int],
+        num_workers: int,
+        progress_bar: bool,
     ) -> dict[int, dict[str, Receipt]]:
         """The receipts of all partitions, by number and split."""
 
@@ -211,10 +269,7 @@ class Conversion:
 
             return run_partitions(task.run, pieces, num_workers, report)
 
-        is_listing = self.source.reader.is_listing
-        source = shuffled_listing(self.source, self.seed) if self.shuffle and is_listing else self.source
-        partitions = source.partitions(self.partition_bytes or source.partition_bytes)
-        if self.shuffle and not is_listing:
+        if self.shuffle and not self.source.reader.is_listing:
             receipts = shuffle.write(task, partitions, done, run)
         else:
             receipts = run(task, [each for each in partitions if each.number not in done], "converting")

@@ -80,8 +80,8 @@ def add_lengths(
     place.begin("edit")
     index = place.base
     assert index is not None
-    for schema in index.schemas:
-        check_measurable(functions, schema.names)
+    for columns in index.column_sets:
+        check_measurable(functions, columns)
     held = _held(index, functions, overwrite)
     partitions = _partitions(index)
     progress = Progress(len(partitions), "reading") if progress_bar else lambda _: None
@@ -116,17 +116,17 @@ class _Shards:
     """Some shards in a row, which one process reads."""
 
     number: int
-    entries: tuple[ShardEntry, ...]
+    entries: tuple[tuple[ShardEntry, ...], ...]  # of each shard, and of those joined to it
 
     def __str__(self) -> str:
-        return f"the lengths of {self.entries[0].raw.basename} to {self.entries[-1].raw.basename}"
+        return f"the lengths of {self.entries[0][0].raw.basename} to {self.entries[-1][0].raw.basename}"
 
 
 def _partitions(index: Index) -> list[_Shards]:
     groups = (np.cumsum(index.raw_bytes) - index.raw_bytes) // _PARTITION_BYTES
     firsts = np.flatnonzero(np.diff(groups, prepend=-1)).tolist()
     parts = enumerate(pairwise([*firsts, len(index)]))
-    return [_Shards(k, tuple(map(index.entry, range(begin, end)))) for k, (begin, end) in parts]
+    return [_Shards(k, tuple(map(index.entries, range(begin, end)))) for k, (begin, end) in parts]
 
 
 def _joined(names: Iterable[str], parts: Sequence[Lengths]) -> Lengths:
@@ -152,17 +152,24 @@ class _Measuring:
         ):
             in_place, copied = ShardCache(store), ShardCache(store, folder)
             is_local = isinstance(store, LocalStore)
-            caches = (in_place if is_local and entry.compressed is None else copied for entry in partition.entries)
-            fetches = [pool.submit(cache.ensure, entry) for cache, entry in zip(caches, partition.entries, strict=True)]
-            for entry, fetch in zip(partition.entries, fetches, strict=True):
-                found += self._of_shard(entry, fetch.result())
+            cache_of = lambda entry: in_place if is_local and entry.compressed is None else copied  # noqa: E731
+            fetches = [
+                [(entry, pool.submit(cache_of(entry).ensure, entry)) for entry in entries]
+                for entries in partition.entries
+            ]
+            for parts in fetches:
+                found += self._of_shard([(entry, fetch.result()) for entry, fetch in parts])
         return _joined(self.functions, found)
 
-    def _of_shard(self, entry: ShardEntry, folder: Path) -> Iterator[Lengths]:
-        shard = open_shard(entry, folder, allow_unsafe_types=self.allow_unsafe_types)
+    def _of_shard(self, parts: Sequence[tuple[ShardEntry, Path]]) -> Iterator[Lengths]:
+        """The lengths of the samples of a shard and those joined to it."""
+        unsafe, num_samples = self.allow_unsafe_types, parts[0][0].num_samples
+        shards = [open_shard(entry, folder, allow_unsafe_types=unsafe) for entry, folder in parts]
         try:
-            for begin in range(0, entry.num_samples, _ROWS):
-                rows = np.arange(begin, min(begin + _ROWS, entry.num_samples))
-                yield measure_batch(self.functions, shard.columns(rows), len(rows), entry.schema.names)
+            for begin in range(0, num_samples, _ROWS):
+                rows = np.arange(begin, min(begin + _ROWS, num_samples))
+                columns = {name: values for shard in shards for name, values in shard.columns(rows).items()}
+                yield measure_batch(self.functions, columns, len(rows), columns)
         finally:
-            shard.close()
+            for shard in shards:
+                shard.close()

@@ -41,6 +41,7 @@ class Receipt:
     nulls: Mapping[str, int] = field(default_factory=dict)  # null values by column
     lengths: Mapping[str, Sequence[FileEntry]] = field(default_factory=dict)  # their files, named like the shards'
     refused: str = ""  # why a value could not be written
+    rows: Sequence[int] = ()  # the rows of each piece, where each is a shard
 
     @property
     def is_good(self) -> bool:
@@ -81,7 +82,7 @@ class OutputSpec:
 
     out: Any
     keep_local: bool
-    store_options: Mapping[str, Any] | None
+    store_options: Mapping[str, Any] | None = field(repr=False)  # may hold credentials
     columns: Mapping[str, str]
     writer: Mapping[str, Any]
     fingerprint: str
@@ -100,6 +101,10 @@ class OutputSpec:
     def store(self) -> Store:
         """The store where the dataset stays."""
         return self.place.store
+
+    def folder_of(self, number: int) -> str:
+        """The folder of a partition's files, below the dataset's root."""
+        return f"part-{number:05}"
 
     def receipt(self, number: int) -> Receipt:
         """Read the receipt of a partition; NotFoundError if it is not written."""
@@ -134,9 +139,10 @@ class PartitionWriter(MDSWriter):
         """Add rows that are bytes of these columns already, with their lengths."""
         self._add_encoded(self._encoder or self._open(None, None), batch, lengths)
 
-    def receipt(self, begins: str, nulls: Mapping[str, int]) -> Receipt:
+    def receipt(self, begins: str, nulls: Mapping[str, int], rows: Sequence[int] = ()) -> Receipt:
         """Return the receipt of the finished partition."""
-        return Receipt(self.number, begins, self.num_samples, tuple(self.shards), nulls, lengths=self.length_files)
+        about = {"lengths": self.length_files, "rows": rows}
+        return Receipt(self.number, begins, self.num_samples, tuple(self.shards), nulls, **about)  # type: ignore[arg-type]
 
 
 class _PartitionPlace(DatasetPlace):
@@ -145,7 +151,7 @@ class _PartitionPlace(DatasetPlace):
     def __init__(self, spec: OutputSpec, number: int) -> None:
         super().__init__(spec.out, spec.keep_local, spec.store_options)
         self.mode = "overwrite"
-        self._folder = f"part-{number:05}"
+        self._folder = spec.folder_of(number)
 
     def begin(self, *_: Any) -> None:
         pass

@@ -12,8 +12,8 @@ from typing import Any
 
 from lightning_stream.convert.partition import CONTROL, OutputSpec, Receipt, index_bytes, is_receipt
 from lightning_stream.errors import NotFoundError, StoreError
-from lightning_stream.formats.index import INDEX_NAME
-from lightning_stream.formats.index.lengths import with_lengths
+from lightning_stream.formats.index import INDEX_NAME, Index
+from lightning_stream.formats.index.lengths import with_keys, with_lengths
 from lightning_stream.shared_files import FileLock
 from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.stores.drafts import sweep_drafts
@@ -70,17 +70,22 @@ class Publication:
         if not any(name.startswith("part-") and name.endswith(INDEX_NAME) for name in before[0]):
             self.place.sweep(before, _PARTS, (), former=False)
 
-    def publish(self, receipts: Sequence[Receipt], merge_index: bool, about: Mapping[str, Any]) -> None:
+    def publish(
+        self, receipts: Sequence[Receipt], merge_index: bool, about: Mapping[str, Any], source_digest: str = ""
+    ) -> None:
         """Check that all files are there, put the index, and remove what belongs to no committed attempt.
 
         The receipts are those of all partitions, in their order. `merge_index`: one index over all; else one in each
-        partition's folder. The manifest holds `about` too.
+        partition's folder. The manifest holds `about` too. `source_digest`: see `Index`, "" for none.
 
         Raises:
             StoreError: A file that a receipt lists is not at the place as this process sees it.
             FileExistsError, ConflictError: Another writer changed the dataset meanwhile; it stays as that one left it.
         """
         place, index = self.place, index_bytes(receipts)
+        if source_digest:
+            former = {"digest": Index.from_bytes(index, place.store.url).digest, "source": source_digest}
+            index = with_keys(index, {"converted_from": json.dumps(former).encode()})
         wanted = {name: size for receipt in receipts for name, size in receipt.files().items()}
         before = place.listing()
         for store, seen in zip(place.stores, before, strict=True):

@@ -21,7 +21,7 @@ from lightning_stream.convert.partition import (
     row_bytes,
 )
 from lightning_stream.formats.mds.encode import MdsEncoder
-from lightning_stream.sources.base import Batch, Partition, Reader, Row, batched
+from lightning_stream.sources.base import Batch, InputSplit, Partition, Reader, Row, batched, read_splits
 from lightning_stream.sources.nulls import NullRule
 from lightning_stream.writer.lengths import LengthFunctions, measure_batch
 
@@ -140,6 +140,7 @@ class PartitionTask:
     split: ValidationSplit | None  # None if there is one dataset
     strict: bool  # whether the columns were inferred, so that a value beyond them is refused
     lengths: LengthFunctions  # what readers get before any sample, by name
+    by_piece: bool  # whether each piece of the source becomes a shard
 
     def run(self, partition: Partition) -> dict[str, Receipt]:
         """Write a partition, and then its receipts; return them by split."""
@@ -149,22 +150,30 @@ class PartitionTask:
             with ExitStack() as open_writers:
                 for writer in writers.values():
                     open_writers.enter_context(writer)
-                for batch in self._batches(partition):
-                    with _refused_at(batch.where):
-                        self._write(batch.rows, writers, nulls)
+                rows = self._fill(writers, partition, nulls)
         except RefusedError as error:
             return {split: Receipt(number, "", refused=str(error)) for split in writers}
-        return {split: self.specs[split].put(writer.receipt("", nulls)) for split, writer in writers.items()}
+        return {split: self.specs[split].put(writer.receipt("", nulls, rows)) for split, writer in writers.items()}
+
+    def _fill(self, writers: Mapping[str, PartitionWriter], partition: Partition, nulls: dict[str, int]) -> list[int]:
+        """Write all rows; return how many each piece has, where each becomes a shard."""
+        ends = []
+        for splits in [(one,) for one in partition.splits] if self.by_piece else [partition.splits]:
+            for batch in self._batches(splits, str(partition)):
+                with _refused_at(batch.where):
+                    self._write(batch.rows, writers, nulls)
+            for writer in writers.values() if self.by_piece else ():
+                writer.flush_shard()
+                ends.append(writer.num_samples)
+        return np.diff(ends, prepend=0).tolist() if ends else []  # type: ignore[no-any-return]
 
     def writer(self, spec: OutputSpec, number: int) -> PartitionWriter:
         """Take the rows of a partition that belong to a split."""
         return PartitionWriter(spec, number)
 
-    def _batches(self, partition: Partition) -> Iterator[Batch]:
-        batches = _refusing(self.reader.read(partition.splits, self.read))
-        if self.transform.function is None:
-            return batches
-        return batched(self.transform.samples(batches, str(partition)))
+    def _batches(self, splits: Sequence[InputSplit], where: str) -> Iterator[Batch]:
+        batches = _refusing(read_splits(self.reader, splits, self.read, by_column=self.by_piece))
+        return batches if self.transform.function is None else batched(self.transform.samples(batches, where))
 
     @cached_property
     def _encoder(self) -> MdsEncoder:

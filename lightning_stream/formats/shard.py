@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -46,10 +46,11 @@ class Shard(Protocol):
     def sample(self, index: int) -> dict[str, Any]:
         """Return one sample; IndexError unless 0 <= index < num_samples, FormatError if it is damaged."""
 
-    def columns(self, indices: NDArray[np.int64]) -> Batch:
+    def columns(self, indices: NDArray[np.int64], names: Collection[str] | None = None) -> Batch:
         """Return samples as columns: an array (n, *shape) for fixed-size columns, a list of n values for others.
 
-        `indices` is int64[n], each 0 <= index < num_samples, in any order, repeats allowed.
+        `indices` is int64[n], each 0 <= index < num_samples, in any order, repeats allowed. Columns that are not in
+        `names` (None: all) are not decoded.
         """
 
     def close(self) -> None:
@@ -65,19 +66,31 @@ def corrupt_error(where: str, index: int, column: str, error: BaseException) -> 
 
 
 def open_shard(
-    entry: ShardEntry, folder: Path, *, allow_unsafe_types: bool = False, decoders: Decoders | None = None
+    entry: ShardEntry,
+    folder: Path,
+    *,
+    allow_unsafe_types: bool = False,
+    decoders: Decoders | None = None,
+    columns: Collection[str] | None = None,
 ) -> Shard:
     """Open a shard whose raw files are present below ``folder``, the dataset's local root.
 
     With ``allow_unsafe_types``, columns are read whose decoding can run code (``pkl``). ``decoders`` has functions from
-    bytes, by column name, that replace the column's own decoding (MDS only).
+    bytes, by column name, that replace the column's own decoding (MDS only). ``columns`` are those that are read; None
+    for all.
 
-    FormatError if the files do not match the index; ValueError for an encoding that is unknown, or not allowed.
+    FormatError if the files do not match the index; ValueError for an encoding that is unknown, or not allowed, or if
+    columns are chosen of a format that has to be read whole.
     """
     # imported here, since these modules import this one
     from lightning_stream.formats.mds.shard import MdsShard
     from lightning_stream.formats.rows import RowShard
 
     if entry.format == "mds":
-        return MdsShard(entry, folder, allow_unsafe_types=allow_unsafe_types, decoders=decoders)
+        return MdsShard(entry, folder, allow_unsafe_types=allow_unsafe_types, decoders=decoders, columns=columns)
+    if columns is not None:
+        raise ValueError(
+            f"columns= takes some columns of MDS shards; {entry.raw.basename} is {entry.format}. Omit columns=, or "
+            "convert the dataset."
+        )
     return RowShard(entry, folder)

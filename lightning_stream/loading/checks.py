@@ -95,7 +95,7 @@ def _packed_ratio(reader: SampleReader) -> float:
     raw = packed = 0
     for index in reader.indexes:
         for number in range(0, index.num_shards, max(1, index.num_shards // 16)):
-            for file, compressed in index.entry(number).files:
+            for file, compressed in (pair for entry in index.entries(number) for pair in entry.files):
                 raw += file.num_bytes
                 packed += 0 if compressed is None else compressed.num_bytes
     return packed / max(1, raw)

@@ -209,14 +209,16 @@ class IndexedSamples:
     def evict_shard(self, shard_id: int) -> bool:
         """Delete a shard from the cache folder; False where it is not there, or another process reads it."""
         reader = self._streaming_source.reader
-        cache, entry = reader.entry(shard_id)
         reader.close()  # what is open cannot be evicted
-        return cache.evict(entry)
+        found = map(reader.entry, reader.shards.with_joined(np.array([shard_id])).tolist())
+        return [cache.evict(entry) for cache, entry in found][0]  # noqa: RUF015 - those joined to it go with it
 
     @Readable
     def cache_usage(self) -> int:
         """Bytes of the shards in the cache folders."""
-        entries = map(self._streaming_source.reader.entry, range(self._streaming_source.snapshot.num_shards))
+        reader = self._streaming_source.reader
+        numbers = reader.shards.with_joined(np.arange(reader.snapshot.num_shards))
+        entries = map(reader.entry, numbers.tolist())
         return sum(raw.num_bytes for cache, entry in entries if cache.present(entry) for raw, _ in entry.files)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from html import escape
 from typing import Any
 
+from lightning_stream.errors import LightningStreamError
 from lightning_stream.loading.plain import PlainIterations
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
@@ -25,11 +27,21 @@ from lightning_stream.order.tracing import Explanation, TracedBatch
 from lightning_stream.reading.data_stages import stages_of_reader
 
 
+def _as_html(shown: Any) -> str:
+    """How a notebook shows a dataset or a loader: its settings and its chain, or why its indexes cannot be read."""
+    try:
+        chain = str(shown.describe(count_rows=False))
+    except (LightningStreamError, ValueError) as error:
+        chain = str(error)
+    return f"<pre>{escape(f'{shown!r}')}\n\n{escape(chain)}</pre>"
+
+
 class DatasetQuestions:
     """The part of a `StreamingDataset` that answers questions about its run."""
 
     _streaming_source: SampleSource
     _streaming_plain: PlainIterations
+    _repr_html_ = _as_html
 
     def describe(self, count_rows: bool | None = None) -> Chain:
         """The chain from the streams to this rank's batches: settings, counts and a digest of every stage.
@@ -87,6 +99,7 @@ class LoaderQuestions:
     settings: Any
     accumulate: int
     evaluation: bool
+    _repr_html_ = _as_html
 
     def describe(self, count_rows: bool | None = None) -> Chain:
         """The chain from the streams to this rank's batches, in the current epoch; see `StreamingDataset.describe`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -10,6 +11,11 @@ from lightning_stream.errors import SnapshotMismatch, StateError
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.order import BatchPlan, OrderConfig, Position, is_mosaic_state, mosaic_config, mosaic_position
 
+_log = logging.getLogger(__name__)
+_CONVERTED = (
+    "The data was converted since this state was saved. Its samples and their order are the same, so the training run "
+    "continues exactly (digest of the data: %s, now %s)."
+)
 _CHECKED_POSITIONS = 2**22  # beyond what takes about a second, a state's checksum must do
 _OTHER_BATCHES = (
     "shuffle_algo={algorithm!r} with batching_method={method!r} has other global batches on this number of nodes and "
@@ -48,6 +54,10 @@ def position_in(
     size, tail, world = settings.global_batch_size, settings.tail, settings.world
     ours = None if is_mosaic_state(state) else Position.from_state(state)
     run = source.order(mosaic_config(state, settings.order) if ours is None else settings.order)
+    if ours is not None and (moved := ours.converted(run.snapshot)) is not ours:
+        if world.rank == 0:
+            _log.info(_CONVERTED, ours.snapshot.digest, moved.snapshot.digest)
+        ours = moved
     try:
         accepted = [] if ours is None else ours.check(run, tail=tail, on_mismatch=on_mismatch)
     except SnapshotMismatch as error:

@@ -252,7 +252,7 @@ class SampleSource:
 
     def plan_replay(self, ids: Iterable[int] | NDArray[np.int64], states: Sequence[Mapping[str, Any]]) -> Replay:
         """Which of these states a run continues from that forgets samples, see `StreamingDataset.plan_replay`."""
-        positions = [Position.from_state(state) for state in states]
+        positions = [Position.from_state(state).converted(self.snapshot) for state in states]
         own = None if self.forgotten is None else self.forgotten.digest
         last = max(positions, key=lambda one: (one.epoch, one.position)).order.schedule if positions else None
         orders = {

@@ -28,6 +28,10 @@ STATE_VERSION = 1
 """It grows whenever the layout of a state changes."""
 
 MOST_EPOCHS = 2**32
+_CONVERT = (
+    " If this dataset was converted from that data: `convert` keeps the order if neither size_limit, partition_bytes, "
+    "shuffle, val_fraction, a transform nor a rule for nulls is passed, and the source was not changed."
+)
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,13 @@ class Position:
         """The beginning of an epoch of a run."""
         summary = SnapshotSummary.of(run.snapshot)
         return cls(epoch, 0, batch_size, tail, run.config, weights_digest(run.weights), summary)
+
+    def converted(self, snapshot: Snapshot) -> Position:
+        """This position over these samples, if they were converted from those of the state; else itself."""
+        old = self.snapshot
+        if old.digest == snapshot.digest or snapshot.digest_of(old.versions) != old.digest:
+            return self
+        return replace(self, snapshot=SnapshotSummary.of(snapshot))
 
     def advanced(self, run: RunOrder, position: int) -> Position:
         """The position after training up to ``position`` of the same epoch. O(samples advanced), for the ledger."""
@@ -198,6 +209,7 @@ class Position:
             f"{old.num_samples} samples in {old.num_shards} shards (digest {old.digest}) and this dataset has "
             f"{new.num_samples} samples in {new.num_shards} shards (digest {new.digest}). "
             f"{self._version_remedy(new)}, or accept another order from here on with on_mismatch='warn'."
+            + (_CONVERT if old.num_samples == new.num_samples else "")
         )
 
     def _version_remedy(self, new: Snapshot) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lightning_stream.order.bitmap import Bitmap
+
+_DIGITS = 16  # of a digest, by which a state names a version
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +23,9 @@ class Snapshot:
     shard_sizes: tuple[NDArray[np.int64], ...]  # samples of each shard, one int64 array per stream
     digest: str  # differs for any other data: of shard names, counts, sizes and hashes
     stream_digests: tuple[str, ...] = ()  # the digest of each stream's index; () where they are not known
+    source_digests: tuple[str, ...] = ()  # of the data that each stream was converted from; "" for none
     table_versions: tuple[int | None, ...] = ()  # of Delta tables, for messages only
+    _part_of: tuple[Snapshot, Bitmap] | None = field(default=None, repr=False)  # the whole data, and what was chosen
 
     def __post_init__(self) -> None:
         wrong = [one for one in self.shard_sizes if one.ndim != 1 or one.dtype != np.int64 or (one < 0).any()]
@@ -34,6 +38,7 @@ class Snapshot:
         shard_sizes: Sequence[ArrayLike],
         names: Sequence[str] | None = None,
         stream_digests: Sequence[str] | None = None,
+        source_digests: Sequence[str] = (),
         table_versions: Sequence[int | None] = (),
     ) -> Snapshot:
         """A snapshot of shard sizes; its digest covers them and, where given, each stream's own digest.
@@ -46,7 +51,8 @@ class Snapshot:
         total = hashlib.sha256(b"lightning-stream snapshot 1")
         for one, digest in zip(sizes, digests, strict=True):
             total.update(len(one).to_bytes(8, "little") + one.astype("<i8").tobytes() + digest.encode() + b"\0")
-        return cls(tuple(names), sizes, total.hexdigest()[:32], tuple(stream_digests or ()), tuple(table_versions))
+        digests = tuple(stream_digests or ()), tuple(source_digests)
+        return cls(tuple(names), sizes, total.hexdigest()[:32], *digests, tuple(table_versions))
 
     @property
     def num_streams(self) -> int:
@@ -90,7 +96,25 @@ class Snapshot:
         counts = np.diff(chosen.count_before(self.shard_offsets))
         total = hashlib.sha256(self.digest.encode() + chosen.bits.tobytes())
         parts = tuple(np.split(counts, self.stream_offsets[1:-1]))
-        return Snapshot(self.stream_names, parts, total.hexdigest()[:32], self.stream_digests, self.table_versions)
+        digests = (total.hexdigest()[:32], self.stream_digests, self.source_digests)
+        return Snapshot(self.stream_names, parts, *digests, self.table_versions, (self, chosen))
+
+    def digest_of(self, versions: Sequence[str]) -> str:
+        """The digest of these samples where the streams have these versions, each its own or that of the data that it
+        was converted from, by the first digits of its digest; empty for any other version.
+        """
+        if not 0 < len(versions) == len(self.stream_digests) == len(self.source_digests):
+            return ""
+        pairs = zip(versions, self.stream_digests, self.source_digests, strict=True)
+        found = [own if own.startswith(version[:_DIGITS]) else source for version, own, source in pairs]
+        is_known = all(each.startswith(version[:_DIGITS]) for each, version in zip(found, versions, strict=True))
+        return self._named(found).digest if is_known else ""
+
+    def _named(self, stream_digests: Sequence[str]) -> Snapshot:
+        if self._part_of is not None:
+            whole, chosen = self._part_of
+            return whole._named(stream_digests).subset(chosen)  # noqa: SLF001 - of this class
+        return Snapshot.of(self.shard_sizes, self.stream_names, stream_digests)
 
     def shards_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """The shard that holds each sample id."""

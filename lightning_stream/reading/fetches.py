@@ -91,14 +91,16 @@ def next_use_of_file(numbers: Mapping[str, int], plans: Mapping[int, NextUse], b
 class OpenShards:
     """Mapped shards by number, each with the lease that protects it from eviction, and when each was used last.
 
-    Reading is thread-safe; changes need the caller's lock.
+    `StreamShards` explains the numbers. Reading is thread-safe; changes need the caller's lock.
     """
 
-    def __init__(self, num_shards: int) -> None:
+    def __init__(self, num_shards: int, num_joined: int = 0) -> None:
         self._held: dict[int, tuple[Shard, Lease]] = {}
-        self._table = SpanTable(num_shards)
-        self._used: NDArray[np.int64] = np.zeros(num_shards, np.int64)  # by a clock of uses
-        self._is_open: NDArray[np.bool_] = np.zeros(num_shards, np.bool_)
+        self._num_shards = num_shards
+        self._tables = [SpanTable(num_shards) for _ in range(1 + num_joined)]
+        numbers = num_shards * len(self._tables)
+        self._used: NDArray[np.int64] = np.zeros(numbers, np.int64)  # by a clock of uses
+        self._is_open: NDArray[np.bool_] = np.zeros(numbers, np.bool_)
         self._clock = 0
 
     def __contains__(self, number: int) -> bool:
@@ -116,7 +118,8 @@ class OpenShards:
         self._held[number] = shard, lease
         self._use(number)
         self._is_open[number] = True
-        self._table.add(number, shard.mapped)
+        table, within = divmod(number, self._num_shards)
+        self._tables[table].add(within, shard.mapped)
         return shard
 
     def get(self, number: int) -> Shard | None:
@@ -135,11 +138,16 @@ class OpenShards:
         """Whether all of these are open."""
         return bool(self._is_open.take(numbers).all())
 
-    def gather(self, numbers: NDArray[np.int64], indices: NDArray[np.int64], out: Buffers | None) -> Batch | None:
-        """Row k is sample ``indices[k]`` of shard ``numbers[k]``; None if these are not all open and of one layout."""
-        batch = self._table.gather(numbers, indices, out)
+    def gather(
+        self, numbers: NDArray[np.int64], indices: NDArray[np.int64], out: Buffers | None, joined: int = 0
+    ) -> Batch | None:
+        """Row k is sample ``indices[k]`` of shard ``numbers[k]``; None if these are not all open and of one layout.
+
+        With `joined` = 1, 2...: of the first, the second... of the shards that are joined to it.
+        """
+        batch = self._tables[joined].gather(numbers, indices, out)
         if batch is not None:
-            self._use(numbers)
+            self._use(numbers if joined == 0 else numbers + joined * self._num_shards)
         return batch
 
     def flat_arrays(
@@ -151,7 +159,7 @@ class OpenShards:
             found = flat_arrays(layout, window, spans, indices, names)
             return None if found is None else use(found, window.view)
 
-        result = self._table.read(numbers, indices, used)
+        result = self._tables[0].read(numbers, indices, used)
         self._use(numbers)
         return result
 
@@ -163,7 +171,8 @@ class OpenShards:
         """Forget a shard, if it is open; it stays mapped for those that are reading it."""
         if (held := self._held.pop(number, None)) is not None:
             self._is_open[number] = False
-            self._table.remove(number)
+            table, within = divmod(number, self._num_shards)
+            self._tables[table].remove(within)
             held[1].close()
 
     def close_all_but(self, count: int) -> None:
@@ -200,12 +209,13 @@ class ReaderProcess:
         ranges: SampleRanges,
         max_open_shards: int = 256,
         is_limited: bool = False,
+        num_joined: int = 0,
     ) -> None:
         self.pid = os.getpid()
         self.lock = threading.RLock()
         self.repairs = threading.RLock()  # held while a damaged shard is fetched again
         self.num_fetched_again = 0
-        self.open = OpenShards(num_shards)
+        self.open = OpenShards(num_shards, num_joined)
         self.fetches: dict[int, Fetch] = {}
         self.awaited: Counter[int] = Counter()  # the batches that are read or announced, by shard
         self.plans: dict[int, NextUse] = {}  # of the running iterations, by id

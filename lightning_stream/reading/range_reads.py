@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +40,8 @@ _THREADS = 16
 class SampleRanges:
     """Reads samples by ranges, as long as that is cheaper than their shards. Thread-safe; of one process."""
 
-    def __init__(self, allow_unsafe_types: bool, decoders: Mapping[str, Callable[[bytes], Any]] | None) -> None:
-        self._options: dict[str, Any] = {"allow_unsafe_types": allow_unsafe_types, "decoders": decoders}
+    def __init__(self, open_shard: Callable[[int, ShardEntry, Path], Shard]) -> None:
+        self._open_shard = open_shard
         self._tables: dict[int, _Offsets] = {}
         self._held_bytes = 0
         self._versions: dict[int, str | None] = {}  # of each shard's object, from its first range
@@ -66,7 +65,7 @@ class SampleRanges:
             return False
         return not cache.present(entry)
 
-    def shards(self, wanted: Mapping[int, tuple[ShardCache, ShardEntry, _Ints]]) -> dict[int, MdsShard]:
+    def shards(self, wanted: Mapping[int, tuple[ShardCache, ShardEntry, _Ints]]) -> dict[int, Shard]:
         """By shard number, the samples of ascending, distinct indices as a shard of their own, numbered from 0.
 
         Raises StoreError where the store does not send them, and FormatError for data that does not match the index.
@@ -97,7 +96,7 @@ class SampleRanges:
                 self._came.setdefault(number, {}).update(digests)
         with tempfile.TemporaryDirectory(prefix="lightning_stream-") as folder:
             return {
-                number: self._as_shard(entry, [content[number][index] for index in indices.tolist()], Path(folder))
+                number: self._as_shard(number, entry, [content[number][i] for i in indices.tolist()], Path(folder))
                 for number, (_, entry, indices) in wanted.items()
             }
 
@@ -156,7 +155,7 @@ class SampleRanges:
         if (table := self._tables.pop(number, None)) is not None:
             self._held_bytes -= 4 + table.nbytes
 
-    def _as_shard(self, entry: ShardEntry, samples: list[bytes], folder: Path) -> MdsShard:
+    def _as_shard(self, number: int, entry: ShardEntry, samples: list[bytes], folder: Path) -> Shard:
         sizes = np.array([4 * (len(samples) + 2), *map(len, samples)], np.int64)
         head = len(samples).to_bytes(4, "little") + np.cumsum(sizes).astype("<u4").tobytes()
         content = b"".join([head, *samples])
@@ -164,7 +163,7 @@ class SampleRanges:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         raw = replace(entry.raw, num_bytes=len(content), hashes={})
-        return MdsShard(replace(entry, num_samples=len(samples), raw=raw), folder, **self._options)
+        return self._open_shard(number, replace(entry, num_samples=len(samples), raw=raw), folder)
 
 
 def fetch_offsets(cache: ShardCache, entry: ShardEntry) -> tuple[_Offsets, str | None]:

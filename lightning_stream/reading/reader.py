@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,10 +19,9 @@ from lightning_stream.cache import Lease, ShardCache
 from lightning_stream.errors import DigestError, FormatError
 from lightning_stream.formats.encodings.images import load_images
 from lightning_stream.formats.hashing import digest
-from lightning_stream.formats.index import Index, ShardEntry, mixed_columns
-from lightning_stream.formats.mds.gather import flat_copies, gather, gather_mixed
-from lightning_stream.formats.mds.shard import MdsShard
-from lightning_stream.formats.shard import Shard, open_shard
+from lightning_stream.formats.index import Index, ShardEntry
+from lightning_stream.formats.mds.gather import Group, flat_copies, gather, gather_groups, gather_mixed, merge_groups
+from lightning_stream.formats.shard import Shard
 from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.reading.deleted import kept_samples
@@ -30,30 +29,11 @@ from lightning_stream.reading.fetches import Announced, NextUse, ReaderProcess, 
 from lightning_stream.reading.lengths import read_lengths
 from lightning_stream.reading.range_reads import SampleRanges
 from lightning_stream.reading.stream import CacheDefaults, DownloadHook, Stream, cache_of, index_of, name_of
+from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
 from lightning_stream.threads import DaemonPool
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ReaderConfig:
-    """Settings of a reader, per process.
-
-    Attributes:
-        max_open_shards: Shards mapped at the same time.
-        fetch_threads: Shards fetched at the same time.
-        allow_unsafe_types: Whether the ``pkl`` encoding may be decoded: it runs code that the data names.
-        decoders: By column, a function from its stored bytes to a value, instead of its encoding.
-        start_by_range: Whether samples may come by ranges while their shards are being fetched.
-        load_images: Whether images are decoded when they are read, which finds damaged pixels, and not later.
-    """
-
-    max_open_shards: int = 256
-    fetch_threads: int = 4
-    allow_unsafe_types: bool = False
-    decoders: Mapping[str, Callable[[bytes], Any]] | None = None
-    start_by_range: bool = False
-    load_images: bool = False
+_Ints = NDArray[np.int64]
 
 
 class SampleReader:
@@ -95,14 +75,15 @@ class SampleReader:
     @cached_property
     def _in_shards(self) -> Snapshot:
         """The samples in the shards, also deleted ones."""
-        about = [(index.shard_sizes, index.digest, index.table_version) for index in self.indexes]
-        sizes, digests, versions = zip(*about, strict=True)
-        return Snapshot.of(sizes, [name_of(stream) for stream in self.streams], digests, versions)
+        indexes, names = self.indexes, list(map(name_of, self.streams))
+        digests = [one.digest for one in indexes], [one.source_digest for one in indexes]
+        versions = [one.table_version for one in indexes]
+        return Snapshot.of([one.shard_sizes for one in indexes], names, *digests, versions)
 
     @cached_property
-    def _mixed_columns(self) -> dict[str, bool] | None:
-        """All columns, and whether all streams have them in one encoding; None where all shards have the same."""
-        return mixed_columns(self.indexes)
+    def shards(self) -> StreamShards:
+        """The shards of all streams, with those of added columns."""
+        return StreamShards(self.caches, self.indexes, self.config)
 
     def lengths(self, name: str) -> NDArray[np.uint32]:
         """Return a length of every sample, e.g. its tokens, by sample id: uint32[num_samples], read-only.
@@ -143,8 +124,7 @@ class SampleReader:
 
     def entry(self, shard: int) -> tuple[ShardCache, ShardEntry]:
         """Cache and index entry of a shard number."""
-        stream = int(np.searchsorted(self.snapshot.stream_offsets, shard, side="right")) - 1
-        return self.caches[stream], self.indexes[stream].entry(shard - int(self.snapshot.stream_offsets[stream]))
+        return self.shards.entry(shard)
 
     def original_ids(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """The ids of these samples in the streams: others only after deletions, or where a filter or subset chose."""
@@ -161,23 +141,31 @@ class SampleReader:
             FormatError: It cannot be decoded; names the sample, its stream, its shard and the column.
         """
         offsets, row = self._in_shards.shard_offsets, sample_id if self.kept is None else self.kept[sample_id]
-        number = int(offsets.searchsorted(row, side="right")) - 1
-        within, process = row - int(offsets[number]), self._mine()
-        before, by_range = process.num_fetched_again, False
+        within = row - int(offsets[number := int(offsets.searchsorted(row, side="right")) - 1])
+        if not self.shards.num_joined:
+            return self._part_of_sample(sample_id, number, within)
+        numbers = self.shards.with_joined(np.array([number])).tolist()
+        found = dict(chain.from_iterable(self._part_of_sample(sample_id, one, within).items() for one in numbers))
+        return {name: found[name] for name in self.shards.columns if name in found}
+
+    def _part_of_sample(self, sample_id: int, number: int, within: int) -> dict[str, Any]:
+        """The columns of a sample that one shard has."""
+        process, by_range, at = self._mine(), False, within
+        before = process.num_fetched_again
         if (shard := process.open.get(number)) is None:
             if part := self._by_range(process, [number], lambda _: np.array([within])):
-                shard, within, by_range = part[number], 0, True
+                shard, at, by_range = part[number], 0, True
             else:
                 with process.reading([number]):
                     shard = self._shard(process, number)
         try:
-            sample = shard.sample(within)
+            sample = shard.sample(at)
             if self.config.load_images:
                 for name, value in sample.items():
                     load_images(name, value)
         except FormatError as error:
             if not by_range and self._fetched_again(process, number, process.open.lease(number, shard), before):
-                return self.sample(sample_id)
+                return self._part_of_sample(sample_id, number, within)
             stream = int(self.snapshot.streams_of(np.array([sample_id]))[0])
             where = f"sample {sample_id}, in {self.entry(number)[1].raw.basename} of {name_of(self.streams[stream])}"
             raise FormatError(f"{where}: {error}") from error.__cause__
@@ -185,9 +173,11 @@ class SampleReader:
 
     def open_for(self, sample_id: int) -> None:
         """Open the sample's shard, without reading from it."""
-        process, number = self._mine(), int(self.snapshot.shards_of(np.array([sample_id]))[0])
-        with process.reading([number]):
-            self._shard(process, number)
+        process = self._mine()
+        numbers = self.shards.with_joined(self.snapshot.shards_of(np.array([sample_id]))).tolist()
+        with process.reading(numbers):
+            for number in numbers:
+                self._shard(process, number)
 
     def batch(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Gather samples as columns, in the order of `ids`.
@@ -222,7 +212,7 @@ class SampleReader:
             ValueError: There is no such column.
             FormatError: As `batch`; also for values that are no 1-d arrays of one dtype.
         """
-        if self._mixed_columns is None:
+        if self.shards.mixed_columns is None:
             found = self._mine().open.flat_arrays(*self._locate(ids), names, use)
             if found is not None:
                 return found
@@ -236,26 +226,42 @@ class SampleReader:
         return columns
 
     def _gathered(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None) -> dict[str, Any]:
-        (of_shard, within), process = self._locate(ids), self._mine()
-        if self._mixed_columns is None and (columns := process.open.gather(of_shard, within, out)):
+        (of_shard, within), process, mixed = self._locate(ids), self._mine(), self.shards.mixed_columns
+        if self.shards.num_joined:
+            return merge_groups(self._joined(process, of_shard, within), self.shards.columns, len(ids), out)
+        if mixed is None and (columns := process.open.gather(of_shard, within, out)):
             return columns
-        # Not all shards are open yet, or not all have the same columns.
+        opened = self._opened(process, of_shard, within)
+        return gather(*opened, out) if mixed is None else gather_mixed(*opened, mixed, out)
+
+    def _joined(self, process: ReaderProcess, of_shard: _Ints, within: _Ints) -> list[Group]:
+        """Gather samples from their shards, and then from those joined to them: rows, and some of their columns."""
+        found: list[Group] = []
+        for joined, rows in self.shards.parts(of_shard):
+            shards, indices = of_shard[rows], within[rows]
+            if columns := process.open.gather(shards, indices, None, joined):
+                found.append((rows, columns))
+                continue
+            opened = self._opened(process, shards + joined * self.shards.num_shards, indices)
+            found += [(rows[members], columns) for members, columns in gather_groups(*opened)]
+        return found
+
+    def _opened(self, process: ReaderProcess, of_shard: _Ints, within: _Ints) -> tuple[list[Shard], _Ints, _Ints]:
+        """The shards of some samples, opened, or these samples alone; and for each sample which of them, and where."""
         numbers, which = np.unique(of_shard, return_inverse=True)
         parts = self._by_range(process, numbers.tolist(), lambda k: np.unique(within[which == k]))
         for k in (numbers.searchsorted(number) for number in parts):
             within[which == k] = np.unique(within[which == k], return_inverse=True)[1]
         with process.reading([number for number in numbers.tolist() if number not in parts]):
             shards = [parts.get(number) or self._shard(process, number) for number in numbers.tolist()]
-        if self._mixed_columns is None:
-            return gather(shards, which, within, out)
-        return gather_mixed(shards, which, within, self._mixed_columns, out)
+        return shards, which, within
 
     def read_ahead(self, ids: NDArray[np.int64]) -> Announced | None:
         """Begin to fetch the shards of `ids` that are not here, in the order of their first use.
 
         Pass the result to `done_with` once the samples were read, or will not be.
         """
-        process, of_shard = self._mine(), self.snapshot.shards_of(ids)
+        process, of_shard = self._mine(), self.shards.with_joined(self.snapshot.shards_of(ids))
         if self.defaults.config.limit_bytes is None and process.open.has(of_shard):
             return None
         numbers = list(dict.fromkeys(of_shard.tolist()))
@@ -270,7 +276,7 @@ class SampleReader:
         """Whether every shard is mapped, and stays so."""
         if self.defaults.config.limit_bytes is not None:
             return False
-        return len(self._mine().open) == self.snapshot.num_shards <= self.config.max_open_shards
+        return len(self._mine().open) == self.shards.num_files <= self.config.max_open_shards
 
     def could_fetch_more(self) -> bool:
         """Whether connections are idle while others fetch; always False under a cache limit."""
@@ -285,7 +291,8 @@ class SampleReader:
     def fetch(self, shards: NDArray[np.int64]) -> None:
         """Fetch shards into the cache, several at once. Raises the first failure."""
         with DaemonPool(self.config.fetch_threads, "fetch") as pool:
-            for fetch in [pool.submit(cache.ensure, entry) for cache, entry in map(self.entry, shards.tolist())]:
+            entries = map(self.entry, self.shards.with_joined(shards).tolist())
+            for fetch in [pool.submit(cache.ensure, entry) for cache, entry in entries]:
                 fetch.result()
 
     def plan(self, next_use: NextUse) -> None:
@@ -294,10 +301,8 @@ class SampleReader:
             return
         plans = self._mine().plans
         if not plans:
-            for stream, (cache, index) in enumerate(zip(self.caches, self.indexes, strict=True)):
-                first = int(self.snapshot.stream_offsets[stream])
-                numbers = {index.entry(shard).raw.basename: first + shard for shard in range(index.num_shards)}
-                cache.plan(partial(next_use_of_file, numbers, plans))
+            for stream, cache in enumerate(self.caches):
+                cache.plan(partial(next_use_of_file, self.shards.files(stream), plans))
         plans[id(next_use)] = next_use
 
     def forget(self, next_use: NextUse) -> None:
@@ -316,16 +321,15 @@ class SampleReader:
         found = self._process
         if found is None or found.pid != os.getpid():
             config, is_limited = self.config, self.defaults.config.limit_bytes is not None
-            ranges = SampleRanges(config.allow_unsafe_types, config.decoders)
-            num_shards = self.snapshot.num_shards
-            made = ReaderProcess(num_shards, config.fetch_threads, ranges, config.max_open_shards, is_limited)
+            settings = (config.fetch_threads, SampleRanges(self.shards.open), config.max_open_shards, is_limited)
+            made = ReaderProcess(self.shards.num_shards, *settings, self.shards.num_joined)
             made.pools += [] if found is None else found.pools
             self._process = found = made
         return found
 
     def _by_range(
         self, process: ReaderProcess, numbers: list[int], indices: Callable[[int], NDArray[np.int64]]
-    ) -> dict[int, MdsShard]:
+    ) -> dict[int, Shard]:
         """Of shards that are not here: the wanted samples (``indices(k)`` of the k-th) alone, if that is cheaper."""
         if all(cache.in_place for cache in self.caches):
             return {}
@@ -333,10 +337,9 @@ class SampleReader:
         for k, number in enumerate(numbers):
             fetch = process.fetches.get(number)
             is_late = fetch is None or (self.config.start_by_range and not fetch.done())
-            if number not in process.open and is_late:
-                samples = indices(k)
-                if self.ranges_are_cheaper(number, len(samples)):
-                    found[number] = (*self.entry(number), samples)
+            is_late = is_late and number not in process.open
+            if is_late and self.ranges_are_cheaper(number, len(samples := indices(k))):
+                found[number] = (*self.entry(number), samples)
         return process.ranges.shards(found) if found else {}
 
     def ranges_are_cheaper(self, number: int, num_samples: int) -> bool:
@@ -351,15 +354,13 @@ class SampleReader:
             if (held := process.open.get(number)) is not None:
                 return held
             fetch, before = process.fetches.get(number), process.num_fetched_again
-        (cache, entry), config = self.entry(number), self.config
+        cache, entry = self.entry(number)
         shard: Shard | None = None
         process.raise_file_limit()
         try:
-            lease = fetch.result() if fetch is not None else cache.lease(entry, None, config.fetch_threads)
+            lease = fetch.result() if fetch is not None else cache.lease(entry, None, self.config.fetch_threads)
             try:
-                shard = open_shard(
-                    entry, lease.folder, allow_unsafe_types=config.allow_unsafe_types, decoders=config.decoders
-                )
+                shard = self.shards.open(number, entry, lease.folder)
             except (FormatError, FileNotFoundError):  # damaged on the disk, or deleted
                 if not self._fetched_again(process, number, lease, before):
                     raise

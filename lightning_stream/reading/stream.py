@@ -14,8 +14,8 @@ from lightning_stream.cache import CacheConfig, ShardCache, default_folder
 from lightning_stream.errors import NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, Index, version_name
 from lightning_stream.order import StreamWeights
-from lightning_stream.sources.files import split_place
-from lightning_stream.sources.in_place import InPlace, changed_files, is_made, is_table
+from lightning_stream.sources.files import is_table, split_place
+from lightning_stream.sources.in_place import InPlace, changed_files, is_made
 from lightning_stream.stores import Store, open_store
 from lightning_stream.version_log import read_version
 
@@ -63,7 +63,8 @@ class Stream:
         version: The version of the dataset: its number, or 6 or more digits of its digest, as `lightning-stream log`
             lists them and a saved state has them; None for the newest. Of a Delta table: its number.
         format: Of a folder without an index.json: ``"parquet"``, ``"arrow"``...; None to recognise it.
-        columns: Of such a folder, the columns to read, and their encodings if it is a mapping; None for all.
+        columns: The columns to read; None for all. Of a folder without an index.json, also a mapping from their names
+            to encodings. Of an MDS dataset, the files of added columns that are not read are not fetched either.
 
     Raises:
         ValueError: No `remote` or `local`, the path of an index instead of its folder, or more than one weight.
@@ -188,6 +189,23 @@ def labels_of(streams: Sequence[Stream]) -> list[str]:
 
 def index_of(stream: Stream, cache: ShardCache) -> Index:
     """The index that the stream reads: the newest, or that of its version. Raises NotFoundError for an unknown one."""
+    index, columns = _index_of(stream, cache), stream._in_place.columns  # noqa: SLF001 - of this file's own class
+    if columns is None:
+        return index
+    index = index.choose(columns)
+    given = columns if isinstance(columns, Mapping) else {}
+    wrong = [
+        name for name, encoding in given.items() for one in index.column_sets if one.get(name, encoding) != encoding
+    ]
+    if wrong and index.num_shards and index.entry(0).raw.origin is None:
+        raise ValueError(
+            f"columns: those of an MDS dataset keep their encodings; {index.where} has another one for "
+            f"{', '.join(dict.fromkeys(wrong))}. Pass a list of names."
+        )
+    return index
+
+
+def _index_of(stream: Stream, cache: ShardCache) -> Index:
     wanted = stream.version
     if wanted is None or (isinstance(wanted, int) and cache.other is not None and is_table(cache.store)):
         return cache.newest_index()

@@ -20,6 +20,7 @@ _MIN_BYTES, _MAX_BYTES, _PARTITIONS = 32 << 20, 512 << 20, 32
 _BATCH_BYTES, _BATCH_ROWS = 8 << 20, 256
 _UNKNOWN_BYTES = 1 << 20  # of a value such as an opened image
 _LISTED_FILES = 10_000
+_FOOTERS_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class InputSplit:
     begin: int  # in units of the kind of source: bytes, row groups, batches
     end: int | None  # None for the file's end
     num_bytes: int  # about
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the reader, if they differ between pieces
 
 
 class Piece(NamedTuple):
@@ -81,12 +83,16 @@ class Reader(ABC):
         kind: Its name, as users choose it.
         is_listing: Whether each file is one sample, so that the files may be read in any order.
         min_bytes: The least bytes of a partition where the user names none.
+        piece_bytes: The bytes of a piece, where files can be cut anywhere; None where they cannot.
+        is_cut_by_piece: Whether a file is always cut into its pieces.
         is_strict: Whether all values must look like those that the encodings were inferred from.
     """
 
     kind: ClassVar[str]
     is_listing: ClassVar[bool] = False
     min_bytes: ClassVar[int] = _MIN_BYTES
+    piece_bytes: ClassVar[int | None] = None
+    is_cut_by_piece: ClassVar[bool] = False
     is_strict = True
 
     def begin(self, files: Sequence[SourceFile]) -> None:  # noqa: B027 - most kinds need no list of all files
@@ -97,8 +103,13 @@ class Reader(ABC):
         """Return the columns, from a schema or from some rows; of those that are not asked for, less may be known."""
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:  # noqa: ARG002
-        """Cut a file into pieces of about ``partition_bytes``; always in the same way."""
+        """Cut a file into parts of about ``partition_bytes``; always in the same way."""
         return [InputSplit(file, 0, None, file.num_bytes)]
+
+    def has_pieces(self, files: Sequence[SourceFile]) -> bool:  # noqa: ARG002
+        """Whether `pieces` are known for these files."""
+        own = type(self)
+        return (own.pieces, own.all_pieces) != (Reader.pieces, Reader.all_pieces)
 
     @abstractmethod
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
@@ -118,6 +129,10 @@ class Reader(ABC):
         found = [pool.submit(self.pieces, file, columns) for file in files]
         for file, pieces in zip(files, found, strict=True):
             yield from ((file, piece) for piece in pieces.result())
+
+    def of_piece(self, split: InputSplit) -> Reader:
+        """Return the reader of a piece: with its settings, and the user's options."""
+        return replace(self, **split.settings) if split.settings else self  # type: ignore[type-var]
 
     def read_columns(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield the rows of a piece as `read` does, or as the values of each column, which is faster."""
@@ -175,17 +190,44 @@ class Source:
             get_encoding(encoding)
         return replace(found, columns=dict(asked or found.columns))
 
-    def partitions(self, partition_bytes: int) -> list[Partition]:
-        """Cut the source, in the order of its files. The number of processes does not matter."""
-        splits = [split for file in self.files for split in self.reader.input_splits(file, partition_bytes)]
-        partitions: list[Partition] = []
-        begin = num_bytes = 0
-        for end, split in enumerate(splits, 1):
-            num_bytes += split.num_bytes
-            if num_bytes >= partition_bytes or end == len(splits):
-                partitions.append(Partition(len(partitions), tuple(splits[begin:end])))
-                begin, num_bytes = end, 0
-        return partitions
+    @property
+    def has_pieces(self) -> bool:
+        """Whether its pieces are known, so that it can be read in place."""
+        return bool(self.files) and self.reader.has_pieces(self.files)
+
+    def cut(self, columns: Mapping[str, str], partition_bytes: int, *, by_piece: bool = False) -> list[InputSplit]:
+        """Cut the source, in order: into pieces that become shards where it is read in place, or into larger parts."""
+        reader = self.reader
+        if reader.piece_bytes is None and (by_piece or reader.is_cut_by_piece):
+            with DaemonPool(_FOOTERS_AT_ONCE, "pieces") as pool:
+                pieces = list(reader.all_pieces(self.files, columns, pool))
+            return [InputSplit(file, one.begin, one.end, one.num_bytes, one.settings) for file, one in pieces]
+        limit = reader.piece_bytes if by_piece and reader.piece_bytes else partition_bytes
+        return [split for file in self.files for split in reader.input_splits(file, limit)]
+
+
+def partitions_of(splits: Sequence[InputSplit], partition_bytes: int) -> list[Partition]:
+    """Group pieces into partitions of at least so many bytes. The number of processes does not matter."""
+    partitions: list[Partition] = []
+    begin = num_bytes = 0
+    for end, split in enumerate(splits, 1):
+        num_bytes += split.num_bytes
+        if num_bytes >= partition_bytes or end == len(splits):
+            partitions.append(Partition(len(partitions), tuple(splits[begin:end])))
+            begin, num_bytes = end, 0
+    return partitions
+
+
+def read_splits(
+    reader: Reader, splits: Sequence[InputSplit], columns: Mapping[str, str], *, by_column: bool = False
+) -> Iterator[Batch]:
+    """Yield the rows of some pieces, each as its settings need; ``by_column`` as values of each column, if possible."""
+    if not by_column and not any(split.settings for split in splits):
+        yield from reader.read(splits, columns)
+        return
+    for split in splits:
+        one = reader.of_piece(split)
+        yield from one.read_columns(split, columns) if by_column else one.read([split], columns)
 
 
 def batched(rows: Iterable[tuple[Row, str]], max_bytes: int = _BATCH_BYTES) -> Iterator[Batch]:

@@ -13,8 +13,10 @@ from typing import Any
 
 from lightning_stream.errors import FormatError, NotFoundError, missing_extra, redact
 from lightning_stream.sources.base import Reader, Source
-from lightning_stream.sources.files import SourceFile, find_files
+from lightning_stream.sources.files import WILD, SourceFile, files_of, find_files, is_table
 from lightning_stream.sources.inputs import FunctionReader, Inputs, input_items
+from lightning_stream.stores import open_store
+from lightning_stream.writer.place import is_remote
 
 # The suffixes and the reader of each kind.
 _KINDS = {
@@ -47,6 +49,11 @@ def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None
         return Source("a datasets.Dataset", dataset.files, dataset)
     is_one = isinstance(source, (str, os.PathLike))
     name = redact(str(source) if is_one else f"{', '.join(map(str, source)):.200}")
+    if is_one and kind in (None, "delta") and not WILD.intersection(uri := os.fspath(source)):
+        store = open_store(uri, store_options if is_remote(uri) else None)
+        if kind == "delta" or is_table(store):
+            table: Any = _made("delta", options)
+            return Source(name, tuple(table.open_log(store, files_of(store)[0])), table)
     files, reader = reader_of(find_files(source, store_options), name, kind, options)
     splits = _by_split(files) if is_one else {}
     reader.begin([file for each in splits.values() for file in each] or files)
@@ -59,18 +66,23 @@ def reader_of(
     """Return the files of one kind among all files of a source, and the reader for them."""
     found = _saved_files(found)
     chosen = kind or _only_kind(found, name)
-    make = reader_class(chosen)
     own, strange = [], []
     for file in found:
         known = _KIND_OF.get(file.ending)
         (own if known == chosen or chosen == "files" else strange if known is None else []).append(file)
+    reader = _made(chosen, options)
     files = own or strange  # files of any name may be of the kind that is named
     if not files:
         raise NotFoundError(f"{name} holds no file of the format {chosen!r}; it holds {_counted(found)}. Name another.")
+    return files, reader
+
+
+def _made(kind: str, options: Mapping[str, Any] | None) -> Reader:
+    make = reader_class(kind)
     try:
-        return files, make(**(options or {}))
+        return make(**(options or {}))
     except TypeError as error:
-        raise ValueError(f"source_options do not fit kind {chosen!r}: {error}.") from error
+        raise ValueError(f"source_options do not fit kind {kind!r}: {error}.") from error
 
 
 def reader_class(kind: str) -> type[Reader]:

@@ -91,16 +91,16 @@ class DeltaReader(ParquetReader):
         """Return the columns of the table's schema."""
         return Found(arrow_columns(self._schema, asked))
 
-    def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
+    def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:  # noqa: ARG002
         """Return a piece for each row group, with what reading it takes."""
         action = self._actions[file.name]
         names = [key.removeprefix("partition.") for key in action if key.startswith("partition.")]
         types = {name: str(self._schema.field(name).type).replace("_view", "") for name in names}
-        partition = {name: (_plain(action[f"partition.{name}"]), types[name]) for name in names if name in columns}
+        # The settings are those of all columns of the table: what is read of it does not make it another table.
+        partition = {name: (_plain(action[f"partition.{name}"]), types[name]) for name in names}
         with self._opened(file, headers=True) as table:
-            stored = {name: encoding for name, encoding in columns.items() if name in table.schema.names}
-            groups = table.pieces()
-        absent = [name for name in columns if name not in stored and name not in names]
+            stored, groups = set(table.schema.names), table.pieces()
+        absent = [name for name in self._schema.names if name not in stored and name not in names]
         nulls = [*absent, *(name for name, (value, _) in partition.items() if value is None)]
         found, begin, deleted = [], 0, self._vectors.get(file.name, np.empty(0, np.int64))
         for group in groups:
@@ -127,7 +127,8 @@ class DeltaReader(ParquetReader):
                 rows = pa.RecordBatch.from_arrays(list(map(plain_values, rows.columns)), names=rows.schema.names)
                 rows = rows.filter(pa.array(mask))
             done += count
-            rows = with_constants(rows, {**self.partition, **dict.fromkeys(self.absent, (None, "null"))})
+            constants = {**self.partition, **dict.fromkeys(self.absent, (None, "null"))}
+            rows = with_constants(rows, {name: one for name, one in constants.items() if name in columns})
             yield Batch(rows.select(list(columns)), batch.where)
 
     def _any_column(self, file: SourceFile) -> dict[str, str]:

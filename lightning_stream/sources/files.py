@@ -27,9 +27,9 @@ from lightning_stream.writer.place import is_remote
 Uris: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 DELTA_LOG = "_delta_log/"
 _BUFFER_BYTES = 1 << 22
+WILD = frozenset("*?")
 _WINDOW_BYTES, _CLOSE_BYTES = 1 << 11, 1 << 18
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
-_WILD = frozenset("*?")
 _HIDDEN = re.compile(r"(^|/)[._]")
 _FILE = re.compile(r"(?i)\.(parquet|pq|arrow|feather|ipc|jsonl|ndjson|json|tar|npy|npz|csv)(\.gz|\.zst)?$")
 _ENDINGS = (".gz", ".zst", ".bz2", ".xz")
@@ -232,7 +232,7 @@ def find_files(source: Uris, options: Mapping[str, Any] | None = None) -> list[S
 
 def _found(uri: str, options: Mapping[str, Any] | None) -> list[SourceFile]:
     parts = uri.split("/")
-    literal = next((k for k, part in enumerate(parts) if _WILD & set(part)), len(parts))
+    literal = next((k for k, part in enumerate(parts) if WILD & set(part)), len(parts))
     root = "/".join(parts[:literal]) or "/"
     options = options if is_remote(root) else None
     entries = list(open_store(root, options).list(""))
@@ -271,12 +271,17 @@ def split_place(uri: str) -> tuple[str, str]:
     scheme, colon, path = uri.rpartition("://")
     parts = path.split("/")
     first = 1 if colon else 0  # after the bucket
-    wild = next((k for k, part in enumerate(parts) if k >= first and _WILD & set(part)), None)
+    wild = next((k for k, part in enumerate(parts) if k >= first and WILD & set(part)), None)
     if wild is None and len(parts) > first and _FILE.search(parts[-1]) and not scheme.startswith("http"):
         wild = len(parts) - 1
     if wild is None or scheme.startswith("http"):
         return uri, ""
     return f"{scheme}{colon}{'/'.join(parts[:wild])}" or "/", "/".join(parts[wild:])
+
+
+def is_table(store: Store) -> bool:
+    """Return whether a store holds a Delta table."""
+    return any(True for _ in store.list(DELTA_LOG))
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -287,10 +292,11 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def check_unchanged(files: Sequence[SourceFile]) -> None:
-    """Raise FormatError if a file of this machine changed since it was listed."""
+    """Raise FormatError if a file of this machine changed since it was listed; those of a table never change."""
     for file in files:
         try:
-            file.check()
+            if file.store is None:
+                file.check()
         except (FormatError, NotFoundError) as error:  # noqa: PERF203 - no error is the rule
             raise FormatError(
                 f"{file.uri} was modified or removed during the conversion. Nothing was published. Convert again once "

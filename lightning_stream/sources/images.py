@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import PurePosixPath
 from typing import ClassVar
 
@@ -79,10 +80,11 @@ class FileFolderReader(Reader):
     ) -> Iterator[tuple[SourceFile, Piece]]:
         """Yield pieces of about 32 MiB of files."""
         labels, held, num_bytes = {name: label for label, name in enumerate(self.classes)}, list[SourceFile](), 0
-        for file in files:
+        for file, after in zip_longest(files, files[1:]):
             held.append(file)
             num_bytes += file.num_bytes
-            if num_bytes >= _PIECE_BYTES or len(held) == _PIECE_FILES or file is files[-1]:
+            is_last = after is None or after.root != file.root  # a source may name several folders
+            if num_bytes >= _PIECE_BYTES or len(held) == _PIECE_FILES or is_last:
                 listed = [(each.name, each.num_bytes, each.stamp, labels[_class_of(each)]) for each in held]
                 yield held[0], Piece(0, len(held), len(held), num_bytes, {"listed": listed})
                 held, num_bytes = [], 0

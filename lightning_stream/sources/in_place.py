@@ -80,11 +80,9 @@ class InPlace:
         if not isinstance(self.columns, Mapping):  # MDS has no null but in json
             nulls = {name for _, piece in shards for name in piece.nulls if columns.get(name) != "bytes"}
             columns = {name: "json" if name in nulls else encoding for name, encoding in columns.items()}
-        schema = MdsEncoder(columns, None, (), None).schema
-        entries = [json.dumps(_entry(schema, reader.kind, number, *one)) for number, one in enumerate(shards)]
         version = reader.settings.get("version")
-        about = "" if version is None else f', "table_version": {version}'
-        return listing + f'{about}, "shards": [{", ".join(entries)}], "version": 2}}'.encode()
+        about = b"" if version is None else b', "table_version": %d' % version
+        return listing + about + b", " + shards_text(reader.kind, columns, shards) + b"}"
 
     def _reader(
         self, store: Store, found: Sequence[SourceFile], log: Sequence[SourceFile]
@@ -171,6 +169,13 @@ class InPlace:
         return {name: encoding or found[name] for name, encoding in asked.items()}
 
 
+def shards_text(kind: str, columns: Mapping[str, str], shards: Sequence[tuple[SourceFile, Piece]]) -> bytes:
+    """Return the keys of an index whose shards are these pieces of files."""
+    schema = MdsEncoder(columns, None, (), None).schema
+    entries = [json.dumps(_entry(schema, kind, number, *one)) for number, one in enumerate(shards)]
+    return f'"shards": [{", ".join(entries)}], "version": 2'.encode()
+
+
 def _warn_of_others(shards: Sequence[tuple[SourceFile, Piece]], columns: Mapping[str, str]) -> None:
     """Log the columns that only later files have."""
     others = {name: file for file, piece in reversed(shards) for name in piece.others if name not in columns}
@@ -215,11 +220,6 @@ def _some(names: Sequence[str]) -> str:
 def is_made(index: Index) -> bool:
     """Return whether an index was made of files in another format."""
     return index.num_shards > 0 and index.entry(0).raw.origin is not None
-
-
-def is_table(store: Store) -> bool:
-    """Return whether a store holds a Delta table."""
-    return any(True for _ in store.list(DELTA_LOG))
 
 
 def _listing(files: Sequence[SourceFile]) -> str:

@@ -71,6 +71,7 @@ class JsonlReader(Reader):
     """One JSON object in each line; or a ``.json`` file that is one array of objects."""
 
     kind = "jsonl"
+    piece_bytes = _PIECE_BYTES
 
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
         """Look at some rows of some files: where they can be cut, from all over."""

@@ -50,6 +50,7 @@ class LitDataReader(Reader):
     """
 
     kind = "litdata"
+    is_cut_by_piece = True
     names: Sequence[str] = ()
     formats: Sequence[str] = ()
     compression: str | None = None

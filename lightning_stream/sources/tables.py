@@ -37,6 +37,8 @@ class Table(NamedTuple):
 class TableReader(Reader):
     """Rows of files that hold Arrow record batches, or what becomes some."""
 
+    is_cut_by_piece = True
+
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         """Read the first file's schema; columns in the names of folders come behind its own."""
         with self._opened(files[0], headers=True) as table:
@@ -57,23 +59,9 @@ class TableReader(Reader):
         columns = {name: "json" if name in nulls else encoding for name, encoding in found.columns.items()}
         return replace(found, columns=columns)
 
-    def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:
-        """Cut between row groups, record batches or blocks of rows, where a file is larger than a partition."""
-        if file.num_bytes <= partition_bytes:
-            return super().input_splits(file, partition_bytes)
-        with self._opened(file) as table:
-            pieces = table.pieces()
-        splits, first, num_bytes = [], 0, 0
-        for number, piece in enumerate(pieces, 1):
-            num_bytes += piece.num_bytes
-            if num_bytes >= partition_bytes or number == len(pieces):
-                splits.append(InputSplit(file, pieces[first].begin, piece.end, num_bytes))
-                first, num_bytes = number, 0
-        return splits
-
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield batches of about 8 MiB."""
-        for split in splits:
+        for split in _joined(splits):
             done, after = 0, f" after number {split.begin:,} of its pieces" if split.begin else ""
             with self._opened(split.file) as table:
                 stored, folders = self._stored(table, columns, split.file)
@@ -133,6 +121,20 @@ class TableReader(Reader):
 
     @abstractmethod
     def _table(self, plain: Any, file: SourceFile) -> Table: ...
+
+
+def _joined(splits: Sequence[InputSplit]) -> Iterator[InputSplit]:
+    """Join pieces that follow each other in a file, so that it is opened once."""
+    last: InputSplit | None = None
+    for split in splits:
+        if last is not None and (last.file, last.end) == (split.file, split.begin):
+            last = replace(last, end=split.end)
+            continue
+        if last is not None:
+            yield last
+        last = split
+    if last is not None:
+        yield last
 
 
 def pieces_of(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

@@ -48,13 +48,18 @@ class TarReader(Reader):
 
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
         """Return ``__key__`` and the endings of the first samples."""
-        known, is_packed = {KEY: "str"}, files[0].is_packed or files[0].ending == ".tgz"
-        for ending, data in (_first_packed if is_packed else _first)(files[0]):
-            known[ending] = _encoding(files[0], ending, data)
+        known = {KEY: "str"}
+        for ending, data in _first(files[0]):
+            if ending not in known:
+                known[ending] = _encoding(files[0], ending, data)
         if len(known) == 1:
             raise ValueError(f"{files[0].uri} holds no sample. Remove it.")
         media = tuple(name for name in known if name.rpartition(".")[2] in _MEDIA)
         return Found(known, media=media)
+
+    def has_pieces(self, files: Sequence[SourceFile]) -> bool:
+        """Whether no tar is compressed."""
+        return not any(file.is_packed or file.ending == ".tgz" for file in files)
 
     def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
         """Return pieces of about 64 MiB, cut between samples; headers are read, and small files between them."""
@@ -280,39 +285,32 @@ def _samples(data: memoryview, members: Members, table: _SampleTable) -> Iterato
         yield sample
 
 
-def _encoding(file: SourceFile, ending: str, data: Callable[[], bytes]) -> str:
+def _encoding(file: SourceFile, ending: str, data: bytes) -> str:
     encoding = _ENCODINGS.get(ending.rpartition(".")[2], "bytes")
     try:
-        return encoding if encoding != "ndarray" else f"ndarray:{_array(data()).dtype.name}"
+        return encoding if encoding != "ndarray" else f"ndarray:{_array(data).dtype.name}"
     except (ValueError, EOFError) as error:
         raise FormatError(f"{file.uri}: a file {ending!r} must be a plain array: {error}. Write it again.") from error
 
 
-def _first(file: SourceFile) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """Yield the endings of the first samples, and what reads the first file of each."""
-    known, count = set[str](), 0
+def _first(file: SourceFile) -> Iterator[tuple[str, bytes]]:
+    """Yield the endings of the first samples, with the bytes of arrays."""
+    if file.is_packed or file.ending == ".tgz":
+        for sample in islice(_streamed(file), _SAMPLED):
+            yield from sample.items()
+        return
+    count = 0
     for base, data, members in _walked(file):
         names = _named(data, members)
-        samples = np.cumsum(np.append(True, names.keys[1:] != names.keys[:-1])[: len(names.keys)])
-        codes, firsts = np.unique(names.codes[count + samples <= _SAMPLED], return_index=True)
-        for code, first in zip(codes.tolist(), firsts.tolist(), strict=True):
-            ending, k = names.endings[code], names.numbers[first]
-            begin, size = base + int(members.headers[k]) + BLOCK, int(members.sizes[k])
-            if ending not in known:
-                yield ending, lambda begin=begin, size=size: bytes(stretch(file, begin, begin + size))  # type: ignore[misc]
-            known.add(ending)
-        count += int(samples[-1]) if len(samples) else 0
+        samples = count + np.cumsum(np.append(True, names.keys[1:] != names.keys[:-1])[: len(names.keys)])
+        codes, firsts = np.unique(names.codes[samples <= _SAMPLED], return_index=True)
+        for ending, k in zip((names.endings[code] for code in codes), names.numbers[firsts].tolist(), strict=True):
+            begin = base + int(members.headers[k]) + BLOCK
+            end = begin + int(members.sizes[k]) if ending.endswith("npy") else begin
+            yield ending, bytes(stretch(file, begin, end))
+        count = int(samples[-1]) if len(samples) else count
         if count >= _SAMPLED:
             return
-
-
-def _first_packed(file: SourceFile) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    known = set[str]()
-    for sample in islice(_streamed(file), _SAMPLED):
-        for ending, data in sample.items():
-            if ending not in known and ending != KEY:
-                yield ending, lambda data=data: data  # type: ignore[misc]
-        known.update(sample)
 
 
 def _row(sample: Row, columns: Mapping[str, str], file: SourceFile) -> tuple[Row, str]:

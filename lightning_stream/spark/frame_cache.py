@@ -16,8 +16,9 @@ from lightning_stream.convert.partition import Receipt, index_bytes, receipt_nam
 from lightning_stream.convert.publish import Publication, alone
 from lightning_stream.errors import CacheError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
-from lightning_stream.reading.reader import ReaderConfig, SampleReader
+from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.shared_files import make_folder
 from lightning_stream.spark.convert import Conversion
 from lightning_stream.spark.plan import quoted

@@ -53,12 +53,13 @@ def write_partition(job: SparkJob, number: int, batches: Iterator[pa.RecordBatch
         if earlier is not None and earlier.begins == begins:
             receipt = earlier
         else:
-            receipt = _written(job, number, begins, itertools.chain([first], batches))
+            receipt = written(job, number, begins, itertools.chain([first], batches))
     data = job.put(receipt).to_bytes()
     yield pa.RecordBatch.from_arrays([pa.array([data], pa.binary())], names=["receipt"])
 
 
-def _written(job: SparkJob, number: int, begins: str, batches: Iterable[pa.RecordBatch]) -> Receipt:
+def written(job: SparkJob, number: int, begins: str, batches: Iterable[pa.RecordBatch]) -> Receipt:
+    """Write the rows of a partition; return a receipt, which also tells of nulls and of values that were refused."""
     nulls: dict[str, int] = {}
     writer = PartitionWriter(job, number)
     try:

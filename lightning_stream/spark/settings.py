@@ -47,7 +47,7 @@ class Settings:
         out = held["out"]
         retry = {"retries": held["retry"]} if "retry" in held else {}
         return cls(
-            tuple(map(_absolute, out)) if isinstance(out, (tuple, list)) else _absolute(out),
+            tuple(map(absolute, out)) if isinstance(out, (tuple, list)) else absolute(out),
             held.get("columns"),
             writer,
             bool(held.get("keep_local")),
@@ -62,7 +62,7 @@ class Settings:
         return ("", self.out) if is_remote(self.out) else (self.out, "")
 
 
-def _absolute(out: str | os.PathLike[str]) -> str:
+def absolute(out: str | os.PathLike[str]) -> str:
     """A path or URL that is the same in every process: an executor's working folder is not the driver's."""
     uri = os.fspath(out)
     return uri if not uri or "://" in uri or is_remote(uri) else str(Path(uri).absolute())

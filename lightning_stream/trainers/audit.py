@@ -147,7 +147,7 @@ def verify_delivery(folder: str | os.PathLike[str], dataset: StreamingDataset) -
         raise LedgerError(f"a run with record_delivery= leaves {_START} and *.ledger files; {path} lacks them")
     start = _read_start(path / _START)
     run = source_of(dataset).order(start.order)
-    start.check(run)
+    start.converted(run.snapshot).check(run)
     return _compare(path, run, stretches)
 
 

@@ -22,7 +22,7 @@ from lightning_stream.formats.index.schema import MAX_FILE_BYTES, FileEntry, Sch
 from lightning_stream.formats.shard_encoder import EncodedBatch, ShardEncoder
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.writer.batch import batch_columns
-from lightning_stream.writer.infer import infer_column, infer_columns
+from lightning_stream.writer.infer import check_appendable, infer_column, infer_columns
 from lightning_stream.writer.lengths import (
     LengthFunctions,
     Lengths,
@@ -282,19 +282,8 @@ class ShardWriter(ABC):
             self._place.begin(self._mode)
             self._opened = True
         encoder = self._make_encoder(self._chosen(sample, batch))
-        base, new = self._place.base, encoder.schema
-        old = base.schemas[0] if base is not None and base.schemas else new
-        if base is not None and (old.format, old.columns) != (new.format, new.columns):
-            raise ValueError(
-                f"appended shards must have the dataset's format and columns; {base.where} has {old.format} "
-                f"{old.columns}, got {new.format} {new.columns}. Write another dataset, and mix or merge them."
-            )
-        if base is not None and base.num_samples and base.lengths.keys() != self._lengths.keys():
-            raise ValueError(
-                f"appended samples must have the lengths that the dataset has; {base.where} has "
-                f"{', '.join(base.lengths) or 'none'}, got {', '.join(self._lengths) or 'none'}. Pass lengths= with a "
-                "function for each of them; lightning-stream lengths adds others to the dataset."
-            )
+        if self._place.base is not None:
+            check_appendable(self._place.base, encoder.schema.format, encoder.schema.columns, self._lengths)
         check_measurable(self._length_functions, encoder.schema.names)
         self._buffer = ShardBuffer(self._pool, encoder.header_bytes)
         self._encoder, self._num_columns = encoder, len(encoder.schema.names)

@@ -1,14 +1,15 @@
-"""Columns for a writer that got none: inferred from the first sample or batch."""
+"""Columns for a writer that got none, inferred from the first sample or batch; and whether columns fit a dataset."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from decimal import Decimal
 from typing import Any
 
 import numpy as np
 
 from lightning_stream.formats.encodings.base import BinaryColumn
+from lightning_stream.formats.index import Index
 
 
 def infer_columns(sample: Mapping[str, Any]) -> dict[str, str]:
@@ -61,3 +62,19 @@ _BY_TYPE: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (Decimal, "str_decimal"),
     ((list, tuple, dict, type(None)), "json"),
 )
+
+
+def check_appendable(base: Index, form: str, columns: Mapping[str, str], lengths: Collection[str]) -> None:
+    """Raise ValueError unless shards of this format, with these columns and lengths, can be appended to a dataset."""
+    for old in base.schemas[:1]:
+        if (old.format, base.columns) != (form, columns):
+            raise ValueError(
+                f"appended shards must have the dataset's format and columns; {base.where} has {old.format} "
+                f"{base.columns}, got {form} {dict(columns)}. Write another dataset, and mix or merge them."
+            )
+    if base.num_samples and base.lengths.keys() != set(lengths):
+        raise ValueError(
+            f"appended samples must have the lengths that the dataset has; {base.where} has "
+            f"{', '.join(base.lengths) or 'none'}, got {', '.join(lengths) or 'none'}. Pass lengths= with a "
+            "function for each of them; lightning-stream lengths adds others to the dataset."
+        )

@@ -58,7 +58,7 @@ def measure_batch(
         if name in columns:
             found[name] = _measured_column(name, function, batch[name], num_rows)
         else:
-            rows = zip(*map(_plain, batch.values()), strict=True)
+            rows = zip(*map(plain_values, batch.values()), strict=True)
             numbers = (_measured(name, function, dict(zip(batch, row, strict=True))) for row in rows)
             found[name] = np.fromiter(numbers, np.uint32, num_rows)
     return found
@@ -107,13 +107,13 @@ def _measured_column(name: str, function: Callable[[Any], int], values: Any, num
             return np.full(num_rows, values.shape[1], np.uint32)
         is_bytes = isinstance(values, BinaryColumn) and values.encoding == "bytes"
         try:
-            return np.fromiter(map(len, values if is_bytes else _plain(values)), np.uint32, num_rows)
+            return np.fromiter(map(len, values if is_bytes else plain_values(values)), np.uint32, num_rows)
         except (TypeError, OverflowError):
             pass  # the error below names the value
-    return np.fromiter((_measured(name, function, value) for value in _plain(values)), np.uint32, num_rows)
+    return np.fromiter((_measured(name, function, value) for value in plain_values(values)), np.uint32, num_rows)
 
 
-def _plain(values: Any) -> Any:
+def plain_values(values: Any) -> Any:
     """Return the values of a column as a single sample would have them; views of Arrow's memory become objects."""
     if not isinstance(values, BinaryColumn):
         return values

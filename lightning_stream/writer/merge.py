@@ -54,8 +54,8 @@ def merge_index(
 
     Raises:
         NotFoundError: There is no index below the root, or one of the list is absent.
-        ValueError: A partition has deleted samples, an index of the list is not below ``out``, or the root's index
-            lists shards of its own, as after an append there, which no partition has.
+        ValueError: A partition has deleted samples or added columns, an index of the list is not below ``out``, or the
+            root's index lists shards of its own, as after an append there, which no partition has.
         FormatError: One of them is not an index.
         FileExistsError, ConflictError: Another process put the root's index meanwhile; that one stays.
     """
@@ -94,6 +94,11 @@ def merge_index(
         raise ValueError(
             f"a merged index has no deleted samples; those of {', '.join(deleted[:3])} would be there again. Write "
             "these partitions again without them."
+        )
+    if joined := [folder for folder, index in parts.items() if index.joined]:
+        raise ValueError(
+            f"a merged index has no added columns; those of {', '.join(joined[:3])} would be lost. Call "
+            "versions.compact for each of these partitions first."
         )
     texts = [text for folder, index in parts.items() for text in _entries(index, folder)]
     place.commit_index(with_lengths(b'{"version": 2, "shards": [' + b", ".join(texts) + b"]}", _lengths(parts)))

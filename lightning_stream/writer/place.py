@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -200,10 +201,11 @@ class DatasetPlace:
                     raise errors.AlreadyExistsError(_another(f"{store.url} holds {name!r} already")) from None
         self.put_names.append(name)
 
-    def commit(self, entries: Sequence[bytes], lengths: Mapping[str, Sequence[FileEntry]]) -> None:
+    def commit(self, entries: Sequence[bytes], lengths: Mapping[str, Sequence[FileEntry]]) -> bool:
         """Put the index of these shards, given as JSON texts; in append mode it lists them after those that are there.
 
-        `lengths` has the files of the lengths of all samples, by name.
+        `lengths` has the files of the lengths of all samples, by name. It returns False, and the shards are deleted, if
+        the log has an append of the same key already.
 
         Raises:
             FileExistsError, ConflictError: Another writer has replaced the dataset since this one began, or appended
@@ -213,38 +215,43 @@ class DatasetPlace:
         if base is None:
             index = b'{"shards": [' + b", ".join(entries) + b'], "version": 2}'
             self.commit_index(with_lengths(index, lengths))
-            return
+            return True
         if not entries and not self._key:
-            return
+            return True
         added = {name: files[len(base.lengths.get(name, ())) :] for name, files in lengths.items()}
         change = Edit("append", entries, added, self._message, self._key)
 
         def edit(version: Version) -> Edit:
             now = version.index
-            same = [schema.columns for schema in now.schemas[:1]] == [schema.columns for schema in base.schemas[:1]]
-            if base.num_samples and not (same and now.lengths.keys() == base.lengths.keys()):
+            if base.num_samples and not (now.columns == base.columns and now.lengths.keys() == base.lengths.keys()):
                 raise errors.ConflictError(f"{self.store.url} has other columns or lengths since this writer began")
             return change
 
-        self._commit(edit)
+        return self._commit(edit)
 
-    def commit_edit(self, edit: Edit) -> None:
-        """Put a change of the version that was there at `begin`; ConflictError if there is a newer one."""
-        self._commit(lambda _: edit)
+    def commit_edit(self, edit: Edit | Callable[[Version], Edit]) -> None:
+        """Put a change of the version that was there at `begin`; ConflictError if there is a newer one.
 
-    def _commit(self, edit: Callable[[Version], Edit]) -> None:
+        In append mode, a function of the newest version gives the change.
+        """
+        self._commit(edit if callable(edit) else lambda _: edit)
+
+    def _commit(self, edit: Callable[[Version], Edit]) -> bool:
         """Put a change in the log of each store. In a pair, both places must have the same shards: one writer wins."""
         assert self._version is not None
+        is_new = True
         retries = self.mode == "append" and len(self.stores) == 1
         for number, store in enumerate(self.stores):
             try:
                 new = commit(store, self._version, edit, retries=retries)
             except errors.AlreadyExistsError:  # an append of this key is there
+                is_new = False
                 self._withdraw(store)
                 new = read_newest(store)  # its writer may have been killed before it was published
             except errors.ConflictError as error:
                 self._refused(number, str(error), error)
             publish(store, new, always=False)
+        return is_new
 
     def commit_index(self, index: bytes) -> None:
         """Swap the index. In overwrite mode, then delete the former dataset, and what killed writers left."""
@@ -362,7 +369,7 @@ def listed_files(index: bytes | None) -> set[str]:
         found = Index.from_bytes(index or b"", INDEX_NAME)
     except errors.FormatError:
         return set()
-    entries = map(found.entry, range(len(found)))
+    entries = chain.from_iterable(map(found.entries, range(len(found))))
     names = {file.basename for entry in entries for pair in entry.files for file in pair if file is not None}
     with contextlib.suppress(errors.FormatError):  # wrong lengths do not make shards of another dataset
         names |= {file.basename for files in found.lengths.values() for file in files}

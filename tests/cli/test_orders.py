@@ -54,6 +54,24 @@ def test_explain_names_the_samples_that_come_next(
     assert ["samples", "trained", "on", "24"] in [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
+def test_explain_shows_what_any_step_saw(shards: Path, tmp_path: Path, answer: Answer) -> None:
+    run, data = tmp_path / "run", str(shards / "train")
+    trained(StreamingDataset(remote=data, shuffle=True), run / "checkpoints" / "last.ckpt")
+    loader = StreamingDataLoader(StreamingDataset(remote=data, shuffle=True), global_batch_size=8)
+    steps = []
+    for _ in loader:
+        assert loader.last_batch is not None
+        steps.append(loader.last_batch.ids.tolist())
+    page = tmp_path / "step.html"
+    for step in (1, 3, 7):  # done, the next one, and the last one
+        code, about = answer("explain", str(run), "--stream", data, "--step", str(step), "--preview", str(page))
+        assert (code, about["step"]["ids"]) == (0, steps[step])
+        assert all(f"<h2>sample {number}</h2>" in page.read_text() for number in steps[step])
+    assert "epoch 0 has 8 of them" in answer("explain", str(run), "--stream", data, "--step", "8")[1]["error"]
+    assert "pass --stream" in answer("explain", str(run), "--step", "1")[1]["error"]
+    assert "pass --step" in answer("explain", str(run), "--stream", data, "--preview", str(page))[1]["error"]
+
+
 def test_explain_reads_a_checkpoint_in_a_store(shards: Path, tmp_path: Path, answer: Answer) -> None:
     trained(StreamingDataset(remote=str(shards / "train"), shuffle=True), tmp_path / "last.ckpt")
     with WebServer() as server:

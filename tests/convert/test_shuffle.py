@@ -12,6 +12,7 @@ import pytest
 
 from lightning_stream.convert import convert
 from lightning_stream.convert.shuffle import row_keys
+from lightning_stream.sources.base import partitions_of
 from lightning_stream.sources.choose import open_source
 
 PLAIN: dict[str, Any] = {"compression": None, "num_workers": 1}
@@ -73,7 +74,7 @@ def test_rows_are_in_the_order_of_their_keys_over_several_runs_and_buckets(
 
 def partition_rows(path: Path, partition_bytes: int) -> list[int]:
     source = open_source(path, None, None, None)
-    partitions = source.partitions(partition_bytes)
+    partitions = partitions_of(source.cut({}, partition_bytes), partition_bytes)
     assert len(partitions) > 3
     read = [source.reader.read(each.splits, {"k": "int64"}) for each in partitions]
     return [sum(len(batch.rows) for batch in batches) for batches in read]

@@ -14,6 +14,7 @@ from lightning_stream import MDSWriter, StreamingDataset
 from lightning_stream.cache import Lease, ShardCache
 from lightning_stream.dataset import source_of
 from lightning_stream.errors import LockTimeoutError
+from lightning_stream.formats.shard import open_shard
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.order import World
 from lightning_stream.reading.fetches import ReaderProcess
@@ -74,7 +75,7 @@ def test_a_worker_shares_its_connections_among_the_shards_it_waits_for(num_shard
             all_began.wait()
             return Lease(Path(), None)
 
-    process = ReaderProcess(8, 4, SampleRanges(False, None))
+    process = ReaderProcess(8, 4, SampleRanges(lambda number, entry, folder: open_shard(entry, folder)))
     shards: list[Any] = [(Cache(), number) for number in range(num_shards)]
     for fetch in process.fetch(shards):
         fetch.result(30)
@@ -95,7 +96,7 @@ def test_more_is_worth_fetching_while_shards_are_waited_for_and_threads_are_idle
     def shards(*numbers: int) -> list[Any]:
         return [(Cache(), number) for number in numbers]
 
-    process = ReaderProcess(8, 2, SampleRanges(False, None))
+    process = ReaderProcess(8, 2, SampleRanges(lambda number, entry, folder: open_shard(entry, folder)))
     assert not process.could_fetch_more()  # nothing is missing
     fetches = process.fetch(shards(9))
     assert process.could_fetch_more()  # what another process fetches takes no connection of ours

@@ -16,8 +16,9 @@ import pytest
 
 from lightning_stream import MDSWriter
 from lightning_stream.cache import CacheConfig
-from lightning_stream.reading.reader import ReaderConfig, SampleReader
+from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.stores import LocalStore
 
 NUM_SAMPLES = 400

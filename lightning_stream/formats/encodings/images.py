@@ -104,6 +104,10 @@ class _ImageList(ViewEncoding):
         return b"".join((self._reserved, sizes, *parts))
 
     def decode(self, data: bytes | memoryview) -> list[Image.Image]:
+        return list(map(self._element.decode, self.stored(data)))
+
+    def stored(self, data: bytes | memoryview) -> list[bytes | memoryview]:
+        """Return the bytes of each image in the list."""
         at = len(self._reserved)
         if len(data) < at + 4 or bytes(data[:at]) != self._reserved:
             raise ValueError("a list's head is missing, or not of this version")
@@ -114,11 +118,8 @@ class _ImageList(ViewEncoding):
         at += 4 + 4 * count
         if sum(sizes) != len(data) - at:
             raise ValueError(f"a list whose images take {sum(sizes)} bytes has {len(data) - at}")
-        images = []
-        for size in sizes:
-            images.append(self._element.decode(data[at : at + size]))
-            at += size
-        return images
+        ends = at + np.cumsum(sizes)
+        return [data[end - size : end] for end, size in zip(ends.tolist(), sizes, strict=True)]
 
 
 def pillow() -> Any:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.errors import FormatError
 from lightning_stream.formats.index.lengths import parse_lengths
 from lightning_stream.formats.index.scan import parse_entry, scan_index
 from lightning_stream.formats.index.schema import FileEntry, Schema, ShardEntry
@@ -32,15 +35,21 @@ class Index:
         data, where: The text of index.json in UTF-8; its path or URL, for messages.
         schemas: The distinct schemas of the shards.
         shard_sizes: int64[num_shards], number of samples.
-        raw_bytes, stored_bytes: int64[num_shards], bytes of the shard's files uncompressed, and as they are stored.
+        raw_bytes, stored_bytes: int64[num_shards], bytes of the shard's files and of those joined to it, uncompressed
+            and as they are stored.
         num_samples: The number of samples in all shards, also of deleted ones.
         deleted: The file of the deleted samples, in which each has its number in 8 bytes; None if there are none.
+        joined: The columns that were added: each an index of as many shards, or of fewer where shards were appended
+            since. Sample i of its shard k has further columns of sample i of shard k.
+        chosen: The names of the columns that are read; None for all.
         digest: Hex, of the raw files' names, sizes and hashes, the counts, and the columns. Another compression of the
-            same samples gives the same digest.
+            same samples gives the same digest. Of data in another format: of its files and their parts.
+        source_digest: The digest of the data in another format that these shards were converted from, shard by shard,
+            so that both have one order; empty if there is none.
     """
 
     def __init__(self, data: bytes, where: str) -> None:
-        numbers, self.schemas, self.deleted, self.digest = scan_index(data, where)
+        numbers, self.schemas, self.deleted, joined, self.digest, self.source_digest = scan_index(data, where)
         self.data, self.where = data, where
         self._spans = numbers[:, :2].copy()
         self.shard_sizes: NDArray[np.int64] = numbers[:, 2].copy()
@@ -48,6 +57,25 @@ class Index:
         self.stored_bytes: NDArray[np.int64] = numbers[:, 4].copy()
         self._schema_ids = numbers[:, 5].astype(np.int32)
         self.num_samples = int(self.shard_sizes.sum())
+        self.chosen: frozenset[str] | None = None
+        self.joined = tuple(Index(text, f"{where}, joined columns") for text in joined)
+        for other in self.joined:
+            if len(other) > self.num_shards or (other.shard_sizes != self.shard_sizes[: len(other)]).any():
+                raise self._does_not_fit(other)
+            self.raw_bytes[: len(other)] += other.raw_bytes
+            self.stored_bytes[: len(other)] += other.stored_bytes
+            self.digest = blake2b(f"{self.digest} joined {other.digest}".encode(), digest_size=32).hexdigest()
+        for schemas in self._schemas_of_shards if self.joined else ():
+            if sum(len(one.names) for one in schemas) > len({name for one in schemas for name in one.names}):
+                raise self._does_not_fit(self.joined[-1])
+
+    @staticmethod
+    def _does_not_fit(other: Index) -> FormatError:
+        names = ", ".join(sorted({name for schema in other.schemas for name in schema.names}))
+        return FormatError(
+            f"{other.where} must have the samples of the index's own shards, and other columns; found {names} for "
+            f"{other.num_samples:,} samples in {other.num_shards:,} shards. Restore the index."
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Index:
@@ -85,8 +113,36 @@ class Index:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Encoding by column name in the first shard."""
-        return self.schemas[0].columns if self.schemas else {}
+        """Encoding by column name in the first shard, joined columns included."""
+        return self.column_sets[0] if self.num_shards else {}
+
+    @cached_property
+    def column_sets(self) -> list[dict[str, str]]:
+        """The different columns that shards have, joined columns included and only those that are chosen: encoding by
+        name. The first one is that of the first shard."""
+        sets = []
+        for own, *others in self._schemas_of_shards:
+            columns = own.columns
+            for other in others:
+                columns = dict(sorted((columns | other.columns).items()))  # as a writer stores them
+            sets.append({name: columns[name] for name in columns if self.chosen is None or name in self.chosen})
+        return [one for k, one in enumerate(sets) if list(one.items()) not in [list(each.items()) for each in sets[:k]]]
+
+    @cached_property
+    def _schemas_of_shards(self) -> list[tuple[Schema, ...]]:
+        """The different schemas that a shard and those joined to it have, the first shard's first."""
+        if not self.joined:
+            return [(schema,) for schema in self.schemas]
+        ids = np.full((1 + len(self.joined), self.num_shards), -1)
+        ids[0] = self._schema_ids
+        for row, other in zip(ids[1:], self.joined, strict=True):
+            row[: len(other)] = other._schema_ids  # noqa: SLF001 - of this class
+        _, firsts = np.unique(ids, axis=1, return_index=True)
+        parts = (self, *self.joined)
+        return [
+            tuple(one.schemas[number] for one, number in zip(parts, ids[:, shard].tolist(), strict=True) if number >= 0)
+            for shard in sorted(firsts.tolist())
+        ]
 
     def schema(self, shard: int) -> Schema:
         """Return the schema of one shard, without parsing its entry."""
@@ -95,6 +151,31 @@ class Index:
     def entry(self, shard: int) -> ShardEntry:
         """Parse one shard's entry; IndexError unless 0 <= shard < num_shards."""
         return parse_entry(self.text(shard), f"{self.where}, shard {shard}", self.schema(shard))
+
+    def entries(self, shard: int) -> tuple[ShardEntry, ...]:
+        """Parse the entries of one shard and of those joined to it."""
+        return self.entry(shard), *(other.entry(shard) for other in self.joined if shard < len(other))
+
+    def choose(self, names: Collection[str]) -> Index:
+        """Return this index with some columns alone; joined shards that have none of them are not read then.
+
+        ValueError for names that no shard has.
+        """
+        known = dict.fromkeys(name for columns in self.column_sets for name in columns)
+        if absent := [name for name in names if name not in known]:
+            raise ValueError(f"columns: {self.where} has no column {', '.join(absent)}; it has {', '.join(known)}.")
+        if len(set(names)) == len(known):
+            return self
+        found = copy.copy(self)
+        vars(found).pop("column_sets")
+        vars(found).pop("_schemas_of_shards")
+        found.chosen = frozenset(names)
+        found.joined = tuple(one for one in self.joined if any(name in one.columns for name in names))
+        found.raw_bytes, found.stored_bytes = self.raw_bytes.copy(), self.stored_bytes.copy()
+        for other in set(self.joined) - set(found.joined):
+            found.raw_bytes[: len(other)] -= other.raw_bytes
+            found.stored_bytes[: len(other)] -= other.stored_bytes
+        return found
 
     def text(self, shard: int) -> bytes:
         """Return the JSON text of one shard's entry."""
@@ -110,11 +191,11 @@ class Index:
         return self.num_shards
 
 
-def mixed_columns(indexes: Iterable[Index]) -> dict[str, bool] | None:
+def mixed_columns(indexes: Sequence[Index]) -> dict[str, bool] | None:
     """Return all columns, and whether all shards have them in one encoding; None if all shards have the same."""
-    schemas = [schema for index in indexes for schema in index.schemas]
-    if len({(schema.format, schema.names, schema.encodings) for schema in schemas}) <= 1:
+    sets = [columns for index in indexes for columns in index.column_sets]
+    formats = {schema.format for index in indexes for schema in index.schemas}
+    if len(formats) <= 1 and len({tuple(columns.items()) for columns in sets}) <= 1:
         return None
-    encodings = [schema.columns for schema in schemas]
-    names = dict.fromkeys(name for columns in encodings for name in columns)
-    return {name: len({columns.get(name) for columns in encodings}) == 1 for name in names}
+    names = dict.fromkeys(name for columns in sets for name in columns)
+    return {name: len({columns.get(name) for columns in sets}) == 1 for name in names}

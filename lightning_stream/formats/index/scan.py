@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from hashlib import blake2b
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -86,10 +86,17 @@ class _Deleted(msgspec.Struct, gc=False):
     samples: _Count
 
 
+class _ConvertedFrom(msgspec.Struct, gc=False):
+    digest: str
+    source: str
+
+
 class _Top(msgspec.Struct, gc=False):
     shards: list[msgspec.Raw]
     version: Literal[2]
     deleted: _Deleted | None = None
+    converted_from: _ConvertedFrom | None = None
+    joined: list[msgspec.Raw] = []
 
 
 _decode_top = msgspec.json.Decoder(_Top).decode
@@ -97,11 +104,21 @@ _decode_entry = msgspec.json.Decoder(_Entry).decode
 _DECODE_ERRORS = (ValueError, RecursionError)  # msgspec's own are ValueErrors
 
 
-def scan_index(data: bytes, where: str) -> tuple[NDArray[np.int64], tuple[Schema, ...], FileEntry | None, str]:
-    """Read the text once and check every entry; FormatError with ``where`` and the shard if something is wrong.
+class Scan(NamedTuple):
+    """What the text of an index has: int64[num_shards, 6] (see `_FIELDS`), the schemas, the file of deleted rows, the
+    texts of the indexes of joined shards, the digest in hex of all but these, and that of the data that the shards were
+    converted from."""
 
-    Return int64[num_shards, 6] (see `_FIELDS`), the schemas, the file of deleted rows, and the digest in hex.
-    """
+    numbers: NDArray[np.int64]
+    schemas: tuple[Schema, ...]
+    deleted: FileEntry | None
+    joined: tuple[bytes, ...]
+    digest: str
+    source_digest: str
+
+
+def scan_index(data: bytes, where: str) -> Scan:
+    """Read the text once and check every entry; FormatError with ``where`` and the shard if something is wrong."""
     digest = blake2b(b"lightning-stream index 1", digest_size=32)
     numbers = array("q")
     schemas: list[Schema] = []
@@ -125,7 +142,8 @@ def scan_index(data: bytes, where: str) -> tuple[NDArray[np.int64], tuple[Schema
             if schema_id is None:
                 schemas.append(_schema(entry))
                 schema_id = ids[key] = len(ids)
-                digest.update(repr(key[:4]).encode())
+                if entry.raw_data.origin is None:  # data in another format stays the same, whatever is read of it
+                    digest.update(repr(key[:4]).encode())
             raw, stored, described = _sizes(entry, where)
             described = f"{entry.samples} {described}"
             name, mark = entry.raw_data.basename, hash(described)
@@ -148,7 +166,11 @@ def scan_index(data: bytes, where: str) -> tuple[NDArray[np.int64], tuple[Schema
                 f"{file.samples:,} rows. Restore the index."
             )
         digest.update(f"deleted {file.samples} {sorted(file.hashes.items())}\n".encode())
-    return found, tuple(schemas), deleted, digest.hexdigest()
+    own, former = digest.hexdigest(), top.converted_from
+    # After another change, such as an append, the shards are not only those that were converted.
+    source = former.source if former and former.digest == own else ""
+    joined = tuple(b'{"shards": ' + bytes(text) + b', "version": 2}' for text in top.joined)
+    return Scan(found, tuple(schemas), deleted, joined, own, source)
 
 
 def parse_entry(text: bytes, where: str, schema: Schema) -> ShardEntry:
@@ -223,8 +245,9 @@ def _sizes(entry: _Entry, where: str) -> tuple[int, int, str]:
             check_basename(file.basename, where)
         raw_total += raw.bytes
         stored_total += (packed or raw).bytes
-        described += f"{raw.basename} {raw.bytes} {sorted(raw.hashes.items())} "
-        if (origin := raw.origin) is not None:
+        if (origin := raw.origin) is None:
+            described += f"{raw.basename} {raw.bytes} {sorted(raw.hashes.items())} "
+        else:
             check_basename(origin.name, where)
             described += f"{msgspec.structs.astuple(origin)} "
     # A wrong count must not become memory for an order. The file with the offsets is the last, or the only one.

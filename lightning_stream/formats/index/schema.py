@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lightning_stream.errors import FormatError
@@ -40,6 +40,12 @@ class Schema:
     def columns(self) -> dict[str, str]:
         """Encoding by column name."""
         return dict(zip(self.names, self.encodings, strict=True))
+
+    def choose(self, columns: Collection[str]) -> Schema:
+        """The schema with only those of its columns that are in `columns`."""
+        kept = [k for k, name in enumerate(self.names) if name in columns]
+        names, encodings, sizes = (tuple(all_[k] for k in kept) for all_ in (self.names, self.encodings, self.sizes))
+        return replace(self, names=names, encodings=encodings, sizes=sizes)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)

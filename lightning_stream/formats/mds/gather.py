@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -18,14 +18,22 @@ T = TypeVar("T")
 _Sizes: TypeAlias = "int | Int64s"
 _Out: TypeAlias = "Buffers | None"
 _Where = Callable[[int], str]
+Group: TypeAlias = "tuple[Int64s, Batch]"
 _Places: TypeAlias = list[tuple[Int64s, _Sizes]]  # of each column: positions in the window, and size or sizes
 
 
-def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers | None = None) -> Batch:
+def gather(
+    shards: Sequence[Shard],
+    which: Int64s,
+    indices: Int64s,
+    out: Buffers | None = None,
+    names: Collection[str] | None = None,
+) -> Batch:
     """Return one batch over many shards: row k is sample ``indices[k]`` of ``shards[which[k]]``.
 
     All shards have the same column names and encodings; `which` and `indices` are int64[n]. `out` has, by name of a
-    fixed-size column, writable C-contiguous memory of n values, to be filled and returned.
+    fixed-size column, writable C-contiguous memory of n values, to be filled and returned. Only the columns in `names`
+    are read; None for all.
 
     ValueError for no shards, different columns, or an ``out`` that does not fit; IndexError for an index out of range;
     FormatError for damaged bytes.
@@ -36,18 +44,18 @@ def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers
     if len(which) != len(indices) or which.ndim != 1 or indices.ndim != 1:
         raise ValueError(f"which and indices must be of one length; got {which.shape} and {indices.shape}.")
     mapped = [shard.mapped for shard in shards]
-    names = shards[0].schema.names
-    if not any(mapped) and all(shard.schema.names == names for shard in shards):
-        return gather_mixed(shards, which, indices, dict.fromkeys(names, True), out)
     files = [one for one in mapped if one is not None and mapped[0] is not None and one.layout is mapped[0].layout]
     if len(files) != len(shards):
-        raise ValueError("gather needs shards of the same columns; group the samples by their shard's schema first.")
+        columns = shards[0].schema.columns
+        if any(shard.schema.columns != columns for shard in shards):
+            raise ValueError("gather needs shards of the same columns; group the samples by their schema first.")
+        return gather_mixed(shards, which, indices, dict.fromkeys(columns, True), out)
     spans = np.array([one.span for one in files], np.int64).T
     window = AddressWindow(int(spans[0].min()), int(spans[1].max()))
     _check_range(which, len(files), "shard")
     _check_range(indices, spans[3].take(which).view(np.uint64), "sample")
     where = lambda shard: files[shard].file.where  # noqa: E731
-    return gather_rows(files[0].layout, window, spans.take(which, 1), which, indices, where, out)
+    return gather_rows(files[0].layout, window, spans.take(which, 1), which, indices, where, out, names)
 
 
 def gather_mixed(
@@ -58,32 +66,51 @@ def gather_mixed(
     `common` has all columns of the data, also those that this batch lacks: True for a column that all of the data has
     in one encoding. The others become `Ragged` lists, with None for a sample without the column.
     """
-    groups: dict[tuple[Any, ...], list[int]] = {}
+    return merge_groups(gather_groups(shards, which, indices), common, len(which), out)
+
+
+def gather_groups(shards: Sequence[Shard], which: Int64s, indices: Int64s) -> list[Group]:
+    """As `gather`, over shards of different columns: the rows of each group of shards, and their columns."""
+    groups: dict[Any, list[int]] = {}
     for k, shard in enumerate(shards):
-        alone = k if shard.mapped is None else None  # a format that is not mapped is read shard by shard
-        groups.setdefault((alone, shard.schema.names, shard.schema.encodings), []).append(k)
-    parts: list[tuple[Int64s, Batch]] = []
-    for (alone, *_), members in groups.items():
+        mapped = shard.mapped
+        groups.setdefault(k if mapped is None else mapped.layout, []).append(k)
+    parts: list[Group] = []
+    for layout, members in groups.items():
         rows = np.flatnonzero(np.isin(which, members))
-        if alone is not None:
-            parts.append((rows, shards[alone].columns(indices[rows])))
+        if isinstance(layout, int):  # a format that is not mapped is read shard by shard
+            parts.append((rows, shards[layout].columns(indices[rows])))
             continue
         member = np.searchsorted(members, which[rows])
         parts.append((rows, gather([shards[k] for k in members], member, indices[rows])))
+    return parts
+
+
+def merge_groups(groups: Sequence[Group], common: Mapping[str, bool], num_rows: int, out: Buffers | None) -> Batch:
+    """Put the columns of groups of rows, in ascending order each, in the order of all rows; see `gather_mixed`."""
     batch: Batch = {}
     for name, in_all in common.items():
-        found = [(rows, part[name]) for rows, part in parts if name in part]
-        if in_all:
-            batch[name] = _in_order(name, found, len(which), out or {})
+        found = [(rows, part[name]) for rows, part in groups if name in part]
+        if not in_all:
+            batch[name] = _listed(found, num_rows)
+        elif len(found) == 1 and name not in (out or {}):
+            batch[name] = found[0][1]
         else:
-            batch[name] = _listed(found, len(which))
+            batch[name] = _in_order(name, found, num_rows, out or {})
     if wrong := [name for name in out or {} if not isinstance(batch.get(name), np.ndarray)]:
         raise ValueError(f"out: no column {wrong[0]!r} of fixed size in all of the data.")
     return batch
 
 
 def gather_rows(
-    layout: RecordLayout, window: AddressWindow, spans: Int64s, which: Int64s, indices: Int64s, where: _Where, out: _Out
+    layout: RecordLayout,
+    window: AddressWindow,
+    spans: Int64s,
+    which: Int64s,
+    indices: Int64s,
+    where: _Where,
+    out: _Out,
+    names: Collection[str] | None = None,
 ) -> Batch:
     """As `gather`, over mapped shards of one layout in one window, for samples that are known to be there.
 
@@ -96,6 +123,8 @@ def gather_rows(
     values: Batch = {}
     out = out or {}
     for column, (at, size) in zip(layout.columns, places, strict=True):
+        if not column.is_read or (names is not None and column.name not in names):
+            continue
         if column.gathered and isinstance(size, int):
             values[column.name] = _numbers(window, column, at, size, out.get(column.name))
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -25,13 +25,14 @@ class Column(NamedTuple):
     gathered: bool  # plain numbers, without a decoder of the caller
     ragged: bool  # arrays that may have different shapes, decoded as stored
     decodes_as_stored: bool = True  # whether there is no decoder of the caller
+    is_read: bool = True
 
 
 class RecordLayout:
     """The columns of MDS samples, in the order of their bytes.
 
     A sample begins with its `head`, the sizes of the `num_variable` columns without a fixed size. If there are none,
-    all samples have `stride` bytes (else None). A sample has at least `min_bytes`.
+    all samples have `stride` bytes (else None). A sample has at least `min_bytes`. The columns `unread` are skipped.
     """
 
     def __init__(self, columns: tuple[Column, ...]) -> None:
@@ -42,31 +43,45 @@ class RecordLayout:
         self.stride = None if self.num_variable else fixed
         self.min_bytes = self.head.size + fixed
         self.steps = tuple((column.name, column.decode, column.size) for column in columns)
+        self.unread = tuple(column.name for column in columns if not column.is_read)
 
 
 # Shards of one layout can be gathered together. A layout, and its users' decoders, live as long as a shard that has it.
 _LAYOUTS: WeakValueDictionary[Any, RecordLayout] = WeakValueDictionary()
 
 
-def record_layout(schema: Schema, allow_unsafe_types: bool = False, decoders: Decoders | None = None) -> RecordLayout:
+def record_layout(
+    schema: Schema,
+    allow_unsafe_types: bool = False,
+    decoders: Decoders | None = None,
+    columns: Collection[str] | None = None,
+) -> RecordLayout:
     """Return the layout of a schema: the same object for the same arguments, while it is in use. See `open_shard`."""
     chosen = dict(decoders or {})
     makers = tuple(map(maker_of, schema.encodings))  # a name may be registered again for another encoding
-    key = (schema.names, schema.encodings, schema.sizes, makers, allow_unsafe_types, frozenset(chosen.items()))
+    unread = frozenset() if columns is None else frozenset(schema.names).difference(columns)
+    key = (schema.names, schema.encodings, schema.sizes, makers, allow_unsafe_types, frozenset(chosen.items()), unread)
     if (found := _LAYOUTS.get(key)) is not None:
         return found
     if absent := set(chosen) - set(schema.names):
         raise ValueError(f"decoders: no column {min(absent)!r}; there are {', '.join(schema.names)}.")
-    columns = []
+    found_columns = []
     for name, encoding_name, size in zip(schema.names, schema.encodings, schema.sizes, strict=True):
         encoding = encoding_of_column(name, encoding_name, size)
+        if name in unread:
+            found_columns.append(Column(name, encoding, size, _skip, None, gathered=False, ragged=False, is_read=False))
+            continue
         if not encoding.safe and not allow_unsafe_types and name not in chosen:
             raise ValueError(
                 f"column {name!r} is stored as {encoding_name!r}: reading it can run code that is in the data. If you "
                 "trust it, pass allow_unsafe_types=True."
             )
-        columns.append(_column(name, encoding, size, chosen.get(name)))
-    return _LAYOUTS.setdefault(key, RecordLayout(tuple(columns)))
+        found_columns.append(_column(name, encoding, size, chosen.get(name)))
+    return _LAYOUTS.setdefault(key, RecordLayout(tuple(found_columns)))
+
+
+def _skip(_: Any) -> None:
+    """Decode nothing."""
 
 
 def _column(name: str, encoding: Encoding, size: int | None, chosen: Decoder | None) -> Column:

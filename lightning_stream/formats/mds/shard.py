@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,19 @@ class MdsShard:
     """
 
     def __init__(
-        self, entry: ShardEntry, folder: Path, *, allow_unsafe_types: bool = False, decoders: Decoders | None = None
+        self,
+        entry: ShardEntry,
+        folder: Path,
+        *,
+        allow_unsafe_types: bool = False,
+        decoders: Decoders | None = None,
+        columns: Collection[str] | None = None,
     ) -> None:
         self.schema = entry.schema
+        if columns is not None:
+            self.schema = entry.schema.choose(columns)
         self.num_samples = entry.num_samples
-        self._layout = record_layout(entry.schema, allow_unsafe_types, decoders)
+        self._layout = record_layout(entry.schema, allow_unsafe_types, decoders, columns)
         self._path = folder / entry.raw.basename
         file = MappedFile(self._path, None if entry.raw.origin else entry.raw.num_bytes)
         offsets = sample_offsets(file, self.num_samples, file.num_bytes)
@@ -67,6 +76,8 @@ class MdsShard:
             raise corrupt_error(str(self._path), index, name, error) from error
         if at != end or end > len(view):
             raise FormatError(f"{self._path}, sample {index}: its columns do not fill it. Fetch the shard again.")
+        for name in self._layout.unread:
+            del values[name]
         return values
 
     def stored(self, index: int) -> memoryview:
@@ -75,9 +86,21 @@ class MdsShard:
         begin, end = _OFFSETS.unpack_from(view, 4 + 4 * index)
         return view[begin:end]
 
-    def columns(self, indices: NDArray[np.int64]) -> Batch:
+    def stored_values(self, index: int) -> dict[str, bytes]:
+        """Return the bytes of each column of the sample at ``index``; FormatError if they do not fill it."""
+        stored, layout, values = self.stored(index), self._layout, dict[str, bytes]()
+        sizes, at = iter(layout.head.unpack_from(stored)), layout.head.size
+        for column in layout.columns:
+            size = next(sizes) if column.size is None else column.size
+            values[column.name] = bytes(stored[at : at + size])
+            at += size
+        if at != len(stored):
+            raise FormatError(f"{self._path}, sample {index}: its columns do not fill it. Fetch the shard again.")
+        return values
+
+    def columns(self, indices: NDArray[np.int64], names: Collection[str] | None = None) -> Batch:
         """Return samples as columns; see `Shard.columns`."""
-        return gather([self], np.zeros(len(indices), np.int64), indices)
+        return gather([self], np.zeros(len(indices), np.int64), indices, names=names)
 
     def close(self) -> None:
         """Release the file; it is unmapped when no read of it is running."""

@@ -1,0 +1,198 @@
+"""``preview``: samples as a page of HTML, or as a picture with a grid of images."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import html
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_stream.cli.arguments import add_dataset, add_store_options, datasets_at
+from lightning_stream.cli.output import ExitCode, Output
+from lightning_stream.cli.samples import add_ids, chosen_ids, classes_of, is_image, plain, reader_of, with_class_names
+from lightning_stream.formats.encodings.images import pillow
+from lightning_stream.formats.encodings.media import Media
+
+HELP = "write samples as a page of HTML, or images as one picture"
+EXAMPLES = """examples:
+  lightning-stream preview s3://bucket/train
+  lightning-stream preview s3://bucket/train --count 100 --out flowers.png
+  lightning-stream preview shards/val --ids 17,1337 --out two.html
+"""
+_IMAGE_STARTS = (b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF")
+_FORMATS = ("JPEG", "PNG", "GIF", "WEBP")  # Pillow runs programs to open some others
+_SOUND = {b"ID3": "mpeg", b"\xff\xfb": "mpeg", b"fLaC": "flac", b"OggS": "ogg", b"RIFF": "wav"}
+_MOST_SOUND_BYTES = 4 << 20
+_TEXT_CHARACTERS = 600
+_THUMB, _PICTURE_THUMB, _LABEL, _GAP = 320, 160, 28, 8  # pixels
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>
+:root {{ color-scheme: light dark; --line: #8884; --faint: #888; }}
+body {{ font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 1400px; padding: 1rem; }}
+h1 {{ font-size: 1.15rem; margin: .5rem 0; overflow-wrap: anywhere; }} p {{ color: var(--faint); margin: 0 0 1rem; }}
+main {{ display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, {width}px), 1fr)); }}
+article {{ border: 1px solid var(--line); border-radius: 8px; overflow: hidden; padding: .6rem; }}
+article h2 {{ color: var(--faint); font-size: .8rem; font-weight: 500; margin: 0 0 .4rem; }}
+img {{ background: #8882; border-radius: 4px; display: block; height: auto; margin-bottom: .4rem; max-width: 100%; }}
+audio {{ width: 100%; }}
+dl {{ display: grid; gap: .1rem .6rem; grid-template-columns: max-content minmax(0, 1fr); margin: 0; }}
+dt {{ color: var(--faint); }} dd {{ margin: 0; overflow-wrap: anywhere; white-space: pre-wrap; }}
+</style></head><body><h1>{title}</h1><p>{about}</p><main>
+{cards}
+</main></body></html>
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``preview``."""
+    add_dataset(parser)
+    add_ids(parser, 48)
+    parser.add_argument("--out", default="preview.html", metavar="FILE", help=".html or .png (default: preview.html)")
+    add_store_options(parser)
+
+
+def run(options: argparse.Namespace, out: Output) -> int:
+    """Write the samples of a dataset into one file."""
+    path = preview_path(options.out, "--out")
+    datasets = datasets_at(options.remote, options.store_options)
+    if len(datasets) > 1:
+        splits = " or ".join(dataset.store.url for dataset in datasets)
+        raise ValueError(f"preview shows one dataset; {options.remote} is a folder of splits. Pass {splits}")
+    with reader_of(datasets[0], options.store_options) as reader:
+        num_samples = reader.snapshot.num_samples
+        ids = chosen_ids(options.ids, options.count, num_samples)
+        classes = classes_of(datasets[0])
+        samples = {number: with_class_names(reader.sample(number), classes) for number in ids}
+        url, columns = datasets[0].store.url, dict(datasets[0].index.columns)
+        about = f"{len(ids):,} of {num_samples:,} samples · " + ", ".join(f"{k}: {v}" for k, v in columns.items())
+        write_preview(path, url, about, samples)
+    out.data = {"url": url, "path": str(path), "ids": ids}
+    out.line(f"{len(ids):,} samples of {url} in {path}")
+    return ExitCode.OK
+
+
+def preview_path(text: str, flag: str) -> Path:
+    """The file of a preview; ValueError unless its name ends with .html or .png."""
+    path = Path(text)
+    if path.suffix not in (".html", ".png"):
+        raise ValueError(f"{flag} takes a file that ends with .html or .png; found {text}")
+    return path
+
+
+def write_preview(path: Path, title: str, about: str, samples: Mapping[int, Mapping[str, Any]]) -> None:
+    """Write samples by their ids as a page, or their images as a picture; ValueError for a picture without images."""
+    if path.suffix == ".png":
+        _write_picture(path, samples)
+    else:
+        path.write_text(page(title, about, samples), encoding="utf-8")
+
+
+def page(title: str, about: str, samples: Mapping[int, Mapping[str, Any]]) -> str:
+    """A page of HTML that needs no other file, with one card for each sample."""
+    has_images = any(True for sample in samples.values() for value in sample.values() for _ in images_in(value))
+    cards = "\n".join(_card(number, sample) for number, sample in samples.items())
+    title, about = html.escape(title), html.escape(about)
+    return _PAGE.format(title=title, about=about, cards=cards, width=220 if has_images else 420)
+
+
+def _card(number: int, sample: Mapping[str, Any]) -> str:
+    shown, rows = [], []
+    for name, value in sample.items():
+        pictures = [_embedded(image) for image in images_in(value)]
+        sound = _sound(value)
+        label = html.escape(name)
+        if pictures:
+            shown += [f'<img loading="lazy" alt="{label} of sample {number}" src="{each}">' for each in pictures]
+        elif sound:
+            shown.append(f'<audio controls preload="none" src="{sound}" aria-label="{label}"></audio>')
+        else:
+            rows.append(f"<dt>{label}</dt><dd>{html.escape(_text(value))}</dd>")
+    values = f"<dl>{''.join(rows)}</dl>" if rows else ""
+    return f"<article><h2>sample {number:,}</h2>{''.join(shown)}{values}</article>"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value if len(value) <= _TEXT_CHARACTERS else f"{value[:_TEXT_CHARACTERS]}… ({len(value):,} characters)"
+    return str(plain(value))
+
+
+def images_in(value: Any) -> Iterator[Any]:
+    """The images of Pillow that a value is or holds: an image, the bytes of one, pixels, or a list of these."""
+    if is_image(value):
+        yield value
+    elif isinstance(value, list):
+        for one in value:
+            if not isinstance(one, (str, int, float, list, dict)):
+                yield from images_in(one)
+    elif isinstance(value, bytes) and value.startswith(_IMAGE_STARTS) and value[8:12] != b"WAVE":
+        try:
+            yield pillow().open(io.BytesIO(value), formats=_FORMATS)
+        except OSError:  # other bytes that begin so
+            return
+    elif isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim in (2, 3):
+        pixels = np.moveaxis(value, 0, -1) if value.ndim == 3 and value.shape[0] in (1, 3) else value
+        if min(pixels.shape[:2]) >= 8 and (pixels.ndim == 2 or pixels.shape[2] in (1, 3)):
+            yield pillow().fromarray(np.ascontiguousarray(pixels.squeeze(-1) if pixels.shape[2:] == (1,) else pixels))
+
+
+def _thumbnail(image: Any, size: int) -> Any:
+    if image.mode.startswith("I"):  # 16 bits, which `convert` would cut off at 255
+        image = pillow().fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
+    image = image.convert("RGB")
+    image.thumbnail((size, size))
+    return image
+
+
+def _embedded(image: Any) -> str:
+    data = io.BytesIO()
+    _thumbnail(image, _THUMB).save(data, "JPEG", quality=85)
+    return f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
+def _sound(value: Any) -> str | None:
+    """Sound of a kind that browsers play, as the source of an element; None for anything else."""
+    value = value.data if isinstance(value, Media) else value
+    if not isinstance(value, bytes) or len(value) > _MOST_SOUND_BYTES:
+        return None
+    kind = next((kind for start, kind in _SOUND.items() if value.startswith(start)), None)
+    if kind is None or (kind == "wav" and value[8:12] != b"WAVE"):
+        return None
+    return f"data:audio/{kind};base64,{base64.b64encode(value).decode()}"
+
+
+def _write_picture(path: Path, samples: Mapping[int, Mapping[str, Any]]) -> None:
+    """Write all images in a grid, each above its sample's id and short values."""
+    cells: list[tuple[Any, str]] = []
+    for number, sample in samples.items():
+        found = [image for value in sample.values() for image in images_in(value)]
+        labels = [str(plain(value)) for value in sample.values() if isinstance(value, (int, str, np.integer))]
+        cells += [(_thumbnail(image, _PICTURE_THUMB), f"{number} · {' · '.join(labels)}") for image in found]
+    if not cells:
+        raise ValueError(
+            f"a .png shows images; these samples have none, but {', '.join(next(iter(samples.values())))}."
+        )
+    _grid(cells).save(path)
+
+
+def _grid(cells: Sequence[tuple[Any, str]]) -> Any:
+    from PIL import ImageDraw
+
+    per_row = min(len(cells), max(1, round((len(cells) * 1.5) ** 0.5)))
+    width, height = _PICTURE_THUMB + _GAP, _PICTURE_THUMB + _LABEL
+    rows = -(-len(cells) // per_row)
+    sheet = pillow().new("RGB", (per_row * width + _GAP, rows * height + _GAP), "white")
+    draw = ImageDraw.Draw(sheet)
+    for k, (image, label) in enumerate(cells):
+        x, y = _GAP + k % per_row * width, _GAP + k // per_row * height
+        sheet.paste(image, (x + (_PICTURE_THUMB - image.width) // 2, y + (_PICTURE_THUMB - image.height) // 2))
+        while label and draw.textlength(label) > _PICTURE_THUMB:
+            label = label[:-1]
+        draw.text((x, y + _PICTURE_THUMB + 4), label, fill="#444")
+    return sheet

@@ -1,0 +1,93 @@
+"""The samples that commands read: which ones, through which reader, and how their values are printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+
+from lightning_stream.cli.arguments import FoundDataset
+from lightning_stream.errors import StoreError
+from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.stores import LocalStore
+
+_SHOWN_NUMBERS, _SHOWN_CHARACTERS = 16, 90
+
+
+def add_ids(parser: argparse.ArgumentParser, count: int) -> None:
+    """Let a command take the samples that it reads."""
+    parser.add_argument("-n", "--count", type=int, default=count, metavar="N", help=f"samples (default: {count})")
+    parser.add_argument("--ids", metavar="IDS", help="sample ids instead, e.g. 1337 or 0:10,500")
+
+
+def chosen_ids(text: str | None, count: int, num_samples: int) -> list[int]:
+    """The ids in ``0:10,500``; without a text the first ``count``. ValueError for ids that the dataset has not."""
+    if text is None:
+        if count < 1:
+            raise ValueError(f"--count is at least 1; found {count}")
+        return list(range(min(count, num_samples)))
+    found: list[int] = []
+    for part in text.split(","):
+        begin, colon, end = part.partition(":")
+        try:
+            first = int(begin or 0)
+            found += range(first, int(end) if end else num_samples) if colon else [first]
+        except ValueError as error:
+            raise ValueError(f"--ids takes numbers and ranges, e.g. 0:10,500; found {text!r}") from error
+    wrong = next((number for number in found if not 0 <= number < num_samples), None)
+    if wrong is not None or not found:
+        shown = f"{wrong:,}" if wrong is not None else "none"
+        raise ValueError(f"sample ids are 0 to {num_samples - 1:,} in this dataset; found {shown}")
+    return found
+
+
+@contextmanager
+def reader_of(dataset: FoundDataset, store_options: dict[str, Any] | None) -> Iterator[SampleReader]:
+    """A reader of one dataset; what it downloads is deleted at the end."""
+    with tempfile.TemporaryDirectory(prefix="lightning-stream-", ignore_cleanup_errors=True) as folder:
+        local = None if isinstance(dataset.store, LocalStore) else folder
+        stream = Stream(dataset.remote, local=local, options=store_options)
+        reader = SampleReader([stream], CacheDefaults(), ReaderConfig())
+        reader.indexes = (dataset.index,)  # which was read to find the dataset
+        try:
+            yield reader
+        finally:
+            reader.close()
+
+
+def classes_of(dataset: FoundDataset) -> dict[str, list[str]]:
+    """The names of the classes by column, which `convert` writes beside the index; empty without them."""
+    with suppress(StoreError, ValueError, KeyError, TypeError):
+        return dict(json.loads(dataset.store.read("manifest.json"))["classes"])
+    return {}
+
+
+def with_class_names(sample: dict[str, Any], classes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """A sample with the names of its classes in place of their numbers."""
+    known = {name: names for name, names in classes.items() if name in sample and 0 <= sample[name] < len(names)}
+    return {name: known[name][value] if name in known else value for name, value in sample.items()}
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON; for one that would fill the screen its kind and size, e.g. ``JPEG 320x263``."""
+    if isinstance(value, (bytes, bytearray)):
+        return f"{len(value):,} bytes"
+    if is_image(value):
+        return f"{value.format or value.mode} {value.width}x{value.height}"
+    if hasattr(value, "shape"):
+        small = isinstance(value, (np.ndarray, np.generic)) and value.size <= _SHOWN_NUMBERS
+        return value.tolist() if small else f"{value.dtype}{list(value.shape)}"
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return value if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+
+
+def is_image(value: Any) -> bool:
+    """Whether a value is an image of Pillow."""
+    return hasattr(value, "getbands")

@@ -1,0 +1,199 @@
+"""``format("mds")`` for Spark's own verbs, by its Python Data Source API."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from lightning_stream.errors import MissingExtraError
+from lightning_stream.formats.sizes import parse_bytes
+from lightning_stream.spark.settings import Settings, absolute
+
+try:
+    from pyspark.sql.datasource import DataSource
+except ImportError as error:
+    if error.name == "pyspark":
+        raise
+    raise MissingExtraError(
+        "format('mds') needs Spark's Python Data Source API: pyspark 4.0 for batches, 4.1 for streams and pushed "
+        f"filters; found {version('pyspark')}. pip install 'pyspark>=4.1', or use dataframe_to_mds, "
+        "StreamToTorchDataset and dataset_from_spark, which run on 3.5."
+    ) from error
+
+_READ = ("columns", "version", "partition_size")
+_WRITE = ("columns", "compression", "hashes", "size_limit", "lengths")
+_APPEND = ("key", "message", "if_exists")
+_ALWAYS = ("path", "retry")
+_STREAM = ("checkpointlocation",)  # Spark's own
+_STORE = "store."
+_IF_EXISTS = ("append", "error", "ignore")
+_SECRETS = re.compile("key|secret|token|password")
+_MAX_NUMBER = 5  # digits of a version's number; more are those of a digest
+_PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
+
+
+class MDSDataSource(DataSource):
+    """MDS datasets as a format of Spark; `register` makes it known to a session.
+
+    The options are texts, as all options of Spark. Those of the dataset's store begin with ``store.``, e.g.
+    ``store.endpoint_url``. docs/spark.md lists all.
+    """
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the name in ``format(...)``."""
+        return "mds"
+
+    def schema(self) -> Any:
+        """Return the columns of the dataset with Spark's types."""
+        return self._dataset().schema()
+
+    def reader(self, schema: Any) -> Any:
+        """Return what reads the columns of a schema."""
+        from lightning_stream.spark.scan import MDSReader
+
+        return MDSReader(self._dataset(), schema)
+
+    def writer(self, schema: Any, overwrite: bool) -> Any:
+        """Return what writes a DataFrame of this schema."""
+        from lightning_stream.spark.sink import MDSSink, SinkJob
+
+        given = self._given(_WRITE + (() if overwrite else _APPEND), "mode('overwrite')" if overwrite else "writing")
+        if_exists = given.get("if_exists", "append")
+        if if_exists not in _IF_EXISTS:
+            raise ValueError(f"the option if_exists must be one of {', '.join(_IF_EXISTS)}; found {if_exists!r}.")
+        key, message = given.get("key", ""), given.get("message", "")
+        job = SinkJob.plan(
+            schema, self._settings(given), overwrite=overwrite, if_exists=if_exists, key=key, message=message
+        )
+        return MDSSink(job)
+
+    def streamWriter(self, schema: Any, overwrite: bool) -> Any:  # noqa: N802 - Spark's name
+        """Return what writes the micro-batches of a query."""
+        import pyspark.sql.datasource as api
+
+        from lightning_stream.spark.sink import MDSStreamSink, SinkJob
+
+        if not hasattr(api, "DataSourceStreamArrowWriter"):
+            raise MissingExtraError(f"writeStream.format('mds') needs pyspark 4.1; found {version('pyspark')}.")
+        given = self._given((*_WRITE, "message", *_STREAM), "writing a stream")
+        message = given.get("message", "")
+        settings = self._settings(given)
+        job = SinkJob.plan(schema, settings, overwrite=overwrite, if_exists="append", key="", message=message)
+        return MDSStreamSink(job)
+
+    def _given(self, known: Sequence[str], purpose: str) -> dict[str, str]:
+        given = dict(self.options)
+        if unknown := [name for name in given if name not in {*known, *_ALWAYS} and not name.startswith(_STORE)]:
+            listed = ", ".join(sorted({*known, "retry"}.difference(_STREAM)))
+            raise ValueError(
+                f"format('mds') has no option {', '.join(sorted(unknown))} for {purpose}. Its options are {listed}, "
+                "and those of the store, such as store.endpoint_url."
+            )
+        if not given.get("path"):
+            raise ValueError("format('mds') needs the folder or URL of one dataset. Pass it to save, load or start.")
+        return given
+
+    def _store_options(self) -> dict[str, Any]:
+        given = {name.removeprefix(_STORE): text for name, text in self.options.items() if name.startswith(_STORE)}
+        options = {name: _typed(name, text) for name, text in given.items()}
+        return {**options, **({"retries": _number("retry", self.options)} if "retry" in self.options else {})}
+
+    def _settings(self, given: Mapping[str, str]) -> Settings:
+        kwargs: dict[str, Any] = {"out": given["path"], "store_options": self._store_options() or None}
+        if "columns" in given:
+            kwargs["columns"] = _encodings(given["columns"])
+        if "compression" in given:
+            kwargs["compression"] = None if given["compression"].lower() in ("", "none") else given["compression"]
+        if "hashes" in given:
+            kwargs["hashes"] = _names(given["hashes"])
+        if "lengths" in given:
+            kwargs["lengths"] = dict.fromkeys(_names(given["lengths"]), len)
+        if "size_limit" in given:
+            kwargs["size_limit"] = None if given["size_limit"].lower() == "none" else given["size_limit"]
+        return Settings.read(kwargs)
+
+    def _dataset(self) -> Any:
+        from lightning_stream.spark.scan import Dataset
+
+        given = self._given(_READ, "reading")
+        chosen = given.get("version")
+        is_number = chosen is not None and chosen.isdecimal() and len(chosen) <= _MAX_NUMBER
+        return Dataset(
+            absolute(given["path"]),
+            int(chosen) if chosen is not None and is_number else chosen,
+            _names(given["columns"]) if "columns" in given else None,
+            parse_bytes(given.get("partition_size", "64mb"), "partition_size"),
+            self._store_options(),
+        )
+
+
+class FilteringMDSDataSource(MDSDataSource):
+    """The same, for sessions in which Spark hands over filters."""
+
+    def reader(self, schema: Any) -> Any:
+        """Return what reads the columns of a schema, and evaluates filters."""
+        from lightning_stream.spark.scan import FilteringMDSReader
+
+        return FilteringMDSReader(self._dataset(), schema)
+
+
+def register(spark: Any) -> None:
+    """Let a Spark session, also one of Spark Connect, read and write ``format("mds")``.
+
+    It also turns on Spark's setting ``spark.sql.python.filterPushdown.enabled``, where there is one that may be
+    changed: then filters are evaluated before the other columns are decoded.
+
+    Example::
+
+        register(spark)
+        df.write.format("mds").mode("append").save("s3://bucket/train")
+        spark.read.format("mds").load("s3://bucket/train").where("label = 3").show()
+
+    Raises:
+        MissingExtraError: pyspark is older than 4.0.
+    """
+    source: type[MDSDataSource] = FilteringMDSDataSource
+    try:
+        spark.conf.get(_PUSHDOWN)
+        spark.conf.set(_PUSHDOWN, "true")
+    except Exception:  # noqa: BLE001 - Spark 4.0 has no such setting, and some platforms refuse to change one
+        source = MDSDataSource
+    spark.dataSource.register(source)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _encodings(text: str) -> dict[str, str]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(encoding, str) for encoding in found.values()):
+        raise ValueError(
+            'the option columns must be encodings by name as JSON, such as \'{"id": "int64", "text": "str"}\'; '
+            f"found {text!r:.80}."
+        )
+    return found
+
+
+def _number(name: str, options: Mapping[str, str]) -> int:
+    text = options[name]
+    if not text.isdecimal():
+        raise ValueError(f"the option {name} must be a whole number; found {text!r:.40}.")
+    return int(text)
+
+
+def _typed(name: str, text: str) -> Any:
+    """A store's option as the type that its text shows. Credentials stay texts, also those of digits alone."""
+    if _SECRETS.search(name):
+        return text
+    try:
+        return json.loads(text.lower() if text.lower() in ("true", "false") else text)
+    except ValueError:
+        return text

@@ -1,0 +1,323 @@
+"""``df.write.format("mds")`` and ``df.writeStream.format("mds")``: tasks put shards, the driver commits them.
+
+Each task puts its shards below a folder of this write alone, ``job-<16 digits>-<8 digits>/``, and Spark hands the
+receipts of the attempts that count to the driver. The driver puts the index, or a change in the log of versions, with
+the shards of these receipts, and deletes what other attempts left in the folder. Nothing else deletes files there that
+no index lists. So writes at the same time do not disturb each other.
+
+The first 16 digits come from the key of the write, if it has one: a write that is repeated under its key also deletes
+what killed ones left. The others are random.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyspark.sql.datasource as api
+from pyspark import TaskContext
+
+from lightning_stream.convert.partition import Receipt, check
+from lightning_stream.errors import AccessError, ConflictError, NotFoundError, StoreError
+from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index
+from lightning_stream.formats.index.lengths import with_lengths
+from lightning_stream.spark.partition import SparkJob, written
+from lightning_stream.spark.schema import kind_of, mds_columns
+from lightning_stream.stores import LocalStore, Store
+from lightning_stream.stores.drafts import sweep_drafts
+from lightning_stream.version_log import read_newest, with_first_key
+from lightning_stream.writer.infer import check_appendable
+from lightning_stream.writer.lengths import check_measurable
+from lightning_stream.writer.place import DatasetPlace, digest_of
+
+_LOG = logging.getLogger(__name__)
+_JOB = re.compile(r"job-[0-9a-f]{16}-[0-9a-f]{8}/.*")
+_ROWS = 256  # of an Arrow batch are encoded at once: Spark's own batches have 10,000, which may be photos
+_FILL = "Fill them (df.fillna), drop the rows (df.dropna), or ask for 'json' in the option columns."
+# Spark has no public name for these. It sets them in every task of a streaming query; both survive a restart.
+_QUERY, _BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
+
+
+@dataclass(frozen=True)
+class SinkJob(SparkJob):
+    """One write.
+
+    Attributes:
+        overwrite: Whether the dataset is replaced; else the rows are appended, or make a new dataset.
+        key: A name that no other append has, or "".
+        message: A note about the append.
+        only_new: Whether an existing dataset is an error.
+        skip: Whether nothing is written, since there is a dataset.
+        base: The digest of the version that was there when the write was planned; "" if there was none.
+        job: The name of its folder.
+    """
+
+    overwrite: bool = False
+    key: str = ""
+    message: str = ""
+    only_new: bool = False
+    skip: bool = False
+    base: str = ""
+    job: str = ""
+
+    @classmethod
+    def plan(cls, schema: Any, settings: Any, *, overwrite: bool, if_exists: str, key: str, message: str) -> SinkJob:
+        """Choose the columns, and compare them with those of the dataset.
+
+        Raises:
+            ValueError: Columns that cannot be written, or that the dataset does not have.
+            FileExistsError: There is a dataset that must not be, or there are other files.
+        """
+        place = DatasetPlace(settings.out, False, settings.store_options)
+        newest = _newest(place.store)
+        if newest is not None and not overwrite and if_exists == "error":
+            raise _exists(place.store)
+        if newest is None and not overwrite:
+            _refuse_other_files(place.store)
+        asked = settings.columns
+        if asked is None and newest is not None and newest.columns and not overwrite:
+            asked = _same_columns(schema, newest)
+        if vectors := [each.name for each in schema.fields if kind_of(each.dataType) == "VectorUDT"]:
+            raise ValueError(
+                f"column {vectors[0]!r} holds ML vectors. Make it an array: "
+                "pyspark.ml.functions.vector_to_array(column), or write it by dataframe_to_mds."
+            )
+        columns = mds_columns(schema, asked)
+        lengths = settings.writer.get("lengths") or {}
+        check_measurable(lengths, columns)
+        skip = newest is not None and if_exists == "ignore"
+        if newest is not None and not overwrite and not skip:
+            check_appendable(newest, "mds", columns, lengths)
+        return cls(
+            settings.out,
+            False,
+            settings.store_options,
+            columns,
+            settings.writer,
+            "",
+            overwrite=overwrite,
+            message=message,
+            only_new=if_exists != "append",
+            skip=skip,
+            base="" if newest is None else newest.digest,
+        ).keyed(key)
+
+    def keyed(self, key: str) -> SinkJob:
+        """The same write under a key, in a folder of its own."""
+        begin = digest_of(key.encode()) if key else secrets.token_hex(8)
+        return replace(self, key=key, job=f"job-{begin}-{secrets.token_hex(4)}")
+
+    def folder_of(self, number: int) -> str:
+        """The folder of a partition's files."""
+        return f"{self.job}/part-{number:05}"
+
+    def write(self, batches: Iterator[Any]) -> SinkMessage:
+        """Write the rows of a task; return its receipt."""
+        context = TaskContext.get()
+        number = 0 if context is None else context.partitionId()
+        pieces = (
+            batch.slice(at, _ROWS) for batch in batches if not self.skip for at in range(0, batch.num_rows, _ROWS)
+        )
+        first = next(pieces, None)
+        if first is None:
+            return SinkMessage(self, Receipt(number, ""))
+
+        def rows() -> Iterator[Any]:
+            yield first
+            yield from pieces
+
+        return SinkMessage(self, written(self, number, "", rows()))
+
+    def commit(self, receipts: Sequence[Receipt]) -> None:
+        """Make the rows of these receipts part of the dataset, and delete the files of other attempts.
+
+        Raises:
+            ValueError: There are nulls, or values that cannot be written; or no rows, and no dataset to append to.
+            FileExistsError, ConflictError: Another writer changed the dataset meanwhile; it stays as that one left it.
+            StoreError: The files of a receipt are not where the driver looks for them.
+        """
+        if self.skip:
+            return
+        place = DatasetPlace(self.out, False, self.store_options)
+        place.put_names = [name for receipt in receipts for name in receipt.files()]
+        try:
+            if self.overwrite or not all(receipt.is_good for receipt in receipts) or _newest(place.store) is None:
+                check(receipts, "the DataFrame", _FILL)
+            self._check_files(place.store, receipts)
+            is_in = self._change(place, receipts)
+        except (ValueError, FileExistsError, ConflictError):  # nothing was committed
+            _clean(place.store, self.job, ())
+            raise
+        # Writes that are repeated under one key differ in the last digits: none but this one has a commit.
+        _clean(place.store, self.job[:-8] if is_in else self.job, place.put_names if is_in else ())
+
+    def abort(self, messages: Sequence[SinkMessage | None]) -> None:
+        """Delete what a failed write left. If `commit` had begun, it may have succeeded: then files stay."""
+        if any(message is None or not message.receipt.is_good for message in messages):
+            _clean(DatasetPlace(self.out, False, self.store_options).store, self.job, ())
+
+    def _check_files(self, store: Store, receipts: Sequence[Receipt]) -> None:
+        with suppress(AccessError):  # a store that refuses to list
+            seen = {entry.name: entry.num_bytes for entry in store.list(f"{self.job}/")}
+            wanted = {name: size for receipt in receipts for name, size in receipt.files().items()}
+            if missing := sorted(name for name, size in wanted.items() if seen.get(name) != size):
+                raise StoreError(
+                    f"{store.url} must hold the {len(wanted)} files that the tasks wrote; the driver does not see "
+                    f"{len(missing)} of them, the first {missing[0]}. Write to a place that all machines share: a "
+                    "URL, or a mounted folder such as a volume."
+                )
+
+    def _change(self, place: DatasetPlace, receipts: Sequence[Receipt]) -> bool:
+        """Put the index or a change; return whether the rows are in the dataset by this write."""
+        entries = [json.dumps(entry, sort_keys=True).encode() for receipt in receipts for entry in receipt.shards]
+        lengths = _joined([receipt.lengths for receipt in receipts])
+        place.begin("overwrite")
+        newest = _newest(place.store)
+        if self.overwrite:
+            if self.base != ("" if newest is None else newest.digest):
+                raise ConflictError(
+                    f"{place.store.url} was changed while this write was going to replace it. Its dataset stays. "
+                    "Write again."
+                )
+            place.commit(entries, lengths)
+            return True
+        if newest is None:
+            text = with_lengths(b'{"shards": [' + b", ".join(entries) + b'], "version": 2}', lengths)
+            names, place.put_names = place.put_names, []  # which are needed if another writer was first
+            try:
+                place.swap(INDEX_NAME, with_first_key(text, self.key) if self.key else text)
+                return True
+            except FileExistsError:
+                if self.only_new:
+                    raise
+            finally:
+                place.put_names = names
+        elif self.only_new:
+            raise _exists(place.store)
+        place.note(self.message, self.key)
+        place.begin("append")
+        assert place.base is not None
+        check_appendable(place.base, "mds", self.columns, lengths if entries else place.base.lengths)
+        return place.commit(entries, _joined([place.base.lengths, lengths]))
+
+
+@dataclass(frozen=True)
+class SinkMessage(api.WriterCommitMessage):
+    """What a task tells the driver."""
+
+    job: SinkJob
+    receipt: Receipt
+
+
+class MDSSink(api.DataSourceArrowWriter):
+    """Writes one DataFrame. It is pickled to the tasks, and then to the process that commits."""
+
+    def __init__(self, job: SinkJob) -> None:
+        self._job = job
+
+    def write(self, iterator: Iterator[Any]) -> SinkMessage:
+        """Write the rows of a task."""
+        return self._job.write(iterator)
+
+    def commit(self, messages: list[Any]) -> None:
+        """Commit the rows of all tasks, in the order of the partitions."""
+        self._job.commit([message.receipt for message in messages])
+
+    def abort(self, messages: list[Any]) -> None:
+        """Delete what the tasks wrote."""
+        self._job.abort(messages)
+
+
+class MDSStreamSink(getattr(api, "DataSourceStreamArrowWriter", object)):  # type: ignore[misc]
+    """Writes the micro-batches of a streaming query: each is one change, whose key is the query and the batch."""
+
+    def __init__(self, job: SinkJob) -> None:
+        self._job = job
+
+    def write(self, iterator: Iterator[Any]) -> SinkMessage:
+        """Write the rows of a task."""
+        context = TaskContext.get()
+        query, batch = [None if context is None else context.getLocalProperty(name) for name in (_QUERY, _BATCH)]
+        begin = digest_of(f"{query} {batch}".encode())
+        job = replace(self._job, key=f"spark-{query}", job=f"job-{begin}-{self._job.job[-8:]}")
+        return job.write(iterator)
+
+    def commit(self, messages: list[Any], batchId: int) -> None:  # noqa: N803 - Spark's name
+        """Commit a micro-batch, unless that was done. One without rows changes nothing."""
+        receipts = [message.receipt for message in messages]
+        if any(receipt.num_samples or not receipt.is_good for receipt in receipts):
+            job = messages[0].job
+            replace(job, key="" if job.overwrite else f"{job.key}-{batchId}").commit(receipts)
+
+    def abort(self, messages: list[Any], batchId: int) -> None:  # noqa: ARG002, N803 - Spark's name
+        """Delete what the tasks wrote."""
+        for message in messages:
+            if message is not None:
+                message.job.abort(messages)
+                return
+
+
+def _newest(store: Store) -> Index | None:
+    with suppress(NotFoundError):
+        return read_newest(store).index
+    return None
+
+
+def _exists(store: Store) -> FileExistsError:
+    return FileExistsError(
+        f"{store.url} holds a dataset, and the option if_exists is 'error'. Write to a new place, or replace the "
+        "dataset by mode('overwrite')."
+    )
+
+
+def _refuse_other_files(store: Store) -> None:
+    with suppress(NotFoundError):
+        other = next((entry.name for entry in store.list("") if not _JOB.fullmatch(entry.name)), None)
+        if other is not None:
+            raise FileExistsError(
+                f"{store.url} is no dataset and not empty: it holds {other!r}. Write to a new place, or pass "
+                "mode('overwrite'), which leaves files of other programs there."
+            )
+
+
+def _same_columns(schema: Any, index: Index) -> Mapping[str, str]:
+    """The dataset's own encodings, for a DataFrame of the same columns."""
+    names, columns = set(schema.names), index.columns
+    if names != columns.keys():
+        beyond, absent = sorted(names - columns.keys()), sorted(columns.keys() - names)
+        raise ValueError(
+            f"appended rows must have the columns of the dataset; {index.where} has {', '.join(columns)}. The "
+            f"DataFrame has {', '.join(beyond) or 'none'} beyond them, and lacks {', '.join(absent) or 'none'}. Select "
+            "the columns (df.select), or write another dataset."
+        )
+    return columns
+
+
+def _joined(parts: Sequence[Mapping[str, Sequence[FileEntry]]]) -> dict[str, list[FileEntry]]:
+    found: dict[str, list[FileEntry]] = {}
+    for lengths in parts:
+        for name, files in lengths.items():
+            found.setdefault(name, []).extend(files)
+    return found
+
+
+def _clean(store: Store, prefix: str, keep: Collection[str]) -> None:
+    """Delete the files of attempts that do not count. What cannot be deleted is logged: no index lists it."""
+    kept = set(keep)
+    try:
+        for entry in list(store.list(prefix)):
+            if entry.name not in kept:
+                store.delete(entry.name)
+    except StoreError as error:
+        _LOG.warning("files of attempts that do not count may remain below %s/%s: %s", store.url, prefix, error)
+    if isinstance(store, LocalStore):
+        for folder in sorted(store.folder.glob(f"{prefix}*/**/"), reverse=True):
+            sweep_drafts(folder)
+            with suppress(OSError):  # not empty
+                folder.rmdir()

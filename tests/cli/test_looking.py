@@ -1,0 +1,175 @@
+"""``head``, ``preview``, ``stats``, ``diff`` and ``lint``: what a dataset holds, sample by sample."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_stream import MDSWriter
+from lightning_stream.cli import main
+
+Answer = Callable[..., tuple[int, Any]]
+images = pytest.importorskip("PIL.Image", reason="images need Pillow: uv sync --extra images")
+
+
+def jpeg(number: int, width: int = 40) -> bytes:
+    out = io.BytesIO()
+    images.fromarray(np.full((30, width, 3), 3 * number, np.uint8)).save(out, "JPEG")
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 images with labels, texts, ragged arrays and values that may be missing, in several shards."""
+    out = tmp_path_factory.mktemp("photos") / "photos"
+    columns = {"image": "jpeg", "label": "int", "text": "str", "about": "json", "items": "ndarray:float32"}
+    with MDSWriter(out=str(out), columns=columns, size_limit=8 << 10) as writer:
+        for number in range(60):
+            about = None if number % 10 == 0 else {"number": number}
+            items = np.arange(number % 4, dtype=np.float32)
+            text = f"<b>text {number % 7}</b>"
+            writer.write({"image": jpeg(number), "label": number % 3, "text": text, "about": about, "items": items})
+    (out / "manifest.json").write_text(json.dumps({"classes": {"label": ["daisy", "rose", "tulip"]}}))
+    return out
+
+
+def test_head_prints_the_first_samples_or_those_asked_for(photos: Path, answer: Answer) -> None:
+    code, found = answer("head", str(photos), "-n", "2")
+    assert code == 0
+    (samples,) = [one["samples"] for one in found["datasets"]]
+    assert [one["id"] for one in samples] == [0, 1]
+    assert samples[0] == {
+        "id": 0, "image": "JPEG 40x30", "label": 0, "text": "<b>text 0</b>", "about": None, "items": [],
+    }  # fmt: skip
+    _, found = answer("head", str(photos), "--ids", "58:,3")
+    assert [one["id"] for one in found["datasets"][0]["samples"]] == [58, 59, 3]
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        (["--ids", "60"], "sample ids are 0 to 59 in this dataset; found 60"),
+        (["--ids", "5:5"], "found none"),
+        (["--ids", "x"], "--ids takes numbers and ranges"),
+        (["-n", "0"], "--count is at least 1"),
+    ],
+)
+def test_wrong_ids_are_refused_by_their_rule(photos: Path, answer: Answer, given: list[str], rule: str) -> None:
+    code, found = answer("head", str(photos), *given)
+    assert code == 2
+    assert rule in found["error"]
+
+
+def test_a_preview_is_one_page_with_every_image_and_no_markup_of_the_data(photos: Path, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    assert main(["preview", str(photos), "-n", "7", "--out", str(path)]) == 0
+    page = path.read_text()
+    assert page.count("<article>") == page.count('src="data:image/jpeg;base64,') == 7
+    assert "&lt;b&gt;text 3&lt;/b&gt;" in page
+    assert "<b>" not in page
+    assert re.findall(r'(?:src|href)="(?!data:)', page) == []  # it loads nothing
+    assert "<dd>rose</dd>" in page
+
+
+def test_a_preview_as_a_picture_has_a_cell_for_each_image(photos: Path, tmp_path: Path) -> None:
+    path = tmp_path / "sheet.png"
+    assert main(["preview", str(photos), "--ids", "0,59", "--out", str(path)]) == 0
+    with images.open(path) as sheet:
+        middles = [sheet.convert("RGB").getpixel((8 + 80 + k * 168, 8 + 80)) for k in range(2)]
+    assert all(abs(pixel - 3 * number) < 8 for number, middle in zip((0, 59), middles, strict=True) for pixel in middle)
+
+
+def test_a_preview_of_texts_alone_is_no_picture(shards: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["preview", str(shards / "val"), "--out", str(tmp_path / "a.png")]) == 2
+    assert "these samples have none" in capsys.readouterr().err
+    assert main(["preview", str(shards), "--out", str(tmp_path / "a.html")]) == 2
+    assert "is a folder of splits" in capsys.readouterr().err
+    assert main(["preview", str(shards / "val"), "--out", str(tmp_path / "a.gif")]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stats_are_those_of_the_values(photos: Path, answer: Answer) -> None:
+    code, found = answer("stats", str(photos))
+    columns = found["datasets"][0]["columns"]
+    assert code == 0
+    labels, items = np.arange(60) % 3, np.concatenate([np.arange(k % 4) for k in range(60)])
+    assert columns["label"]["values"] == {"min": 0.0, "mean": 1.0, "max": 2.0, "std": pytest.approx(labels.std())}
+    assert columns["label"]["most_common"] == {"daisy": 20, "rose": 20, "tulip": 20}
+    assert columns["about"]["missing"] == 6
+    assert columns["items"]["elements"]["mean"] == pytest.approx(items.mean())
+    assert columns["items"]["elements"]["std"] == pytest.approx(items.std())
+    assert columns["items"]["items"]["max"] == 3
+    assert columns["image"]["width"]["min"] == 40
+    assert columns["text"]["distinct"] == 7
+
+
+def test_stats_count_numbers_that_are_not_finite(tmp_path: Path, answer: Answer) -> None:
+    with MDSWriter(out=str(tmp_path), columns={"x": "float32"}) as writer:
+        for value in (1.0, float("nan"), 3.0, float("inf")):
+            writer.write({"x": np.float32(value)})
+    _, found = answer("stats", str(tmp_path))
+    assert found["datasets"][0]["columns"]["x"]["values"] == {
+        "min": 1.0, "mean": 2.0, "max": 3.0, "std": 1.0, "not_finite": 2,
+    }  # fmt: skip
+
+
+def test_equal_samples_in_other_shards_are_no_difference(photos: Path, tmp_path: Path, answer: Answer) -> None:
+    from lightning_stream import LocalDataset
+
+    samples = list(LocalDataset(str(photos)))
+    columns = {"image": "jpeg", "label": "int64", "text": "str", "about": "json", "items": "ndarray:float32"}
+    with MDSWriter(out=str(tmp_path / "other"), columns=columns, compression="zstd") as writer:
+        for sample in samples:
+            writer.write(sample)
+    code, found = answer("diff", str(photos), str(tmp_path / "other"))
+    assert (code, found["different_values"], found["compared_samples"]) == (0, 0, 60)
+    assert found["encodings"] == {"label": ["int", "int64"]}
+
+
+def test_a_difference_names_the_sample_and_the_column(tmp_path: Path, answer: Answer) -> None:
+    for name, change in (("one", 0), ("other", 1)):
+        with MDSWriter(out=str(tmp_path / name), columns={"x": "ndarray:int32", "y": "int"}) as writer:
+            for number in range(300 + change):
+                writer.write({"x": np.arange(number % 5, dtype=np.int32), "y": number + change * (number == 270)})
+    code, found = answer("diff", str(tmp_path / "one"), str(tmp_path / "other"))
+    assert (code, found["samples"], found["compared_samples"]) == (1, [300, 301], 300)
+    assert found["first_differences"] == [{"id": 270, "column": "y", "values": [270, 271]}]
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    """50 images; the bytes of two of them are cut."""
+    with MDSWriter(out=str(tmp_path / "damaged"), columns={"image": "jpeg"}, size_limit=8 << 10) as writer:
+        for number in range(50):
+            writer.write({"image": jpeg(number)[: 500 if number in (7, 40) else None]})
+    return tmp_path / "damaged"
+
+
+def test_lint_lists_every_sample_that_cannot_be_decoded(damaged: Path, photos: Path, answer: Answer) -> None:
+    code, found = answer("lint", str(damaged), "--num-workers", "2")
+    assert (code, [each["id"] for each in found["datasets"][0]["bad"]]) == (1, [7, 40])
+    assert answer("lint", str(photos), "--num-workers", "1") == (0, {"datasets": [{"url": str(photos), "bad": []}]})
+
+
+def test_lint_does_not_decode_again_what_its_file_notes(damaged: Path, tmp_path: Path, answer: Answer) -> None:
+    notes = tmp_path / "lint.jsonl"
+    first = answer("lint", str(damaged), "--num-workers", "1", "--resume", str(notes))
+    for path in damaged.glob("*.mds"):
+        path.unlink()
+    assert answer("lint", str(damaged), "--num-workers", "1", "--resume", str(notes)) == first
+
+
+def test_lint_names_a_shard_that_is_missing(damaged: Path, answer: Answer) -> None:
+    (damaged / "shard.00000.mds").unlink()
+    code, found = answer("lint", str(damaged), "--num-workers", "1")
+    assert code == 1
+    first = found["datasets"][0]["bad"][0]
+    assert (first["shard"], first["id"]) == (0, None)
+    assert "shard.00000.mds" in first["error"]

@@ -1,0 +1,158 @@
+"""``pull``, ``cache`` and ``doctor``: what a machine keeps, and what is wrong with it."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_stream import LocalDataset, StreamingDataset
+from lightning_stream.cli import main
+
+Answer = Callable[..., tuple[int, Any]]
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The datasets at a web server, with an empty cache."""
+    monkeypatch.setenv("LIGHTNING_STREAM_CACHE", str(tmp_path / "cache"))
+    serve = functools.partial(_Quiet, directory=str(shards))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_pulled_dataset_needs_no_store(url: str, shards: Path, tmp_path: Path, answer: Answer) -> None:
+    code, found = answer("pull", url, str(tmp_path / "here"))
+    assert code == 0
+    assert [(Path(one["folder"]).name, one["new_shards"]) for one in found["datasets"]] == [("train", 5), ("val", 2)]
+    _, again = answer("pull", url, str(tmp_path / "here"))
+    assert [one["new_shards"] for one in again["datasets"]] == [0, 0]
+    pulled, original = LocalDataset(str(tmp_path / "here" / "train")), LocalDataset(str(shards / "train"))
+    assert [sample["name"] for sample in pulled] == [sample["name"] for sample in original]
+
+
+def test_a_folder_of_this_machine_is_not_pulled(shards: Path, answer: Answer) -> None:
+    code, found = answer("pull", str(shards))
+    assert code == 2
+    assert "is a folder of this machine" in found["error"]
+
+
+def test_caches_are_listed_and_pruned(url: str, answer: Answer) -> None:
+    assert answer("cache", "ls") == (0, {"caches": [], "bytes": 0})
+    answer("pull", url)
+    _, listed = answer("cache", "ls")
+    assert sorted((one["url"].removeprefix(url), one["shards"]) for one in listed["caches"]) == [
+        ("/train", 5),
+        ("/val", 2),
+    ]
+    _, one = answer("cache", "path", f"{url}/train")
+    assert one == {"path": next(each["folder"] for each in listed["caches"] if each["shards"] == 5), "exists": True}
+    _, pruned = answer("cache", "prune", "--to", str(listed["bytes"] - 1))
+    assert 0 < pruned["deleted_bytes"] < listed["bytes"]
+    assert pruned["left_bytes"] == listed["bytes"] - pruned["deleted_bytes"]
+    assert answer("cache", "prune", "--unused", "1d")[1]["deleted_bytes"] == 0
+    assert answer("cache", "prune", f"{url}/val", "--to", "0")[0] == 0
+    left = {each["url"].removeprefix(url): each["bytes"] for each in answer("cache", "ls")[1]["caches"]}
+    assert left["/val"] == 0
+    assert left["/train"] > 0
+
+
+def test_a_shard_in_use_is_not_pruned(url: str, answer: Answer) -> None:
+    samples = iter(StreamingDataset(f"{url}/val", cache_limit="1mb", batch_size=1))
+    assert next(samples)["name"] == "n0"
+    _, pruned = answer("cache", "prune", "--to", "0")
+    assert pruned["left_bytes"] > 0
+    assert [sample["name"] for sample in samples] == [f"n{number}" for number in range(1, 16)]
+
+
+def test_a_damaged_shard_in_a_cache_is_deleted(url: str, tmp_path: Path, answer: Answer) -> None:
+    answer("pull", url)
+    assert answer("cache", "verify") == (0, {"shards": 7, "damaged": []})
+    damaged = next((tmp_path / "cache").glob("*train*/shard.00001.mds"))
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    code, found = answer("cache", "verify")
+    assert (code, found["shards"], [each["deleted"] for each in found["damaged"]]) == (1, 7, [True])
+    assert not damaged.exists()
+    assert answer("cache", "verify") == (0, {"shards": 6, "damaged": []})
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        (["prune"], "prune needs --to BYTES"),
+        (["ls", "--to", "1gb"], "belong to `cache prune`"),
+        (["prune", "--unused", "soon"], "--unused is a time such as"),
+    ],
+)
+def test_wrong_arguments_of_cache_are_refused(answer: Answer, given: list[str], rule: str) -> None:
+    code, found = answer("cache", *given)
+    assert code == 2
+    assert rule in found["error"]
+
+
+def test_a_healthy_machine_has_nothing_wrong(shards: Path, tmp_path: Path, monkeypatch: Any, answer: Answer) -> None:
+    monkeypatch.setenv("LIGHTNING_STREAM_CACHE", str(tmp_path))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    code, found = answer("doctor", str(shards / "train"))
+    assert (code, [one["what"] for one in found["findings"] if one["is_wrong"]]) == (0, [])
+    assert "hidden" not in str(found)
+    assert "index of 5 shards" in found["findings"][-1]["found"]
+
+
+def test_the_doctor_finds_what_is_wrong(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("LIGHTNING_STREAM_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["doctor", str(tmp_path / "nothing")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("wrong")] == ["cache", "launcher", "store"]
+    assert lines[-1].startswith("3 wrong, ")
+
+
+def slow(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "sum": sum(range(20_000))}
+
+
+def test_bench_names_the_bottleneck_and_proposes_workers(url: str, shards: Path, answer: Answer) -> None:
+    given = ["--batch-size", "8", "--seconds", "0.2", "--num-workers", "0"]
+    code, found = answer("bench", f"{url}/val", *given, "--step-ms", "0.001")
+    assert (code, found["num_workers"]) == (0, 0)
+    assert found["store_samples_per_s"] > 0
+    assert found["samples_per_s"] == min(found["store_samples_per_s"], found["cached_samples_per_s"]["0"])
+    assert found["waiting_share"] > 0.9
+    code, found = answer("bench", str(shards / "train"), *given, "--transform", f"{__name__}:slow")
+    assert (code, found["bottleneck"], found["store_samples_per_s"]) == (0, "transform", None)
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        (["--num-workers", "two"], "--num-workers takes numbers"),
+        (["--transform", "nothing:here"], "--transform nothing:here cannot be imported"),
+        (["--transform", "nothing"], "--transform takes MODULE:FUNCTION"),
+        (["--batch-size", "0"], "--batch-size is at least 1"),
+    ],
+)
+def test_wrong_arguments_of_bench_are_refused(shards: Path, answer: Answer, given: list[str], rule: str) -> None:
+    code, found = answer("bench", str(shards / "val"), *given)
+    assert code == 2
+    assert rule in found["error"]
