@@ -10,7 +10,6 @@ from typing import Any, Literal
 from lightning_stream.errors import SnapshotMismatch, StateError
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.order import BatchPlan, OrderConfig, Position, is_mosaic_state, mosaic_config, mosaic_position
-from lightning_stream.reading.stream import changes_since
 
 _log = logging.getLogger(__name__)
 _CONVERTED = (
@@ -63,8 +62,7 @@ def position_in(
         accepted = [] if ours is None else ours.check(run, tail=tail, on_mismatch=on_mismatch)
     except SnapshotMismatch as error:
         assert ours is not None
-        changes = changes_since(ours.snapshot.versions, source.reader.indexes, source.reader.caches)
-        raise SnapshotMismatch(f"{error} {changes}".rstrip()) from error
+        raise SnapshotMismatch(f"{error} {source.changes_since(ours.snapshot.versions)}".rstrip()) from error
     try:
         is_checked = ours is not None and ours.position <= _CHECKED_POSITIONS and not run.config.needs_lengths
         if ours is not None and is_checked and not accepted and not ours.is_proven(run):

@@ -42,7 +42,7 @@ from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.order.rank_split import ceil_div
 from lightning_stream.reading.bad_samples import BadData
 from lightning_stream.reading.reader import SampleReader
-from lightning_stream.reading.stream import weights_of
+from lightning_stream.reading.stream import changes_since, weights_of
 from lightning_stream.reading.subset import SubsetReader
 
 _AVERAGED = 1 << 20  # lengths at once
@@ -152,6 +152,10 @@ class SampleSource:
     def snapshot(self) -> Snapshot:
         """The shards of all streams, with a digest; reads the indexes on first use."""
         return self.reader.snapshot
+
+    def changes_since(self, versions: Sequence[str]) -> str:
+        """Describe which files in other formats differ from those of these versions, which a state holds."""
+        return changes_since(versions, self.reader.indexes, self.reader.caches)
 
     def detect_world(self) -> World:
         """The world this process is in, as given or as detected now."""

@@ -29,6 +29,7 @@ _NEVER_CALLED = {  # methods of mosaicml-streaming's Stream, and what to do inst
 
 T = TypeVar("T")
 _DIGITS = 16  # of a digest, in the name of a version's index
+_DELTA = "delta://"
 _VERSION = re.compile(r"(?:index\.)?([0-9a-f]{6,})(?:\.json)?")
 
 
@@ -45,7 +46,9 @@ class Stream:
     has downloaded. It is called for the index and for every shard, whose bytes are then verified as usual.
 
     Args:
-        remote: Folder or URL that holds the dataset; None where `local` is the only copy.
+        remote: Folder or URL that holds the dataset; None where `local` is the only copy. Of files in another format,
+            also a file, or a pattern such as ``"s3://bucket/data/**/train-*.parquet"``; ``"delta://"`` before the URL
+            of a Delta table is optional.
         local: The cache folder; None for a private one chosen from the URL, or for reading a local `remote` in place.
         split: Sub-folder of both, e.g. ``"train"``.
         proportion: Share of the epoch that comes from this stream, relative to the other streams' proportions.
@@ -104,6 +107,13 @@ class Stream:
         if sum(weight is not None for weight in (proportion, repeat, choose)) > 1:
             raise ValueError(f"a stream has one weight; found {proportion=}, {repeat=}, {choose=}. Pass one of them")
         self.remote = None if remote is None else os.path.expanduser(os.fspath(remote))  # noqa: PTH111 - may be a URL
+        if self.remote is not None and self.remote.startswith(_DELTA):
+            self.remote, format = self.remote.removeprefix(_DELTA), "delta"  # noqa: A001 - the word for it
+            if "://" not in self.remote and not self.remote.startswith("/"):
+                raise ValueError(
+                    f"{_DELTA} takes the whole URL of a table, or a path from the root; found {redact(str(remote))!r}. "
+                    f"Write e.g. {_DELTA}s3://{redact(self.remote)}, or pass the table's own URL"
+                )
         self.local = None if local is None else os.fspath(local)
         self.split = split or ""
         self.version = None if version is None else _version(version)

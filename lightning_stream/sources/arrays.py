@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import io
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,16 +15,18 @@ import pyarrow as pa
 from lightning_stream.errors import FormatError
 from lightning_stream.sources.base import Piece
 from lightning_stream.sources.files import SourceFile
+from lightning_stream.sources.stretches import stretch
 from lightning_stream.sources.tables import Table, TableReader, fitting_rows
 
 _BLOCK_ROWS = 1024
+_HEADER_BYTES, _WHOLE_BYTES = 1 << 12, 1 << 28
 
 
 def _blocks(
-    schema: pa.Schema, num_rows: int, num_bytes: int, read: Callable[[int, int, Any], Any], most: int = _BLOCK_ROWS
+    schema: pa.Schema, num_rows: int, num_bytes: int, read: Callable[[int, int, Any], Any], rows: int = 0
 ) -> Table:
     """A table in blocks of rows, which ``read(begin, end, columns)`` gives as record batches."""
-    rows = max(1, most if most > _BLOCK_ROWS else min(most, fitting_rows(num_rows, num_bytes)))
+    rows = rows or min(_BLOCK_ROWS, fitting_rows(num_rows, num_bytes))
     begins = range(0, num_rows, rows)
 
     def batches(begin: int, end: int | None, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
@@ -38,9 +40,19 @@ def _blocks(
     return Table(schema, pieces, batches)
 
 
+class _Arrays(NamedTuple):
+    """The arrays of a file: those of rows [begin, end) by name, the number of rows, the bytes of all, and whether all
+    are read at once."""
+
+    read: Callable[[int, int], Mapping[str, Any]]
+    num_rows: int
+    num_bytes: int
+    is_whole: bool = False
+
+
 @dataclass
 class NumpyReader(TableReader):
-    """Rows of ``.npy`` and ``.npz`` files, along the first axis; an uncompressed local ``.npy`` file is mapped.
+    """Rows of ``.npy`` and ``.npz`` files, along the first axis; of an uncompressed ``.npy`` file, only their bytes.
 
     Attributes:
         column: Name of the one column of a ``.npy`` file; of a structured array, its fields are the columns.
@@ -49,85 +61,67 @@ class NumpyReader(TableReader):
     kind = "numpy"
     column: str = "array"
 
-    def _plain(self, file: SourceFile) -> Any:
-        return file.unpacked("a NumPy file")
+    def _plain(self, file: SourceFile) -> Any:  # noqa: ARG002
+        return nullcontext()
 
-    def _plain_headers(self, file: SourceFile) -> Any:
-        return self._plain(file) if file.is_packed else file.open_headers()
-
-    def _table(self, plain: Any, file: SourceFile) -> Table:
+    def _table(self, plain: Any, file: SourceFile) -> Table:  # noqa: ARG002
         try:
-            arrays = self._arrays(plain, file)
-            lengths = {name: array.shape[0] if array.shape else -1 for name, array in arrays.items()}
-            num_rows = min(lengths.values(), default=-1)
-            if num_rows < 0 or num_rows != max(lengths.values()):
-                raise ValueError(f"its arrays must have one number of rows; found {lengths}")
-            if any(array.dtype.hasobject for array in arrays.values()):
-                raise ValueError("it holds objects, which only unpickling could read, and that would run code")
-            schema = pa.schema({name: _arrow_array(array[:0]).type for name, array in arrays.items()})
+            arrays = self._rows_of(file) or self._loaded(file)
+            schema = pa.schema({name: _arrow_array(array).type for name, array in arrays.read(0, 0).items()})
         except (ValueError, EOFError, zipfile.BadZipFile, pa.ArrowNotImplementedError) as error:
-            raise FormatError(f"{file.uri} cannot be read as a NumPy file: {error}. Write it again.") from error
+            is_pickled = "pickle" in str(error)
+            reason = "it holds objects, or is none: only unpickling could read it, which would run code"
+            reason = reason if is_pickled else str(error).rstrip(".")
+            raise FormatError(f"{file.uri} cannot be read as a NumPy file: {reason}. Write it again.") from error
 
         def read(begin: int, end: int, columns: Any) -> list[pa.RecordBatch]:
-            rows = {name: _arrow_array(arrays[name][begin:end]) for name in columns or arrays}
-            return [pa.RecordBatch.from_pydict(rows)]
+            found = arrays.read(begin, end)
+            return [pa.RecordBatch.from_pydict({name: _arrow_array(found[name]) for name in columns or found})]
 
+        rows = 0  # what is read as a whole is cut into few blocks
+        if arrays.is_whole:
+            rows = max(1, arrays.num_rows * min(1, _WHOLE_BYTES / max(1, arrays.num_bytes)))
+        return _blocks(schema, arrays.num_rows, arrays.num_bytes, read, int(rows))
+
+    def _rows_of(self, file: SourceFile) -> _Arrays | None:
+        """The rows of a file whose bytes are those of its rows, one after another; None for another one."""
+        if file.ending != ".npy" or file.is_packed:
+            return None
+        head = io.BytesIO(stretch(file, 0, min(_HEADER_BYTES, file.num_bytes)))
+        version = np.lib.format.read_magic(head)
+        reads = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        if version not in reads or file.num_bytes < _HEADER_BYTES:
+            return None
+        shape, is_fortran, dtype = reads[version](head)
+        first, width = head.tell(), dtype.itemsize * int(np.prod(shape[1:]))
+        if dtype.hasobject or not shape or (is_fortran and len(shape) > 1) or not width:
+            return None
+        if first + shape[0] * width != file.num_bytes:
+            raise ValueError(f"its head promises {shape[0]:,} rows of {width:,} bytes; it has {file.num_bytes:,} bytes")
+
+        def read(begin: int, end: int) -> Mapping[str, Any]:
+            data = stretch(file, first + begin * width, first + end * width)
+            return self._named(np.frombuffer(data, dtype).reshape(end - begin, *shape[1:]))
+
+        return _Arrays(read, shape[0], shape[0] * width)
+
+    def _loaded(self, file: SourceFile) -> _Arrays:
+        """The rows of a file that must be read as a whole."""
+        with file.unpacked("a NumPy file") as plain:
+            found = np.load(plain, allow_pickle=False)
+            arrays = {name: found[name] for name in found.files} if hasattr(found, "files") else self._named(found)
+        lengths = {name: len(array) if array.ndim else -1 for name, array in arrays.items()}
+        num_rows = min(lengths.values(), default=-1)
+        if num_rows < 0 or num_rows != max(lengths.values()):
+            raise ValueError(f"its arrays must have one number of rows; found {lengths}")
         num_bytes = sum(array.nbytes for array in arrays.values())
-        # What is compressed is read from its beginning: once, not for each block.
-        return _blocks(schema, num_rows, num_bytes, read, num_rows if file.ending == ".npz" else _BLOCK_ROWS)
+        return _Arrays(
+            lambda begin, end: {name: one[begin:end] for name, one in arrays.items()}, num_rows, num_bytes, True
+        )
 
-    def _arrays(self, plain: Any, file: SourceFile) -> Mapping[str, Any]:
-        """Arrays by column, whose rows are read when they are sliced."""
-        if file.ending == ".npz":
-            archive = zipfile.ZipFile(plain)
-            return {name.removesuffix(".npy"): _Stored(archive.open(name)) for name in archive.namelist()}
-        found: Any = _Stored(plain)
-        if file.path is not None and not file.is_packed and not found.dtype.hasobject:
-            found = np.load(file.path, "r", allow_pickle=False)
-        if found.dtype.names is None:
-            return {self.column: found}
-        return {name: _Field(found, name) for name in found.dtype.names}
-
-
-class _Stored:
-    """An array in a file: its shape and dtype are read from the header, its rows when they are sliced."""
-
-    def __init__(self, file: Any) -> None:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        self.shape, self._by_column, self.dtype = read(file)
-        self._file, self._begin = file, file.tell()
-        self.nbytes = self.dtype.itemsize * math.prod(self.shape)
-
-    def __getitem__(self, rows: slice) -> Any:
-        begin, end, _ = rows.indices(self.shape[0])
-        if self._by_column and self.shape[0] > 1:
-            whole = self._read(0, self.nbytes)
-            return whole.reshape(self.shape, order="F")[begin:end]
-        row = self.nbytes // max(1, self.shape[0])
-        return self._read(begin * row, end * row).reshape(end - begin, *self.shape[1:])
-
-    def _read(self, begin: int, end: int) -> Any:
-        if begin == end:
-            return np.empty(0, self.dtype)
-        self._file.seek(self._begin + begin)
-        data = self._file.read(end - begin)
-        if len(data) != end - begin:
-            raise EOFError(f"it ends after {self._begin + begin + len(data):,} of {self._begin + self.nbytes:,} bytes")
-        return np.frombuffer(data, self.dtype)
-
-
-class _Field:
-    """A field of a structured array."""
-
-    def __init__(self, array: Any, name: str) -> None:
-        self._array, self._name = array, name
-        self.dtype, shape = array.dtype[name].subdtype or (array.dtype[name], ())
-        self.shape = (*array.shape, *shape)
-        self.nbytes = self.dtype.itemsize * math.prod(self.shape)
-
-    def __getitem__(self, rows: slice) -> Any:
-        return self._array[rows][self._name]
+    def _named(self, array: Any) -> dict[str, Any]:
+        names = array.dtype.names
+        return {self.column: array} if names is None else {name: array[name] for name in names}
 
 
 def _arrow_array(array: Any) -> pa.Array:

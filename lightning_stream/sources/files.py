@@ -21,7 +21,7 @@ from urllib.parse import unquote
 import zstandard
 
 from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError, redact
-from lightning_stream.stores import LocalStore, Store, open_store
+from lightning_stream.stores import LocalStore, ObjectStream, Store, open_store
 from lightning_stream.writer.place import is_remote
 
 Uris: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
@@ -77,21 +77,22 @@ class SourceFile:
 
     def check(self) -> None:
         """Raise NotFoundError or FormatError unless a file of this machine is as it was when it was listed."""
-        if self.path is None:
-            return
-        try:
-            known = self.path.stat()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise self._gone() from error
-        if self.stamp and (known.st_size, str(known.st_mtime_ns)) != (self.num_bytes, self.stamp):
-            raise self._changed()
+        if self.path is not None:
+            self.open(0).close()
 
     def open(self, buffering: int = -1) -> BinaryIO:
-        """Its bytes, seekable, as stored."""
-        if self.path is not None:
-            self._check_in_place()
-            return self.path.open("rb", buffering)
-        return cast(BinaryIO, io.BufferedReader(_Ranges(self), _BUFFER_BYTES if buffering < 1 else buffering))
+        """Its bytes, seekable, as stored. A file of this machine must be as it was when it was listed."""
+        if self.path is None:
+            return cast(BinaryIO, io.BufferedReader(_Ranges(self), _BUFFER_BYTES if buffering < 1 else buffering))
+        try:
+            file = self.path.open("rb", buffering)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise self._gone() from error
+        known = os.fstat(file.fileno())
+        if self.stamp and (known.st_size, str(known.st_mtime_ns)) != (self.num_bytes, self.stamp):
+            file.close()
+            raise self.changed()
+        return cast(BinaryIO, file)
 
     def open_headers(self) -> BinaryIO:
         """Its bytes, seekable, for a reader that hops from header to header."""
@@ -111,32 +112,31 @@ class SourceFile:
 
     def read(self, begin: int = 0, end: int | None = None) -> bytes:
         """All of it, or its bytes [begin, end), as stored."""
-        if self.path is None:
-            return self._fetch(begin, end)
-        self._check_in_place()
-        with self.path.open("rb") as file:
-            file.seek(begin)
-            return file.read(-1 if end is None else end - begin)
-
-    def _fetch(self, begin: int, end: int | None) -> bytes:
-        """Bytes of an object; FormatError if it was replaced since it was listed, as far as the store has versions."""
+        if self.path is not None:
+            with self.open() as file:
+                file.seek(begin)
+                return file.read(-1 if end is None else end - begin)
         if begin == end:
             return b""
+        with self.opened_range(begin, end) as stream:
+            return b"".join(stream)
+
+    @contextmanager
+    def opened_range(self, begin: int = 0, end: int | None = None) -> Iterator[ObjectStream]:
+        """Stream bytes of an object; FormatError if it was replaced since it was listed, where the store has versions.
+
+        NotFoundError if it is gone.
+        """
+        store = self.store or open_store(self.root, self.options)
         try:
-            with self._store.open(self.name, begin, end) as stream:
-                if self._is_replaced(stream.version):
-                    raise self._changed()
-                return b"".join(stream)
+            with store.open(self.name, begin, end) as stream:
+                # Only where the server has versions are those of a listing and of an answer the same.
+                version = stream.version if store.traits.conditional_put and self.stamp else None
+                if version is not None and version.strip('"') != self.stamp.strip('"'):
+                    raise self.changed()
+                yield stream
         except NotFoundError as error:
             raise self._gone() from error
-
-    def _is_replaced(self, version: str | None) -> bool:
-        known = self.stamp if self.store is not None and self.store.traits.conditional_put else ""
-        return bool(known and version) and known.strip('"') != str(version).strip('"')
-
-    def _check_in_place(self) -> None:
-        if self.store is not None:
-            self.check()
 
     def _gone(self) -> NotFoundError:
         return NotFoundError(
@@ -144,15 +144,12 @@ class SourceFile:
             "start a new training run over the files that are there. Of a Delta table, vacuum no version that is read."
         )
 
-    def _changed(self) -> FormatError:
+    def changed(self) -> FormatError:
+        """The error for a file that is another one than when it was listed."""
         return FormatError(
             f"{self.uri}: a file must stay as it was when the dataset was opened; this one was changed. Restore it, or "
             "start a new training run."
         )
-
-    @property
-    def _store(self) -> Store:
-        return self.store or open_store(self.root, self.options)
 
 
 def _zstd(file: BinaryIO) -> BinaryIO:

@@ -161,8 +161,7 @@ class ImageFolderReader(FileFolderReader):
 
 
 def _encoding_of(file: SourceFile) -> str:
-    with file.open(buffering=0) as plain:
-        return image_encoding(plain.read(16))
+    return image_encoding(file.read(0, min(16, file.num_bytes)))
 
 
 def _class_of(file: SourceFile) -> str:

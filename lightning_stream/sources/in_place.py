@@ -28,8 +28,6 @@ from lightning_stream.threads import DaemonPool
 
 _log = logging.getLogger(__name__)
 _THREADS = 32  # a footer costs two requests, and little else
-# Kinds whose files have the stamps of a listing. Those of a table have the times of its log.
-_LISTED = ("parquet", "arrow", "jsonl", "webdataset", "litdata", "numpy", "images")
 
 
 @dataclass(frozen=True)
@@ -121,8 +119,7 @@ class InPlace:
         """
         origin, columns = entry.raw.origin, entry.schema.columns
         assert origin is not None
-        stamp = origin.stamp if origin.kind in _LISTED else ""
-        source = SourceFile(store.url, origin.name, origin.num_bytes, stamp, store=store)
+        source = SourceFile(store.url, origin.name, origin.num_bytes, origin.stamp, store=store)
         where = f"{source.uri} ({origin.kind}, part {origin.begin} to {origin.end})"
         split = InputSplit(source, origin.begin, origin.end, entry.raw.num_bytes)
         reader = reader_class(origin.kind)(**(json.loads(origin.settings) if origin.settings else {}))
@@ -144,7 +141,7 @@ class InPlace:
             if draft.num_samples != entry.num_samples:
                 raise FormatError(
                     f"{where} must have {entry.num_samples:,} rows, as when its index was made; found "
-                    f"{draft.num_samples:,}. The file was changed: start again."
+                    f"{draft.num_samples:,}. Write the file again, or start a new training run."
                 )
             try:
                 draft.finish()

@@ -22,6 +22,7 @@ from lightning_stream.sources.base import (
     spread,
 )
 from lightning_stream.sources.files import SourceFile
+from lightning_stream.threads import DaemonPool
 from lightning_stream.writer.infer import infer_encoding
 
 _BLOCK_BYTES = 1 << 22
@@ -75,8 +76,10 @@ class JsonlReader(Reader):
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
         """Look at some rows of some files: where they can be cut, from all over."""
         rows: list[Row] = []
-        for file in spread(files):
-            splits = self.input_splits(file, max(_BLOCK_BYTES, file.num_bytes // _SAMPLED_PIECES))
+        for file in (sampled := spread(files)):
+            # From a store, as many blocks in all as there are from each local file.
+            num_pieces = _SAMPLED_PIECES if file.path is not None else -(-_SAMPLED_PIECES // len(sampled))
+            splits = self.input_splits(file, max(_BLOCK_BYTES, file.num_bytes // num_pieces))
             for split in splits:
                 for found, _ in islice(_json_rows(split, SAMPLED_ROWS // len(splits)), 1):
                     rows += found
@@ -86,16 +89,23 @@ class JsonlReader(Reader):
         """Cut anywhere, unless the file is compressed, or one array of objects."""
         return super().input_splits(file, partition_bytes) if _is_array(file) else line_splits(file, partition_bytes)
 
-    def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:  # noqa: ARG002
-        """Return pieces of about 64 MiB. Their rows are counted, so the file is read once."""
+    def all_pieces(
+        self,
+        files: Sequence[SourceFile],
+        columns: Mapping[str, str],  # noqa: ARG002
+        pool: DaemonPool,
+    ) -> Iterator[tuple[SourceFile, Piece]]:
+        """Yield pieces of about 64 MiB. Their rows are counted, so the files are read once."""
 
         def num_rows(split: InputSplit) -> int:
-            if _is_array(file):
+            if _is_array(split.file):
                 return sum(len(batch.rows) for batch in _json_rows(split))
             return sum(len(lines) for lines, _ in _filled_lines(split))
 
-        sizes = [(split, num_rows(split)) for split in self.input_splits(file, _PIECE_BYTES)]
-        return [Piece(one.begin, one.end or file.num_bytes, rows, one.num_bytes) for one, rows in sizes if rows]
+        splits = [split for file in files for split in self.input_splits(file, _PIECE_BYTES)]
+        for one, counted in zip(splits, [pool.submit(num_rows, split) for split in splits], strict=True):
+            if rows := counted.result():
+                yield one.file, Piece(one.begin, one.end or one.file.num_bytes, rows, one.num_bytes)
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:  # noqa: ARG002
         """Yield a few MiB of lines at a time."""

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.errors import FormatError
 from lightning_stream.sources.files import SourceFile
-from lightning_stream.stores import open_store
 from lightning_stream.threads import DaemonPool
 
+T = TypeVar("T")
 GAP_BYTES = 1 << 18  # neighbours so near come in one range, with the bytes between them
 _CONNECTIONS = 8
+_POPULATED_BYTES = 1 << 28
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # mapping all pages at once costs less than one by one
 
 
@@ -32,8 +34,27 @@ def stretch(file: SourceFile, begin: int = 0, end: int | None = None, *, is_read
     stop = file.num_bytes if end is None else end
     data = _range_of(file, begin, stop) if file.path is None else _mapped(file, begin, stop, is_read)
     if len(data) != max(0, stop - begin):
-        raise _changed(file, f"it ends before byte {stop:,}")
+        raise file.changed()
     return data
+
+
+class Kept(Generic[T]):
+    """What was read of the files that were used last, by what identifies their content. Thread-safe."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._held, self._guard = most, dict[tuple[Any, ...], T](), threading.Lock()
+
+    def get(self, file: SourceFile, read: Callable[[], T]) -> T:
+        """Return what ``read`` returned for this file."""
+        key = (file.root, file.name, file.num_bytes, file.stamp)
+        with self._guard:
+            found = self._held.pop(key, None)
+        found = read() if found is None else found
+        with self._guard:
+            self._held[key] = found
+            while len(self._held) > self._most:
+                del self._held[next(iter(self._held))]
+        return found
 
 
 def stretches(file: SourceFile, spans: Iterable[tuple[int, int]]) -> dict[tuple[int, int], memoryview]:
@@ -59,6 +80,44 @@ def stretches(file: SourceFile, spans: Iterable[tuple[int, int]]) -> dict[tuple[
     return found
 
 
+class FetchedFile(io.RawIOBase):
+    """An object of a store as a file, whose parts are fetched before they are read."""
+
+    def __init__(self, file: SourceFile) -> None:
+        self._file, self._at = file, 0
+        self._parts: dict[tuple[int, int], memoryview] = {}
+
+    def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Fetch what is read next, and forget what was fetched before."""
+        self._parts = stretches(self._file, spans)
+
+    def readable(self) -> bool:
+        """It can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """It can be sought."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the position; return it."""
+        self._at = offset + (0, self._at, self._file.num_bytes)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read into a buffer; return the number of bytes."""
+        begin, end = self._at, min(self._at + len(buffer), self._file.num_bytes)
+        held = next(((a, part) for (a, b), part in self._parts.items() if a <= begin and end <= b), None)
+        data = stretch(self._file, begin, end) if held is None else held[1][begin - held[0] : end - held[0]]
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
 def rows_at(data: Any, begins: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
     """Return ``width`` bytes from each of these positions: uint8[n, width]; a view where their distances are equal."""
     flat = np.frombuffer(data, np.uint8)
@@ -74,15 +133,14 @@ def rows_at(data: Any, begins: NDArray[np.int64], width: int) -> NDArray[np.uint
 
 def _mapped(file: SourceFile, begin: int, end: int, is_read: bool) -> memoryview:
     assert file.path is not None
-    with file.path.open("rb") as opened:
-        about = os.fstat(opened.fileno())
-        if about.st_size != file.num_bytes or file.stamp not in ("", str(about.st_mtime_ns)):
-            raise _changed(file, f"{about.st_size:,} bytes, of another time")
+    with file.open(0) as opened:
+        if os.fstat(opened.fileno()).st_size != file.num_bytes:
+            raise file.changed()
         first = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         stop = min(end, file.num_bytes)
         if begin >= stop:
             return memoryview(b"")
-        flags = mmap.MAP_SHARED | (_POPULATE if is_read else 0)
+        flags = mmap.MAP_SHARED | (_POPULATE if is_read and stop - first <= _POPULATED_BYTES else 0)
         mapped: Any = mmap.mmap(opened.fileno(), stop - first, flags, mmap.PROT_READ, offset=first)
     return memoryview(mapped)[begin - first :]
 
@@ -90,24 +148,11 @@ def _mapped(file: SourceFile, begin: int, end: int, is_read: bool) -> memoryview
 def _range_of(file: SourceFile, begin: int, end: int) -> memoryview:
     if begin >= end:
         return memoryview(b"")
-    store = file.store or open_store(file.root, file.options)
-    with store.open(file.name, begin, end) as body:
+    with file.opened_range(begin, end) as body:
         data = np.empty(end - begin, np.uint8)  # joined parts would need twice the memory
         view, at = memoryview(data), 0
         for chunk in body:
             kept = chunk[: len(view) - at]
             view[at : at + len(kept)] = kept
             at += len(kept)
-        # Only where the server has versions are those of a listing and of an answer the same.
-        if store.traits.conditional_put and body.version and file.stamp:
-            found = str(body.version).strip('"')
-            if found != file.stamp.strip('"'):
-                raise _changed(file, f"version {found}")
     return view[:at]
-
-
-def _changed(file: SourceFile, found: str) -> FormatError:
-    return FormatError(
-        f"{file.uri} must stay as it is while it is read; it had {file.num_bytes:,} bytes, and now {found}. "
-        "The file was changed: start again."
-    )

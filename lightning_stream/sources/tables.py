@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import zipfile
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,15 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.compute
-import pyarrow.parquet as pq
 
 from lightning_stream.errors import FormatError, LightningStreamError
 from lightning_stream.sources.arrow import arrow_columns
-from lightning_stream.sources.arrow_messages import messages
+from lightning_stream.sources.arrow_messages import Message, messages
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, present
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.images import image_encoding
+from lightning_stream.sources.stretches import FetchedFile, Kept, stretch
 
 _BATCH_BYTES, _MAX_ROWS = 1 << 23, 8192
 _FOOTER_BYTES, _MIN_FOOTER_BYTES = 1 << 16, 1 << 12
@@ -86,10 +83,8 @@ class TableReader(Reader):
                     _found(table.schema, None, {name: columns[name] for name in stored})
             except ValueError as error:
                 raise FormatError(f"{file.uri}: {error}") from error
-            others, media = (
-                tuple(name for name in table.schema.names if name not in columns),
-                _files(_noted(table.schema)),
-            )
+            others = tuple(name for name in table.schema.names if name not in columns)
+            media = _files(_noted(table.schema))
             found = [piece._replace(others=others) for piece in table.pieces() if piece.num_rows]
             return [piece._replace(nulls=tuple(name for name in piece.nulls if name not in media)) for piece in found]
 
@@ -109,23 +104,20 @@ class TableReader(Reader):
     def _opened(self, file: SourceFile, headers: bool = False) -> Iterator[Table]:
         """A file, or only what its headers hold."""
         try:
-            if file.path is not None and file.store is not None:
-                file.check()
             with self._plain_headers(file) if headers and file.path is None else self._plain(file) as plain:
                 yield self._table(plain, file)
         except LightningStreamError:
             raise
-        except (pa.ArrowInvalid, OSError, zipfile.BadZipFile) as error:
+        except (pa.ArrowInvalid, OSError) as error:
             remedy = "Write it without encryption." if "encrypt" in str(error) else "It may be cut off: copy it again."
-            raise FormatError(
-                f"{file.uri} cannot be read as {self.kind}: {str(error).strip().rstrip('.')}. {remedy}"
-            ) from error
+            reason = str(error).strip().rstrip(".")
+            raise FormatError(f"{file.uri} cannot be read as {self.kind}: {reason}. {remedy}") from error
 
-    def _plain(self, file: SourceFile) -> Any:
-        return pa.PythonFile(file.open(), "r") if file.path is None else pa.memory_map(str(file.path))
+    @abstractmethod
+    def _plain(self, file: SourceFile) -> Any: ...
 
     def _plain_headers(self, file: SourceFile) -> Any:
-        return pa.PythonFile(file.open_headers(), "r")
+        return self._plain(file)
 
     @abstractmethod
     def _table(self, plain: Any, file: SourceFile) -> Table: ...
@@ -179,21 +171,42 @@ class ParquetReader(TableReader):
             tail = file.read(file.num_bytes - needed, file.num_bytes - size) + tail
         return pa.BufferReader(tail)
 
-    def _table(self, plain: Any, file: SourceFile) -> Table:  # noqa: ARG002
-        opened = pq.ParquetFile(plain, pre_buffer=not isinstance(plain, pa.MemoryMappedFile))
+    def _plain(self, file: SourceFile) -> Any:
+        return FetchedFile(file) if file.path is None else pa.BufferReader(stretch(file, is_read=False))
+
+    def _table(self, plain: Any, file: SourceFile) -> Table:
+        import pyarrow.parquet as pq  # slow to import
+
+        footer = _FOOTERS.get(file, lambda: pq.read_metadata(plain))
+        opened = pq.ParquetFile(plain, metadata=footer)
 
         def pieces(begin: int = 0, end: int | None = None) -> list[Piece]:
-            numbers = range(opened.num_row_groups)[begin:end]
-            groups = zip(numbers, map(opened.metadata.row_group, numbers), strict=True)
+            numbers = range(footer.num_row_groups)[begin:end]
+            groups = zip(numbers, map(footer.row_group, numbers), strict=True)
             return [Piece(k, k + 1, group.num_rows, group.total_byte_size, nulls=_nulls(group)) for k, group in groups]
 
         def batches(begin: int, end: int | None, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
-            chosen = pieces(begin, end)
-            rows = fitting_rows(sum(each.num_rows for each in chosen), sum(each.num_bytes for each in chosen))
-            numbers = [each.begin for each in chosen]
-            return opened.iter_batches(rows, numbers, columns, use_threads=False)  # type: ignore[no-any-return]
+            for piece in pieces(begin, end):
+                if isinstance(plain, FetchedFile):
+                    plain.fetch(_column_spans(footer.row_group(piece.begin), columns))
+                rows = fitting_rows(piece.num_rows, piece.num_bytes)
+                yield from opened.iter_batches(rows, [piece.begin], columns, use_threads=False)
 
         return Table(opened.schema_arrow, pieces, batches)
+
+
+_FOOTERS: Kept[Any] = Kept(32)
+
+
+def _column_spans(group: Any, columns: Sequence[str] | None) -> list[tuple[int, int]]:
+    """Where the stored columns of a row group lie."""
+    spans = []
+    for each in map(group.column, range(group.num_columns)):
+        name = each.path_in_schema
+        if columns is None or any(name == wanted or name.startswith(f"{wanted}.") for wanted in columns):
+            begin = min(each.data_page_offset, each.dictionary_page_offset or each.data_page_offset)
+            spans.append((begin, begin + each.total_compressed_size))
+    return spans
 
 
 def _nulls(group: Any) -> tuple[str, ...]:
@@ -225,10 +238,11 @@ class ArrowReader(TableReader):
 
     kind = "arrow"
 
+    def _plain(self, file: SourceFile) -> Any:
+        return file.open_headers()
+
     def _table(self, plain: Any, file: SourceFile) -> Table:
-        head = next(messages(plain, file.uri, file.num_bytes))
-        plain.seek(head.begin)
-        schema = pa.ipc.read_schema(plain)
+        head, schema = _SCHEMAS.get(file, lambda: _read_schema(plain, file))
 
         def pieces() -> list[Piece]:
             records = (each for each in messages(plain, file.uri, file.num_bytes) if each.num_rows is not None)
@@ -238,46 +252,28 @@ class ArrowReader(TableReader):
             ]
 
         def batches(begin: int, end: int | None, _: list[str] | None) -> Iterator[pa.RecordBatch]:
-            stop, at = end or file.num_bytes, max(begin, head.end)
             if any("dictionary<" in str(kind) for kind in schema.types):  # each batch needs all those before it
+                at, stop = max(begin, head.end), end or file.num_bytes
                 before = (each for each in messages(plain, file.uri, file.num_bytes) if each.is_dictionary)
-                earlier = [(each.begin, each.end) for each in before if each.begin < at]
-                yield from pa.ipc.open_stream(_Spans(plain, [(head.begin, head.end), *earlier, (at, stop)]))
+                spans = [(head.begin, head.end), *((each.begin, each.end) for each in before if each.begin < at)]
+                parts = [stretch(file, *span) for span in (*spans, (at, stop))]
+                yield from pa.ipc.open_stream(pa.BufferReader(b"".join(parts)))
                 return
-            plain.seek(at)
-            while plain.tell() < stop:
-                try:
-                    message = pa.ipc.read_message(plain)  # a view, where the file is mapped
-                except EOFError:  # the mark of the end
-                    return
-                yield pa.ipc.read_record_batch(message, schema)
+            spans = [(begin, end)] if end is not None else [(one.begin, one.end) for one in pieces()]
+            for first, last in spans:
+                data = pa.BufferReader(stretch(file, first, last))
+                while data.tell() < last - first:
+                    yield pa.ipc.read_record_batch(pa.ipc.read_message(data), schema)
 
         return Table(schema, pieces, batches)
 
 
-class _Spans(io.RawIOBase):
-    """Some stretches of a file, one after another, as a file."""
+_SCHEMAS: Kept[tuple[Message, pa.Schema]] = Kept(256)
 
-    def __init__(self, file: Any, spans: Sequence[tuple[int, int]]) -> None:
-        self._file, self._spans = file, [*spans]
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while self._spans:
-            begin, end = self._spans[0]
-            if begin == end:
-                del self._spans[0]
-                continue
-            self._file.seek(begin)
-            data = self._file.read(min(len(buffer), end - begin))
-            if not data:
-                raise EOFError(f"the file ends at byte {begin:,}, before byte {end:,}")
-            buffer[: len(data)] = data
-            self._spans[0] = (begin + len(data), end)
-            return len(data)
-        return 0
+def _read_schema(plain: Any, file: SourceFile) -> tuple[Message, pa.Schema]:
+    head = next(messages(plain, file.uri, file.num_bytes))
+    return head, pa.ipc.read_schema(pa.BufferReader(stretch(file, head.begin, head.end)))
 
 
 def _found(schema: pa.Schema, first: Any, asked: Asked | None) -> Found:
@@ -307,10 +303,12 @@ def _file_bytes(column: pa.Array) -> pa.Array:
     """A column of structs of bytes and path, or of plain bytes, as bytes; null where there is neither."""
     if not pa.types.is_struct(column.type):
         return column
-    data = pa.compute.struct_field(column, "bytes")
+    import pyarrow.compute as pc  # slow to import
+
+    data = pc.struct_field(column, "bytes")
     if not data.null_count:
         return data
-    paths = pa.compute.struct_field(column, "path").to_pylist()
+    paths = pc.struct_field(column, "path").to_pylist()
     return pa.array(
         [
             Path(path).read_bytes() if held is None and path and Path(path).is_file() else held

@@ -48,12 +48,11 @@ class TarReader(Reader):
 
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
         """Return ``__key__`` and the endings of the first samples."""
-        known: dict[str, str] = {}
-        for sample in islice(_streamed(files[0]), _SAMPLED):
-            for name, data in sample.items():
-                if name not in known:
-                    known[name] = _encoding(files[0], sample[KEY], name, data)
-        if not known:
+        known = {KEY: "str"}
+        for ending, data in _first(files[0]):
+            if ending not in known:
+                known[ending] = _encoding(files[0], ending, data)
+        if len(known) == 1:
             raise ValueError(f"{files[0].uri} holds no sample. Remove it.")
         media = tuple(name for name in known if name.rpartition(".")[2] in _MEDIA)
         return Found(known, media=media)
@@ -91,7 +90,7 @@ class TarReader(Reader):
         """Yield all samples of a piece by column; row by row where one of them lacks a column, or has a wrong value."""
         file, data = split.file, stretch(split.file, split.begin, split.end)
         found = walk(data, file.uri, is_whole=True, checked=True)
-        table = _sample_table(_named(data, found.members), found.members, file)
+        table = _sample_table(_named(data, found.members), file)
         members = found.members
         try:
             yield Batch(_columns(data, members, table, columns), file.uri)
@@ -156,7 +155,7 @@ def _named(data: memoryview, members: Members) -> _Names:
     is_hidden = np.zeros(count, bool)
     if chars.shape[1] > 2:
         starts = np.minimum(stems, chars.shape[1] - 2)[:, None]
-        is_hidden = (np.take_along_axis(chars, starts + [0, 1], 1) == ord("_")).all(axis=1)
+        is_hidden = (np.take_along_axis(chars, starts + np.arange(2), 1) == ord("_")).all(axis=1)
     numbers = np.flatnonzero((dots > stems) & ~is_hidden)
     chars, dots, lengths = chars[numbers], dots[numbers, None], lengths[numbers, None]
     keys = _texts(np.where(places < dots, chars, 0)[:, : max(1, int(dots.max(initial=1)))])
@@ -194,7 +193,7 @@ def _lower(ending: bytes) -> str:
     return ending.decode("utf-8", "surrogateescape").lower()
 
 
-def _sample_table(names: _Names, members: Members, file: SourceFile) -> _SampleTable:
+def _sample_table(names: _Names, file: SourceFile) -> _SampleTable:
     """Group files with one key that are neighbours; FormatError for two files of one ending."""
     is_new = np.append(np.ones(min(1, len(names.keys)), bool), names.keys[1:] != names.keys[:-1])
     samples, keys = np.cumsum(is_new) - 1, names.keys[is_new]
@@ -286,14 +285,32 @@ def _samples(data: memoryview, members: Members, table: _SampleTable) -> Iterato
         yield sample
 
 
-def _encoding(file: SourceFile, key: str, name: str, data: Any) -> str:
-    encoding = "str" if name == KEY else _ENCODINGS.get(name.rpartition(".")[2], "bytes")
-    if encoding != "ndarray":
-        return encoding
+def _encoding(file: SourceFile, ending: str, data: bytes) -> str:
+    encoding = _ENCODINGS.get(ending.rpartition(".")[2], "bytes")
     try:
-        return f"ndarray:{_array(data).dtype.name}"
+        return encoding if encoding != "ndarray" else f"ndarray:{_array(data).dtype.name}"
     except (ValueError, EOFError) as error:
-        raise FormatError(f"{file.uri}: {key}.{name} must be a plain array: {error}. Write it again.") from error
+        raise FormatError(f"{file.uri}: a file {ending!r} must be a plain array: {error}. Write it again.") from error
+
+
+def _first(file: SourceFile) -> Iterator[tuple[str, bytes]]:
+    """Yield the endings of the first samples, with the bytes of arrays."""
+    if file.is_packed or file.ending == ".tgz":
+        for sample in islice(_streamed(file), _SAMPLED):
+            yield from sample.items()
+        return
+    count = 0
+    for base, data, members in _walked(file):
+        names = _named(data, members)
+        samples = count + np.cumsum(np.append(True, names.keys[1:] != names.keys[:-1])[: len(names.keys)])
+        codes, firsts = np.unique(names.codes[samples <= _SAMPLED], return_index=True)
+        for ending, k in zip((names.endings[code] for code in codes), names.numbers[firsts].tolist(), strict=True):
+            begin = base + int(members.headers[k]) + BLOCK
+            end = begin + int(members.sizes[k]) if ending.endswith("npy") else begin
+            yield ending, bytes(stretch(file, begin, end))
+        count = int(samples[-1]) if len(samples) else count
+        if count >= _SAMPLED:
+            return
 
 
 def _row(sample: Row, columns: Mapping[str, str], file: SourceFile) -> tuple[Row, str]:

@@ -47,6 +47,9 @@ class Run:
         plan = BatchPlan(run.epoch(1), batch_size=self.batch_size, world=self.world, tail=self.tail)
         return start.advanced(run, plan.bounds(steps - 1)[1]).to_state()
 
+    def changes_since(self, versions):
+        return ""
+
     def load(self, state, on_mismatch="error"):
         return position_in(state, self, self.settings(order_in(state)), on_mismatch)
 

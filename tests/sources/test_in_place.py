@@ -238,7 +238,7 @@ def test_a_file_that_changes_under_a_run_is_an_error_that_names_it(tmp_path: Pat
         dataset[60]
 
 
-def test_nulls_are_none_where_the_footer_knows_them(tmp_path: Path) -> None:
+def test_nulls_are_none_where_footers_and_headers_know_them(tmp_path: Path) -> None:
     folder = tmp_path / "nulls"
     folder.mkdir()
     pq.write_table(pa.table({"id": [1, None, 3], "text": ["a", "b", None], "x": [1.5, 2.5, 3.5]}), folder / "a.parquet")
@@ -250,8 +250,10 @@ def test_nulls_are_none_where_the_footer_knows_them(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     shutil.move(str(tmp_path / "cache.feather"), other / "a.feather")
-    with pytest.raises(FormatError, match=r"a.feather.*nulls; found id: 1.*'json'"):
-        StreamingDataset(remote=str(other))[0]
+    assert [StreamingDataset(remote=str(other))[k]["id"] for k in range(2)] == [1, None]
+    (other / "b.jsonl").write_text('{"id": 1}\n{"id": null}\n')
+    with pytest.raises(FormatError, match=r"b.jsonl.*nulls; found id: 1.*'json'"):
+        StreamingDataset(remote=str(other), format="jsonl")[0]
 
 
 def broken(folder: Path, kind: str) -> None:
@@ -277,11 +279,11 @@ def test_wrong_folders_get_a_clear_error(tmp_path: Path) -> None:
         StreamingDataset(remote=str(tmp_path / "empty"))[0]
     write_arrow(tmp_path / "mixed", 0, range(3))
     write_jsonl(tmp_path / "mixed", 0, range(3))
-    with pytest.raises(ValueError, match=r"of one kind; .* \(1 arrow, 1 jsonl\)"):
+    with pytest.raises(ValueError, match=r"of one format; .* 1 arrow, 1 jsonl. Name one: format="):
         StreamingDataset(remote=str(tmp_path / "mixed"))[0]
     assert StreamingDataset(remote=str(tmp_path / "mixed"), format="arrow")[2]["id"] == 2
     (tmp_path / "other" / "a.xyz").write_text("?")
-    with pytest.raises(NotFoundError, match=r"no file of a known kind"):
+    with pytest.raises(NotFoundError, match=r"no file of a known format; it holds 1 \*.xyz"):
         StreamingDataset(remote=str(tmp_path / "other"))[0]
     pq.write_table(table(range(3)), tmp_path / "columns" / "a.parquet")
     pq.write_table(table(range(3)).select(["id"]), tmp_path / "columns" / "b.parquet")

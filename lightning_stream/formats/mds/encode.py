@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -16,6 +16,9 @@ from lightning_stream.formats.encodings import Encoding, get_encoding
 from lightning_stream.formats.encodings.base import BinaryColumn, Bytes2d
 from lightning_stream.formats.index.schema import MAX_FILE_BYTES, Schema, schema_object
 from lightning_stream.formats.shard_encoder import EncodedBatch, check_columns, column_error, named_error, offset_table
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _DIGEST_BYTES = 8
 _READ_BYTES = 1 << 18
@@ -139,7 +142,7 @@ class ShardDraft:
         self._out.seek(0)
         self._out.write(table + config + self._digest.digest())
 
-    def __enter__(self) -> ShardDraft:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
