@@ -74,7 +74,7 @@ def test_verify_reads_every_row(rows: Path, answer: Answer, capsys: pytest.Captu
         (["log", "rows"], "holds data of the format parquet, which is read in place. Only MDS datasets have a log"),
         (["log", "rows", "--publish"], "Only MDS datasets have a log"),
         (["lengths", "rows", "--column", "text"], "lightning-stream convert SOURCE OUT --lengths COLUMN"),
-        (["inspect", "rows", "--format", "excel"], "kind must be one of arrow, "),
+        (["inspect", "rows", "--format", "excel"], "a format must be one of arrow, "),
         (["inspect", "rows", "--columns", "words"], "the columns are id, text"),
         (["inspect", "cache"], "no files of a format that is read in place"),
         (["log", "splits"], "log takes one dataset"),
