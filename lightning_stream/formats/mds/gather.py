@@ -43,9 +43,9 @@ def gather(
     if len(which) != len(indices) or which.ndim != 1 or indices.ndim != 1:
         raise ValueError(f"which and indices must be of one length; got {which.shape} and {indices.shape}.")
     mapped = [shard.mapped for shard in shards]
-    names = shards[0].schema.names
-    if not any(mapped) and all(shard.schema.names == names for shard in shards):
-        return gather_mixed(shards, which, indices, dict.fromkeys(names, True), out)
+    first = shards[0].schema.names
+    if not any(mapped) and all(shard.schema.names == first for shard in shards):
+        return gather_mixed(shards, which, indices, dict.fromkeys(first, True), out)
     files = [one for one in mapped if one is not None and mapped[0] is not None and one.layout is mapped[0].layout]
     if len(files) != len(shards):
         raise ValueError("gather needs shards of the same columns; group the samples by their shard's schema first.")
