@@ -145,7 +145,8 @@ def register(spark: Any) -> None:
     """Let a Spark session, also one of Spark Connect, read and write ``format("mds")``.
 
     It also turns on Spark's setting ``spark.sql.python.filterPushdown.enabled``, where there is one that may be
-    changed: then filters are evaluated before the other columns are decoded.
+    changed: then filters are evaluated before the other columns are decoded. Spark looks formats up in the session that
+    is active in a thread: call it in each thread that writes.
 
     Example::
 
@@ -163,6 +164,7 @@ def register(spark: Any) -> None:
     except Exception:  # noqa: BLE001 - Spark 4.0 has no such setting, and some platforms refuse to change one
         source = MDSDataSource
     spark.dataSource.register(source)
+    spark.createDataFrame([], "id long")  # makes the session the active one of this thread
 
 
 def _names(text: str) -> list[str]:
