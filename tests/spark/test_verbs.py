@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,15 +58,16 @@ def test_written_rows_are_read_back_with_their_order(session: Any, tmp_path: Pat
     read = session.read.format("mds").load(str(out))
     assert [row.id for row in read.select("id").collect()] == expected
     assert read.rdd.getNumPartitions() >= 1
-    row = read.where("id = 7 and text like 'row%'").collect()[0].asDict()
+    row = read.where("id = 7 and text like 'row%'").first().asDict()
     assert row == {
         "id": 7, "text": "row 7", "pair": [7, 8], "share": 7.0, "even": 0, "inner": '{"x": 7}', "absent": None,
         "price": "7.0",
     }  # fmt: skip
     chosen = session.read.format("mds").schema("price decimal(9,1), even boolean").load(str(out))
     assert [tuple(row) for row in chosen.limit(1).collect()][0][1] is True
-    plan = read.where("id = 7")._jdf.queryExecution().executedPlan().toString()
-    assert "Filter (" not in plan
+    # Spark 4.3 itself mixes up the filters of two queries of one DataFrame, if a source takes filters.
+    assert read.where("id = 7").count() + read.count() == 701
+    assert read.where("id < 3").union(read.where("id >= 3")).count() == 700
     save(read.drop("absent", "inner").limit(5), out, "overwrite")  # reads the dataset that it replaces
     assert ids_of(out) == expected[:5]
     assert not strays(out)
@@ -114,6 +112,23 @@ def test_modes_change_the_dataset_as_a_whole(session: Any, tmp_path: Path) -> No
     save(frame, out, "overwrite")
     assert ids_of(out) == list(range(10))
     assert not strays(out)
+
+
+def test_filters_are_pushed_if_the_session_says_so(session: Any, tmp_path: Path) -> None:
+    from lightning_stream.spark import register
+
+    save(session.range(100), tmp_path)
+    session.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    try:
+        register(session)
+        found = session.read.format("mds").load(str(tmp_path)).where("id > 95 and id % 2 = 0")
+        plan = found._jdf.queryExecution().executedPlan().toString()
+        assert "% 2" in plan
+        assert "95" not in plan
+        assert [row.id for row in found.collect()] == [96, 98]
+    finally:
+        session.conf.unset("spark.sql.python.filterPushdown.enabled")
+        register(session)
 
 
 def failing(name: str, folder: str) -> type:
@@ -242,37 +257,3 @@ def test_a_batch_that_is_replayed_three_times_counts_once(session: Any, tmp_path
     )
     assert query.start().awaitTermination(120)
     assert sorted(ids_of(tmp_path / "each")) == list(range(200))
-
-
-CLIENT = """
-import sys
-from pyspark.sql import SparkSession
-from lightning_stream.spark import register
-
-session = SparkSession.builder.remote("local[2]").getOrCreate()
-register(session)
-out = sys.argv[1]
-session.range(0, 100, 1, 3).selectExpr("id", "array(id) as list").write.format("mds").mode("append").save(out)
-session.range(100, 110).selectExpr("id", "array(id) as list").write.format("mds").mode("append").save(out)
-rows = session.read.format("mds").load(out).where("id >= 90").collect()
-assert [row.id for row in rows] == list(range(90, 110)), rows
-stream = session.readStream.format("rate-micro-batch").option("rowsPerBatch", 5).load().selectExpr("value as id")
-query = stream.writeStream.format("mds").option("checkpointLocation", out + "-check").start(out + "-stream")
-while not (query.lastProgress or {}).get("batchId", 0):
-    query.awaitTermination(1)
-query.stop()
-print(type(session).__module__, session.read.format("mds").load(out + "-stream").count())
-"""
-
-
-def test_a_client_of_spark_connect_has_the_same_verbs(can_run_spark: None, tmp_path: Path) -> None:
-    pytest.importorskip("grpc", reason="needs Spark Connect: pip install 'pyspark[connect]'")
-    given = {**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
-    command = [sys.executable, "-c", CLIENT, str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=given)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    where, count = done.stdout.split()
-    assert "connect" in where
-    assert int(count) % 5 == 0
-    assert int(count) >= 5
-    assert json.loads((tmp_path / "out" / "index.json").read_text())["versions"]["number"] == 1
