@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -144,8 +145,11 @@ class FilteringMDSDataSource(MDSDataSource):
 def register(spark: Any) -> None:
     """Let a Spark session, also one of Spark Connect, read and write ``format("mds")``.
 
-    It also turns on Spark's setting ``spark.sql.python.filterPushdown.enabled``, where there is one that may be
-    changed: then filters are evaluated before the other columns are decoded.
+    Spark looks formats up in the session that is active in a thread: call this in each thread that writes.
+
+    If ``spark.sql.python.filterPushdown.enabled`` is true in the session, filters are evaluated before the other
+    columns are decoded. Then load a DataFrame again for each query: Spark, up to 4.3, keeps the filters of one query in
+    the DataFrame that was loaded, and applies them to others.
 
     Example::
 
@@ -156,13 +160,11 @@ def register(spark: Any) -> None:
     Raises:
         MissingExtraError: pyspark is older than 4.0.
     """
-    source: type[MDSDataSource] = FilteringMDSDataSource
-    try:
-        spark.conf.get(_PUSHDOWN)
-        spark.conf.set(_PUSHDOWN, "true")
-    except Exception:  # noqa: BLE001 - Spark 4.0 has no such setting, and some platforms refuse to change one
-        source = MDSDataSource
-    spark.dataSource.register(source)
+    pushes = False
+    with suppress(Exception):  # Spark 4.0 has no such setting
+        pushes = spark.conf.get(_PUSHDOWN) == "true"
+    spark.dataSource.register(FilteringMDSDataSource if pushes else MDSDataSource)
+    spark.createDataFrame([], "id long")  # makes the session the active one of this thread
 
 
 def _names(text: str) -> list[str]:
