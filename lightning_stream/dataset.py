@@ -21,6 +21,7 @@ from lightning_stream.loading.dataset_arguments import (
     bound_schedule,
     bucketing,
     check_order,
+    check_switches,
     chosen_streams,
     mosaic_settings,
     whole_numbers,
@@ -37,9 +38,9 @@ from lightning_stream.order.bitmap import as_ids
 from lightning_stream.order.chain import PUBLIC_NAMES
 from lightning_stream.reading.bad_samples import Policy, bad_data
 from lightning_stream.reading.filters import Filters, Ids, Keep, LengthRules
-from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
 from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.reading.switched import reader_of
 
 
 class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
@@ -175,7 +176,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         quarantine: str | os.PathLike[str] | None = None,
         start_by_range: bool = False,
         pack: Packing | None = None,
-        version: str | int | None = None,
+        version: str | int | Sequence[tuple[int, str | int]] | None = None,
         format: str | None = None,  # noqa: A002 - the word for it
         columns: Mapping[str, str] | Sequence[str] | None = None,
         balance: str | Cost | None = None,
@@ -218,6 +219,12 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         }
         buckets = bucketing(bucket_by, bucket_window, batch_tokens, batch_multiple)
         check_order(order_arguments, pack, balance, buckets)
+        check_switches(
+            self.streams,
+            {**order_arguments, "pack": pack, "bucket_by": buckets, "forget": forget, "filter": filter}
+            | {"filter_lengths": filter_lengths, "exclude_ids": exclude_ids}
+            | {"on_bad_sample": on_bad_sample, "on_bad_shard": on_bad_shard},
+        )
         config = CacheConfig(self.cache_limit, validate_hash, keep_zip=bool(keep_zip), shared=shared_cache)
         defaults = CacheDefaults(config, retries=download_retry, timeout_s=download_timeout)
         reading = ReaderConfig(
@@ -230,7 +237,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         filters = Filters(filter, filter_lengths, exclude_ids, bad.policy)
         # All that reading needs is in these two: the attributes of a subclass never meet them.
         self._streaming_source = SampleSource(
-            filters.applied(SampleReader(self.streams, defaults, reading)),
+            filters.applied(reader_of(self.streams, defaults, reading)),
             bad,
             order_arguments,
             self.shuffle_seed,
