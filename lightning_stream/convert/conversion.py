@@ -33,6 +33,11 @@ _LOG = logging.getLogger(__name__)
 _VERSION = 4
 _SHARD_BYTES = 64 << 20
 _MAX_PIECE_BYTES = 1 << 30
+_MANY_SHARDS, _SMALL_SHARD_BYTES = 1000, 1 << 20
+_SMALL_SHARDS = (
+    "%s has %d shards of %d KB on average, as the pieces of the source are. size_limit='64mb' writes fewer and larger "
+    "ones, which are fetched faster, but a training run that read the source in place cannot continue on those."
+)
 _MEDIA = ("jpeg", "png", "jpeg_array", "jpegarray", "list[jpeg]", "list[png]", "audio", "video")
 _REPLACE = "pass overwrite=True"
 _FILL = "Fill them (fill_nulls={column: value}), drop the rows (drop_nulls=True), or ask for 'json' in columns=."
@@ -148,7 +153,11 @@ class Conversion:
                 digest = self._source_digest(splits, in_order[split]) if by_piece else ""
                 publication.publish(in_order[split], True, about, digest)
             shuffle.clean()
-            return replace(ConversionResult.of(self.uri, self._held()), is_new=True)
+            done_now = replace(ConversionResult.of(self.uri, self._held()), is_new=True)
+            num_shards = sum(done_now.num_shards.values())
+            if by_piece and num_shards > _MANY_SHARDS and done_now.num_bytes < num_shards * _SMALL_SHARD_BYTES:
+                _LOG.warning(_SMALL_SHARDS, self.uri, num_shards, done_now.num_bytes // num_shards >> 10)
+            return done_now
 
     def _stores(self, out: Any) -> list[Store]:
         return DatasetPlace(out, self.keep_local, self.store_options).stores
