@@ -123,6 +123,7 @@ class Conversion:
             num_bytes = self.partition_bytes or self.source.partition_bytes
             found = self.found or self.source.find_columns(self.columns if self.transform.function is None else None)
             splits, by_piece = self._splits(found, num_bytes)
+            found = self._with_nulls(found, splits)
             columns = self._columns(found, splits)
             shuffle = Shuffle.plan(self.source, self.uri, self.fingerprint, num_bytes, self.seed, self.tmp_dir)
             if self.force:
@@ -214,6 +215,23 @@ class Conversion:
             largest.file.uri, largest.num_bytes >> 20,
         )  # fmt: skip
         return splits, False
+
+    def _with_nulls(self, found: Found, splits: Sequence[InputSplit]) -> Found:
+        """The columns with the encoding ``json`` where nulls are known, as where the source is read in place."""
+        if self.columns is not None or self.transform.function is not None or self.nulls != NullRule():
+            return found
+        known = {name for split in splits for name in split.nulls}
+        names = [
+            name for name, encoding in found.columns.items() if name in known and encoding not in ("bytes", "json")
+        ]
+        if not names:
+            return found
+        _LOG.warning(
+            "%s has nulls in %s, which become json, as where StreamingDataset reads it in place. Pass fill_nulls=, "
+            "drop_nulls=True or columns= for other encodings.",
+            self.source.name, ", ".join(names),
+        )  # fmt: skip
+        return replace(found, columns={**found.columns, **dict.fromkeys(names, "json")})
 
     def _source_digest(self, splits: Sequence[InputSplit], receipts: Sequence[Receipt]) -> str:
         """The digest of the source where it is read in place; empty if its files have names that no index may have."""

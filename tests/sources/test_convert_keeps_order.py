@@ -401,3 +401,21 @@ def test_a_bucket_keeps_its_order(tmp_path: Path) -> None:
         rest, _ = continued(dataset("in"), state)
         convert("s3://bucket/in", "s3://bucket/out", source_store_options=options, store_options=options, num_workers=2)
         assert continued(dataset("out"), state)[0] == rest
+
+
+def test_columns_with_nulls_are_written_as_they_are_read_in_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, out = tmp_path / "in", str(tmp_path / "out")
+    source.mkdir()
+    rows = pa.table({"id": range(90), "text": [None if k % 7 == 3 else f"text {k}" for k in range(90)]})
+    pq.write_table(rows, source / "a.parquet", row_group_size=20)
+    there = StreamingDataset(remote=str(source), shuffle=True)
+    ids, state = trained_ids(there)
+    assert convert(source, out, **PLAIN).columns == {"id": "int64", "text": "json"}
+    assert "has nulls in text, which become json" in caplog.text
+    here = StreamingDataset(local=out, shuffle=True)
+    assert [dict(here[k]) for k in range(90)] == [dict(there[k]) for k in range(90)]
+    assert (here[3]["text"], trained_ids(here)[0]) == (None, ids)
+    StreamingDataLoader(here, global_batch_size=8).load_state_dict(state)
+    assert convert(source, tmp_path / "filled", **PLAIN, fill_nulls={"text": ""}).columns["text"] == "str"
