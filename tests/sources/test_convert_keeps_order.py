@@ -15,7 +15,7 @@ pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: uv sync --
 import pyarrow.feather as feather  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
-from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataset, versions  # noqa: E402
+from lightning_stream import MDSWriter, Packing, Stream, StreamingDataLoader, StreamingDataset, versions  # noqa: E402
 from lightning_stream.convert import convert, read_manifest  # noqa: E402
 from lightning_stream.errors import SnapshotMismatch  # noqa: E402
 from tests.sources.test_in_place import FORMATS, ROWS, TOKENS, collate, table, trained, written  # noqa: E402
@@ -419,3 +419,32 @@ def test_columns_with_nulls_are_written_as_they_are_read_in_place(
     assert (here[3]["text"], trained_ids(here)[0]) == (None, ids)
     StreamingDataLoader(here, global_batch_size=8).load_state_dict(state)
     assert convert(source, tmp_path / "filled", **PLAIN, fill_nulls={"text": ""}).columns["text"] == "str"
+
+
+def test_documents_in_place_are_packed_and_the_run_continues_on_converted_lengths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = tmp_path / "in", str(tmp_path / "out")
+    source.mkdir()
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 9, rng.integers(1, 40)).astype(np.int32) for _ in range(300)]
+    rows = {"text": [f"document {k}" for k in range(300)], "tokens": pa.array(documents, pa.list_(pa.int32()))}
+    pq.write_table(pa.table(rows), source / "a.parquet", row_group_size=40)
+
+    def packed(place: str) -> StreamingDataLoader:
+        dataset = StreamingDataset(place, shuffle=True, pack=Packing("tokens", row_length=64))
+        return StreamingDataLoader(dataset, global_batch_size=4)
+
+    loader = packed(str(source))
+    steps = iter(loader)
+    assert len([next(steps) for _ in range(3)]) == 3
+    state, rest = loader.state_dict(), [batch["input_ids"].tolist() for batch in steps]
+    assert loader.dataset.lengths("tokens").tolist() == list(map(len, documents))
+    assert StreamingDataset(str(source)).lengths("text")[7] == len("document 7")
+    with monkeypatch.context() as patched:
+        patched.setattr("lightning_stream.sources.in_place.InPlace.write", None)  # the lengths stay in the cache
+        assert StreamingDataset(str(source), cache_limit="1gb").lengths("tokens")[5] == len(documents[5])
+    convert(source, out, lengths={"tokens": len}, **PLAIN)
+    loader = packed(out)
+    loader.load_state_dict(state)
+    assert [batch["input_ids"].tolist() for batch in loader] == rest
