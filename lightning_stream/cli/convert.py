@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_stream.cli.arguments import Pairs, add_store_options
-from lightning_stream.cli.output import ExitCode, Output
+from lightning_stream.cli.output import ExitCode, Output, in_flags
 
 HELP = "convert Parquet, CSV, image folders and others to MDS shards"
 LENGTHS_HELP = "column whose length (len) readers get before any sample; may be repeated"
@@ -80,6 +80,8 @@ def run(options: argparse.Namespace, out: Output) -> int:
         settings["columns"] = {name: str(encoding) for name, encoding in options.columns.items()}
     settings["lengths"] = dict.fromkeys(options.lengths or (), len)
     done = convert(**settings)
-    out.line(str(done))
+    out.line(in_flags(str(done), options.parser))
+    if done.keeps_order:
+        out.line("A training run that reads SOURCE in place continues on it: the order is the same.")
     out.data = asdict(done)
     return ExitCode.OK

@@ -99,7 +99,7 @@ def test_convert_and_explain_know_the_state_of_a_run_over_the_source(
     torch.save({"callbacks": {"lightning_stream": {"position": loader.state_dict()}}}, tmp_path / "last.pt")
     out = str(tmp_path / "out")
     code, done = answer("convert", str(rows), out, "--num-workers", "1")
-    assert (code, done["num_shards"]) == (0, {"": 4})
+    assert (code, done["num_shards"], done["keeps_order"]) == (0, {"": 4}, True)
     answers = [answer("explain", str(tmp_path / "last.pt"), "--stream", place) for place in (str(rows), out)]
     assert [code for code, _ in answers] == [0, 0]
     assert answers[0][1]["next"] == answers[1][1]["next"]
@@ -109,7 +109,8 @@ def test_convert_and_explain_know_the_state_of_a_run_over_the_source(
     )["converted_from"]["source"]  # fmt: skip
     sizes = [answer("simulate", place, "--global-batch-size", "8")[1]["datasets"][0] for place in (str(rows), out)]
     assert sizes[0]["shuffle_quality"]["mean"] == sizes[1]["shuffle_quality"]["mean"]
-    assert answer("convert", str(rows), str(tmp_path / "other"), "--size-limit", "1kb", "--num-workers", "1")[0] == 0
+    code, done = answer("convert", str(rows), str(tmp_path / "other"), "--size-limit", "1kb", "--num-workers", "1")
+    assert (code, done["keeps_order"]) == (0, False)
     assert answer("explain", str(tmp_path / "last.pt"), "--stream", str(tmp_path / "other"))[0] == 1
 
 
@@ -139,3 +140,5 @@ def test_a_version_of_a_delta_table_is_read(tmp_path: Path, answer: Answer, monk
     assert [answer("inspect", uri, *more)[1]["datasets"][0]["samples"] for more in ([], ["--version", "0"])] == [15, 5]
     code, done = answer("convert", uri, str(tmp_path / "out"), "--source-options", "version=1", "--num-workers", "1")
     assert (code, done["num_samples"]) == (0, {"": 10})
+    code, done = answer("convert", uri, str(tmp_path / "out"), "--kind", "parquet")
+    assert (code, "whose files hold deleted rows, too" in done["error"]) == (2, True)
