@@ -69,7 +69,7 @@ def reader_of(
     own, strange = [], []
     for file in found:
         known = _KIND_OF.get(file.ending)
-        (own if known == chosen or chosen == "files" else strange if known is None else []).append(file)
+        (own if known == chosen or kind == "files" else strange if known is None else []).append(file)
     reader = _made(chosen, options)
     files = own or strange  # files of any name may be of the kind that is named
     if not files:

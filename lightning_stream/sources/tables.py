@@ -83,7 +83,7 @@ class TableReader(Reader):
                     _found(table.schema, None, {name: columns[name] for name in stored})
             except ValueError as error:
                 raise FormatError(f"{file.uri}: {error}") from error
-            others = tuple(name for name in table.schema.names if name not in columns)
+            others = tuple(name for name in (*table.schema.names, *file.partition) if name not in columns)
             media = _files(_noted(table.schema))
             found = [piece._replace(others=others) for piece in table.pieces() if piece.num_rows]
             return [piece._replace(nulls=tuple(name for name in piece.nulls if name not in media)) for piece in found]
