@@ -66,7 +66,8 @@ def reader_of(
     """Return the files of one kind among all files of a source, and the reader for them."""
     found = _saved_files(found)
     chosen = kind or _only_kind(found, name)
-    own, strange = [], []
+    own: list[SourceFile] = []
+    strange: list[SourceFile] = []
     for file in found:
         known = _KIND_OF.get(file.ending)
         (own if known == chosen or kind == "files" else strange if known is None else []).append(file)

@@ -92,7 +92,7 @@ class SourceFile:
         if self.stamp and (known.st_size, str(known.st_mtime_ns)) != (self.num_bytes, self.stamp):
             file.close()
             raise self.changed()
-        return cast(BinaryIO, file)
+        return file
 
     def open_headers(self) -> BinaryIO:
         """Its bytes, seekable, for a reader that hops from header to header."""

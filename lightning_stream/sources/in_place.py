@@ -89,8 +89,9 @@ class InPlace:
     ) -> tuple[Sequence[SourceFile], Reader]:
         """The files that are read, and what reads them."""
         if log and self.kind in (None, "delta"):
-            reader: Any = reader_class("delta")(version=self.version)
-            return reader.open_log(store, found), reader
+            make: Any = reader_class("delta")
+            table = make(version=self.version)
+            return table.open_log(store, found), table
         if self.version is not None or self.kind == "delta":
             raise ValueError(f"{store.url} is no Delta table: it has no {DELTA_LOG}. Pass no version=.")
         if log:
