@@ -289,6 +289,8 @@ def test_columns_in_the_names_of_folders_are_read(tmp_path: Path) -> None:
     rows = read(tmp_path / "table")
     assert [(int(row["id"]), int(row["year"]), row["kind"]) for row in rows[2:4]] == [(2, 2024, "a b"), (3, 2025, None)]
     assert read(tmp_path / "table", columns=["year"])[5] == {"year": 2025}
+    assert read(tmp_path / "table", columns={"year": "str"})[5] == {"year": "2025"}
+    assert read(tmp_path / "table", columns={"year": "float32"})[5] == {"year": 2025.0}
     assert read(tmp_path / "table" / "year=2025", columns=["id", "kind"])[0] == {"id": 3, "kind": None}
     parquet(tmp_path / "table" / "part-9.parquet")
     with pytest.raises(ValueError, match=r"part-9.parquet: .*'kind' is not a column"):
@@ -311,6 +313,23 @@ def test_arrays_are_cut_into_shards_without_reading_all_of_them_for_each(tmp_pat
     assert [int(row["id"]) for row in read(tmp_path / "a.npz")] == [*range(5000)]
     dataset = StreamingDataset(remote=str(tmp_path / "a.npz"))
     assert dataset.size == 5000
+
+
+def test_files_are_named_by_paths_and_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(12):
+        (tmp_path / f"{number:02}").mkdir()
+        tar(tmp_path / f"{number:02}" / "a{}.tar", {f"{number}.id": b"%d" % number})
+    monkeypatch.chdir(tmp_path)
+
+    def ids(remote: str) -> list[int]:
+        return [int(row["id"]) for row in read(remote)]
+
+    assert ids("{08..11}/*.tar") == ids(str(tmp_path / "{08..11}" / "a?}.tar")) == [8, 9, 10, 11]
+    assert ids("./03/a{}.tar") == ids(f"file://{tmp_path}/03/a{{}}.tar") == [3]
+    monkeypatch.chdir(tmp_path / "05")
+    assert ids("a{}.tar") == ids("*.tar") == ids(".") == [5]
+    with pytest.raises(NotFoundError, match=r"holds no files named {1\.\.2}\.tar"):
+        ids("{1..2}.tar")
 
 
 def test_any_files_are_samples(tmp_path: Path) -> None:
