@@ -223,7 +223,8 @@ def version_index(stream: Stream, cache: ShardCache) -> Index:
                 f"a stream that overrides _download_file takes {_DIGITS} digits of a version; found {wanted!r}. Pass "
                 "those that `lightning-stream log` lists"
             )
-        wanted = _of_other_format(cache, lambda: read_version(cache.store, wanted)).index.digest
+        some = wanted
+        wanted = _of_other_format(cache, lambda: read_version(cache.store, some)).index.digest
     name = version_name(wanted)
     return _of_other_format(cache, lambda: cache.index(name))  # it never changes: the cache need not ask the store
 

@@ -78,10 +78,9 @@ class NumpyReader(TableReader):
             found = arrays.read(begin, end)
             return [pa.RecordBatch.from_pydict({name: _arrow_array(found[name]) for name in columns or found})]
 
-        rows = 0  # what is read as a whole is cut into few blocks
-        if arrays.is_whole:
-            rows = max(1, arrays.num_rows * min(1, _WHOLE_BYTES / max(1, arrays.num_bytes)))
-        return _blocks(schema, arrays.num_rows, arrays.num_bytes, read, int(rows))
+        share = min(1.0, _WHOLE_BYTES / max(1, arrays.num_bytes))  # what is read as a whole is cut into few blocks
+        rows = max(1, int(share * arrays.num_rows)) if arrays.is_whole else 0
+        return _blocks(schema, arrays.num_rows, arrays.num_bytes, read, rows)
 
     def _rows_of(self, file: SourceFile) -> _Arrays | None:
         """The rows of a file whose bytes are those of its rows, one after another; None for another one."""

@@ -70,10 +70,11 @@ def reader_of(
     """Return the files of one kind among all files of a source, and the reader for them."""
     found = _saved_files(found)
     chosen = kind or _only_kind(found, name)
-    own, strange = list[SourceFile](), list[SourceFile]()
+    own: list[SourceFile] = []
+    strange: list[SourceFile] = []
     for file in found:
         known = _KIND_OF.get(file.ending)
-        (own if known == chosen or chosen == "files" else strange if known is None else []).append(file)
+        (own if known == chosen or kind == "files" else strange if known is None else []).append(file)
     reader = _made(chosen, options)
     files = own or strange  # files of any name may be of the kind that is named
     if not files:

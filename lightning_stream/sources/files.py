@@ -20,14 +20,14 @@ from urllib.parse import unquote
 
 import zstandard
 
-from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError, redact
+from lightning_stream.errors import AccessError, FormatError, LightningStreamError, NotFoundError, redact
 from lightning_stream.stores import LocalStore, ObjectStream, Store, open_store
 from lightning_stream.writer.place import is_remote
 
 Uris: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 DELTA_LOG = "_delta_log/"
 _BUFFER_BYTES = 1 << 22
-WILD = frozenset("*?")
+WILD = frozenset("*?{")
 _WINDOW_BYTES, _CLOSE_BYTES = 1 << 11, 1 << 18
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 _HIDDEN = re.compile(r"(^|/)[._]")
@@ -88,11 +88,13 @@ class SourceFile:
             file = self.path.open("rb", buffering)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise self._gone() from error
+        except PermissionError as error:
+            raise AccessError(f"user {os.getuid()} has no right to read {self.uri}. Check its mode.") from error
         known = os.fstat(file.fileno())
         if self.stamp and (known.st_size, str(known.st_mtime_ns)) != (self.num_bytes, self.stamp):
             file.close()
             raise self.changed()
-        return cast(BinaryIO, file)
+        return file
 
     def open_headers(self) -> BinaryIO:
         """Its bytes, seekable, for a reader that hops from header to header."""
@@ -249,7 +251,7 @@ def files_of(store: Store, names: str = "") -> tuple[list[SourceFile], list[Sour
 
     With `names`, only those of this name, in a folder of this name, or whose names match this pattern.
     """
-    literal = re.split(r"[*?]", names)[0]
+    literal = re.split(r"[*?{]", names)[0]
     is_match = _pattern(names if names != literal else f"{names}/**/*").fullmatch
     found = []
     for entry in store.list(literal):
@@ -270,13 +272,14 @@ def split_place(uri: str) -> tuple[str, str]:
     """
     scheme, colon, path = uri.rpartition("://")
     parts = path.split("/")
-    first = 1 if colon else 0  # after the bucket
+    first = 3 if scheme == "hf" else 1 if colon else 0  # after the bucket, or the repository
     wild = next((k for k, part in enumerate(parts) if k >= first and WILD & set(part)), None)
     if wild is None and len(parts) > first and _FILE.search(parts[-1]) and not scheme.startswith("http"):
         wild = len(parts) - 1
     if wild is None or scheme.startswith("http"):
         return uri, ""
-    return f"{scheme}{colon}{'/'.join(parts[:wild])}" or "/", "/".join(parts[wild:])
+    folder = "/".join(parts[:wild]) or ("/" if wild else ".")
+    return f"{scheme}{colon}{folder}", "/".join(parts[wild:])
 
 
 def is_table(store: Store) -> bool:
@@ -287,7 +290,14 @@ def is_table(store: Store) -> bool:
 def _pattern(text: str) -> re.Pattern[str]:
     """A pattern as a regular expression; all names if it is empty."""
     wild = {"**/": "(.*/)?", "*": "[^/]*", "?": "[^/]"}
-    found = "".join(wild.get(part) or re.escape(part) for part in re.split(r"(\*\*/|\*|\?)", text))
+    found = ""
+    for part in re.split(r"(\*\*/|\*|\?|\{[0-9]+\.\.[0-9]+\})", text):
+        numbers = re.fullmatch(r"\{([0-9]+)\.\.([0-9]+)\}", part)
+        if numbers:  # as WebDataset names its shards
+            count = range(int(numbers[1]), int(numbers[2]) + 1)
+            found += f"({'|'.join(f'{number:0{len(numbers[1])}}' for number in count)})"
+        else:
+            found += wild.get(part) or re.escape(part)
     return re.compile(found or ".*", re.DOTALL)  # a name may hold a line end
 
 

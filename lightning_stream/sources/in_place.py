@@ -89,8 +89,9 @@ class InPlace:
     ) -> tuple[Sequence[SourceFile], Reader]:
         """The files that are read, and what reads them."""
         if log and self.kind in (None, "delta"):
-            reader: Any = reader_class("delta")(version=self.version)
-            return reader.open_log(store, found), reader
+            make: Any = reader_class("delta")
+            table = make(version=self.version)
+            return table.open_log(store, found), table
         if self.version is not None or self.kind == "delta":
             raise ValueError(f"{store.url} is no Delta table: it has no {DELTA_LOG}. Pass no version=.")
         if log:
@@ -104,9 +105,7 @@ class InPlace:
             )
         for file in files:
             if not file.name.isprintable() or "\\" in file.name or file.name[1:2] == ":":
-                raise FormatError(
-                    f"names of files must be printable, without backslashes; found {file.uri!r}. Rename it."
-                )
+                raise FormatError(f"names of files must have no control character or backslash; rename {file.uri!r}.")
         reader.begin(files)
         return files, reader
 
@@ -194,14 +193,14 @@ def changed_files(former: Index, now: Index) -> str:
         for index in (former, now)
     )
     kinds = {
-        "changed": [name for name in before if name in after and before[name] != after[name]],
-        "new": [name for name in after if name not in before],
-        "gone": [name for name in before if name not in after],
+        "Changed files": [name for name in before if name in after and before[name] != after[name]],
+        "New files": [name for name in after if name not in before],
+        "Files that are gone": [name for name in before if name not in after],
     }
-    found = [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
+    found = [f"{kind}: {_some(names)}." for kind, names in kinds.items() if names]
     if former.table_version != now.table_version:
-        found.append(f"the Delta table was at version {former.table_version} and is at {now.table_version} now")
-    return f"Files: {'; '.join(found)}." if found else ""
+        found.append(f"The Delta table was at version {former.table_version} and is at {now.table_version} now.")
+    return " ".join(found)
 
 
 def _files_of(entry: ShardEntry) -> list[Any]:

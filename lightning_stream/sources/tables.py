@@ -52,6 +52,7 @@ class TableReader(Reader):
         for name in [name for name in files[0].partition if name not in schema.names]:
             texts = {file.partition.get(name) for file in files}
             is_number = all(text is not None and re.fullmatch(r"-?[0-9]{1,18}", text) for text in texts)
+            is_number &= not str((asked or {}).get(name)).startswith("str")
             kind = pa.int64() if is_number else pa.string()
             schema = schema.append(pa.field(name, kind))
         found = _found(schema, first, asked)
@@ -83,7 +84,7 @@ class TableReader(Reader):
                     _found(table.schema, None, {name: columns[name] for name in stored})
             except ValueError as error:
                 raise FormatError(f"{file.uri}: {error}") from error
-            others = tuple(name for name in table.schema.names if name not in columns)
+            others = tuple(name for name in (*table.schema.names, *file.partition) if name not in columns)
             media = _files(_noted(table.schema))
             found = [piece._replace(others=others) for piece in table.pieces() if piece.num_rows]
             return [piece._replace(nulls=tuple(name for name in piece.nulls if name not in media)) for piece in found]
@@ -95,7 +96,8 @@ class TableReader(Reader):
         names = table.schema.names
         folders = {name: text for name, text in file.partition.items() if name not in names and name in columns}
         present([*names, *folders], columns, file)
-        kinds = {name: "int64" if columns[name].startswith(("int", "uint")) else "string" for name in folders}
+        numbers = {"int": "int64", "uint": "int64", "float": "float64"}
+        kinds = {name: numbers.get(columns[name].rstrip("0123456789"), "string") for name in folders}
         return [name for name in columns if name not in folders], {
             name: (text, kinds[name]) for name, text in folders.items()
         }

@@ -179,6 +179,8 @@ def test_tables_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     about = next(line["metaData"] for line in lines if "metaData" in line)
     about["configuration"] = {"delta.columnMapping.mode": "name"}
+    named = {"delta.columnMapping.id": 1, "delta.columnMapping.physicalName": "column-1"}
+    about["schemaString"] = about["schemaString"].replace('"metadata":{}', f'"metadata":{json.dumps(named)}')
     features = {"readerFeatures": ["columnMapping"], "writerFeatures": ["columnMapping"]}
     commit(table, 1, {"protocol": {**_VECTORS, **features}}, {"metaData": about})
     with pytest.raises(FormatError, match=r"table: columns with mapped names cannot be read"):
