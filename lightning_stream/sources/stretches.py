@@ -102,19 +102,24 @@ class FetchedFile(io.RawIOBase):
         self._parts = stretches(self._file, spans)
 
     def readable(self) -> bool:
+        """True: it is read only."""
         return True
 
     def seekable(self) -> bool:
+        """True: any part can be read."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a position, and return it."""
         self._at = offset + (0, self._at, self._file.num_bytes)[whence]
         return self._at
 
     def tell(self) -> int:
+        """Return the position."""
         return self._at
 
     def readinto(self, buffer: Any) -> int:
+        """Copy the next bytes, from what was fetched or by a range of their own."""
         begin, end = self._at, min(self._at + len(buffer), self._file.num_bytes)
         held = next(((a, part) for (a, b), part in self._parts.items() if a <= begin and end <= b), None)
         data = stretch(self._file, begin, end) if held is None else held[1][begin - held[0] : end - held[0]]
