@@ -92,6 +92,14 @@ class ImageFolderReader(Reader):
                 yield held[0], Piece(0, len(held), len(held), num_bytes, {"listed": listed})
                 held, num_bytes = [], 0
 
+    def has_rows(self, file: SourceFile) -> bool:  # noqa: ARG002
+        """Return True: each row is a file."""
+        return True
+
+    def read_rows(self, split: InputSplit, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
+        """Yield the images of some rows."""
+        return replace(self, listed=[self.listed[row] for row in rows]).read([split], columns)
+
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield about a MiB of images at a time."""
         labels = {name: label for label, name in enumerate(self.classes)}

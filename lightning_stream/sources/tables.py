@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from lightning_stream.sources.arrow_messages import Message, messages
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, present
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.images import image_encoding
-from lightning_stream.sources.stretches import FetchedFile, Kept, of_listing, stretch
+from lightning_stream.sources.stretches import FetchedFile, Kept, of_listing, stretch, stretches
 
 _BATCH_BYTES, _MAX_ROWS, _BLOCK_ROWS = 1 << 23, 8192, 1024
 _HEADER_BYTES = 1 << 12
@@ -204,7 +204,7 @@ def _read_schema(plain: Any, file: SourceFile) -> tuple[Message, pa.Schema]:
 
 def _blocks(schema: pa.Schema, num_rows: int, num_bytes: int, read: Callable[[int, int, Any], Any]) -> _Table:
     """A table in blocks of rows, which ``read(begin, end, columns)`` gives as record batches."""
-    rows = min(_BLOCK_ROWS, _fitting_rows(num_rows, num_bytes))
+    rows = _rows_of_block(num_rows, num_bytes)
     begins = range(0, num_rows, rows)
 
     def batches(begin: int, end: int | None, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
@@ -219,9 +219,9 @@ def _blocks(schema: pa.Schema, num_rows: int, num_bytes: int, read: Callable[[in
 
 
 class _Arrays(NamedTuple):
-    """The arrays of a file: those of rows [begin, end) by name, the number of rows, and the bytes of all."""
+    """The arrays of a file: those of some rows by name, the number of rows, and the bytes of all."""
 
-    read: Callable[[int, int], Mapping[str, Any]]
+    read: Callable[[Sequence[int]], Mapping[str, Any]]
     num_rows: int
     num_bytes: int
 
@@ -243,19 +243,28 @@ class NumpyReader(_TableReader):
     def _table(self, plain: Any, file: SourceFile) -> _Table:  # noqa: ARG002
         try:
             arrays = self._rows_of(file) or self._loaded(file)
-            schema = pa.schema({name: _arrow_array(array).type for name, array in arrays.read(0, 0).items()})
+            schema = pa.schema({name: _arrow_array(array).type for name, array in arrays.read(range(0)).items()})
         except (ValueError, pa.ArrowNotImplementedError) as error:
             raise FormatError(f"{file.uri} cannot be read as a NumPy file: {error}.") from error
 
         def read(begin: int, end: int, columns: Any) -> list[pa.RecordBatch]:
-            found = arrays.read(begin, end)
-            return [pa.RecordBatch.from_pydict({name: _arrow_array(found[name]) for name in columns or found})]
+            return [_record_batch(arrays.read(range(begin, end)), columns)]
 
         return _blocks(schema, arrays.num_rows, arrays.num_bytes, read)
 
+    def has_rows(self, file: SourceFile) -> bool:
+        """Return whether the file may have its rows one after another."""
+        return file.ending == ".npy" and not file.is_packed
+
+    def read_rows(self, split: InputSplit, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
+        """Yield some rows of a block."""
+        arrays = self._rows_of(split.file) or self._loaded(split.file)
+        first = split.begin * _rows_of_block(arrays.num_rows, arrays.num_bytes)
+        yield Batch(_record_batch(arrays.read([first + row for row in rows]), columns), split.file.uri)
+
     def _rows_of(self, file: SourceFile) -> _Arrays | None:
         """The rows of a file whose bytes are those of its rows, one after another; None for another one."""
-        if file.ending != ".npy" or file.is_packed:
+        if not self.has_rows(file):
             return None
         head = io.BytesIO(stretch(file, 0, min(_HEADER_BYTES, file.num_bytes)))
         version = np.lib.format.read_magic(head)
@@ -269,9 +278,14 @@ class NumpyReader(_TableReader):
         if first + shape[0] * width != file.num_bytes:
             raise ValueError(f"its head promises {shape[0]:,} rows of {width:,} bytes; it has {file.num_bytes:,} bytes")
 
-        def read(begin: int, end: int) -> Mapping[str, Any]:
-            data = stretch(file, first + begin * width, first + end * width)
-            return self._named(np.frombuffer(data, dtype).reshape(end - begin, *shape[1:]))
+        def read(rows: Sequence[int]) -> Mapping[str, Any]:
+            spans = [(first + row * width, first + (row + 1) * width) for row in rows]
+            if isinstance(rows, range):
+                data: Any = stretch(file, spans[0][0], spans[-1][1]) if spans else b""
+            else:
+                found = stretches(file, spans)
+                data = b"".join(found[span] for span in spans)
+            return self._named(np.frombuffer(data, dtype).reshape(len(rows), *shape[1:]))
 
         return _Arrays(read, shape[0], shape[0] * width)
 
@@ -285,11 +299,21 @@ class NumpyReader(_TableReader):
         if num_rows < 0 or num_rows != max(lengths.values()):
             raise ValueError(f"its arrays must have one number of rows; found {lengths}")
         num_bytes = sum(array.nbytes for array in arrays.values())
-        return _Arrays(lambda begin, end: {name: one[begin:end] for name, one in arrays.items()}, num_rows, num_bytes)
+        return _Arrays(
+            lambda rows: {name: one[np.array(rows, int)] for name, one in arrays.items()}, num_rows, num_bytes
+        )
 
     def _named(self, array: Any) -> dict[str, Any]:
         names = array.dtype.names
         return {self.column: array} if names is None else {name: array[name] for name in names}
+
+
+def _rows_of_block(num_rows: int, num_bytes: int) -> int:
+    return min(_BLOCK_ROWS, _fitting_rows(num_rows, num_bytes))
+
+
+def _record_batch(arrays: Mapping[str, Any], columns: Iterable[str] | None) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pydict({name: _arrow_array(arrays[name]) for name in columns or arrays})
 
 
 def _arrow_array(array: Any) -> pa.Array:
