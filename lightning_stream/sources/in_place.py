@@ -151,14 +151,16 @@ def _settled(
     entry: ShardEntry, batches: Iterable[Batch], split: InputSplit, add: Callable[[dict[str, Any], int], None]
 ) -> str:
     """Add all batches as columns of values; FormatError for nulls and wrong values. Return what they are of."""
-    columns, nulls = entry.schema.columns, dict[str, int]()
-    for batch in batches:
-        try:
+    columns, nulls, at = entry.schema.columns, dict[str, int](), ""
+    try:
+        for batch in batches:
+            at = f"{batch.where}: "
             values, num_rows = NullRule().settle(batch.rows, columns, nulls)
             if num_rows:
                 add(values, num_rows)
-        except (TypeError, ValueError) as error:  # noqa: PERF203 - a batch has many rows
-            raise FormatError(f"{batch.where}: {error}") from error
+            at = ""  # an error of a reader names the file
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"{at}{error}") from error
     where = f"{split.file.uri} (part {split.begin} to {split.end})"
     if nulls:
         counts = ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items()))

@@ -24,6 +24,9 @@ from lightning_stream.sources.stretches import FetchedFile, Kept, of_listing, st
 
 _BATCH_BYTES, _MAX_ROWS, _BLOCK_ROWS = 1 << 23, 8192, 1024
 _HEADER_BYTES = 1 << 12
+_FOOTERS: Kept[Any] = Kept(32)  # of Parquet files
+_SCHEMAS: Kept[tuple[Message, pa.Schema]] = Kept(256)
+_HEADS: Kept[bytes] = Kept(256)  # of NumPy files
 _FILES = ("Image", "Audio", "Video")  # features that are a struct of a file's bytes and its path
 
 
@@ -140,9 +143,6 @@ class ParquetReader(_TableReader):
         return _Table(opened.schema_arrow, pieces, batches)
 
 
-_FOOTERS: Kept[Any] = Kept(32)
-
-
 def _column_spans(group: Any, columns: Sequence[str] | None) -> list[tuple[int, int]]:
     """Where the stored columns of a row group lie."""
     spans = []
@@ -192,9 +192,6 @@ class ArrowReader(_TableReader):
                     yield pa.ipc.read_record_batch(pa.ipc.read_message(data), schema)
 
         return _Table(schema, pieces, batches)
-
-
-_SCHEMAS: Kept[tuple[Message, pa.Schema]] = Kept(256)
 
 
 def _read_schema(plain: Any, file: SourceFile) -> tuple[Message, pa.Schema]:
@@ -266,7 +263,7 @@ class NumpyReader(_TableReader):
         """The rows of a file whose bytes are those of its rows, one after another; None for another one."""
         if not self.has_rows(file):
             return None
-        head = io.BytesIO(stretch(file, 0, min(_HEADER_BYTES, file.num_bytes)))
+        head = io.BytesIO(_HEADS.get(file, lambda: bytes(stretch(file, 0, min(_HEADER_BYTES, file.num_bytes)))))
         version = np.lib.format.read_magic(head)
         reads = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         if version not in reads or file.num_bytes < _HEADER_BYTES:

@@ -103,7 +103,7 @@ class _Walker:
                 start = at = self._repeated(at)
                 pause, step = (min(2 * pause, 1 << 12) if self._last else _STEPS), 0
         if self._is_whole and not is_end and (start != at or at != self._end):
-            raise self._error(f"a header or a file at byte {start:,} that is cut off")
+            raise self._error(f"a header or a file that ends behind the end, at byte {self._end:,}")
         self._flush()
         empty = (np.empty(0, np.int64),) * 3
         members = Members(*(np.concatenate(each) for each in zip(*(self._found or [empty]), strict=True)), self._odd)
