@@ -7,7 +7,6 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -22,7 +21,7 @@ from lightning_stream.threads import DaemonPool
 T = TypeVar("T")
 # Kinds whose files have the stamps of a listing.
 _LISTED = ("parquet", "arrow", "jsonl", "webdataset", "litdata", "numpy", "images")
-GAP_BYTES = 1 << 18  # neighbours so near come in one range, with the bytes between them
+_GAP_BYTES = 1 << 18  # neighbours so near come in one range, with the bytes between them
 _CONNECTIONS = 8
 _POPULATED_BYTES = 1 << 28
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # mapping all pages at once costs less than one by one
@@ -70,24 +69,24 @@ class Kept(Generic[T]):
 def stretches(file: SourceFile, spans: Iterable[tuple[int, int]]) -> dict[tuple[int, int], memoryview]:
     """Return several stretches by their spans; of an object in a store, neighbours in one range, several at once."""
     wanted = sorted(set(spans))
+    found = _joined(file, wanted)
+    whole = {(a, b): next(one for one in found if one[0] <= a and b <= one[1]) for a, b in wanted}
+    return {(a, b): found[one][a - one[0] : b - one[0]] for (a, b), one in whole.items()}
+
+
+def _joined(file: SourceFile, wanted: Sequence[tuple[int, int]]) -> dict[tuple[int, int], memoryview]:
+    """The ranges that hold ascending spans; a few large ones, or all of a local file."""
     if file.path is not None:
-        whole = stretch(file, is_read=False)
-        return {(begin, end): whole[begin:end] for begin, end in wanted}
-    ranges: list[list[int]] = []
+        return {(0, file.num_bytes): stretch(file, is_read=False)}
+    ranges: list[tuple[int, int]] = []
     for begin, end in wanted:
-        if ranges and begin - ranges[-1][1] <= GAP_BYTES:
-            ranges[-1][1] = max(end, ranges[-1][1])
+        if ranges and begin - ranges[-1][1] <= _GAP_BYTES:
+            ranges[-1] = (ranges[-1][0], max(end, ranges[-1][1]))
         else:
-            ranges.append([begin, end])
-    found: dict[tuple[int, int], memoryview] = {}
+            ranges.append((begin, end))
     with DaemonPool(_CONNECTIONS, "ranges") as pool:
-        fetches: list[tuple[int, int, Future[memoryview]]] = [
-            (first, last, pool.submit(stretch, file, first, last)) for first, last in ranges
-        ]
-        for first, last, fetch in fetches:
-            data = fetch.result()
-            found |= {(a, b): data[a - first : b - first] for a, b in wanted if first <= a and b <= last}
-    return found
+        fetches = {one: pool.submit(stretch, file, *one) for one in ranges}
+        return {one: fetch.result() for one, fetch in fetches.items()}
 
 
 class FetchedFile(io.RawIOBase):
@@ -99,7 +98,7 @@ class FetchedFile(io.RawIOBase):
 
     def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
         """Fetch what is read next, and forget what was fetched before."""
-        self._parts = stretches(self._file, spans)
+        self._parts = _joined(self._file, sorted(spans))
 
     def readable(self) -> bool:
         """True: it is read only."""
