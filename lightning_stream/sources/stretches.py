@@ -136,8 +136,9 @@ def rows_at(data: Any, begins: NDArray[np.int64], width: int) -> NDArray[np.uint
         return np.lib.stride_tricks.as_strided(flat[int(begins[0]) :], (len(begins), width), (step, 1), writeable=False)
     if not width or not len(begins):
         return np.empty((len(begins), width), np.uint8)
-    cells = np.ndarray((len(flat) - width + 1,), f"V{width}", flat, 0, (1,))  # overlapping ones, at every position
-    return cells[begins].view(np.uint8).reshape(len(begins), width)
+    cells: Any = np.ndarray((len(flat) - width + 1,), f"V{width}", flat, 0, (1,))  # overlapping, one at every position
+    found: NDArray[np.uint8] = cells[begins].view(np.uint8).reshape(len(begins), width)
+    return found
 
 
 def _mapped(file: SourceFile, begin: int, end: int, is_read: bool) -> memoryview:
@@ -160,8 +161,8 @@ def _range_of(file: SourceFile, begin: int, end: int) -> memoryview:
         return memoryview(b"")
     store = file.store or open_store(file.root, file.options)
     with store.open(file.name, begin, end) as body:
-        data = np.empty(end - begin, np.uint8)  # joined parts would need twice the memory
-        view, at = memoryview(data), 0
+        view: memoryview = np.empty(end - begin, np.uint8).data  # joined parts would need twice the memory
+        at = 0
         for chunk in body:
             kept = chunk[: len(view) - at]
             view[at : at + len(kept)] = kept

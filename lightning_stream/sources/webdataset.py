@@ -154,8 +154,8 @@ def _named(data: memoryview, members: Members) -> _Names:
     chars, dots, lengths = chars[numbers], dots[numbers, None], lengths[numbers, None]
     keys = _texts(np.where(places < dots, chars, 0)[:, : max(1, int(dots.max(initial=1)))])
     tails = dots + 1 + np.arange(max(1, int((lengths - dots).max(initial=1)) - 1))
-    cut = np.take_along_axis(chars, np.minimum(tails, chars.shape[1] - 1), 1)
-    cut = _texts(np.where(tails < lengths, cut, 0))
+    tail = np.take_along_axis(chars, np.minimum(tails, chars.shape[1] - 1), 1)
+    cut = _texts(np.where(tails < lengths, tail, 0))
     if len(cut) and (cut == cut[0]).all():
         return _Names(numbers, keys, np.zeros(len(cut), np.int64), [_lower(cut[0])])
     stored, codes = np.unique(cut, return_inverse=True)
