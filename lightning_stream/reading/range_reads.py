@@ -61,11 +61,11 @@ class SampleRanges:
         raw_mds = entry.format == "mds" and entry.compressed is None
         if cache.config.validate_hash is not None or cache.in_place or not raw_mds:
             return False
-        if raw.origin is not None and (cache.other is None or not cache.other.has_samples(cache.store, entry)):
-            return False
         table = 0 if number in self._tables else REQUEST_BYTES + 4 * entry.num_samples
         wanted = num_samples * (REQUEST_BYTES + raw.num_bytes // max(1, entry.num_samples))
         if self._spent[number] + table + wanted > REQUEST_BYTES + raw.num_bytes:
+            return False
+        if raw.origin is not None and (cache.other is None or not cache.other.has_samples(cache.store, entry)):
             return False
         return not cache.present(entry)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import PurePosixPath
 
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, Row, batched, spread
 from lightning_stream.sources.files import SourceFile
+from lightning_stream.sources.stretches import stretch
 from lightning_stream.threads import DaemonPool
 
 _LOG = logging.getLogger(__name__)
@@ -105,18 +107,20 @@ class ImageFolderReader(Reader):
         labels = {name: label for label, name in enumerate(self.classes)}
         if self.listed:
             first = splits[0].file
-            each = [(replace(first, name=name, num_bytes=size), label) for name, size, _, label in self.listed]
+            each = [(replace(first, name=name, num_bytes=size, stamp=stamp), k) for name, size, stamp, k in self.listed]
         else:
             each = [(split.file, labels[_class_of(split.file)]) for split in splits]
         return batched(self._rows(each, columns), _BATCH_BYTES)
 
     def _rows(self, files: Sequence[tuple[SourceFile, int]], columns: Mapping[str, str]) -> Iterator[tuple[Row, str]]:
         with DaemonPool(_CONNECTIONS, "images") as pool:
-            if self.listed and files[0][0].path is None and "image" in columns:
-                fetched = [pool.submit(file.read) for file, _ in files]
-                yield from self._read(files, columns, [future.result for future in fetched])
-            else:
+            if not self.listed:
                 yield from self._read(files, columns, [file.read for file, _ in files])
+            elif files[0][0].path is not None or "image" not in columns:
+                yield from self._read(files, columns, [partial(_unchanged, file) for file, _ in files])
+            else:
+                fetched = [pool.submit(_unchanged, file) for file, _ in files]
+                yield from self._read(files, columns, [future.result for future in fetched])
 
     def _read(
         self, files: Sequence[tuple[SourceFile, int]], columns: Mapping[str, str], reads: Sequence[Callable[[], bytes]]
@@ -144,6 +148,10 @@ class ImageFolderReader(Reader):
             )
         _LOG.warning("skipped %s: the image is truncated", file.uri)
         return False
+
+
+def _unchanged(file: SourceFile) -> bytes:
+    return bytes(stretch(file))
 
 
 def _encoding_of(file: SourceFile) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import mmap
 import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -48,21 +47,22 @@ def of_listing(file: SourceFile, kind: str) -> SourceFile:
 
 
 class Kept(Generic[T]):
-    """What was read of the files that were used last, by what identifies their content. Thread-safe."""
+    """What was read of the last files, by what identifies their content.
+
+    Thread-safe without a lock, which a fork could leave held: a value may be read twice.
+    """
 
     def __init__(self, most: int) -> None:
-        self._most, self._held, self._guard = most, dict[tuple[Any, ...], T](), threading.Lock()
+        self._most, self._held = most, dict[tuple[Any, ...], T]()
 
     def get(self, file: SourceFile, read: Callable[[], T]) -> T:
         """Return what ``read`` returned for this file."""
         key = (file.root, file.name, file.num_bytes, file.stamp)
-        with self._guard:
-            found = self._held.pop(key, None)
-        found = read() if found is None else found
-        with self._guard:
-            self._held[key] = found
-            while len(self._held) > self._most:
-                del self._held[next(iter(self._held))]
+        found = self._held.get(key)
+        if found is None:
+            found = self._held[key] = read()
+            for old in list(self._held)[: -self._most]:
+                self._held.pop(old, None)
         return found
 
 

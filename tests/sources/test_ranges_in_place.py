@@ -122,14 +122,35 @@ def test_the_index_of_a_tar_costs_few_requests_or_few_bytes(
     assert len(store.asked) == len(index)
 
 
-def test_an_object_that_is_replaced_by_one_of_the_same_size_is_an_error(tmp_path: Path) -> None:
+def write_version(path: Path, tokens: Any) -> None:
+    """A file of the kind that its name shows, with the same number of rows and of bytes."""
+    path.unlink(missing_ok=True)
+    if path.suffix == ".npy":
+        np.save(path, tokens)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(f'{{"x": {row[0] % 10}}}\n' for row in tokens))
+    elif path.suffix == ".webp":
+        path.write_bytes(tokens.tobytes())
+    elif path.suffix == ".tar":
+        with tarfile.open(path, "w") as out:
+            member = tarfile.TarInfo("a.bin")
+            member.size = tokens.nbytes
+            out.addfile(member, io.BytesIO(tokens.tobytes()))
+    else:
+        table = pa.table({"x": tokens.reshape(-1)})
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as out:
+            out.write_table(table)
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.jsonl", "a.webp", "a.tar", "a.arrow"])
+def test_a_file_that_is_replaced_by_one_of_the_same_size_is_an_error(name: str, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    np.save(tmp_path / "data" / "a.npy", TOKENS)
+    write_version(tmp_path / "data" / name, TOKENS)
     for store in (Counted(tmp_path / "data"), LocalStore(tmp_path / "data")):
-        entry = Index.from_bytes(InPlace().index(store), "index").entry(1)
+        entry = Index.from_bytes(InPlace().index(store), "index").entry(0)
         InPlace().write(store, entry, tmp_path / "shard")
-        np.save(tmp_path / "data" / "a.npy", TOKENS + 1)
-        with pytest.raises(FormatError, match=r"a.npy must stay as it is.*The file was changed: start again"):
+        write_version(tmp_path / "data" / name, TOKENS + 1)
+        with pytest.raises(FormatError, match=rf"{name} must stay as it is.*The file was changed: start again"):
             InPlace().write(store, entry, tmp_path / "shard")
 
 
