@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -43,6 +43,12 @@ class OtherFormat(Protocol):
 
     def write(self, store: Store, entry: ShardEntry, to: Path) -> None:
         """Make a shard in the file `to`."""
+
+    def has_samples(self, store: Store, entry: ShardEntry) -> bool:
+        """Return whether `samples` costs less than the shard."""
+
+    def samples(self, store: Store, entry: ShardEntry, numbers: Sequence[int]) -> list[bytes]:
+        """Return the bytes of some samples of a shard that is not made."""
 
 
 @dataclass(frozen=True)

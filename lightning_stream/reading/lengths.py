@@ -183,5 +183,5 @@ def _num_items(num_bytes: NDArray[np.int64], item_bytes: int) -> NDArray[np.int6
     """
     widths = np.where(num_bytes < 2 + (item_bytes << 8), 1, np.where(num_bytes < 3 + (item_bytes << 16), 2, 4))
     items, rest = np.divmod(num_bytes - 1 - widths, item_bytes)
-    least = np.choose(np.searchsorted([1, 2, 4], widths), [1, 1 << 8, 1 << 16])
+    least = np.choose(np.searchsorted([1, 2, 4], widths), [0, 1 << 8, 1 << 16])
     return np.where((rest == 0) & (items >= least), items, -1)

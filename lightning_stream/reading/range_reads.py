@@ -53,7 +53,8 @@ class SampleRanges:
     def cheaper(self, number: int, cache: ShardCache, entry: ShardEntry, num_samples: int) -> bool:
         """Whether so many samples of a shard cost less than the shard, including what was spent on it before.
 
-        Never if the user demands a hash, nor for shards that are compressed, of another format, or in the cache.
+        Never if the user demands a hash, nor for shards that are compressed, of a format without such ranges, or in the
+        cache.
         """
         raw = entry.raw
         raw_mds = entry.format == "mds" and entry.compressed is None
@@ -63,6 +64,8 @@ class SampleRanges:
         wanted = num_samples * (REQUEST_BYTES + raw.num_bytes // max(1, entry.num_samples))
         if self._spent[number] + table + wanted > REQUEST_BYTES + raw.num_bytes:
             return False
+        if raw.origin is not None and (cache.other is None or not cache.other.has_samples(cache.store, entry)):
+            return False
         return not cache.present(entry)
 
     def shards(self, wanted: Mapping[int, tuple[ShardCache, ShardEntry, _Ints]]) -> dict[int, Shard]:
@@ -70,6 +73,39 @@ class SampleRanges:
 
         Raises StoreError where the store does not send them, and FormatError for data that does not match the index.
         """
+        made = {
+            number: self._pool.submit(self._make, number, cache, entry, indices.tolist())
+            for number, (cache, entry, indices) in wanted.items()
+            if entry.raw.origin is not None
+        }
+        content = self._cut_from_shards({number: one for number, one in wanted.items() if number not in made})
+        content |= {
+            number: dict(zip(wanted[number][2].tolist(), make.result(), strict=True)) for number, make in made.items()
+        }
+        with self._guard:
+            for number, samples in content.items():
+                digests = {index: digest("xxh3_64", sample) for index, sample in samples.items()}
+                self._came.setdefault(number, {}).update(digests)
+        with tempfile.TemporaryDirectory(prefix="lightning_stream-") as folder:
+            return {
+                number: self._as_shard(
+                    number, entry, [content[number][index] for index in indices.tolist()], Path(folder)
+                )
+                for number, (_, entry, indices) in wanted.items()
+            }
+
+    def _make(self, number: int, cache: ShardCache, entry: ShardEntry, indices: list[int]) -> list[bytes]:
+        """Make samples of a shard of another format."""
+        assert cache.other is not None
+        samples = cache.other.samples(cache.store, entry, indices)
+        with self._guard:
+            self._spent[number] += REQUEST_BYTES * len(indices) + sum(map(len, samples))
+        return samples
+
+    def _cut_from_shards(
+        self, wanted: Mapping[int, tuple[ShardCache, ShardEntry, _Ints]]
+    ) -> dict[int, dict[int, bytes]]:
+        """The bytes of samples, by shard number and index."""
         known = {number: table for number in wanted if (table := self._tables.get(number)) is not None}
         fetched = {
             number: self._pool.submit(self._fetch_table, number, cache, entry)
@@ -90,15 +126,7 @@ class SampleRanges:
         for number, fetch in fetched.items():
             if not np.array_equal(fetch.result(), known[number]):
                 raise _no_such_shard(*wanted[number][:2])
-        with self._guard:
-            for number, samples in content.items():
-                digests = {index: digest("xxh3_64", sample) for index, sample in samples.items()}
-                self._came.setdefault(number, {}).update(digests)
-        with tempfile.TemporaryDirectory(prefix="lightning_stream-") as folder:
-            return {
-                number: self._as_shard(number, entry, [content[number][i] for i in indices.tolist()], Path(folder))
-                for number, (_, entry, indices) in wanted.items()
-            }
+        return content
 
     def compare(self, number: int, shard: Shard, where: str) -> None:
         """Raise StoreError where samples that came by ranges differ from their verified shard; forget its ranges."""
@@ -175,7 +203,8 @@ def fetch_offsets(cache: ShardCache, entry: ShardEntry) -> tuple[_Offsets, str |
     content, version = read_range(cache, entry, 0, end)
     offsets = np.frombuffer(content[4:], "<u4")
     fits = len(content) == end and int.from_bytes(content[:4], "little") == entry.num_samples
-    fits = fits and int(offsets[0]) >= end and int(offsets[-1]) == entry.raw.num_bytes
+    fits = fits and int(offsets[0]) >= end
+    fits = fits and (entry.raw.origin is not None or int(offsets[-1]) == entry.raw.num_bytes)
     if not fits or (offsets[1:] < offsets[:-1]).any():
         raise _no_such_shard(cache, entry)
     return offsets, version
@@ -211,6 +240,10 @@ def _cut(table: _Offsets, part: _Part, content: bytes) -> dict[int, bytes]:
 
 
 def read_range(cache: ShardCache, entry: ShardEntry, begin: int, end: int) -> tuple[bytes, str | None]:
-    """Fetch the bytes ``[begin, end)`` of a shard, with the version of the object."""
+    """Fetch the bytes ``[begin, end)`` of a shard, with the version of the object; one of another format is made."""
+    if entry.raw.origin is not None:
+        with cache.lease(entry) as lease, (lease.folder / entry.raw.basename).open("rb") as file:
+            file.seek(begin)
+            return file.read(end - begin), None
     with cache.store.open(entry.raw.basename, begin, end) as body:
         return b"".join(body), body.tag

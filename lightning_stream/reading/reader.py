@@ -345,7 +345,7 @@ class SampleReader:
     def ranges_are_cheaper(self, number: int, num_samples: int) -> bool:
         """Whether so many samples of a shard that is not here cost less by ranges than the whole shard."""
         cache, entry = self.entry(number)
-        is_whole = isinstance(cache.store, DownloadHook) or entry.raw.origin is not None
+        is_whole = isinstance(cache.store, DownloadHook)
         return not is_whole and self._mine().ranges.cheaper(number, cache, entry, num_samples)
 
     def _shard(self, process: ReaderProcess, number: int) -> Shard:

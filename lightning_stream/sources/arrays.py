@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,20 +13,18 @@ import numpy as np
 import pyarrow as pa
 
 from lightning_stream.errors import FormatError
-from lightning_stream.sources.base import Piece
+from lightning_stream.sources.base import Batch, InputSplit, Piece
 from lightning_stream.sources.files import SourceFile
-from lightning_stream.sources.stretches import stretch
+from lightning_stream.sources.stretches import Kept, stretch, stretches
 from lightning_stream.sources.tables import Table, TableReader, fitting_rows
 
 _BLOCK_ROWS = 1024
 _HEADER_BYTES, _WHOLE_BYTES = 1 << 12, 1 << 28
+_HEADS: Kept[bytes] = Kept(256)
 
 
-def _blocks(
-    schema: pa.Schema, num_rows: int, num_bytes: int, read: Callable[[int, int, Any], Any], rows: int = 0
-) -> Table:
-    """A table in blocks of rows, which ``read(begin, end, columns)`` gives as record batches."""
-    rows = rows or min(_BLOCK_ROWS, fitting_rows(num_rows, num_bytes))
+def _blocks(schema: pa.Schema, num_rows: int, num_bytes: int, rows: int, read: Callable[[int, int, Any], Any]) -> Table:
+    """A table in blocks of ``rows``, which ``read(begin, end, columns)`` gives as record batches."""
     begins = range(0, num_rows, rows)
 
     def batches(begin: int, end: int | None, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
@@ -41,13 +39,12 @@ def _blocks(
 
 
 class _Arrays(NamedTuple):
-    """The arrays of a file: those of rows [begin, end) by name, the number of rows, the bytes of all, and whether all
-    are read at once."""
+    """The arrays of a file: those of some rows by name, the number of rows, the bytes of all, the rows of a block."""
 
-    read: Callable[[int, int], Mapping[str, Any]]
+    read: Callable[[Sequence[int]], Mapping[str, Any]]
     num_rows: int
     num_bytes: int
-    is_whole: bool = False
+    block_rows: int
 
 
 @dataclass
@@ -67,7 +64,7 @@ class NumpyReader(TableReader):
     def _table(self, plain: Any, file: SourceFile) -> Table:  # noqa: ARG002
         try:
             arrays = self._rows_of(file) or self._loaded(file)
-            schema = pa.schema({name: _arrow_array(array).type for name, array in arrays.read(0, 0).items()})
+            schema = pa.schema({name: _arrow_array(array).type for name, array in arrays.read(range(0)).items()})
         except (ValueError, EOFError, zipfile.BadZipFile, pa.ArrowNotImplementedError) as error:
             is_pickled = "pickle" in str(error)
             reason = "it holds objects, or is none: only unpickling could read it, which would run code"
@@ -75,18 +72,25 @@ class NumpyReader(TableReader):
             raise FormatError(f"{file.uri} cannot be read as a NumPy file: {reason}. Write it again.") from error
 
         def read(begin: int, end: int, columns: Any) -> list[pa.RecordBatch]:
-            found = arrays.read(begin, end)
-            return [pa.RecordBatch.from_pydict({name: _arrow_array(found[name]) for name in columns or found})]
+            return [_record_batch(arrays.read(range(begin, end)), columns)]
 
-        share = min(1.0, _WHOLE_BYTES / max(1, arrays.num_bytes))  # what is read as a whole is cut into few blocks
-        rows = max(1, int(share * arrays.num_rows)) if arrays.is_whole else 0
-        return _blocks(schema, arrays.num_rows, arrays.num_bytes, read, rows)
+        return _blocks(schema, arrays.num_rows, arrays.num_bytes, arrays.block_rows, read)
+
+    def has_rows(self, file: SourceFile) -> bool:
+        """Return whether the file may have its rows one after another."""
+        return file.ending == ".npy" and not file.is_packed
+
+    def read_rows(self, split: InputSplit, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
+        """Yield some rows of a block."""
+        arrays = self._rows_of(split.file) or self._loaded(split.file)
+        first = split.begin * arrays.block_rows
+        yield Batch(_record_batch(arrays.read([first + row for row in rows]), columns), split.file.uri)
 
     def _rows_of(self, file: SourceFile) -> _Arrays | None:
         """The rows of a file whose bytes are those of its rows, one after another; None for another one."""
-        if file.ending != ".npy" or file.is_packed:
+        if not self.has_rows(file):
             return None
-        head = io.BytesIO(stretch(file, 0, min(_HEADER_BYTES, file.num_bytes)))
+        head = io.BytesIO(_HEADS.get(file, lambda: bytes(stretch(file, 0, min(_HEADER_BYTES, file.num_bytes)))))
         version = np.lib.format.read_magic(head)
         reads = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         if version not in reads or file.num_bytes < _HEADER_BYTES:
@@ -98,11 +102,16 @@ class NumpyReader(TableReader):
         if first + shape[0] * width != file.num_bytes:
             raise ValueError(f"its head promises {shape[0]:,} rows of {width:,} bytes; it has {file.num_bytes:,} bytes")
 
-        def read(begin: int, end: int) -> Mapping[str, Any]:
-            data = stretch(file, first + begin * width, first + end * width)
-            return self._named(np.frombuffer(data, dtype).reshape(end - begin, *shape[1:]))
+        def read(rows: Sequence[int]) -> Mapping[str, Any]:
+            spans = [(first + row * width, first + (row + 1) * width) for row in rows]
+            if isinstance(rows, range):
+                data: Any = stretch(file, spans[0][0], spans[-1][1]) if spans else b""
+            else:
+                found = stretches(file, spans)
+                data = b"".join(found[span] for span in spans)
+            return self._named(np.frombuffer(data, dtype).reshape(len(rows), *shape[1:]))
 
-        return _Arrays(read, shape[0], shape[0] * width)
+        return _Arrays(read, shape[0], shape[0] * width, _rows_of_block(shape[0], shape[0] * width))
 
     def _loaded(self, file: SourceFile) -> _Arrays:
         """The rows of a file that must be read as a whole."""
@@ -114,13 +123,22 @@ class NumpyReader(TableReader):
         if num_rows < 0 or num_rows != max(lengths.values()):
             raise ValueError(f"its arrays must have one number of rows; found {lengths}")
         num_bytes = sum(array.nbytes for array in arrays.values())
+        rows = max(1, int(num_rows * min(1.0, _WHOLE_BYTES / max(1, num_bytes))))  # few blocks: each reads all
         return _Arrays(
-            lambda begin, end: {name: one[begin:end] for name, one in arrays.items()}, num_rows, num_bytes, True
+            lambda some: {name: one[np.array(some, int)] for name, one in arrays.items()}, num_rows, num_bytes, rows
         )
 
     def _named(self, array: Any) -> dict[str, Any]:
         names = array.dtype.names
         return {self.column: array} if names is None else {name: array[name] for name in names}
+
+
+def _rows_of_block(num_rows: int, num_bytes: int) -> int:
+    return min(_BLOCK_ROWS, fitting_rows(num_rows, num_bytes))
+
+
+def _record_batch(arrays: Mapping[str, Any], columns: Iterable[str] | None) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pydict({name: _arrow_array(arrays[name]) for name in columns or arrays})
 
 
 def _arrow_array(array: Any) -> pa.Array:
@@ -152,4 +170,5 @@ class DatasetReader(TableReader):
         def read(begin: int, end: int, _: Any) -> list[pa.RecordBatch]:
             return rows[begin:end].combine_chunks().to_batches()  # type: ignore[no-any-return]
 
-        return _blocks(schema, len(self.dataset), file.num_bytes, read)
+        num_rows = len(self.dataset)
+        return _blocks(schema, num_rows, file.num_bytes, _rows_of_block(num_rows, file.num_bytes), read)

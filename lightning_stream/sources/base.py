@@ -139,6 +139,14 @@ class Reader(ABC):
         """Yield the rows of a piece as `read` does, or as the values of each column, which is faster."""
         return self.read([split], columns)
 
+    def has_rows(self, file: SourceFile) -> bool:  # noqa: ARG002
+        """Return whether `read_rows` can read some rows of a piece for less than all of it."""
+        return False
+
+    def read_rows(self, split: InputSplit, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
+        """Yield some rows of a piece, by their numbers in it, from ranges of bytes."""
+        raise NotImplementedError(f"{self.kind}: rows cannot be read one by one")
+
     @property
     def settings(self) -> dict[str, Any]:
         """What decides which rows it reads: part of a conversion's fingerprint."""

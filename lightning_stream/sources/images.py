@@ -89,6 +89,14 @@ class FileFolderReader(Reader):
                 yield held[0], Piece(0, len(held), len(held), num_bytes, {"listed": listed})
                 held, num_bytes = [], 0
 
+    def has_rows(self, file: SourceFile) -> bool:  # noqa: ARG002
+        """Return True: each row is a file."""
+        return True
+
+    def read_rows(self, split: InputSplit, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
+        """Yield the images of some rows."""
+        return replace(self, listed=[self.listed[row] for row in rows]).read([split], columns)
+
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield about a MiB of files at a time."""
         labels = {name: label for label, name in enumerate(self.classes)}
@@ -101,11 +109,11 @@ class FileFolderReader(Reader):
 
     def _rows(self, files: Sequence[tuple[SourceFile, int]], columns: Mapping[str, str]) -> Iterator[tuple[Row, str]]:
         with DaemonPool(_CONNECTIONS, "files") as pool:
-            if self.listed and files[0][0].path is None and self.column in columns:
+            if not self.listed or files[0][0].path is not None or self.column not in columns:
+                yield from self._read(files, columns, [file.read for file, _ in files])
+            else:
                 fetched = [pool.submit(file.read) for file, _ in files]
                 yield from self._read(files, columns, [future.result for future in fetched])
-            else:
-                yield from self._read(files, columns, [file.read for file, _ in files])
 
     def _read(
         self, files: Sequence[tuple[SourceFile, int]], columns: Mapping[str, str], reads: Sequence[Callable[[], bytes]]

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from lightning_stream.errors import FormatError, NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.index.schema import FileEntry, Origin, Schema, ShardEntry, file_object, schema_object
 from lightning_stream.formats.mds.encode import MdsEncoder, ShardDraft
-from lightning_stream.sources.base import InputSplit, Piece, Reader
+from lightning_stream.sources.base import Batch, InputSplit, Piece, Reader
 from lightning_stream.sources.choose import reader_class, reader_of, split_folders
 from lightning_stream.sources.files import DELTA_LOG, SourceFile, files_of
 from lightning_stream.sources.nulls import NullRule
@@ -116,27 +118,9 @@ class InPlace:
             NotFoundError: The file that it is made from is not there any more.
             FormatError: That file was changed since the index was made, or has values that cannot be read.
         """
-        origin, columns = entry.raw.origin, entry.schema.columns
-        assert origin is not None
-        source = SourceFile(store.url, origin.name, origin.num_bytes, origin.stamp, store=store)
-        where = f"{source.uri} ({origin.kind}, part {origin.begin} to {origin.end})"
-        split = InputSplit(source, origin.begin, origin.end, entry.raw.num_bytes)
-        reader = reader_class(origin.kind)(**(json.loads(origin.settings) if origin.settings else {}))
-        nulls = dict[str, int]()
-        with ShardDraft(MdsEncoder(columns, None, (), None), entry.num_samples, to) as draft:
-            for batch in reader.read_columns(split, columns):
-                try:
-                    values, num_rows = NullRule().settle(batch.rows, columns, nulls)
-                    if num_rows:
-                        draft.add(values, num_rows)
-                except (TypeError, ValueError) as error:  # noqa: PERF203 - a batch has many rows
-                    raise FormatError(f"{batch.where}: {error}") from error
-            if nulls:
-                counts = ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items()))
-                raise FormatError(
-                    f"{where}: only json columns may have nulls; found {counts}. Pass columns= without these columns, "
-                    "or with the encoding 'json' for them."
-                )
+        reader, split = _origin_of(store, entry)
+        with ShardDraft(MdsEncoder(entry.schema.columns, None, (), None), entry.num_samples, to) as draft:
+            where = _settled(entry, reader.read_columns(split, entry.schema.columns), split, draft.add)
             if draft.num_samples != entry.num_samples:
                 raise FormatError(
                     f"{where} must have {entry.num_samples:,} rows, as when its index was made; found "
@@ -146,6 +130,26 @@ class InPlace:
                 draft.finish()
             except ValueError as error:
                 raise FormatError(f"{where}: {error} Write the file in smaller parts.") from error
+
+    def has_samples(self, store: Store, entry: ShardEntry) -> bool:
+        """Return whether `samples` can read some samples of a shard for less than all of it."""
+        reader, split = _origin_of(store, entry)
+        return reader.has_rows(split.file)
+
+    def samples(self, store: Store, entry: ShardEntry, numbers: Sequence[int]) -> list[bytes]:
+        """Return the bytes of some samples, as in the shard that `write` would make; errors as those of `write`."""
+        reader, split = _origin_of(store, entry)
+        encoder, found = MdsEncoder(entry.schema.columns, None, (), None), list[bytes]()
+
+        def add(columns: dict[str, Any], num_rows: int) -> None:
+            batch = encoder.encode_batch(columns, num_rows)
+            data, ends = bytes(batch.joined()), np.cumsum(batch.sizes).tolist()
+            found.extend(data[begin:end] for begin, end in pairwise([0, *ends]))
+
+        where = _settled(entry, reader.read_rows(split, entry.schema.columns, numbers), split, add)
+        if len(found) != len(numbers):
+            raise FormatError(f"{where}: {len(numbers)} rows were asked for; found {len(found)}. Start again.")
+        return found
 
     @property
     def identity(self) -> str:
@@ -219,6 +223,39 @@ def _some(names: Sequence[str]) -> str:
 def is_made(index: Index) -> bool:
     """Return whether an index was made of files in another format."""
     return index.num_shards > 0 and index.entry(0).raw.origin is not None
+
+
+def _origin_of(store: Store, entry: ShardEntry) -> tuple[Reader, InputSplit]:
+    """The piece of a file that a shard is made from, and its reader."""
+    origin = entry.raw.origin
+    assert origin is not None
+    source = SourceFile(store.url, origin.name, origin.num_bytes, origin.stamp, store=store)
+    reader = reader_class(origin.kind)(**(json.loads(origin.settings) if origin.settings else {}))
+    return reader, InputSplit(source, origin.begin, origin.end, entry.raw.num_bytes)
+
+
+def _settled(
+    entry: ShardEntry, batches: Iterable[Batch], split: InputSplit, add: Callable[[dict[str, Any], int], None]
+) -> str:
+    """Add all batches as columns of values; FormatError for nulls and wrong values. Return what they are of."""
+    columns, nulls, at = entry.schema.columns, dict[str, int](), ""
+    try:
+        for batch in batches:
+            at = f"{batch.where}: "
+            values, num_rows = NullRule().settle(batch.rows, columns, nulls)
+            if num_rows:
+                add(values, num_rows)
+            at = ""  # an error of a reader names the file
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"{at}{error}") from error
+    where = f"{split.file.uri} (part {split.begin} to {split.end})"
+    if nulls:
+        counts = ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items()))
+        raise FormatError(
+            f"{where}: only json columns may have nulls; found {counts}. Pass columns= without these columns, or with "
+            "the encoding 'json' for them."
+        )
+    return where
 
 
 def _listing(files: Sequence[SourceFile]) -> str:

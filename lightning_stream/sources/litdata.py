@@ -24,7 +24,7 @@ from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, batched, present
 from lightning_stream.sources.files import SourceFile
-from lightning_stream.sources.stretches import rows_at, stretch
+from lightning_stream.sources.stretches import rows_at, stretch, stretches
 from lightning_stream.threads import DaemonPool
 
 # The dtypes by the numbers that LitData stores.
@@ -110,11 +110,31 @@ class LitDataReader(Reader):
         """Yield the values of all items by column."""
         yield Batch(self._columns(split.file, columns), split.file.uri)
 
+    def has_rows(self, file: SourceFile) -> bool:  # noqa: ARG002
+        """Return whether the chunks are not compressed."""
+        return self.compression is None
+
+    def read_rows(self, split: InputSplit, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
+        """Yield some items: the table of offsets is read, and their bytes."""
+        file = split.file
+        head = stretch(file, 0, min(file.num_bytes, 8 + 4 * split.end if split.end else 0))
+        offsets = self._offsets(file, head, file.num_bytes)
+        spans = [(int(offsets[row]), int(offsets[row + 1])) for row in rows]
+        found = stretches(file, spans)
+        items = [found[span] for span in spans]
+        yield Batch(self._cut(memoryview(b"".join(items)), np.cumsum([0, *map(len, items)]), file, columns), file.uri)
+
     def _columns(self, file: SourceFile, columns: Mapping[str, str]) -> dict[str, Any]:
         try:
             data, offsets = self._items(file)
         except (zstandard.ZstdError, struct.error) as error:
             raise FormatError(f"{file.uri} must be a chunk of LitData in zstd: {error}. Copy it again.") from error
+        return self._cut(data, offsets, file, columns)
+
+    def _cut(
+        self, data: memoryview, offsets: NDArray[np.int64], file: SourceFile, columns: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Cut items into the values of each column."""
         sizes = np.diff(offsets)[:, None]
         if self.has_sizes:
             head = 4 * len(self.names)
@@ -142,14 +162,24 @@ class LitDataReader(Reader):
             offsets = np.frombuffer(data[_FRAMED_HEAD.size : at], "<u4").astype(np.int64)
             view = memoryview(_inflated(data[at + _FRAME_BYTES * num_frames :]))
         else:
-            view, count = data, int.from_bytes(data[:4], "little")
-            offsets = np.frombuffer(view[4 : min(8 + 4 * count, len(view) // 4 * 4)], "<u4").astype(np.int64)
+            view, offsets = data, self._offsets(file, data, len(data))
+            count = len(offsets) - 1
         if self.compression == "sample":
             items = [_inflated(view[begin:end]) for begin, end in pairwise(offsets.tolist())]
             view, offsets = memoryview(b"".join(items)), np.cumsum([0, *map(len, items)])
-        if len(offsets) != count + 1 or int(offsets[-1]) > len(view) or (np.diff(offsets) < 0).any():
-            raise FormatError(f"{file.uri} must be a chunk of LitData; its offsets do not fit its {len(view):,} bytes.")
+        self._check(file, offsets, count, len(view))
         return view, offsets
+
+    def _offsets(self, file: SourceFile, head: memoryview, num_bytes: int) -> NDArray[np.int64]:
+        """Where the items of a chunk begin, and the last one ends, from its beginning."""
+        count = int.from_bytes(head[:4], "little")
+        offsets = np.frombuffer(head[4 : min(8 + 4 * count, len(head) // 4 * 4)], "<u4").astype(np.int64)
+        self._check(file, offsets, count, num_bytes)
+        return offsets
+
+    def _check(self, file: SourceFile, offsets: NDArray[np.int64], count: int, num_bytes: int) -> None:
+        if len(offsets) != count + 1 or int(offsets[-1]) > num_bytes or (np.diff(offsets) < 0).any():
+            raise FormatError(f"{file.uri} must be a chunk of LitData; its offsets do not fit its {num_bytes:,} bytes.")
 
 
 def _leaves(spec: Any, above: str = "") -> list[str]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import mmap
 import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -17,7 +15,7 @@ from lightning_stream.sources.files import SourceFile
 from lightning_stream.threads import DaemonPool
 
 T = TypeVar("T")
-GAP_BYTES = 1 << 18  # neighbours so near come in one range, with the bytes between them
+_GAP_BYTES = 1 << 18  # neighbours so near come in one range, with the bytes between them
 _CONNECTIONS = 8
 _POPULATED_BYTES = 1 << 28
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # mapping all pages at once costs less than one by one
@@ -39,45 +37,46 @@ def stretch(file: SourceFile, begin: int = 0, end: int | None = None, *, is_read
 
 
 class Kept(Generic[T]):
-    """What was read of the files that were used last, by what identifies their content. Thread-safe."""
+    """What was read of the last files, by what identifies their content.
+
+    Thread-safe without a lock, which a fork could leave held: a value may be read twice.
+    """
 
     def __init__(self, most: int) -> None:
-        self._most, self._held, self._guard = most, dict[tuple[Any, ...], T](), threading.Lock()
+        self._most, self._held = most, dict[tuple[Any, ...], T]()
 
     def get(self, file: SourceFile, read: Callable[[], T]) -> T:
         """Return what ``read`` returned for this file."""
         key = (file.root, file.name, file.num_bytes, file.stamp)
-        with self._guard:
-            found = self._held.pop(key, None)
-        found = read() if found is None else found
-        with self._guard:
-            self._held[key] = found
-            while len(self._held) > self._most:
-                del self._held[next(iter(self._held))]
+        found = self._held.get(key)
+        if found is None:
+            found = self._held[key] = read()
+            for old in list(self._held)[: -self._most]:
+                self._held.pop(old, None)
         return found
 
 
 def stretches(file: SourceFile, spans: Iterable[tuple[int, int]]) -> dict[tuple[int, int], memoryview]:
     """Return several stretches by their spans; of an object in a store, neighbours in one range, several at once."""
     wanted = sorted(set(spans))
+    found = _joined(file, wanted)
+    whole = {(a, b): next(one for one in found if one[0] <= a and b <= one[1]) for a, b in wanted}
+    return {(a, b): found[one][a - one[0] : b - one[0]] for (a, b), one in whole.items()}
+
+
+def _joined(file: SourceFile, wanted: Sequence[tuple[int, int]]) -> dict[tuple[int, int], memoryview]:
+    """The ranges that hold ascending spans; a few large ones, or all of a local file."""
     if file.path is not None:
-        whole = stretch(file, is_read=False)
-        return {(begin, end): whole[begin:end] for begin, end in wanted}
-    ranges: list[list[int]] = []
+        return {(0, file.num_bytes): stretch(file, is_read=False)}
+    ranges: list[tuple[int, int]] = []
     for begin, end in wanted:
-        if ranges and begin - ranges[-1][1] <= GAP_BYTES:
-            ranges[-1][1] = max(end, ranges[-1][1])
+        if ranges and begin - ranges[-1][1] <= _GAP_BYTES:
+            ranges[-1] = (ranges[-1][0], max(end, ranges[-1][1]))
         else:
-            ranges.append([begin, end])
-    found: dict[tuple[int, int], memoryview] = {}
+            ranges.append((begin, end))
     with DaemonPool(_CONNECTIONS, "ranges") as pool:
-        fetches: list[tuple[int, int, Future[memoryview]]] = [
-            (first, last, pool.submit(stretch, file, first, last)) for first, last in ranges
-        ]
-        for first, last, fetch in fetches:
-            data = fetch.result()
-            found |= {(a, b): data[a - first : b - first] for a, b in wanted if first <= a and b <= last}
-    return found
+        fetches = {one: pool.submit(stretch, file, *one) for one in ranges}
+        return {one: fetch.result() for one, fetch in fetches.items()}
 
 
 class FetchedFile(io.RawIOBase):
@@ -89,18 +88,18 @@ class FetchedFile(io.RawIOBase):
 
     def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
         """Fetch what is read next, and forget what was fetched before."""
-        self._parts = stretches(self._file, spans)
+        self._parts = _joined(self._file, sorted(spans))
 
     def readable(self) -> bool:
-        """It can be read."""
+        """True: it is read only."""
         return True
 
     def seekable(self) -> bool:
-        """It can be sought."""
+        """True: any part can be read."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the position; return it."""
+        """Move to a position, and return it."""
         self._at = offset + (0, self._at, self._file.num_bytes)[whence]
         return self._at
 
@@ -109,7 +108,7 @@ class FetchedFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read into a buffer; return the number of bytes."""
+        """Copy the next bytes, from what was fetched or by a range of their own."""
         begin, end = self._at, min(self._at + len(buffer), self._file.num_bytes)
         held = next(((a, part) for (a, b), part in self._parts.items() if a <= begin and end <= b), None)
         data = stretch(self._file, begin, end) if held is None else held[1][begin - held[0] : end - held[0]]
@@ -127,8 +126,9 @@ def rows_at(data: Any, begins: NDArray[np.int64], width: int) -> NDArray[np.uint
         return np.lib.stride_tricks.as_strided(flat[int(begins[0]) :], (len(begins), width), (step, 1), writeable=False)
     if not width or not len(begins):
         return np.empty((len(begins), width), np.uint8)
-    cells = np.ndarray((len(flat) - width + 1,), f"V{width}", flat, 0, (1,))  # overlapping ones, at every position
-    return cells[begins].view(np.uint8).reshape(len(begins), width)
+    cells: Any = np.ndarray((len(flat) - width + 1,), f"V{width}", flat, 0, (1,))  # overlapping, one at every position
+    found: NDArray[np.uint8] = cells[begins].view(np.uint8).reshape(len(begins), width)
+    return found
 
 
 def _mapped(file: SourceFile, begin: int, end: int, is_read: bool) -> memoryview:
@@ -149,8 +149,8 @@ def _range_of(file: SourceFile, begin: int, end: int) -> memoryview:
     if begin >= end:
         return memoryview(b"")
     with file.opened_range(begin, end) as body:
-        data = np.empty(end - begin, np.uint8)  # joined parts would need twice the memory
-        view, at = memoryview(data), 0
+        view: memoryview = np.empty(end - begin, np.uint8).data  # joined parts would need twice the memory
+        at = 0
         for chunk in body:
             kept = chunk[: len(view) - at]
             view[at : at + len(kept)] = kept

@@ -23,6 +23,8 @@ from lightning_stream.sources.stretches import FetchedFile, Kept, stretch
 
 _BATCH_BYTES, _MAX_ROWS = 1 << 23, 8192
 _FOOTER_BYTES, _MIN_FOOTER_BYTES = 1 << 16, 1 << 12
+_FOOTERS: Kept[Any] = Kept(32)  # of Parquet files
+_SCHEMAS: Kept[tuple[Message, pa.Schema]] = Kept(256)
 _FILES = ("Image", "Audio", "Video")  # features that are a struct of a file's bytes and its path
 
 
@@ -197,9 +199,6 @@ class ParquetReader(TableReader):
         return Table(opened.schema_arrow, pieces, batches)
 
 
-_FOOTERS: Kept[Any] = Kept(32)
-
-
 def _column_spans(group: Any, columns: Sequence[str] | None) -> list[tuple[int, int]]:
     """Where the stored columns of a row group lie."""
     spans = []
@@ -268,9 +267,6 @@ class ArrowReader(TableReader):
                     yield pa.ipc.read_record_batch(pa.ipc.read_message(data), schema)
 
         return Table(schema, pieces, batches)
-
-
-_SCHEMAS: Kept[tuple[Message, pa.Schema]] = Kept(256)
 
 
 def _read_schema(plain: Any, file: SourceFile) -> tuple[Message, pa.Schema]:

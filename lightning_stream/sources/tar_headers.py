@@ -103,10 +103,11 @@ class _Walker:
                 start = at = self._repeated(at)
                 pause, step = (min(2 * pause, 1 << 12) if self._last else _STEPS), 0
         if self._is_whole and not is_end and (start != at or at != self._end):
-            raise self._error(f"a header or a file at byte {start:,} that is cut off")
+            raise self._error(f"a header or a file that ends behind the end, at byte {self._end:,}")
         self._flush()
         empty = (np.empty(0, np.int64),) * 3
-        members = Members(*(np.concatenate(each) for each in zip(*(self._found or [empty]), strict=True)), self._odd)
+        starts, files, sizes = (np.concatenate(each) for each in zip(*(self._found or [empty]), strict=True))
+        members = Members(starts, files, sizes, self._odd)
         for headers in (members.headers, np.array(self._pax, np.int64)) if checked else ():
             for k in range(0, len(headers), _CHECKED):
                 self._check_sums(headers[k : k + _CHECKED])
@@ -177,7 +178,7 @@ class _Walker:
                     return None
                 if is_cut or room == _MOST_BYTES:
                     raise self._error(f"a damaged header at byte {at:,}: {error}") from error
-        member = archive.firstmember
+        member: tarfile.TarInfo | None = archive.firstmember  # type: ignore[attr-defined]  # not in the stubs
         if member is None:
             raise self._error(f"a damaged header at byte {at:,}")
         if why := refusal(member, archive):
@@ -232,8 +233,11 @@ def _sums(rows: NDArray[np.uint8]) -> NDArray[np.int64]:
     """The sum of the bytes of each header, with spaces in place of the sum that it states."""
     words = np.ascontiguousarray(rows).view("<u8")
     low = np.uint64(0x00FF00FF00FF00FF)
-    lanes = ((words & low) + ((words >> np.uint64(8)) & low)).sum(axis=1)  # four sums of 16 bits: at most 32,640
-    return lanes.view("<u2").reshape(-1, 4).sum(axis=1, dtype=np.int64) - rows[:, 148:156].sum(axis=1) + 8 * 32
+    lanes: Any = ((words & low) + ((words >> np.uint64(8)) & low)).sum(axis=1)  # four sums of 16 bits: at most 32,640
+    found: NDArray[np.int64] = (
+        lanes.view("<u2").reshape(-1, 4).sum(axis=1, dtype=np.int64) - rows[:, 148:156].sum(axis=1) + 8 * 32
+    )
+    return found
 
 
 def _octals(fields: NDArray[np.uint8]) -> NDArray[np.int64]:

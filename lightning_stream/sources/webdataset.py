@@ -28,7 +28,7 @@ KEY = "__key__"
 _SAMPLED = 100
 _PIECE_BYTES = 64 << 20
 _SMALL_BYTES = 1 << 16  # files that are read along with their headers: a request for each header would cost more
-_HEAD_BYTES, _PART_BYTES = 1 << 11, 1 << 24
+_HEAD_BYTES, _PART_BYTES, _FETCHED_BYTES = 1 << 11, 1 << 24, 1 << 22
 _BLOCK_BYTES = 1 << 16  # values of one size up to this are encoded at once
 _NAME_BYTES = 100
 _ENCODINGS = {
@@ -131,7 +131,8 @@ def _walked(file: SourceFile) -> Iterator[tuple[int, memoryview, Members]]:
         yield at, data, found.members
         is_end, at = found.is_end, at + found.next
         each = found.next // max(1, len(found.members.sizes))
-        room = 4 * room if not found.next else _PART_BYTES if each <= _SMALL_BYTES else _HEAD_BYTES
+        part = _PART_BYTES if file.path is not None else _FETCHED_BYTES
+        room = 4 * room if not found.next else part if each <= _SMALL_BYTES else _HEAD_BYTES
     if any(stretch(file, at, min(at + _PART_BYTES, file.num_bytes)).tobytes().strip(b"\0")):
         raise FormatError(f"{file.uri} holds bytes behind the end mark of its tar. Join tars by `tar --concatenate`.")
 
@@ -160,8 +161,8 @@ def _named(data: memoryview, members: Members) -> _Names:
     chars, dots, lengths = chars[numbers], dots[numbers, None], lengths[numbers, None]
     keys = _texts(np.where(places < dots, chars, 0)[:, : max(1, int(dots.max(initial=1)))])
     tails = dots + 1 + np.arange(max(1, int((lengths - dots).max(initial=1)) - 1))
-    cut = np.take_along_axis(chars, np.minimum(tails, chars.shape[1] - 1), 1)
-    cut = _texts(np.where(tails < lengths, cut, 0))
+    tail = np.take_along_axis(chars, np.minimum(tails, chars.shape[1] - 1), 1)
+    cut = _texts(np.where(tails < lengths, tail, 0))
     if len(cut) and (cut == cut[0]).all():
         return _Names(numbers, keys, np.zeros(len(cut), np.int64), [_lower(cut[0])])
     stored, codes = np.unique(cut, return_inverse=True)
