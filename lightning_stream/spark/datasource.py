@@ -36,7 +36,7 @@ _MAX_NUMBER = 5  # digits of a version's number; more are those of a digest
 _PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
 
 
-class MDSDataSource(DataSource):
+class MDSDataSource(DataSource):  # type: ignore[misc,unused-ignore]
     """MDS datasets as a format of Spark; `register` makes it known to a session.
 
     The options are texts, as all options of Spark. Those of the dataset's store begin with ``store.``, e.g.

@@ -208,14 +208,14 @@ class SinkJob(SparkJob):
 
 
 @dataclass(frozen=True)
-class SinkMessage(api.WriterCommitMessage):
+class SinkMessage(api.WriterCommitMessage):  # type: ignore[misc,unused-ignore]
     """What a task tells the driver."""
 
     job: SinkJob
     receipt: Receipt
 
 
-class MDSSink(api.DataSourceArrowWriter):
+class MDSSink(api.DataSourceArrowWriter):  # type: ignore[misc,unused-ignore]
     """Writes one DataFrame. It is pickled to the tasks, and then to the process that commits."""
 
     def __init__(self, job: SinkJob) -> None:
