@@ -36,7 +36,7 @@ _MAX_NUMBER = 5  # digits of a version's number; more are those of a digest
 _PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
 
 
-class MDSDataSource(DataSource):
+class MDSDataSource(DataSource):  # type: ignore[misc,unused-ignore]
     """MDS datasets as a format of Spark; `register` makes it known to a session.
 
     The options are texts, as all options of Spark. Those of the dataset's store begin with ``store.``, e.g.
@@ -88,14 +88,14 @@ class MDSDataSource(DataSource):
 
     def _given(self, known: Sequence[str], purpose: str) -> dict[str, str]:
         given = dict(self.options)
+        if "paths" in given or not given.get("path"):
+            raise ValueError("format('mds') needs the folder or URL of one dataset. Pass it to save, load or start.")
         if unknown := [name for name in given if name not in {*known, *_ALWAYS} and not name.startswith(_STORE)]:
             listed = ", ".join(sorted({*known, "retry"}.difference(_STREAM)))
             raise ValueError(
                 f"format('mds') has no option {', '.join(sorted(unknown))} for {purpose}. Its options are {listed}, "
                 "and those of the store, such as store.endpoint_url."
             )
-        if not given.get("path"):
-            raise ValueError("format('mds') needs the folder or URL of one dataset. Pass it to save, load or start.")
         return given
 
     def _store_options(self) -> dict[str, Any]:
