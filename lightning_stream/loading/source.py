@@ -346,8 +346,8 @@ class SampleSource:
         if self.transform is None and self.read_one is None:
             return [read(sample_id) for sample_id in ids]
         with preserved_generators():
-            places = zip(ids, batch.positions.tolist(), strict=True)
-            return [self._one(read, one, batch.epoch, at) for one, at in places]
+            drawn = zip(ids, batch.positions.tolist(), strict=True)
+            return [self._one(read, one, batch.epoch, at) for one, at in drawn]
 
     def _one(self, read: Callable[[int], Any], sample_id: int, epoch: int, position: int) -> Any:
         if self.read_one is None:
