@@ -77,13 +77,17 @@ def epoch(data: Path, version: Any, number: int = 0, **how: Any) -> Steps:
     return steps_of(ranks)
 
 
-@pytest.mark.parametrize("step", [1, 5, 12, 13, 20])
-@pytest.mark.parametrize(("ranks", "num_workers"), [(1, 0), (2, 0), (4, 0), (1, 2), (2, 2), (4, 2)])
+WORLDS = [(1, 0), (2, 0), (4, 0)]
+WORKERS = [(1, 2), (2, 2), (4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("step", "ranks", "num_workers"),
+    [(step, *world) for step in (1, 5, 12, 13, 20) for world in WORLDS + (WORKERS if step in (5, 13) else [])],
+)
 def test_each_sample_of_the_new_version_comes_once_and_the_rest_is_that_of_each_version(
     data: Path, step: int, ranks: int, num_workers: int
 ) -> None:
-    if num_workers and step not in (5, 13):
-        pytest.skip("workers do not depend on the step")
     found = loaders(data, [(0, 1), (step, 3)], ranks, num_workers=num_workers)
     epochs = [steps_of(found) for _ in range(3)]
     switched, begin = divmod(step, 13)  # 98 samples of version 1 are 13 batches
