@@ -21,7 +21,6 @@ from lightning_stream.loading.dataset_arguments import (
     bound_schedule,
     bucketing,
     check_order,
-    check_switches,
     chosen_streams,
     mosaic_settings,
     whole_numbers,
@@ -219,12 +218,6 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         }
         buckets = bucketing(bucket_by, bucket_window, batch_tokens, batch_multiple)
         check_order(order_arguments, pack, balance, buckets)
-        check_switches(
-            self.streams,
-            {**order_arguments, "pack": pack, "bucket_by": buckets, "forget": forget, "filter": filter}
-            | {"filter_lengths": filter_lengths, "exclude_ids": exclude_ids}
-            | {"on_bad_sample": on_bad_sample, "on_bad_shard": on_bad_shard},
-        )
         config = CacheConfig(self.cache_limit, validate_hash, keep_zip=bool(keep_zip), shared=shared_cache)
         defaults = CacheDefaults(config, retries=download_retry, timeout_s=download_timeout)
         reading = ReaderConfig(

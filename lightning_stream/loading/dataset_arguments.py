@@ -8,12 +8,12 @@ from typing import Any
 from lightning_stream.formats.sizes import whole
 from lightning_stream.loading.packing import Packing
 from lightning_stream.loading.source import Bucketing
-from lightning_stream.order import MosaicConfig, OrderConfig, Schedule, StreamWeights
+from lightning_stream.order import MosaicConfig, OrderConfig, Schedule
 from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.rules import broken, count
-from lightning_stream.reading.stream import Stream, labels_of, versions_of, weights_of
+from lightning_stream.reading.stream import Stream, labels_of
 
 
 def whole_numbers(**given: float | None) -> list[int | None]:
@@ -61,22 +61,6 @@ def check_order(arguments: Mapping[str, Any], pack: Packing | None, balance: obj
         raise ValueError(
             f"this order assigns samples to ranks itself; found balance={balance!r} with batching_method="
             f"{order.batching_method!r} and shuffle_algo={order.algorithm!r}. Omit balance, or choose another order"
-        )
-
-
-def check_switches(streams: Sequence[Stream], given: Mapping[str, Any]) -> None:
-    """Raise ValueError for settings that a training run which switches versions cannot have."""
-    if all(len(versions_of(stream)) == 1 for stream in streams):
-        return
-    defaults = {"batching_method": "random", "on_bad_sample": "raise", "on_bad_shard": "raise"}
-    refused = ("mosaic", "schedule", "epoch_size", "pack", "bucket_by", "forget", "filter", "filter_lengths")
-    names = [name for name in (*refused, "exclude_ids", *defaults) if given[name] != defaults.get(name)]
-    names += ["proportion, repeat and choose"] if any(weights_of(one) != StreamWeights() for one in streams) else []
-    if names:
-        names = ["shuffle_algo" if name == "mosaic" else name for name in names]
-        raise ValueError(
-            "a training run that switches versions takes each sample once per epoch, in the native order; found "
-            f"{', '.join(names)}. Omit these, or name one version"
         )
 
 

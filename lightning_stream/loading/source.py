@@ -44,7 +44,7 @@ from lightning_stream.order.rank_split import ceil_div
 from lightning_stream.order.switches import SwitchedRun
 from lightning_stream.reading.bad_samples import BadData
 from lightning_stream.reading.reader import SampleReader
-from lightning_stream.reading.stream import changes_since, weights_of
+from lightning_stream.reading.stream import changes_since, versions_of, weights_of
 from lightning_stream.reading.subset import SubsetReader
 from lightning_stream.reading.switched import SwitchedReader
 
@@ -148,6 +148,8 @@ class SampleSource:
 
     def __post_init__(self) -> None:
         self._seeded = None if self.transform is None else SeededCall(self.transform, self.seed)
+        if any(len(versions_of(stream)) > 1 for stream in self.reader.streams):
+            self._refuse_with_switches()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "orders": {}}  # another process makes its own: those of packed rows hold all lengths
@@ -205,6 +207,27 @@ class SampleSource:
     def batch_tokens(self) -> int | None:
         """Tokens of a global batch at most; None where it has one number of samples."""
         return None if self.buckets is None else self.buckets.batch_tokens
+
+    def _refuse_with_switches(self) -> None:
+        """Raise ValueError for settings that a training run which switches versions cannot have."""
+        given, weights = self.order_arguments, [vars(weights_of(stream)).values() for stream in self.reader.streams]
+        refused = {
+            "shuffle_algo": given["mosaic"] is not None,
+            "batching_method": given["batching_method"] != "random",
+            "schedule": given["schedule"] is not None,
+            "epoch_size": given["epoch_size"] is not None,
+            "proportion, repeat or choose": any(one is not None for each in weights for one in each),
+            "pack": self.packing is not None,
+            "bucket_by or batch_tokens": self.buckets is not None,
+            "forget": self.forget is not None,
+            "filter, filter_lengths, exclude_ids or a subset": isinstance(self.reader, SubsetReader),
+            "on_bad_sample or on_bad_shard": self.bad_data.policy.substitutes,
+        }
+        if found := [name for name, is_given in refused.items() if is_given]:
+            raise ValueError(
+                "a training run that switches versions takes each sample once per epoch, in the native order; found "
+                f"{'; '.join(found)}. Omit these, or name one version"
+            )
 
     @property
     def is_switched(self) -> bool:
@@ -304,8 +327,6 @@ class SampleSource:
 
     def subset(self, ids: Iterable[int] | NDArray[np.int64]) -> SampleSource:
         """Some samples of this source, with an order of their own."""
-        if self.is_switched:
-            raise ValueError("a dataset that switches versions has no subsets. Name one version for them.")
         chosen = Bitmap.of_ids(as_ids(ids, "ids"), self.snapshot.num_samples)
         reader, forget = SubsetReader(self.reader, chosen), self.forget
         if forget is not None:
@@ -350,8 +371,8 @@ class SampleSource:
         if self.transform is None and self.read_one is None:
             return [read(sample_id) for sample_id in ids]
         with preserved_generators():
-            places = zip(ids, batch.positions.tolist(), strict=True)
-            return [self._one(read, one, batch.epoch, at) for one, at in places]
+            drawn = zip(ids, batch.positions.tolist(), strict=True)
+            return [self._one(read, one, batch.epoch, at) for one, at in drawn]
 
     def _one(self, read: Callable[[int], Any], sample_id: int, epoch: int, position: int) -> Any:
         if self.read_one is None:

@@ -55,11 +55,6 @@ class SwitchedRun(RunOrder):
         self, snapshot: Snapshot, weights: Sequence[StreamWeights], config: OrderConfig, versions: Sequence[DataVersion]
     ) -> None:
         super().__init__(snapshot, weights, config)
-        if any(one != StreamWeights() for one in weights):
-            raise ValueError(
-                "A training run that switches versions takes each sample once per epoch. Omit proportion, repeat and "
-                "choose of its streams."
-            )
         self._versions = tuple(versions[: 1 + len(config.switches)])
         self._plain = replace(config, switches=())
         self._runs = [RunOrder(one.snapshot, weights, self._plain) for one in self._versions]
