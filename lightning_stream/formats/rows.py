@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,7 @@ class RowShard:
             raise IndexError(f"sample {index} is out of range: {self._path} has {self.num_samples}.")
         return self._row(index, file.view[offsets.item(index) : offsets.item(index + 1)])
 
-    def columns(self, indices: NDArray[np.int64], names: Collection[str] | None = None) -> Batch:
+    def columns(self, indices: NDArray[np.int64]) -> Batch:
         """Return samples as columns: int64 and float64 arrays, and lists of str; see `Shard.columns`."""
         file, offsets = self._files()
         indices = np.asarray(indices, np.int64)
@@ -143,8 +143,6 @@ class RowShard:
         name = kind = ""
         try:
             for name, kind in self.schema.columns.items():
-                if names is not None and name not in names:
-                    continue
                 values, dtype = [sample[name] for sample in samples], _DTYPES.get(kind)
                 batch[name] = values if dtype is None else np.array(values, dtype)
         except (KeyError, OverflowError, ValueError, TypeError) as error:

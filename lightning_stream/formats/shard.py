@@ -46,11 +46,10 @@ class Shard(Protocol):
     def sample(self, index: int) -> dict[str, Any]:
         """Return one sample; IndexError unless 0 <= index < num_samples, FormatError if it is damaged."""
 
-    def columns(self, indices: NDArray[np.int64], names: Collection[str] | None = None) -> Batch:
+    def columns(self, indices: NDArray[np.int64]) -> Batch:
         """Return samples as columns: an array (n, *shape) for fixed-size columns, a list of n values for others.
 
-        `indices` is int64[n], each 0 <= index < num_samples, in any order, repeats allowed. Columns that are not in
-        `names` (None: all) are not decoded.
+        `indices` is int64[n], each 0 <= index < num_samples, in any order, repeats allowed.
         """
 
     def close(self) -> None:

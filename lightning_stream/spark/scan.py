@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -23,7 +24,7 @@ from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 from pyspark.sql.types import StructField, StructType
 
 from lightning_stream.cache import ShardCache
-from lightning_stream.formats.index import Index, Schema, ShardEntry
+from lightning_stream.formats.index import Index, ShardEntry
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.reading.deleted import deleted_samples
 from lightning_stream.reading.stream import CacheDefaults, Stream, cache_of, index_of
@@ -77,14 +78,15 @@ class Dataset:
         fields = []
         for name in self.columns or encodings:
             kind = arrow_type_of(encodings[name], lambda name=name: self._first(cache, index, name))  # type: ignore[misc]
-            fields.append(StructField(name, from_arrow_type(kind), _has_nulls(index.schemas, name)))
+            fields.append(StructField(name, from_arrow_type(kind), _has_nulls(index.column_sets, name)))
         return StructType(fields)
 
     def _first(self, cache: ShardCache, index: Index, name: str) -> Any:
         """The first value of a column."""
         for shard in range(len(index)):
-            if index.shard_sizes[shard] and name in index.schema(shard).names:
-                with _opened(cache.store, index.entry(shard)) as opened:
+            entries = index.entries(shard)
+            if index.shard_sizes[shard] and any(name in entry.schema.names for entry in entries):
+                with contextlib.closing(_OpenShard(cache.store, entries)) as opened:
                     return opened.columns(np.zeros(1, np.int64), [name])[name][0]
         raise ValueError(f"{index.where} has no sample that shows the dimensions of {name!r}. Pass .schema('...').")
 
@@ -92,8 +94,8 @@ class Dataset:
 def _encodings(index: Index) -> dict[str, str]:
     """The encoding of every column of any shard."""
     found: dict[str, str] = {}
-    for schema in index.schemas:
-        for name, encoding in schema.columns.items():
+    for columns in index.column_sets:
+        for name, encoding in columns.items():
             if found.setdefault(name, encoding) != encoding:
                 raise ValueError(
                     f"a column must have one encoding to have one type of Spark; {index.where} has {name!r} as "
@@ -102,25 +104,50 @@ def _encodings(index: Index) -> dict[str, str]:
     return found
 
 
-def _has_nulls(schemas: Sequence[Schema], name: str) -> bool:
+def _has_nulls(column_sets: Sequence[Mapping[str, str]], name: str) -> bool:
     """Whether a column may have nulls: null is a value of json, and some shards may lack the column."""
-    return any(schema.columns.get(name, "json") == "json" for schema in schemas)
+    return any(columns.get(name, "json") == "json" for columns in column_sets)
 
 
-@contextlib.contextmanager
-def _opened(store: Any, entry: ShardEntry) -> Iterator[Shard]:
-    """An open shard: in place if it is a local file, else in a temporary folder."""
-    is_packed = any(packed is not None for _, packed in entry.files)
-    is_here = isinstance(store, LocalStore) and not is_packed
-    with TemporaryDirectory(prefix="mds-") as folder:
-        cache = ShardCache(store, None if is_here else folder)
-        with cache.lease(entry) as lease:
-            decoders = decoders_of(entry.schema.columns) if entry.format == "mds" else None
-            shard = open_shard(entry, lease.folder, decoders=decoders)
-            try:
-                yield shard
-            finally:
-                shard.close()
+class _OpenShard:
+    """A shard and those joined to it, in place if they are local files, else in a temporary folder.
+
+    Each file is mapped once for each choice of columns, so that no other column is decoded.
+    """
+
+    def __init__(self, store: Any, entries: Sequence[ShardEntry]) -> None:
+        self.encodings = {name: encoding for entry in entries for name, encoding in entry.schema.columns.items()}
+        self._store, self._entries = store, entries
+        self._held, self._folders = contextlib.ExitStack(), dict[int, Path]()
+        self._open = dict[tuple[int, tuple[str, ...]], Shard]()
+
+    def columns(self, rows: Rows, names: Sequence[str]) -> dict[str, Any]:
+        """The values of these columns in some rows."""
+        found: dict[str, Any] = {}
+        for number, entry in enumerate(self._entries):
+            if here := tuple(name for name in names if name in entry.schema.names):
+                if (number, here) not in self._open:
+                    self._open[number, here] = self._opened(number, here)
+                values = self._open[number, here].columns(rows)
+                found |= {name: values[name] for name in here}
+        return found
+
+    def close(self) -> None:
+        """Unmap the files, and delete what was downloaded."""
+        self._held.close()
+
+    def _opened(self, number: int, names: tuple[str, ...]) -> Shard:
+        entry = self._entries[number]
+        if number not in self._folders:
+            is_packed = any(packed is not None for _, packed in entry.files)
+            is_here = isinstance(self._store, LocalStore) and not is_packed
+            folder = None if is_here else self._held.enter_context(TemporaryDirectory(prefix="mds-"))
+            self._folders[number] = self._held.enter_context(ShardCache(self._store, folder).lease(entry)).folder
+        decoders = {name: one for name, one in decoders_of(entry.schema.columns).items() if name in names}
+        chosen: dict[str, Any] = {"decoders": decoders, "columns": names} if entry.format == "mds" else {}
+        shard = open_shard(entry, self._folders[number], **chosen)
+        self._held.callback(shard.close)
+        return shard
 
 
 @dataclass(frozen=True, repr=False)
@@ -159,7 +186,7 @@ class MDSReader(DataSourceReader):  # type: ignore[misc,unused-ignore]
     @cached_property
     def _opened(self) -> tuple[ShardCache, Index]:
         cache, index = self._dataset.open()
-        names = {name for schema in index.schemas for name in schema.names}
+        names = {name for columns in index.column_sets for name in columns}
         if index.schemas and (unknown := [name for name in self._arrow.names if name not in names]):
             raise ValueError(
                 f"the schema must have columns of the dataset; {index.where} has {', '.join(sorted(names))}; found "
@@ -176,9 +203,14 @@ class MDSReader(DataSourceReader):  # type: ignore[misc,unused-ignore]
             sizes = np.cumsum(index.raw_bytes[first:])
             last = first + max(1, int(sizes.searchsorted(self._dataset.partition_bytes, side="right")))
             begin, end = ends[first] - index.shard_sizes[first], ends[last - 1]
-            texts = b", ".join(index.text(shard) for shard in range(first, last))
+            own, *joined = (
+                b"[" + b", ".join(part.text(shard) for shard in range(first, min(last, len(part)))) + b"]"
+                for part in (index, *index.joined)
+                if len(part) > first
+            )
+            text = b'{"version": 2, "shards": ' + own + b', "joined": [' + b", ".join(joined) + b"]}"
             gone = deleted[(deleted >= begin) & (deleted < end)] - begin
-            spans.append(ShardSpan(b'{"version": 2, "shards": [' + texts + b"]}", gone))
+            spans.append(ShardSpan(text, gone))
             first = last
         return spans
 
@@ -190,14 +222,14 @@ class MDSReader(DataSourceReader):  # type: ignore[misc,unused-ignore]
         store = open_store(self._dataset.url, self._dataset.store_options)
         begin = 0
         for shard in range(len(index)):
-            entry, size = index.entry(shard), int(index.shard_sizes[shard])
+            entries, size = index.entries(shard), int(index.shard_sizes[shard])
             rows = np.setdiff1d(np.arange(size), partition.deleted - begin)
             begin += size
             if len(rows):
-                with _opened(store, entry) as opened:
-                    yield from self._batches(opened, entry, rows)
+                with contextlib.closing(_OpenShard(store, entries)) as opened:
+                    yield from self._batches(opened, entries[0], rows)
 
-    def _batches(self, shard: Shard, entry: ShardEntry, rows: Rows) -> Iterator[pa.RecordBatch]:
+    def _batches(self, shard: _OpenShard, entry: ShardEntry, rows: Rows) -> Iterator[pa.RecordBatch]:
         step = max(1, min(_BATCH_ROWS, _BATCH_BYTES * entry.num_samples // max(1, entry.raw.num_bytes)))
         first = {name for each in self._filters for name in columns_of(each)}
         for at in range(0, len(rows), step):
@@ -213,11 +245,11 @@ class MDSReader(DataSourceReader):  # type: ignore[misc,unused-ignore]
             held |= self._columns(shard, chosen[mask], {*self._arrow.names} - first)
             yield pa.RecordBatch.from_arrays([held[name] for name in self._arrow.names], schema=self._arrow)
 
-    def _columns(self, shard: Shard, rows: Rows, names: Iterable[str]) -> dict[str, pa.Array]:
+    def _columns(self, shard: _OpenShard, rows: Rows, names: Iterable[str]) -> dict[str, pa.Array]:
         """These columns of a shard. No other column is decoded."""
-        encodings, wanted = shard.schema.columns, [name for name in self._arrow.names if name in names]
+        encodings, wanted = shard.encodings, [name for name in self._arrow.names if name in names]
         here = [name for name in wanted if name in encodings]
-        values = shard.columns(rows, here) if here else {}
+        values = shard.columns(rows, here)
         types = {name: self._arrow.field(name).type for name in wanted}
         held = {name: arrow_array(name, encodings[name], values[name], types[name]) for name in here}
         return held | {name: pa.nulls(len(rows), types[name]) for name in wanted if name not in held}
@@ -231,8 +263,8 @@ class FilteringMDSReader(MDSReader):
 
     def pushFilters(self, filters: list[Any]) -> Iterable[Any]:  # noqa: N802 - Spark's name
         """Take the filters that mean the same here as in Spark, and return the others."""
-        schemas, types = self._opened[1].schemas, {each.name: each.type for each in self._arrow}
-        known = {name: kind for name, kind in types.items() if not _has_nulls(schemas, name)}
+        sets, types = self._opened[1].column_sets, {each.name: each.type for each in self._arrow}
+        known = {name: kind for name, kind in types.items() if not _has_nulls(sets, name)}
         self._filters = [each for each in filters if can_evaluate(each, known)]
         return [each for each in filters if not can_evaluate(each, known)]
 

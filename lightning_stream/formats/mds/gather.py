@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -22,18 +22,11 @@ Group: TypeAlias = "tuple[Int64s, Batch]"
 _Places: TypeAlias = list[tuple[Int64s, _Sizes]]  # of each column: positions in the window, and size or sizes
 
 
-def gather(
-    shards: Sequence[Shard],
-    which: Int64s,
-    indices: Int64s,
-    out: Buffers | None = None,
-    names: Collection[str] | None = None,
-) -> Batch:
+def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers | None = None) -> Batch:
     """Return one batch over many shards: row k is sample ``indices[k]`` of ``shards[which[k]]``.
 
     All shards have the same column names and encodings; `which` and `indices` are int64[n]. `out` has, by name of a
-    fixed-size column, writable C-contiguous memory of n values, to be filled and returned. Only the columns in `names`
-    are read; None for all.
+    fixed-size column, writable C-contiguous memory of n values, to be filled and returned.
 
     ValueError for no shards, different columns, or an ``out`` that does not fit; IndexError for an index out of range;
     FormatError for damaged bytes.
@@ -55,7 +48,7 @@ def gather(
     _check_range(which, len(files), "shard")
     _check_range(indices, spans[3].take(which).view(np.uint64), "sample")
     where = lambda shard: files[shard].file.where  # noqa: E731
-    return gather_rows(files[0].layout, window, spans.take(which, 1), which, indices, where, out, names)
+    return gather_rows(files[0].layout, window, spans.take(which, 1), which, indices, where, out)
 
 
 def gather_mixed(
@@ -110,7 +103,6 @@ def gather_rows(
     indices: Int64s,
     where: _Where,
     out: _Out,
-    names: Collection[str] | None = None,
 ) -> Batch:
     """As `gather`, over mapped shards of one layout in one window, for samples that are known to be there.
 
@@ -123,7 +115,7 @@ def gather_rows(
     values: Batch = {}
     out = out or {}
     for column, (at, size) in zip(layout.columns, places, strict=True):
-        if not column.is_read or (names is not None and column.name not in names):
+        if not column.is_read:
             continue
         if column.gathered and isinstance(size, int):
             values[column.name] = _numbers(window, column, at, size, out.get(column.name))

@@ -98,9 +98,9 @@ class MdsShard:
             raise FormatError(f"{self._path}, sample {index}: its columns do not fill it. Fetch the shard again.")
         return values
 
-    def columns(self, indices: NDArray[np.int64], names: Collection[str] | None = None) -> Batch:
+    def columns(self, indices: NDArray[np.int64]) -> Batch:
         """Return samples as columns; see `Shard.columns`."""
-        return gather([self], np.zeros(len(indices), np.int64), indices, names=names)
+        return gather([self], np.zeros(len(indices), np.int64), indices)
 
     def close(self) -> None:
         """Release the file; it is unmapped when no read of it is running."""
