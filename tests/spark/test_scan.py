@@ -232,3 +232,19 @@ def test_an_older_pyspark_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(vars(room), "register", raising=False)
     with pytest.raises(MissingExtraError, match=r"pyspark 4.0 for batches.*pip install 'pyspark>=4.1'.*run on 3.5"):
         room.register  # noqa: B018
+
+
+def test_columns_that_were_added_are_read_and_filtered(tmp_path: Path) -> None:
+    with MDSWriter(out=str(tmp_path), columns={"id": "int64"}, size_limit=400) as writer:
+        for number in range(100):
+            writer.write({"id": number})
+    versions.add_column(tmp_path, "score", "float64", [number / 2 for number in range(100)])
+    with MDSWriter(out=str(tmp_path), columns={"id": "int64", "score": "float64"}, append=True) as writer:
+        writer.write({"id": 100, "score": 50.0})
+    versions.delete_rows(tmp_path, [99])
+    source = source_of(tmp_path, partition_size="1kb")
+    every = [{"id": number, "score": number / 2} for number in range(101) if number != 99]
+    assert rows_of(source) == every
+    assert rows_of(source, filters=[api.GreaterThan(("score",), 40.0)]) == every[81:]
+    assert rows_of(source_of(tmp_path, columns="score")) == [{"score": row["score"]} for row in every]
+    assert rows_of(source_of(tmp_path, version="0"))[-1] == {"id": 99}
