@@ -43,9 +43,10 @@ def prepare(folder: Path) -> None:
     np.save(folder / "tokens.npy", tokens)
     column = pa.FixedSizeListArray.from_arrays(pa.array(tokens.reshape(-1)), LENGTH)
     table = pa.table({"tokens": column})
-    for name in ("parquet", "arrow", "tar"):
+    for name in ("parquet", "arrow", "tar", "numpy"):
         (folder / name).mkdir()
     for number, first in enumerate(range(0, ROWS, 4 * PER_SHARD)):
+        np.save(folder / "numpy" / f"{number:03}.npy", tokens[first : first + 4 * PER_SHARD])
         part = table.slice(first, 4 * PER_SHARD)
         pq.write_table(part, folder / "parquet" / f"{number:03}.parquet", row_group_size=PER_SHARD, compression="zstd")
         with (
@@ -84,7 +85,10 @@ def in_place(name: str) -> Callable[[Path], dict]:
         with tempfile.TemporaryDirectory() as cache:
             clock = Clock()
             dataset = StreamingDataset(str(folder / name), local=cache, shuffle=True)
-            loader, column = StreamingDataLoader(dataset, batch_size=BATCH), "npy" if name == "tar" else "tokens"
+            loader, column = (
+                StreamingDataLoader(dataset, batch_size=BATCH),
+                {"tar": "npy", "numpy": "array"}.get(name, "tokens"),
+            )
             first = clock.stop(sum(len(batch[column]) for batch in loader))
             clock = Clock()
             again = clock.stop(sum(len(batch[column]) for batch in loader))
@@ -124,6 +128,6 @@ def hf(folder: Path) -> dict:
 
 
 if __name__ == "__main__":
-    ours = {f"ours, {name}": in_place(name) for name in ("mds", "parquet", "arrow", "tar")}
+    ours = {f"ours, {name}": in_place(name) for name in ("mds", "parquet", "arrow", "tar", "numpy")}
     peers = {f"litdata, {name}": litdata_reads(name) for name in ("litdata_chunks", "parquet")}
     main(__file__, {**ours, "ours, litdata": in_place("litdata_chunks"), **peers, "hf": hf}, prepare)

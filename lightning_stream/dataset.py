@@ -37,9 +37,9 @@ from lightning_stream.order.bitmap import as_ids
 from lightning_stream.order.chain import PUBLIC_NAMES
 from lightning_stream.reading.bad_samples import Policy, bad_data
 from lightning_stream.reading.filters import Filters, Ids, Keep, LengthRules
-from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
 from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.reading.switched import reader_of
 
 
 class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
@@ -175,7 +175,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         quarantine: str | os.PathLike[str] | None = None,
         start_by_range: bool = False,
         pack: Packing | None = None,
-        version: str | int | None = None,
+        version: str | int | Sequence[tuple[int, str | int]] | None = None,
         format: str | None = None,  # noqa: A002 - the word for it
         columns: Mapping[str, str] | Sequence[str] | None = None,
         balance: str | Cost | None = None,
@@ -230,7 +230,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         filters = Filters(filter, filter_lengths, exclude_ids, bad.policy)
         # All that reading needs is in these two: the attributes of a subclass never meet them.
         self._streaming_source = SampleSource(
-            filters.applied(SampleReader(self.streams, defaults, reading)),
+            filters.applied(reader_of(self.streams, defaults, reading)),
             bad,
             order_arguments,
             self.shuffle_seed,

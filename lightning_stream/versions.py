@@ -217,9 +217,10 @@ def add_column(
     place.begin("append")
     base = place.base
     assert base is not None
-    schema = base.schemas[0] if base.schemas else None
-    hashes = (schema and schema.hashes) or hashes_to_write(None)
-    encoder = MdsEncoder({name: encoding}, schema and schema.compression, hashes, None)
+    if not base.schemas:
+        raise ValueError(f"add_column needs a dataset with samples; {store.url} has none.")
+    schema = base.schemas[0]
+    encoder = MdsEncoder({name: encoding}, schema.compression, schema.hashes or hashes_to_write(None), None)
     shards = list[bytes]()
     counts = [0]
 
@@ -344,14 +345,17 @@ def _put_column(
     """
     (index,), (name,), ends = reader.indexes, encoder.schema.names, reader.snapshot.shard_offsets
     begin, total = int(ends[len(shards)]), reader.snapshot.num_samples
-    if callable(values):
-        take = lambda ids: [values(reader.sample(sample_id)) for sample_id in ids.tolist()]  # noqa: E731
-    else:
+    column: Any = None
+    if not callable(values):
         columns, count = batch_columns({name: list(values) if isinstance(values, Iterator) else values})
+        column = plain_values(columns[name])
         if count != total:
             deleted = f" (without {index.num_deleted:,} deleted ones)" if index.num_deleted else ""
             raise ValueError(f"add_column takes a value per sample, {total:,}{deleted}; got {count:,}.")
-        take = partial(_take, plain_values(columns[name]))
+
+    def take(ids: NDArray[np.int64]) -> Any:
+        return _take(column, ids) if column is not None else [values(reader.sample(one)) for one in ids.tolist()]
+
     if not total:
         raise ValueError(f"add_column needs a dataset with samples; {index.where} has none.")
     any_value, pipeline, pool = take(np.zeros(1, np.int64)), Pipeline[dict[str, Any]](_PUTS), Pool()

@@ -20,7 +20,7 @@ from lightning_stream.order.forget import Forgotten
 from lightning_stream.reading.bad_samples import BadDataPolicy
 from lightning_stream.reading.filters import Filters, ids_of
 from lightning_stream.reading.reader import SampleReader
-from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.reading.stream import CacheDefaults, Stream, cache_of, index_of
 from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.sources.in_place import InPlace
 from lightning_stream.stores import LocalStore, Store, open_store
@@ -29,7 +29,28 @@ from lightning_stream.version_log import read_index
 _SPLITS = ("train", "val", "validation", "valid", "test", "eval")
 _SECRETS = ("secret", "password", "token", "_key", "key_")
 _BOUNDS = re.compile(r"(.+)=([0-9]*):([0-9]*)")
+_LEAST_DIGITS = 6  # of a digest, in the name of a version
 _WEIGHTED = re.compile(r"(.+)=(?:(proportion|repeat|choose):)?([0-9]*\.?[0-9]+)")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a dataset is read, as `Stream` takes it."""
+
+    format: str | None = None
+    columns: Mapping[str, str] | Sequence[str] | None = None
+    version: str | int | None = None
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Reading:
+        """What the flags of :func:`add_reading` say."""
+        names, version = options.columns, options.version
+        columns = None if names is None else names if any(names.values()) else list(names)
+        is_number = version is not None and version.isdigit() and len(version) < _LEAST_DIGITS
+        return cls(options.format, columns, int(version) if is_number else version)
+
+
+_AS_IT_IS = Reading()
 
 
 @dataclass(frozen=True)
@@ -39,12 +60,43 @@ class FoundDataset:
     remote: str
     store: Store
     index: Index
+    how: Reading = _AS_IT_IS
+
+    @property
+    def format(self) -> str | None:
+        """The name of another format that is read in place; None for MDS and row formats."""
+        origin = self.index.entry(0).raw.origin if self.index.num_shards else None
+        return None if origin is None else origin.kind
+
+    def stream(self, folder: str, options: Mapping[str, Any] | None, **settings: Any) -> Stream:
+        """The stream that reads it, with a folder for what is downloaded."""
+        local = None if isinstance(self.store, LocalStore) else folder
+        return Stream(self.remote, local=local, options=options, **vars(self.how), **settings)
 
 
 def add_dataset(parser: argparse.ArgumentParser, **kwargs: Any) -> None:
     """Let a command take the folder or URL of a dataset."""
     help_text = "folder or URL of a dataset, or of a folder of splits"
     parser.add_argument("remote", metavar="PATH|URL", help=help_text, **kwargs)
+
+
+def add_reading(parser: argparse.ArgumentParser) -> None:
+    """Let a command take how a dataset is read, as `Stream` takes it."""
+    reading = parser.add_argument_group("how the data is read, as in StreamingDataset")
+    reading.add_argument("--format", help="format of files without an index.json: parquet, arrow, jsonl, ...")
+    text = "column to read of such files, and its encoding; may be repeated (default: all)"
+    reading.add_argument("--columns", action=_Columns, metavar="NAME[=ENCODING]", help=text)
+    text = "version of the dataset: a number, or digits of its digest; of a Delta table: its number"
+    reading.add_argument("--version", metavar="VERSION", help=text)
+
+
+class _Columns(argparse.Action):
+    """Collects ``NAME`` or ``NAME=ENCODING``, given any number of times, in a dict."""
+
+    def __call__(self, _parser: Any, options: argparse.Namespace, given: Any, _flag: Any = None) -> None:
+        """Add a column."""
+        name, _, encoding = given.partition("=")
+        setattr(options, self.dest, {**(getattr(options, self.dest) or {}), name: encoding or None})
 
 
 class Pairs(argparse.Action):
@@ -105,15 +157,18 @@ class _Bounds(argparse.Action):
         setattr(options, self.dest, {**(getattr(options, self.dest) or {}), match[1]: bounds})
 
 
-def datasets_at(remote: str, options: Mapping[str, Any] | None) -> list[FoundDataset]:
+def datasets_at(remote: str, options: Mapping[str, Any] | None, how: Reading = _AS_IT_IS) -> list[FoundDataset]:
     """Find the dataset in a folder, or the datasets in its splits.
 
     Raises:
         NotFoundError: There is none.
+        ValueError: There are files that cannot be read in place.
     """
+    if how != _AS_IT_IS:
+        return [_as_stream(remote, options, how)]
     store = open_store(remote, options)
     try:
-        return [_read(remote, store)]
+        return [_read(remote, store, options)]
     except NotFoundError as error:
         if "there is no" in str(error):  # bucket, or container
             raise
@@ -124,25 +179,40 @@ def datasets_at(remote: str, options: Mapping[str, Any] | None) -> list[FoundDat
     for split in splits:
         with suppress(NotFoundError):
             url = f"{remote.rstrip('/')}/{split}"
-            found.append(_read(url, open_store(url, options)))
+            found.append(_read(url, open_store(url, options), options))
     if not found:
         with suppress(NotFoundError):
-            return [FoundDataset(remote, store, Index.from_bytes(InPlace().index(store), store.url))]
+            return [_as_stream(remote, options, how)]
         raise NotFoundError(
-            f"a dataset is a folder with an {INDEX_NAME}; {store.url} has none, and none of its splits "
-            f"({', '.join(_SPLITS)}) has one. Check the path or URL; a writer that did not finish leaves no index."
+            f"a dataset is a folder with an {INDEX_NAME}; {store.url} has none, none of its splits "
+            f"({', '.join(_SPLITS)}) has one, and there are no files of a format that is read in place. Check the path "
+            "or URL; a writer that did not finish leaves no index."
         )
     return found
 
 
-def _read(remote: str, store: Store) -> FoundDataset:
+def _read(remote: str, store: Store, options: Mapping[str, Any] | None) -> FoundDataset:
     try:
         return FoundDataset(remote, store, read_index(store))
     except FormatError:
-        other = InPlace()
-        if not other.recognises(store.read(INDEX_NAME)):
+        if not InPlace().recognises(store.read(INDEX_NAME)):
             raise
-        return FoundDataset(remote, store, Index.from_bytes(other.index(store), store.url))
+        return _as_stream(remote, options, _AS_IT_IS)
+
+
+def _as_stream(remote: str, options: Mapping[str, Any] | None, how: Reading) -> FoundDataset:
+    """The dataset as `StreamingDataset` reads it; an index that is made stays in the cache, for that too."""
+    stream = Stream(remote, options=options, **vars(how))
+    cache = cache_of(stream, CacheDefaults())
+    return FoundDataset(remote, cache.store, index_of(stream, cache), how)
+
+
+def mds_at(remote: str, options: Mapping[str, Any] | None, remedy: str) -> list[FoundDataset]:
+    """Find datasets that have an index.json beside them. ValueError with the remedy for any other format."""
+    found = datasets_at(remote, options)
+    if other := next((one.format for one in found if one.format), None):
+        raise ValueError(f"{found[0].store.url} holds data of the format {other}, which is read in place. {remedy}")
+    return found
 
 
 def _weighted(text: str) -> tuple[str, StreamWeights]:
@@ -188,7 +258,10 @@ def mixtures_of(streams: Sequence[str], options: argparse.Namespace, folder: str
         ValueError: One of several streams is a folder of splits.
     """
     urls, weights = zip(*map(_weighted, streams), strict=True)
-    found = [datasets_at(url, options.store_options) for url in urls]
+    how = Reading.of(options)
+    if how.version is not None and len(urls) > 1:
+        raise ValueError(f"--version is that of one dataset; found {len(urls)} streams. Omit it, or pass one stream")
+    found = [datasets_at(url, options.store_options, how) for url in urls]
     if len(found) == 1:
         chosen = [[dataset] for dataset in found[0]]
     else:
@@ -204,12 +277,7 @@ def _reader(
     datasets: Sequence[FoundDataset], weights: Sequence[StreamWeights], options: argparse.Namespace, folder: str
 ) -> SampleReader:
     streams = [
-        Stream(
-            dataset.remote,
-            local=None if isinstance(dataset.store, LocalStore) else f"{folder}/{number}",
-            options=options.store_options,
-            **vars(weight),
-        )
+        dataset.stream(f"{folder}/{number}", options.store_options, **vars(weight))
         for number, (dataset, weight) in enumerate(zip(datasets, weights, strict=True))
     ]
     reader = SampleReader(streams, CacheDefaults(), ReaderConfig())

@@ -10,13 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import FoundDataset, add_dataset, add_store_options, datasets_at, imported
+from lightning_stream.cli.arguments import (
+    FoundDataset,
+    Reading,
+    add_dataset,
+    add_reading,
+    add_store_options,
+    datasets_at,
+    imported,
+)
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.formats.encodings.images import load_images
 from lightning_stream.order.chain import readable
 from lightning_stream.processes import num_processes
 from lightning_stream.reading.reader import SampleReader
-from lightning_stream.reading.stream import Stream
 from lightning_stream.stores import LocalStore
 
 HELP = "measure how fast a dataset is read here, name the bottleneck and propose settings"
@@ -36,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transform", metavar="MODULE:FUNCTION", help="the transform of the training run")
     parser.add_argument("--step-ms", type=float, metavar="MS", help="time of a training step without its data")
     parser.add_argument("--seconds", type=float, default=5.0, metavar="S", help="time of each measurement (default: 5)")
+    add_reading(parser)
     add_store_options(parser)
 
 
@@ -44,7 +52,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     numbers = _numbers(options.num_workers)
     if options.batch_size < 1 or options.seconds <= 0 or (options.step_ms is not None and options.step_ms <= 0):
         raise ValueError("--batch-size is at least 1, and --seconds and --step-ms are positive")
-    dataset = datasets_at(options.remote, options.store_options)[0]
+    dataset = datasets_at(options.remote, options.store_options, Reading.of(options))[0]
     transform = None if options.transform is None else imported(options.transform, "--transform")
     with tempfile.TemporaryDirectory(prefix="lightning-stream-", ignore_cleanup_errors=True) as folder:
         about, rates = _measured(dataset, options, transform, numbers, folder, out)
@@ -74,8 +82,7 @@ def _measured(
     from lightning_stream.dataset import StreamingDataset, source_of
 
     is_local = isinstance(dataset.store, LocalStore)
-    local = None if is_local else folder
-    stream = Stream(dataset.remote, local=local, options=options.store_options)
+    stream = dataset.stream(folder, options.store_options)
     whole = StreamingDataset(streams=[stream], shuffle=True, transform=transform)
     reader = source_of(whole).reader
     out.line(f"{dataset.store.url}: {reader.snapshot.num_samples:,} samples in {reader.snapshot.num_shards:,} shards")

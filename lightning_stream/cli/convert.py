@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_stream.cli.arguments import Pairs, add_store_options
-from lightning_stream.cli.output import ExitCode, Output
+from lightning_stream.cli.output import ExitCode, Output, in_flags
 
 HELP = "convert Parquet, CSV, image folders and others to MDS shards"
 LENGTHS_HELP = "column whose length (len) readers get before any sample; may be repeated"
@@ -35,7 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compression", default="auto", help="e.g. zstd:7, gz, br, none; auto: zstd, but not of images"
     )
     parser.add_argument("--hashes", help="digests in the index, with commas, or none (default: xxh3_64)")
-    parser.add_argument("--size-limit", default="64mb", metavar="SIZE", help="bytes of a shard (default: 64mb)")
+    parser.add_argument(
+        "--size-limit",
+        default="auto",
+        metavar="SIZE",
+        help="bytes of a shard, e.g. 64mb (default: as SOURCE is read in place, so that its order stays; else 64mb)",
+    )
     parser.add_argument("--num-workers", type=int, metavar="N", help="processes (default: one per processor)")
     parser.add_argument("--partition-bytes", metavar="SIZE", help="source bytes that a process writes at a time")
     parser.add_argument("--fill-nulls", help="write this value for the nulls of a column; may be repeated", **pairs)
@@ -75,6 +80,8 @@ def run(options: argparse.Namespace, out: Output) -> int:
         settings["columns"] = {name: str(encoding) for name, encoding in options.columns.items()}
     settings["lengths"] = dict.fromkeys(options.lengths or (), len)
     done = convert(**settings)
-    out.line(str(done))
+    out.line(in_flags(str(done), options.parser))
+    if done.keeps_order:
+        out.line("A training run that reads SOURCE in place continues on it: the order is the same.")
     out.data = asdict(done)
     return ExitCode.OK

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import FoundDataset, add_store_options, datasets_at
+from lightning_stream.cli.arguments import FoundDataset, Reading, add_reading, add_store_options, datasets_at
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.cli.samples import is_image, plain, reader_of
 
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("first", "second"):
         parser.add_argument(name, metavar="PATH|URL", help="folder or URL of a dataset")
     parser.add_argument("-n", "--count", type=int, metavar="N", help="compare the first N samples only")
+    add_reading(parser)
     add_store_options(parser)
 
 
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
 
 
 def _dataset(url: str, options: argparse.Namespace) -> FoundDataset:
-    found = datasets_at(url, options.store_options)
+    found = datasets_at(url, options.store_options, Reading.of(options))
     if len(found) > 1:
         splits = " or ".join(dataset.store.url for dataset in found)
         raise ValueError(f"diff compares two datasets; {url} is a folder of splits. Pass {splits}")

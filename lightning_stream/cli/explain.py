@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import lightning_stream
-from lightning_stream.cli.arguments import Mixture, add_rules, add_store_options, add_streams, mixtures_of
+from lightning_stream.cli.arguments import Mixture, add_reading, add_rules, add_store_options, add_streams, mixtures_of
 from lightning_stream.cli.output import ExitCode, Output, separated
 from lightning_stream.cli.preview import preview_path, write_preview
 from lightning_stream.errors import FormatError, NotFoundError, StateError
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_streams(parser)
     parser.add_argument("--step", type=int, metavar="N", help="show a step of its epoch, from 0; needs --stream")
     parser.add_argument("--preview", metavar="FILE", help="write the samples of --step as a page (.html) or .png")
+    add_reading(parser)
     add_rules(parser)
     add_store_options(parser)
 

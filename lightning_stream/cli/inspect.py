@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import FoundDataset, add_dataset, add_store_options, datasets_at
+from lightning_stream.cli.arguments import (
+    FoundDataset,
+    Reading,
+    add_dataset,
+    add_reading,
+    add_store_options,
+    datasets_at,
+)
 from lightning_stream.cli.lengths import shown_lengths
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.cli.samples import classes_of, plain, reader_of
@@ -20,6 +27,7 @@ HELP = "show columns, samples, shards, sizes and hashes of a dataset"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``inspect``."""
     add_dataset(parser)
+    add_reading(parser)
     parser.add_argument("--samples", type=int, default=0, metavar="N", help="show the first N samples, too")
     add_store_options(parser)
 
@@ -29,8 +37,8 @@ def run(options: argparse.Namespace, out: Output) -> int:
     if options.samples < 0:
         raise ValueError(f"--samples is a number of samples; found {options.samples}")
     described = []
-    for dataset in datasets_at(options.remote, options.store_options):
-        about = _description(dataset.index)
+    for dataset in datasets_at(options.remote, options.store_options, Reading.of(options)):
+        about = _of_files(dataset) if dataset.format else _description(dataset.index)
         if classes := classes_of(dataset):
             about["classes"] = classes
         about |= _read(dataset, options.samples, options.store_options)
@@ -53,11 +61,31 @@ def _description(index: Index) -> dict[str, Any]:
         "largest_shard_bytes": int(max(index.raw_bytes, default=0)),
         "raw_bytes": int(index.raw_bytes.sum()),
         "stored_bytes": int(index.stored_bytes.sum()),
-        "format": None if entry is None else entry.raw.origin.kind if entry.raw.origin else entry.schema.format,
+        "format": None if entry is None else entry.schema.format,
         "compression": None if entry is None else entry.schema.compression,
         "hashes": sorted({name for file in files for name in file.hashes}),
         "digest": index.digest,
+        **({"converted_from": index.source_digest} if index.source_digest else {}),
         "schemas": len(index.schemas),
+        "columns": dict(index.columns),
+    }
+
+
+def _of_files(dataset: FoundDataset) -> dict[str, Any]:
+    """A dataset in another format as its index describes it: bytes of shards are those of the parts of its files."""
+    index = dataset.index
+    origins = (index.entry(shard).raw.origin for shard in range(index.num_shards))
+    files = {origin.name: origin.num_bytes for origin in origins if origin is not None}
+    is_one_each = dataset.format == "images"
+    return {
+        "samples": index.num_samples,
+        "files": index.num_samples if is_one_each else len(files),
+        "stored_bytes": int(index.raw_bytes.sum()) if is_one_each else sum(files.values()),
+        "shards": index.num_shards,
+        "samples_per_shard": [int(limit(index.shard_sizes)) for limit in (np.min, np.max)],
+        "estimated_shard_bytes": [int(limit(index.raw_bytes)) for limit in (np.min, np.max)],
+        "format": dataset.format,
+        "digest": index.digest,
         "columns": dict(index.columns),
     }
 

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_stream.cli.arguments import add_dataset, add_store_options, datasets_at, imported
+from lightning_stream.cli.arguments import add_dataset, add_store_options, imported, mds_at
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.order.chain import counted
 from lightning_stream.reading.lengths import summary
 
 HELP = "add the lengths of the samples (tokens, bytes, frames) to a dataset"
+_REMEDY = "Nothing is written beside it: convert it, with `lightning-stream convert SOURCE OUT --lengths COLUMN`."
 EXAMPLES = """examples:
   lightning-stream lengths s3://bucket/train --column tokens
   lightning-stream lengths shards --column text --by my_tokenizer:count_tokens
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
 
     functions = dict.fromkeys(options.column, len if options.by is None else imported(options.by, "--by"))
     described = []
-    for dataset in datasets_at(options.remote, options.store_options):
+    for dataset in mds_at(options.remote, options.store_options, _REMEDY):
         added = add_lengths(
             dataset.store.url,
             functions,

@@ -15,7 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import FoundDataset, add_dataset, add_store_options, datasets_at
+from lightning_stream.cli.arguments import (
+    FoundDataset,
+    Reading,
+    add_dataset,
+    add_reading,
+    add_store_options,
+    datasets_at,
+)
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.processes import num_processes, run_partitions
@@ -42,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", metavar="FILE", help="note finished shards in this file, and skip those noted there"
     )
+    add_reading(parser)
     add_store_options(parser)
 
 
@@ -49,7 +57,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     """Decode all samples of every dataset at the path or URL."""
     workers = num_processes(options.num_workers)
     out.data = {"datasets": []}
-    for dataset in datasets_at(options.remote, options.store_options):
+    for dataset in datasets_at(options.remote, options.store_options, Reading.of(options)):
         bad = _lint(dataset, options, workers, out)
         out.data["datasets"].append({"url": dataset.store.url, "bad": bad})
         verdict = f"BAD ({len(bad):,})" if bad else "OK"
@@ -80,7 +88,9 @@ def _lint(dataset: FoundDataset, options: argparse.Namespace, workers: int, out:
 
     with tempfile.TemporaryDirectory(prefix="lightning-stream-", ignore_cleanup_errors=True) as folder:
         local = None if isinstance(dataset.store, LocalStore) else folder
-        run_partitions(_Decoding(dataset.remote, local, options.store_options).run, left, workers, report, _REMEDY)
+        run_partitions(
+            _Decoding(dataset.remote, dataset.how, local, options.store_options).run, left, workers, report, _REMEDY
+        )
     return sorted(bad, key=lambda each: (each["shard"], each["id"] or 0))
 
 
@@ -121,12 +131,13 @@ class _Decoding:
     """Decodes the samples of some shards. Picklable."""
 
     remote: str
+    how: Reading
     local: str | None
     store_options: dict[str, Any] | None
 
     def run(self, shards: _Shards) -> tuple[int, list[dict[str, Any]]]:
         """Return the first shard, and what cannot be read: its shard, its sample id (None for all) and the error."""
-        stream = Stream(self.remote, local=self.local, options=self.store_options)
+        stream = Stream(self.remote, local=self.local, options=self.store_options, **vars(self.how))
         reader = SampleReader([stream], CacheDefaults(), ReaderConfig(load_images=True))
         try:
             return shards.begin, [each for shard in range(shards.begin, shards.end) for each in _bad(reader, shard)]

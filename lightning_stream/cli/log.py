@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from lightning_stream.cli.arguments import add_store_options
+from lightning_stream.cli.arguments import add_store_options, mds_at
 from lightning_stream.cli.output import ExitCode, Output
 
 HELP = "list the versions of a dataset"
+_REMEDY = "Only MDS datasets have a log of versions here; a version of a Delta table is read with --version N."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +23,9 @@ def run(options: argparse.Namespace, out: Output) -> int:
     """Print a line for each version, the newest first."""
     from lightning_stream import versions
 
+    found = mds_at(options.out, options.store_options, _REMEDY)
+    if len(found) > 1:
+        raise ValueError(f"log takes one dataset; {options.out} is a folder of splits. Pass {found[0].store.url}")
     if options.publish:
         versions.publish(options.out, store_options=options.store_options)
     entries = versions.log(options.out, store_options=options.store_options)

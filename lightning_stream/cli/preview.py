@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import add_dataset, add_store_options, datasets_at
+from lightning_stream.cli.arguments import Reading, add_dataset, add_reading, add_store_options, datasets_at
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.cli.samples import add_ids, chosen_ids, classes_of, is_image, plain, reader_of, with_class_names
 from lightning_stream.formats.encodings.images import pillow
@@ -54,13 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset(parser)
     add_ids(parser, 48)
     parser.add_argument("--out", default="preview.html", metavar="FILE", help=".html or .png (default: preview.html)")
+    add_reading(parser)
     add_store_options(parser)
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
     """Write the samples of a dataset into one file."""
     path = preview_path(options.out, "--out")
-    datasets = datasets_at(options.remote, options.store_options)
+    datasets = datasets_at(options.remote, options.store_options, Reading.of(options))
     if len(datasets) > 1:
         splits = " or ".join(dataset.store.url for dataset in datasets)
         raise ValueError(f"preview shows one dataset; {options.remote} is a folder of splits. Pass {splits}")

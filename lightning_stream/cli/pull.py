@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_stream.cli.arguments import add_store_options, datasets_at
+from lightning_stream.cli.arguments import Reading, add_reading, add_store_options, datasets_at
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("remote", metavar="URL", help="URL of a dataset, or of a folder of splits")
     parser.add_argument("local", metavar="FOLDER", nargs="?", help="where to; without it, the default cache")
     parser.add_argument("--num-workers", type=int, default=16, metavar="N", help="files at once (default: 16)")
+    add_reading(parser)
     add_store_options(parser)
 
 
@@ -35,12 +36,12 @@ def run(options: argparse.Namespace, out: Output) -> int:
     if options.num_workers < 1:
         raise ValueError(f"--num-workers is at least 1; found {options.num_workers}")
     out.data = {"datasets": []}
-    for dataset in datasets_at(options.remote, options.store_options):
+    for dataset in datasets_at(options.remote, options.store_options, Reading.of(options)):
         if isinstance(dataset.store, LocalStore):
             raise ValueError(f"pull downloads from a store; {dataset.remote} is a folder of this machine")
         split = dataset.remote.rstrip("/")[len(options.remote.rstrip("/")) :].strip("/")
         local = None if options.local is None else str(Path(options.local, split))
-        stream = Stream(dataset.remote, local=local, options=options.store_options)
+        stream = Stream(dataset.remote, local=local, options=options.store_options, **vars(dataset.how))
         reader = SampleReader([stream], CacheDefaults(), ReaderConfig())
         (cache,), (index,) = reader.caches, reader.indexes
         num_new = sum(not cache.present(index.entry(number)) for number in range(index.num_shards))

@@ -14,9 +14,8 @@ import numpy as np
 from lightning_stream.cli.arguments import FoundDataset
 from lightning_stream.errors import StoreError
 from lightning_stream.reading.reader import SampleReader
-from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.reading.stream import CacheDefaults
 from lightning_stream.reading.stream_shards import ReaderConfig
-from lightning_stream.stores import LocalStore
 
 _SHOWN_NUMBERS, _SHOWN_CHARACTERS = 16, 90
 
@@ -52,9 +51,7 @@ def chosen_ids(text: str | None, count: int, num_samples: int) -> list[int]:
 def reader_of(dataset: FoundDataset, store_options: dict[str, Any] | None) -> Iterator[SampleReader]:
     """A reader of one dataset; what it downloads is deleted at the end."""
     with tempfile.TemporaryDirectory(prefix="lightning-stream-", ignore_cleanup_errors=True) as folder:
-        local = None if isinstance(dataset.store, LocalStore) else folder
-        stream = Stream(dataset.remote, local=local, options=store_options)
-        reader = SampleReader([stream], CacheDefaults(), ReaderConfig())
+        reader = SampleReader([dataset.stream(folder, store_options)], CacheDefaults(), ReaderConfig())
         reader.indexes = (dataset.index,)  # which was read to find the dataset
         try:
             yield reader

@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.cli.arguments import Mixture, add_dataset, add_rules, add_store_options, add_streams, mixtures_of
+from lightning_stream.cli.arguments import (
+    Mixture,
+    add_dataset,
+    add_reading,
+    add_rules,
+    add_store_options,
+    add_streams,
+    mixtures_of,
+)
 from lightning_stream.cli.explain import settings_of
 from lightning_stream.cli.output import ExitCode, Output, in_flags
 from lightning_stream.formats.sizes import parse_bytes, parse_count
@@ -49,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``simulate``: the devices of a training run, and the settings of StreamingDataset."""
     add_dataset(parser, nargs="?")
     add_streams(parser)
+    add_reading(parser)
     number: dict[str, Any] = {"type": int, "metavar": "N"}
     training = parser.add_argument_group("training run")
     training.add_argument("--global-batch-size", help="samples of one optimizer step", **number)

@@ -7,7 +7,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.cli.arguments import FoundDataset, add_dataset, add_store_options, datasets_at
+from lightning_stream.cli.arguments import (
+    FoundDataset,
+    Reading,
+    add_dataset,
+    add_reading,
+    add_store_options,
+    datasets_at,
+)
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import DigestError, FormatError, NotFoundError
 from lightning_stream.formats.codecs import decompress_file
@@ -18,12 +25,13 @@ from lightning_stream.sources.in_place import InPlace
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
-HELP = "download every file and check its size, hashes and decompression"
+HELP = "read every file and check its size, hashes and decompression, or its rows"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``verify``."""
     add_dataset(parser)
+    add_reading(parser)
     parser.add_argument("--shards", metavar="BEGIN:END", help="check only these shards, counted from 0")
     parser.add_argument("--num-workers", type=int, default=8, metavar="N", help="shards checked at once (default: 8)")
     add_store_options(parser)
@@ -33,7 +41,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     """Verify every dataset at the path or URL."""
     if options.num_workers < 1:
         raise ValueError(f"--num-workers is at least 1; found {options.num_workers}")
-    found = datasets_at(options.remote, options.store_options)
+    found = datasets_at(options.remote, options.store_options, Reading.of(options))
     chosen = [_shards(options.shards, dataset) for dataset in found]
     verified = [_verify(*each, options.num_workers, out) for each in zip(found, chosen, strict=True)]
     out.data = {"datasets": verified}
@@ -81,7 +89,8 @@ def _verify(dataset: FoundDataset, shards: range, num_workers: int, out: Output)
             corrupt.append({"lengths": name, "error": problem})
             out.line(f"lengths {name}: {problem}")
     by = f"{', '.join(sorted(hashes))} and size" if hashes else "size only, since the index has no hashes"
-    by = "reading all rows" if shards and index.entry(shards.start).raw.origin else by
+    num_samples = int(index.shard_sizes[shards.start : shards.stop].sum())
+    by = f"reading all {num_samples:,} rows" if dataset.format else by
     by += f" ({num_unhashed:,} files by size only)" if hashes and num_unhashed else ""
     verdict = f"CORRUPT ({len(corrupt):,} file{'s' * (len(corrupt) != 1)})" if corrupt else "OK"
     counts = f"{len(shards):,} of {index.num_shards:,} shards, {readable(num_bytes)}"
@@ -90,6 +99,7 @@ def _verify(dataset: FoundDataset, shards: range, num_workers: int, out: Output)
         "url": url,
         "corrupt": corrupt,
         "shards": [shards.start, shards.stop],
+        "samples": num_samples,
         "bytes": num_bytes,
         "hashes": sorted(hashes),
     }

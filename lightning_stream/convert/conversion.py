@@ -33,6 +33,11 @@ _LOG = logging.getLogger(__name__)
 _VERSION = 4
 _SHARD_BYTES = 64 << 20
 _MAX_PIECE_BYTES = 1 << 30
+_MANY_SHARDS, _SMALL_SHARD_BYTES = 1000, 1 << 20
+_SMALL_SHARDS = (
+    "%s has %d shards of %d KB on average, as the pieces of the source are. size_limit='64mb' writes fewer and larger "
+    "ones, which are fetched faster, but a training run that read the source in place cannot continue on those."
+)
 _MEDIA = ("jpeg", "png", "jpeg_array", "jpegarray", "list[jpeg]", "list[png]", "audio", "video")
 _REPLACE = "pass overwrite=True"
 _FILL = "Fill them (fill_nulls={column: value}), drop the rows (drop_nulls=True), or ask for 'json' in columns=."
@@ -118,6 +123,7 @@ class Conversion:
             num_bytes = self.partition_bytes or self.source.partition_bytes
             found = self.found or self.source.find_columns(self.columns if self.transform.function is None else None)
             splits, by_piece = self._splits(found, num_bytes)
+            found = self._with_nulls(found, splits)
             columns = self._columns(found, splits)
             shuffle = Shuffle.plan(self.source, self.uri, self.fingerprint, num_bytes, self.seed, self.tmp_dir)
             if self.force:
@@ -148,7 +154,11 @@ class Conversion:
                 digest = self._source_digest(splits, in_order[split]) if by_piece else ""
                 publication.publish(in_order[split], True, about, digest)
             shuffle.clean()
-            return replace(ConversionResult.of(self.uri, self._held()), is_new=True)
+            done_now = replace(ConversionResult.of(self.uri, self._held()), is_new=True)
+            num_shards = sum(done_now.num_shards.values())
+            if by_piece and num_shards > _MANY_SHARDS and done_now.num_bytes < num_shards * _SMALL_SHARD_BYTES:
+                _LOG.warning(_SMALL_SHARDS, self.uri, num_shards, done_now.num_bytes // num_shards >> 10)
+            return done_now
 
     def _stores(self, out: Any) -> list[Store]:
         return DatasetPlace(out, self.keep_local, self.store_options).stores
@@ -205,6 +215,23 @@ class Conversion:
             largest.file.uri, largest.num_bytes >> 20,
         )  # fmt: skip
         return splits, False
+
+    def _with_nulls(self, found: Found, splits: Sequence[InputSplit]) -> Found:
+        """The columns with the encoding ``json`` where nulls are known, as where the source is read in place."""
+        if self.columns is not None or self.transform.function is not None or self.nulls != NullRule():
+            return found
+        known = {name for split in splits for name in split.nulls}
+        names = [
+            name for name, encoding in found.columns.items() if name in known and encoding not in ("bytes", "json")
+        ]
+        if not names:
+            return found
+        _LOG.warning(
+            "%s has nulls in %s, which become json, as where StreamingDataset reads it in place. Pass fill_nulls=, "
+            "drop_nulls=True or columns= for other encodings.",
+            self.source.name, ", ".join(names),
+        )  # fmt: skip
+        return replace(found, columns={**found.columns, **dict.fromkeys(names, "json")})
 
     def _source_digest(self, splits: Sequence[InputSplit], receipts: Sequence[Receipt]) -> str:
         """The digest of the source where it is read in place; empty if its files have names that no index may have."""

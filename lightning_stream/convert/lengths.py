@@ -152,9 +152,11 @@ class _Measuring:
         ):
             in_place, copied = ShardCache(store), ShardCache(store, folder)
             is_local = isinstance(store, LocalStore)
-            cache_of = lambda entry: in_place if is_local and entry.compressed is None else copied  # noqa: E731
             fetches = [
-                [(entry, pool.submit(cache_of(entry).ensure, entry)) for entry in entries]
+                [
+                    (one, pool.submit((in_place if is_local and one.compressed is None else copied).ensure, one))
+                    for one in entries
+                ]
                 for entries in partition.entries
             ]
             for parts in fetches:

@@ -160,8 +160,8 @@ class _PartitionPlace(DatasetPlace):
         stem, number, rest = name.split(".", 2)
         return f"{self._folder}/{stem}.{number}.{digest_of(*parts)}.{rest}"
 
-    def commit(self, *_: Any) -> None:
-        pass
+    def commit(self, *_: Any) -> bool:
+        return True
 
 
 def row_bytes(batch: EncodedBatch) -> list[memoryview]:

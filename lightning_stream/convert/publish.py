@@ -104,6 +104,7 @@ class Publication:
             "num_bytes": sum(wanted.values()),
             "num_shards": sum(len(receipt.shards) for receipt in receipts),
             "index": digest_of(with_lengths(index, {})),
+            "keeps_order": bool(source_digest),
             "partitions": {_folder(receipt): receipt.num_samples for receipt in receipts},
             **about,
         }
@@ -151,6 +152,8 @@ class ConversionResult:
         classes: Class names by column: label k is the k-th name.
         seconds: How long it took.
         is_new: False if the dataset existed already, from the same source and settings.
+        keeps_order: Whether it has the order of the source where that is read in place, so that a training run that
+            read the source continues on it.
     """
 
     uri: str
@@ -161,6 +164,7 @@ class ConversionResult:
     classes: dict[str, list[str]]
     seconds: float = 0.0
     is_new: bool = False
+    keeps_order: bool = False
 
     @classmethod
     def of(cls, uri: str, manifests: Mapping[str, Mapping[str, Any]]) -> ConversionResult:
@@ -173,6 +177,7 @@ class ConversionResult:
             sum(manifest["num_bytes"] for manifest in manifests.values()),
             dict(first["columns"]),
             dict(first.get("classes", {})),
+            keeps_order=all(manifest.get("keeps_order") for manifest in manifests.values()),
         )
 
     @property

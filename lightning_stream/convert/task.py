@@ -165,7 +165,7 @@ class PartitionTask:
             for writer in writers.values() if self.by_piece else ():
                 writer.flush_shard()
                 ends.append(writer.num_samples)
-        return np.diff(ends, prepend=0).tolist() if ends else []  # type: ignore[no-any-return]
+        return np.diff(ends, prepend=0).tolist() if ends else []
 
     def writer(self, spec: OutputSpec, number: int) -> PartitionWriter:
         """Take the rows of a partition that belong to a split."""

@@ -115,6 +115,8 @@ class PlainIterations:
                 f"{worker.num_workers} DataLoader workers divide the batches, so the dataset must know the batch "
                 "size: pass batch_size= to StreamingDataset, the same as to the DataLoader, or use StreamingDataLoader"
             )
+        if source.is_switched and self.batch_size is None:
+            raise ValueError("version= counts optimizer steps, so the dataset needs a batch size: pass batch_size=")
         if source.batch_tokens is not None:
             raise ValueError("batch_tokens makes batches of different sizes: load the dataset by StreamingDataLoader")
         source.reader.require_samples()

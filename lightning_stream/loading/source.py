@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,13 +37,16 @@ from lightning_stream.order import (
 from lightning_stream.order.balance import Balance, Cost
 from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.bitmap import Bitmap, as_ids
+from lightning_stream.order.config import Switch
 from lightning_stream.order.forget import Forgotten, Replay, forgetting, plan_replay
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.order.rank_split import ceil_div
+from lightning_stream.order.switches import SwitchedRun
 from lightning_stream.reading.bad_samples import BadData
 from lightning_stream.reading.reader import SampleReader
-from lightning_stream.reading.stream import changes_since, weights_of
+from lightning_stream.reading.stream import changes_since, versions_of, weights_of
 from lightning_stream.reading.subset import SubsetReader
+from lightning_stream.reading.switched import SwitchedReader
 
 _AVERAGED = 1 << 20  # lengths at once
 Transform = Callable[..., Any]
@@ -141,9 +144,12 @@ class SampleSource:
     buckets: Bucketing | None = None  # how samples of similar lengths come together
     _seeded: SeededCall | None = field(default=None, init=False, repr=False)
     orders: dict[OrderConfig, RunOrder] = field(default_factory=dict, repr=False)  # the latest; shared by copies
+    switched: dict[Any, OrderConfig] = field(default_factory=dict, repr=False)  # settings with their switches
 
     def __post_init__(self) -> None:
         self._seeded = None if self.transform is None else SeededCall(self.transform, self.seed)
+        if any(len(versions_of(stream)) > 1 for stream in self.reader.streams):
+            self._refuse_with_switches()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "orders": {}}  # another process makes its own: those of packed rows hold all lengths
@@ -181,6 +187,8 @@ class SampleSource:
         order = OrderConfig.resolve(
             batch_size=size, device_batch_size=device_batch_size, world=world, resumed=resumed, **arguments
         )
+        if self.is_switched:
+            order = self._switched(order, size, tail, () if resumed is None else resumed.switches)
         return BatchSettings(world, device_batch_size, size, tail, order, balance=self._balance(device_batch_size))
 
     @property
@@ -193,12 +201,54 @@ class SampleSource:
     @property
     def epochs_differ(self) -> bool:
         """Whether epochs have different numbers of batches."""
-        return self.packing is not None or self.batch_tokens is not None
+        return self.packing is not None or self.batch_tokens is not None or self.is_switched
 
     @property
     def batch_tokens(self) -> int | None:
         """Tokens of a global batch at most; None where it has one number of samples."""
         return None if self.buckets is None else self.buckets.batch_tokens
+
+    def _refuse_with_switches(self) -> None:
+        """Raise ValueError for settings that a training run which switches versions cannot have."""
+        given, weights = self.order_arguments, [vars(weights_of(stream)).values() for stream in self.reader.streams]
+        refused = {
+            "shuffle_algo": given["mosaic"] is not None,
+            "batching_method": given["batching_method"] != "random",
+            "schedule": given["schedule"] is not None,
+            "epoch_size": given["epoch_size"] is not None,
+            "proportion, repeat or choose": any(one is not None for each in weights for one in each),
+            "pack": self.packing is not None,
+            "bucket_by or batch_tokens": self.buckets is not None,
+            "forget": self.forget is not None,
+            "filter, filter_lengths, exclude_ids or a subset": isinstance(self.reader, SubsetReader),
+            "on_bad_sample or on_bad_shard": self.bad_data.policy.substitutes,
+        }
+        if found := [name for name, is_given in refused.items() if is_given]:
+            raise ValueError(
+                "a training run that switches versions takes each sample once per epoch, in the native order; found "
+                f"{'; '.join(found)}. Omit these, or name one version"
+            )
+
+    @property
+    def is_switched(self) -> bool:
+        """Whether the training run switches versions of its data."""
+        return isinstance(self.reader, SwitchedReader)
+
+    def _switched(self, order: OrderConfig, batch_size: int, tail: Tail, known: tuple[Switch, ...]) -> OrderConfig:
+        """The order settings with the switches: those that a state knows, and others where their steps are now."""
+        key, reader = (order, batch_size, tail, known), cast("SwitchedReader", self.reader)
+        if key in self.switched:
+            return self.switched[key]
+        found = order
+        for number, (step, data) in enumerate(zip(reader.steps[1:], reader.versions[1:], strict=True)):
+            digest, versions = data.snapshot.digest, tuple(one[:16] for one in data.snapshot.stream_digests)
+            former = known[number] if number < len(known) else None
+            if former is None or (former.step, former.digest) != (step, digest):
+                run = cast("SwitchedRun", self.order(found))
+                former = Switch(step, *run.place_of_step(step, batch_size, tail), digest, versions)
+            found = replace(found, switches=(*found.switches, former))
+        self.switched[key] = found
+        return found
 
     def _balance(self, device_batch_size: int) -> Balance | None:
         if self.balance is None:
@@ -221,7 +271,10 @@ class SampleSource:
             lengths = None if self.lengths_name is None else self.reader.lengths(self.lengths_name)
             forgotten = None if config.forgotten is None else self.forgotten
             weights = tuple(map(weights_of, self.reader.streams))
-            found = RunOrder(self.snapshot, weights, config, lengths, forgotten=forgotten)
+            if isinstance(self.reader, SwitchedReader):
+                found = SwitchedRun(self.snapshot, weights, config, self.reader.versions)
+            else:
+                found = RunOrder(self.snapshot, weights, config, lengths, forgotten=forgotten)
             if forgotten is not None:  # nor may they be delivered in place of bad samples
                 self.bad_data.found.update(dict.fromkeys(forgotten.ids.tolist(), "it is forgotten"))
             self.orders.clear()
@@ -252,6 +305,8 @@ class SampleSource:
 
     def plan_replay(self, ids: Iterable[int] | NDArray[np.int64], states: Sequence[Mapping[str, Any]]) -> Replay:
         """Which of these states a run continues from that forgets samples, see `StreamingDataset.plan_replay`."""
+        if self.is_switched:
+            raise ValueError("a training run that switches versions cannot forget samples. Delete them in a version.")
         positions = [Position.from_state(state).converted(self.snapshot) for state in states]
         own = None if self.forgotten is None else self.forgotten.digest
         last = max(positions, key=lambda one: (one.epoch, one.position)).order.schedule if positions else None
@@ -295,6 +350,8 @@ class SampleSource:
             return collate(samples, batch.epoch, int(batch.positions[0]))
 
     def _columns(self, batch: MicroBatch) -> dict[str, Any]:
+        if isinstance(self.reader, SwitchedReader):
+            return self.reader.batch_of(batch.delivered, batch.version)
         if batch.rows is None:
             return self.reader.batch(batch.delivered)
         assert self.packing is not None
@@ -308,14 +365,18 @@ class SampleSource:
                 places = zip(rows, ids_of, batch.positions.tolist(), strict=True)
                 return [self._transformed(row, ids.tolist(), batch.epoch, at) for row, ids, at in places]
         ids = batch.delivered.tolist()
+        read = self.reader.sample
+        if isinstance(self.reader, SwitchedReader):
+            read = partial(self.reader.sample_of, version=batch.version)
         if self.transform is None and self.read_one is None:
-            return [self.reader.sample(sample_id) for sample_id in ids]
+            return [read(sample_id) for sample_id in ids]
         with preserved_generators():
-            return [self._one(one, batch.epoch, at) for one, at in zip(ids, batch.positions.tolist(), strict=True)]
+            drawn = zip(ids, batch.positions.tolist(), strict=True)
+            return [self._one(read, one, batch.epoch, at) for one, at in drawn]
 
-    def _one(self, sample_id: int, epoch: int, position: int) -> Any:
+    def _one(self, read: Callable[[int], Any], sample_id: int, epoch: int, position: int) -> Any:
         if self.read_one is None:
-            sample: Any = self.reader.sample(sample_id)
+            sample: Any = read(sample_id)
         else:
             seed_sample(self.seed, epoch, position)
             with self._named("reading", [sample_id]):

@@ -70,6 +70,11 @@ class Bitmap:
     def __len__(self) -> int:
         return int(self._before[-1])
 
+    def has(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether each of these ids is a member."""
+        found: NDArray[np.bool_] = (self.bits[ids >> 3] >> (ids & 7).astype(np.uint8) & 1).astype(np.bool_)
+        return found
+
     def count_before(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """How many members are less than each of these ids, which are in [0, size]."""
         words, within = np.divmod(ids, _WORD)

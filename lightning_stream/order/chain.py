@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.batching.packed import PackedOrder
-from lightning_stream.order.config import OrderConfig
+from lightning_stream.order.config import OrderConfig, Switch
 from lightning_stream.order.draw import StreamWeights, weights_digest
 from lightning_stream.order.packing import RowPacking
 from lightning_stream.order.plan import RunOrder
@@ -115,6 +115,7 @@ def stages_of_order(
         _draw(config, run),
         None if config.schedule is None else _schedule(config.schedule),
         _shuffle(config, run),
+        None if not config.switches else _switches(config.switches),
         None if config.forgotten is None else _forget(config.forgotten, run),
         None if pack is None else Stage("pack", _pack_settings(pack), digest=pack.lengths),
         None if buckets is None else _buckets(buckets),
@@ -195,6 +196,19 @@ def _forget(digest: str, run: RunOrder | None) -> Stage:
         return Stage("forget", digest=digest, note="some samples are replaced by others of their streams")
     note = "they are replaced by others of their streams"
     return Stage("forget", {}, {"samples": len(run.forgotten.ids)}, digest, note)
+
+
+def _switches(switches: Sequence[Switch]) -> Stage:
+    parts = [
+        Stage(
+            f"from step {one.step:,}",
+            {"version": " ".join(one.versions)},
+            note=f"epoch {one.epoch}, sample {one.position:,}",
+            digest=one.digest,
+        )
+        for one in switches
+    ]
+    return Stage("versions", counts={"switches": len(switches)}, parts=tuple(parts))
 
 
 def _buckets(buckets: LengthBuckets) -> Stage:

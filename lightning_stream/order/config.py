@@ -16,7 +16,7 @@ from lightning_stream.order.mosaic.epoch import MosaicEpoch
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.mosaic.shuffles import SHUFFLES
 from lightning_stream.order.packing import RowPacking
-from lightning_stream.order.rules import Rule, broken, count, one_of
+from lightning_stream.order.rules import Rule, broken, count, is_count, one_of
 from lightning_stream.order.schedule import Schedule
 from lightning_stream.order.world import World
 
@@ -46,6 +46,23 @@ class MosaicConfig:
 
 
 @dataclass(frozen=True)
+class Switch:
+    """A training run continues with another version of its data; see `lightning_stream.order.switches`.
+
+    Attributes:
+        step: The optimizer step at which it was declared.
+        epoch, position: Where that is, from the batch size that the run had then.
+        digest, versions: The digest of the data from there on, and 16 digits of each stream's version.
+    """
+
+    step: int
+    epoch: int
+    position: int
+    digest: str
+    versions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class OrderConfig:
     """The order settings of a run. Make them with :meth:`resolve`, which chooses what the user left open.
 
@@ -71,6 +88,7 @@ class OrderConfig:
     forgotten: str | None = None  # the digest of the samples in whose places others are delivered, see `Forgotten`
     schedule: Schedule | None = None  # the streams' weights over the run; None for those of each stream
     buckets: LengthBuckets | None = None  # how samples of similar lengths come together; None: they do not
+    switches: tuple[Switch, ...] = ()  # to other versions of the data
 
     def __post_init__(self) -> None:
         problems = broken(vars(self), _RULES)
@@ -89,6 +107,8 @@ class OrderConfig:
             problems.append("Samples can be forgotten in the native order only: forgotten must be None in this one.")
         if self.schedule is not None and not problems:
             problems = self._schedule_problems(self.schedule)
+        if self.switches:
+            problems += self._switch_problems()
         if problems:
             raise ValueError("The order settings must be valid. " + " ".join(problems))
 
@@ -114,6 +134,23 @@ class OrderConfig:
             )
         return problems
 
+    def _switch_problems(self) -> list[str]:
+        given = {
+            "shuffle_algo": self.mosaic,
+            "pack": self.packing,
+            "forget": self.forgotten,
+            "schedule": self.schedule,
+            "bucket_by and batch_tokens": self.buckets,
+            "epoch_size": self.epoch_size,
+            "batching_method": None if self.batching_method == "random" else self.batching_method,
+        }
+        names = [name for name, value in given.items() if value is not None]
+        problems = [f"A run that switches versions takes each sample once per epoch: omit {', '.join(names)}."]
+        places = [(one.epoch, one.position) for one in self.switches]
+        if places != sorted(places) or not all(is_count(number, 0) for place in places for number in place):
+            problems.append(f"Switches of versions must follow each other, but they are at {places}.")
+        return problems if names else problems[1:]
+
     @classmethod
     def resolve(
         cls,
@@ -134,6 +171,7 @@ class OrderConfig:
         forgotten: str | None = None,
         schedule: Schedule | None = None,
         buckets: LengthBuckets | None = None,
+        switches: tuple[Switch, ...] = (),
         resumed: OrderConfig | None = None,
         world: World | None = None,
     ) -> OrderConfig:
@@ -182,6 +220,7 @@ class OrderConfig:
             forgotten=forgotten,
             schedule=schedule,
             buckets=buckets,
+            switches=switches,
         )
 
     @property
@@ -200,7 +239,7 @@ class OrderConfig:
         """The settings as a dict of plain values."""
         state = {_KEYS.get(name, name): value for name, value in asdict(replace(self, schedule=None)).items()}
         state["schedule"] = self.schedule and self.schedule.to_state()
-        late = ("packing", "forgotten", "schedule", "buckets")  # states of runs without these stay as they were
+        late = ("packing", "forgotten", "schedule", "buckets", "switches")  # states without them stay as they were
         return {name: value for name, value in state.items() if value or name not in late}
 
     @property
@@ -220,6 +259,8 @@ class OrderConfig:
                     values[name] = kind(**_known(kind, values[name]))
             if values.get("schedule") is not None:
                 values["schedule"] = Schedule.from_state(values["schedule"])
+            switches = (_known(Switch, one) for one in values.get("switches", ()))
+            values["switches"] = tuple(Switch(**{**one, "versions": tuple(one["versions"])}) for one in switches)
             return cls(**values)
         except (TypeError, ValueError, AttributeError) as error:
             raise StateError(
@@ -250,7 +291,9 @@ def _resolve_mosaic(
     )
 
 
-def _known(kind: type[OrderConfig | MosaicConfig | RowPacking | LengthBuckets], values: object) -> dict[str, Any]:
+def _known(
+    kind: type[OrderConfig | MosaicConfig | RowPacking | LengthBuckets | Switch], values: object
+) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         raise TypeError(f"expected a mapping of settings, found {type(values).__name__}.")
     names = {_KEYS.get(field.name, field.name): field.name for field in fields(kind)}

@@ -39,6 +39,7 @@ class MicroBatch(Place):
     filler: NDArray[np.bool_]  # bool[n], True for padding: a repeat that must not count
     substitutions: tuple[Substitution, ...] = ()  # delivered in place of some `ids` that could not be read
     rows: RowSpans | None = None  # what the rows hold, where samples are packed into rows; then `ids` are fingerprints
+    version: int = 0  # number of the version of the data in which its global batch begins
 
     @property
     def sample_ids(self) -> NDArray[np.int64]:
@@ -159,6 +160,13 @@ class MicroBatches:
             j += -(-(count - piece) // step) * step
 
     def _made(self, j: int, share: ReplicaBatch) -> MicroBatch:
-        place = vars(self.place(j))
-        made = MicroBatch(**place, ids=share.ids, positions=share.positions, filler=share.filler, rows=share.rows)
+        place = self.place(j)
+        made = MicroBatch(
+            **vars(place),
+            ids=share.ids,
+            positions=share.positions,
+            filler=share.filler,
+            rows=share.rows,
+            version=self.plan.order.version_at(place.begin),
+        )
         return made if self._padding else made.without_padding()

@@ -30,6 +30,7 @@ class RngStream(IntEnum):
     ROWS = 11
     BUCKETS = 12
     FORGOTTEN = 20
+    VERSIONS = 21
 
 
 def random_u64(purpose: RngStream, *numbers: int, size: int) -> NDArray[np.uint64]:

@@ -72,6 +72,11 @@ class RunOrder:
         return partial(RunOrder, forgotten=self.forgotten), (self.snapshot, self.weights, self.config, self.lengths)
 
     @property
+    def origin(self) -> Snapshot:
+        """The data that the run began with, by which a state knows it."""
+        return self.snapshot
+
+    @property
     def num_samples(self) -> int:
         """Samples drawn per epoch."""
         own = None if self.config.schedule is None else self.config.epoch_size

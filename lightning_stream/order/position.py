@@ -22,6 +22,7 @@ from lightning_stream.order.plan import RunOrder
 from lightning_stream.order.rank_split import TAILS, Tail
 from lightning_stream.order.rules import TEXT, Rule, broken, count, is_count, one_of, short
 from lightning_stream.order.snapshot import Snapshot
+from lightning_stream.order.switches import switch_difference
 from lightning_stream.order.world import World
 
 STATE_VERSION = 1
@@ -102,7 +103,7 @@ class Position:
     @classmethod
     def start(cls, run: RunOrder, *, batch_size: int, tail: Tail, epoch: int = 0) -> Position:
         """The beginning of an epoch of a run."""
-        summary = SnapshotSummary.of(run.snapshot)
+        summary = SnapshotSummary.of(run.origin)
         return cls(epoch, 0, batch_size, tail, run.config, weights_digest(run.weights), summary)
 
     def converted(self, snapshot: Snapshot) -> Position:
@@ -123,7 +124,7 @@ class Position:
         """The order of this position's epoch. A landmark of this data and these settings makes it fast to read here."""
         order = run.epoch(self.epoch)
         is_known = (self.order, self.weights, self.snapshot.digest) == (
-            run.config, weights_digest(run.weights), run.snapshot.digest
+            run.config, weights_digest(run.weights), run.origin.digest
         )  # fmt: skip
         if self.landmark is not None and is_known:
             order.learn(self.landmark)
@@ -194,7 +195,10 @@ class Position:
         return self.ledger == ledgers.expected(run.epoch(self.epoch), 0, self.position)
 
     def _data_difference(self, run: RunOrder) -> str:
-        old, new = self.snapshot, run.snapshot
+        old, new = self.snapshot, run.origin
+        if self.order.switches or run.config.switches:
+            data = (old.digest, old.versions)
+            return switch_difference(data, self.order.switches, (self.epoch, self.position), run)
         if old.digest == new.digest:
             return ""
         if old.has_streams_of(new):
@@ -229,7 +233,7 @@ class Position:
 
     def _setting_differences(self, run: RunOrder, tail: Tail | None) -> str:
         pairs = [] if tail is None else [("tail", self.tail, tail)]
-        names = [setting.name for setting in fields(OrderConfig)]
+        names = [setting.name for setting in fields(OrderConfig) if setting.name != "switches"]  # checked with the data
         if self.order.forgotten is None and run.forgotten is not None:
             seen = first_seen(run, run.forgotten, (self.epoch, self.position))
             names = names if seen else [name for name in names if name != "forgotten"]  # as if never seen, see `forget`

@@ -51,8 +51,8 @@ class Snapshot:
         total = hashlib.sha256(b"lightning-stream snapshot 1")
         for one, digest in zip(sizes, digests, strict=True):
             total.update(len(one).to_bytes(8, "little") + one.astype("<i8").tobytes() + digest.encode() + b"\0")
-        digests = tuple(stream_digests or ()), tuple(source_digests)
-        return cls(tuple(names), sizes, total.hexdigest()[:32], *digests, tuple(table_versions))
+        known = tuple(stream_digests or ()), tuple(source_digests), tuple(table_versions)
+        return cls(tuple(names), sizes, total.hexdigest()[:32], *known)
 
     @property
     def num_streams(self) -> int:

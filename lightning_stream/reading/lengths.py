@@ -1,7 +1,8 @@
 """The lengths of a stream's samples, before any sample is read.
 
 They are in files that the index lists. If there are none, the lengths of the only column of variable size follow from
-the offset tables at the beginning of the shards: one range of bytes of each shard.
+the offset tables at the beginning of the shards: one range of bytes of each shard. Those of data in another format are
+measured when its shards are made: all are read once per machine.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.formats.index import FileEntry, Index, Schema, ShardEntry
 from lightning_stream.formats.index.lengths import length_file_stem
 from lightning_stream.formats.memory import MappedFile
+from lightning_stream.formats.shard import open_shard
 from lightning_stream.reading.range_reads import fetch_offsets, read_range
 from lightning_stream.reading.stream import DownloadHook
 from lightning_stream.threads import DaemonPool
+from lightning_stream.writer.lengths import measure_batch
 
 _THREADS = 16
+_ROWS = 1024  # of a shard that are measured at once
 _Lengths = NDArray[np.uint32]
 
 
@@ -61,9 +65,10 @@ def _of_stream(cache: ShardCache, index: Index, name: str) -> list[_Lengths]:
         with DaemonPool(_THREADS, "lengths") as pool:
             paths = [pool.submit(cache.side_file, file) for file in files]
             return [_mapped(path.result(), file) for path, file in zip(paths, files, strict=True)]
-    is_free = cache.in_place or all(_fixed_length(schema, name) is not None for schema in index.schemas)
+    is_free = cache.in_place and not _is_made(index)
+    is_free = is_free or all(_fixed_length(schema, name) is not None for schema in index.schemas)
     # Without hashes, other shards may have the same index, so a file in the cache could be that of other data.
-    if is_free or not all(schema.hashes for schema in index.schemas):
+    if is_free or not (_is_made(index) or all(schema.hashes for schema in index.schemas)):
         return [_from_shards(cache, index, name)]
     made = FileEntry(f"{length_file_stem(name)}.{index.digest[:16]}.bin", 4 * index.num_samples)
     return [_mapped(cache.side_file(made, lambda draft: _write(_from_shards(cache, index, name), draft)), made)]
@@ -77,9 +82,14 @@ def _write(lengths: _Lengths, to: Path) -> None:
     to.write_bytes(lengths.astype("<u4").tobytes())
 
 
+def _is_made(index: Index) -> bool:
+    """Whether the data is in another format, whose shards are made when they are fetched."""
+    return index.num_shards > 0 and index.entry(0).raw.origin is not None
+
+
 def _problem(cache: ShardCache, index: Index, name: str) -> str:
     """Return why the lengths of a stream are not known; empty if they are."""
-    if name in index.lengths:
+    if name in index.lengths or (_is_made(index) and name in index.columns):
         return ""
     return next((f"{cache.store.url} {why}" for schema in index.schemas if (why := _why_not(cache, schema, name))), "")
 
@@ -131,6 +141,8 @@ def _of_shard(cache: ShardCache, entry: ShardEntry, name: str) -> _Lengths:
         return np.full(entry.num_samples, length, np.uint32)
     if not entry.num_samples:
         return np.empty(0, np.uint32)
+    if entry.raw.origin is not None:
+        return _of_made_shard(cache, entry, name)
     offsets, _ = fetch_offsets(cache, entry)
     # A sample begins with the size of its only column of variable size; the other columns have fixed sizes.
     num_bytes = np.diff(offsets).astype(np.int64) - 4 - sum(size or 0 for size in schema.sizes)
@@ -148,6 +160,20 @@ def _of_shard(cache: ShardCache, entry: ShardEntry, name: str) -> _Lengths:
             f"--column {name}."
         )
     return lengths.astype(np.uint32)
+
+
+def _of_made_shard(cache: ShardCache, entry: ShardEntry, name: str) -> _Lengths:
+    """The lengths as `convert` would write them with ``lengths={name: len}``."""
+    with cache.lease(entry) as lease:
+        shard, found = open_shard(entry, lease.folder), list[_Lengths]()
+        try:
+            for begin in range(0, entry.num_samples, _ROWS):
+                rows = np.arange(begin, min(begin + _ROWS, entry.num_samples))
+                columns = {name: shard.columns(rows)[name]}
+                found.append(measure_batch({name: len}, columns, len(rows), (name,))[name])
+        finally:
+            shard.close()
+    return np.concatenate(found)
 
 
 def _num_items(num_bytes: NDArray[np.int64], item_bytes: int) -> NDArray[np.int64]:

@@ -28,6 +28,7 @@ _NEVER_CALLED = {  # methods of mosaicml-streaming's Stream, and what to do inst
 
 
 T = TypeVar("T")
+Version = str | int
 _DIGITS = 16  # of a digest, in the name of a version's index
 _DELTA = "delta://"
 _VERSION = re.compile(r"(?:index\.)?([0-9a-f]{6,})(?:\.json)?")
@@ -61,7 +62,10 @@ class Stream:
         options: Further options of the store, e.g. ``{"endpoint_url": ...}``.
         name: What a `Schedule` calls it; None for the last part of `remote` or `local`.
         version: The version of the dataset: its number, or 6 or more digits of its digest, as `lightning-stream log`
-            lists them and a saved state has them; None for the newest. Of a Delta table: its number.
+            lists them and a saved state has them; None for the newest. Of a Delta table: its number. Or pairs of an
+            optimizer step, from 0, and the version from there on: ``[(0, "3f2ac01b"), (1200, "9d5e6a74")]``. Then a
+            training run continues with the other version at that step: the samples of it that did not come yet in that
+            epoch come in a fresh order.
         format: Of a folder without an index.json: ``"parquet"``, ``"arrow"``...; None to recognise it.
         columns: The columns to read; None for all. Of a folder without an index.json, also a mapping from their names
             to encodings. Of an MDS dataset, the files of added columns that are not read are not fetched either.
@@ -85,7 +89,7 @@ class Stream:
         validate_hash: str | None = None,
         keep_zip: bool | None = None,
         options: Mapping[str, Any] | None = None,
-        version: str | int | None = None,
+        version: Version | Sequence[tuple[int, Version]] | None = None,
         name: str | None = None,
         format: str | None = None,  # noqa: A002 - the word for it
         columns: Mapping[str, str] | Sequence[str] | None = None,
@@ -116,7 +120,9 @@ class Stream:
                 )
         self.local = None if local is None else os.fspath(local)
         self.split = split or ""
-        self.version = None if version is None else _version(version)
+        pairs = [(0, version)] if version is None or isinstance(version, (str, int)) else list(version)
+        self._versions = _checked_versions(pairs)
+        self.version = self._versions[-1][1]
         self.proportion, self.repeat, self.choose = proportion, repeat, choose
         self.download_retry, self.download_timeout = download_retry, download_timeout
         self.validate_hash, self.keep_zip = validate_hash, keep_zip
@@ -124,7 +130,8 @@ class Stream:
         self.options = self._options = dict(options or {})  # a subclass may use the name for its own
         self._label = name or os.fspath(remote or local or "").rstrip("/").rpartition("/")[2]
         self._store: Store | None = None
-        self._in_place = InPlace(format, columns, version if isinstance(version, int) else None, _place_of(self)[1])
+        number = self.version if isinstance(self.version, int) else None
+        self._in_place = InPlace(format, columns, number, _place_of(self)[1])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({name_of(self)!r})"
@@ -189,7 +196,7 @@ def labels_of(streams: Sequence[Stream]) -> list[str]:
 
 def index_of(stream: Stream, cache: ShardCache) -> Index:
     """The index that the stream reads: the newest, or that of its version. Raises NotFoundError for an unknown one."""
-    index, columns = _index_of(stream, cache), stream._in_place.columns  # noqa: SLF001 - of this file's own class
+    index, columns = version_index(stream, cache), stream._in_place.columns  # noqa: SLF001 - of this file's own class
     if columns is None:
         return index
     index = index.choose(columns)
@@ -205,7 +212,8 @@ def index_of(stream: Stream, cache: ShardCache) -> Index:
     return index
 
 
-def _index_of(stream: Stream, cache: ShardCache) -> Index:
+def version_index(stream: Stream, cache: ShardCache) -> Index:
+    """As `index_of`, with all columns."""
     wanted = stream.version
     if wanted is None or (isinstance(wanted, int) and cache.other is not None and is_table(cache.store)):
         return cache.newest_index()
@@ -242,6 +250,30 @@ def changes_since(versions: Sequence[str], indexes: Sequence[Index], caches: Seq
             with suppress(NotFoundError):
                 found.append(changed_files(cache.index(version_name(version)), index))
     return " ".join(filter(None, found))
+
+
+def versions_of(stream: Stream) -> tuple[tuple[int, Version | None], ...]:
+    """The steps at which the stream has another version, and the versions; the first step is 0."""
+    return stream._versions  # noqa: SLF001 - of this file's own class
+
+
+def version_at(stream: Stream, step: int) -> Version | None:
+    """The version that the stream has at an optimizer step."""
+    return [version for begin, version in versions_of(stream) if begin <= step][-1]
+
+
+def _checked_versions(pairs: Sequence[Any]) -> tuple[tuple[int, Version | None], ...]:
+    """The pairs of a step and a version. ValueError for others."""
+    is_right = all(isinstance(one, (tuple, list)) and len(one) == 2 and isinstance(one[0], int) for one in pairs)
+    steps = [one[0] for one in pairs] if is_right else []
+    if not steps or steps[0] != 0 or steps != sorted(set(steps)):
+        raise ValueError(
+            "version takes a version, or pairs of an optimizer step and the version from there on, with steps that "
+            f"rise from 0; found {pairs!r}"
+        )
+    if len(pairs) > 1 and any(version is None for _, version in pairs):
+        raise ValueError(f"a switch of versions names each version; found {pairs!r}. See `lightning-stream log PATH`")
+    return tuple((step, None if version is None else _version(version)) for step, version in pairs)
 
 
 def _version(version: str | int) -> str | int:

@@ -78,7 +78,8 @@ class StreamShards:
             return shards
         here = np.concatenate([np.ones((1, len(shards)), np.bool_), self.has_joined[:, shards]])
         numbers: NDArray[np.int64] = shards + self.num_shards * np.arange(len(here))[:, None]
-        return numbers.T[here.T]
+        found: NDArray[np.int64] = numbers.T[here.T]
+        return found
 
     def parts(self, of_shard: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:
         """0 with all rows; 1, 2... with the rows whose shards (``of_shard``) have a first, a second... joined one."""

@@ -32,6 +32,7 @@ class InputSplit:
     end: int | None  # None for the file's end
     num_bytes: int  # about
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the reader, if they differ between pieces
+    nulls: tuple[str, ...] = ()  # the columns that are known to have some
 
 
 class Piece(NamedTuple):
@@ -209,7 +210,9 @@ class Source:
         if reader.piece_bytes is None and (by_piece or reader.is_cut_by_piece):
             with DaemonPool(_FOOTERS_AT_ONCE, "pieces") as pool:
                 pieces = list(reader.all_pieces(self.files, columns, pool))
-            return [InputSplit(file, one.begin, one.end, one.num_bytes, one.settings) for file, one in pieces]
+            return [
+                InputSplit(file, one.begin, one.end, one.num_bytes, one.settings, one.nulls) for file, one in pieces
+            ]
         limit = reader.piece_bytes if by_piece and reader.piece_bytes else partition_bytes
         return [split for file in self.files for split in reader.input_splits(file, limit)]
 

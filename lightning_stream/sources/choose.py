@@ -49,11 +49,15 @@ def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None
         return Source("a datasets.Dataset", dataset.files, dataset)
     is_one = isinstance(source, (str, os.PathLike))
     name = redact(str(source) if is_one else f"{', '.join(map(str, source)):.200}")
-    if is_one and kind in (None, "delta") and not WILD.intersection(uri := os.fspath(source)):
+    if is_one and not WILD.intersection(uri := os.fspath(source)):
         store = open_store(uri, store_options if is_remote(uri) else None)
-        if kind == "delta" or is_table(store):
+        has_log = is_table(store)
+        if has_log and kind in (None, "delta"):
             table: Any = _made("delta", options)
             return Source(name, tuple(table.open_log(store, files_of(store)[0])), table)
+        if has_log or kind == "delta":
+            what = "is a Delta table, whose files hold deleted rows, too" if has_log else "has no log of a Delta table"
+            raise ValueError(f"{name} {what}; found kind={kind!r}. Pass no kind.")
     files, reader = reader_of(find_files(source, store_options), name, kind, options)
     splits = _by_split(files) if is_one else {}
     reader.begin([file for each in splits.values() for file in each] or files)

@@ -56,7 +56,7 @@ class DeltaReader(ParquetReader):
                 table = DeltaTable(folder, version=self.version)
                 if table.metadata().configuration.get("delta.columnMapping.mode", "none") != "none":
                     raise FormatError(f"{store.url}: columns with mapped names cannot be read. Convert the table.")
-                self.version = table.version()
+                self.version = table.version()  # of two versions, the files may be the same
                 self._schema = pa.schema(table.schema().to_arrow())
                 actions = sorted(pa.table(table.get_add_actions(flatten=True)).to_pylist(), key=lambda one: one["path"])
                 self._vectors = self._deletions(table, store, found, Path(folder))

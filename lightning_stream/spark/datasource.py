@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -35,7 +36,7 @@ _MAX_NUMBER = 5  # digits of a version's number; more are those of a digest
 _PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
 
 
-class MDSDataSource(DataSource):
+class MDSDataSource(DataSource):  # type: ignore[misc,unused-ignore]
     """MDS datasets as a format of Spark; `register` makes it known to a session.
 
     The options are texts, as all options of Spark. Those of the dataset's store begin with ``store.``, e.g.
@@ -87,14 +88,14 @@ class MDSDataSource(DataSource):
 
     def _given(self, known: Sequence[str], purpose: str) -> dict[str, str]:
         given = dict(self.options)
+        if "paths" in given or not given.get("path"):
+            raise ValueError("format('mds') needs the folder or URL of one dataset. Pass it to save, load or start.")
         if unknown := [name for name in given if name not in {*known, *_ALWAYS} and not name.startswith(_STORE)]:
             listed = ", ".join(sorted({*known, "retry"}.difference(_STREAM)))
             raise ValueError(
                 f"format('mds') has no option {', '.join(sorted(unknown))} for {purpose}. Its options are {listed}, "
                 "and those of the store, such as store.endpoint_url."
             )
-        if not given.get("path"):
-            raise ValueError("format('mds') needs the folder or URL of one dataset. Pass it to save, load or start.")
         return given
 
     def _store_options(self) -> dict[str, Any]:
@@ -144,8 +145,11 @@ class FilteringMDSDataSource(MDSDataSource):
 def register(spark: Any) -> None:
     """Let a Spark session, also one of Spark Connect, read and write ``format("mds")``.
 
-    It also turns on Spark's setting ``spark.sql.python.filterPushdown.enabled``, where there is one that may be
-    changed: then filters are evaluated before the other columns are decoded.
+    Spark looks formats up in the session that is active in a thread: call this in each thread that writes.
+
+    If ``spark.sql.python.filterPushdown.enabled`` is true in the session, filters are evaluated before the other
+    columns are decoded. Then load a DataFrame again for each query: Spark, up to 4.3, keeps the filters of one query in
+    the DataFrame that was loaded, and applies them to others.
 
     Example::
 
@@ -156,13 +160,11 @@ def register(spark: Any) -> None:
     Raises:
         MissingExtraError: pyspark is older than 4.0.
     """
-    source: type[MDSDataSource] = FilteringMDSDataSource
-    try:
-        spark.conf.get(_PUSHDOWN)
-        spark.conf.set(_PUSHDOWN, "true")
-    except Exception:  # noqa: BLE001 - Spark 4.0 has no such setting, and some platforms refuse to change one
-        source = MDSDataSource
-    spark.dataSource.register(source)
+    pushes = False
+    with suppress(Exception):  # Spark 4.0 has no such setting
+        pushes = spark.conf.get(_PUSHDOWN) == "true"
+    spark.dataSource.register(FilteringMDSDataSource if pushes else MDSDataSource)
+    spark.createDataFrame([], "id long")  # makes the session the active one of this thread
 
 
 def _names(text: str) -> list[str]:

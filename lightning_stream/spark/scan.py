@@ -124,7 +124,7 @@ def _opened(store: Any, entry: ShardEntry) -> Iterator[Shard]:
 
 
 @dataclass(frozen=True, repr=False)
-class ShardSpan(InputPartition):
+class ShardSpan(InputPartition):  # type: ignore[misc,unused-ignore]
     """Some shards of a dataset, for one task.
 
     Attributes:
@@ -139,7 +139,7 @@ class ShardSpan(InputPartition):
         return f"ShardSpan({len(self.index)} bytes of an index)"
 
 
-class MDSReader(DataSourceReader):
+class MDSReader(DataSourceReader):  # type: ignore[misc,unused-ignore]
     """Reads a dataset for one query. It is pickled to the tasks.
 
     Args:
@@ -240,14 +240,13 @@ class FilteringMDSReader(MDSReader):
 def _equal(values: Any, wanted: Any) -> NDArray[np.bool_]:
     if isinstance(wanted, str):
         return np.asarray(pc.equal(values, wanted))
-    return (values == wanted) | ((values != values) & (wanted != wanted))
+    return np.asarray((values == wanted) | ((values != values) & (wanted != wanted)))
 
 
 def _greater(values: Any, wanted: Any) -> NDArray[np.bool_]:
     if isinstance(wanted, str):
         return np.asarray(pc.greater(values, wanted))
-    is_number = wanted == wanted
-    return ((values > wanted) | (values != values)) & is_number
+    return np.asarray(((values > wanted) | (values != values)) & (wanted == wanted))
 
 
 # By the names of Spark's filters, which Spark 4.0 does not have. Of two floats, NaN is the larger, and equal to NaN.

@@ -42,9 +42,10 @@ def arrow_type_of(encoding: str, first: Callable[[], Any]) -> pa.DataType:
     """
     base, *given = encoding.split(":")
     if base == "ndarray":
-        array = first() if len(given) < 2 else None
-        number = given[0] if given else array.dtype.name
-        return _nested_type(_NUMBERS[number], given[1].count(",") + 1 if array is None else array.ndim)
+        if len(given) == 2:
+            return _nested_type(_NUMBERS[given[0]], given[1].count(",") + 1)
+        array = first()
+        return _nested_type(_NUMBERS[array.dtype.name], array.ndim)
     if _is_list(base):
         return pa.list_(pa.binary())
     return _NUMBERS.get(base) or _OTHERS.get(base) or pa.binary()

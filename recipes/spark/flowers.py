@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lightning_stream.spark import dataframe_to_mds, lightning_trainer_kwargs, local_session, with_env
+from lightning_stream.spark import lightning_trainer_kwargs, local_session, register, with_env
 
 CLASSES = ("daisy", "dandelion", "roses", "sunflowers", "tulips")
 COLUMNS = {"image": "jpeg", "label": "int32", "path": "str"}
@@ -29,6 +29,7 @@ def load(session: Any, folder: str, num_train: int | None, num_val: int) -> dict
     """The DataFrames ``train`` and ``val`` of images, labels and paths, divided by a hash of the files' names."""
     from pyspark.sql import functions as f
 
+    register(session)
     files = session.read.format("binaryFile").option("pathGlobFilter", "*.jpg").option("recursiveFileLookup", "true")
     numbers = f.create_map(*(f.lit(one) for pair in enumerate(CLASSES) for one in reversed(pair)))
     label = numbers[f.element_at(f.split("path", "/"), -2)]
@@ -49,7 +50,8 @@ def save(parts: dict[str, Any], out: str) -> None:
     """Write each DataFrame as an MDS dataset; the images' bytes stay as they are."""
     for split, rows in parts.items():
         rows = rows.repartition(2, "path").sortWithinPartitions("path")
-        dataframe_to_mds(rows, mds_kwargs={"out": f"{out}/{split}", "columns": COLUMNS, "hashes": ["xxh3_64"]})
+        options = {"columns": json.dumps(COLUMNS), "if_exists": "error"}
+        rows.write.format("mds").mode("append").options(**options).save(f"{out}/{split}")
 
 
 def train(trainer: str, data: str, epochs: int, arch: str, folder: str) -> dict[str, Any]:

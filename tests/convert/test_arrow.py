@@ -80,8 +80,9 @@ def test_a_file_is_cut_between_row_groups_and_rows_keep_their_order(tmp_path: Pa
 def test_nulls_of_arrow_columns_are_counted_filled_or_dropped(tmp_path: Path, samples_of: Any) -> None:
     table = pa.table({"k": list(range(9)), "t": ["a", None, "c"] * 3, "v": [[1.0], [1.0], [None]] * 3})
     pq.write_table(table, tmp_path / "in.parquet")
+    columns = {"k": "int8", "t": "str", "v": "ndarray:float64"}
     with pytest.raises(ValueError, match=r"t: 3, v \(elements of arrays\): 3"):
-        convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN)
+        convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN, columns=columns)
     chosen = {"columns": {"k": "int8", "t": "str"}, **PLAIN}
     convert(tmp_path / "in.parquet", tmp_path / "filled", **chosen, fill_nulls={"t": ""})
     assert [(s["k"], s["t"]) for s in samples_of(tmp_path / "filled")][:3] == [(0, "a"), (1, ""), (2, "c")]

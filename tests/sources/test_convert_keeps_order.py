@@ -15,7 +15,7 @@ pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: uv sync --
 import pyarrow.feather as feather  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
-from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataset, versions  # noqa: E402
+from lightning_stream import MDSWriter, Packing, Stream, StreamingDataLoader, StreamingDataset, versions  # noqa: E402
 from lightning_stream.convert import convert, read_manifest  # noqa: E402
 from lightning_stream.errors import SnapshotMismatch  # noqa: E402
 from tests.sources.test_in_place import FORMATS, ROWS, TOKENS, collate, table, trained, written  # noqa: E402
@@ -325,3 +325,126 @@ def test_dictionaries_in_arrow_files_keep_the_order(tmp_path: Path) -> None:
     here = StreamingDataset(local=out, shuffle=True)
     assert (trained_ids(here)[0], here.samples_per_shard.tolist()) == (ids, [30, 30, 30, 10])
     StreamingDataLoader(here, global_batch_size=8).load_state_dict(state)
+
+
+def test_a_conversion_that_was_interrupted_is_continued_with_the_same_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_stream.convert.task import PartitionTask
+    from lightning_stream.sources.tables import ParquetReader
+
+    monkeypatch.setattr(ParquetReader, "min_bytes", 1000)  # several partitions
+    source = written(tmp_path / "in", "parquet")
+    convert(source, tmp_path / "whole", **PLAIN)
+    assert len(list((tmp_path / "whole").glob("part-*"))) > 1
+    run, done = PartitionTask.run, []
+
+    def interrupted(task: Any, partition: Any) -> Any:
+        if len(done) == 1:
+            raise KeyboardInterrupt
+        done.append(partition.number)
+        return run(task, partition)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PartitionTask, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, tmp_path / "out", **PLAIN)
+    assert not (tmp_path / "out" / "index.json").exists()
+    convert(source, tmp_path / "out", num_workers=2)
+    files = [
+        {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        for out in (tmp_path / "whole", tmp_path / "out")
+    ]
+    assert files[0] == files[1]
+
+
+def test_many_small_shards_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lightning_stream.convert.conversion._MANY_SHARDS", 3)
+    convert(written(tmp_path / "in", "parquet"), tmp_path / "out", **PLAIN)
+    assert "has 4 shards of 0 KB on average, as the pieces of the source are. size_limit='64mb' writes" in caplog.text
+
+
+def test_a_source_in_a_store_keeps_its_order(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec", reason="needs fsspec: uv sync --group test")
+    from lightning_stream.stores import open_store
+
+    folder, url = Path(written(tmp_path / "in", "parquet")), "memory://convert-keeps-order"
+    for path in folder.iterdir():
+        open_store(url).put(f"in/{path.name}", path.read_bytes())
+    _, state = trained(StreamingDataset(remote=f"{url}/in", shuffle=True), 5)
+    rest, _ = continued(StreamingDataset(remote=f"{url}/in", shuffle=True), state)
+    for number, given in enumerate((f"{url}/in", f"{url}/in/*.parquet")):
+        convert(given, f"{url}/out{number}", **PLAIN)
+        assert continued(StreamingDataset(remote=f"{url}/out{number}", shuffle=True), state)[0] == rest
+
+
+@pytest.mark.nightly
+def test_a_bucket_keeps_its_order(tmp_path: Path) -> None:
+    boto3 = pytest.importorskip("boto3")
+    from servers import processes
+
+    keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "us-east-1"}
+    folder = Path(written(tmp_path / "in", "tar"))
+    with processes.moto(tmp_path) as endpoint:
+        client = boto3.client("s3", endpoint_url=endpoint, **keys)
+        client.create_bucket(Bucket="bucket")
+        for path in folder.iterdir():
+            client.put_object(Bucket="bucket", Key=f"in/{path.name}", Body=path.read_bytes())
+        options = {"endpoint_url": endpoint, "access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
+
+        def dataset(name: str) -> StreamingDataset:
+            return StreamingDataset(streams=[Stream(f"s3://bucket/{name}", options=options)], shuffle=True)
+
+        _, state = trained(dataset("in"), 5)
+        rest, _ = continued(dataset("in"), state)
+        convert("s3://bucket/in", "s3://bucket/out", source_store_options=options, store_options=options, num_workers=2)
+        assert continued(dataset("out"), state)[0] == rest
+
+
+def test_columns_with_nulls_are_written_as_they_are_read_in_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, out = tmp_path / "in", str(tmp_path / "out")
+    source.mkdir()
+    rows = pa.table({"id": range(90), "text": [None if k % 7 == 3 else f"text {k}" for k in range(90)]})
+    pq.write_table(rows, source / "a.parquet", row_group_size=20)
+    there = StreamingDataset(remote=str(source), shuffle=True)
+    ids, state = trained_ids(there)
+    assert convert(source, out, **PLAIN).columns == {"id": "int64", "text": "json"}
+    assert "has nulls in text, which become json" in caplog.text
+    here = StreamingDataset(local=out, shuffle=True)
+    assert [dict(here[k]) for k in range(90)] == [dict(there[k]) for k in range(90)]
+    assert (here[3]["text"], trained_ids(here)[0]) == (None, ids)
+    StreamingDataLoader(here, global_batch_size=8).load_state_dict(state)
+    assert convert(source, tmp_path / "filled", **PLAIN, fill_nulls={"text": ""}).columns["text"] == "str"
+
+
+def test_documents_in_place_are_packed_and_the_run_continues_on_converted_lengths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = tmp_path / "in", str(tmp_path / "out")
+    source.mkdir()
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 9, rng.integers(1, 40)).astype(np.int32) for _ in range(300)]
+    rows = {"text": [f"document {k}" for k in range(300)], "tokens": pa.array(documents, pa.list_(pa.int32()))}
+    pq.write_table(pa.table(rows), source / "a.parquet", row_group_size=40)
+
+    def packed(place: str) -> StreamingDataLoader:
+        dataset = StreamingDataset(place, shuffle=True, pack=Packing("tokens", row_length=64))
+        return StreamingDataLoader(dataset, global_batch_size=4)
+
+    loader = packed(str(source))
+    steps = iter(loader)
+    assert len([next(steps) for _ in range(3)]) == 3
+    state, rest = loader.state_dict(), [batch["input_ids"].tolist() for batch in steps]
+    assert loader.dataset.lengths("tokens").tolist() == list(map(len, documents))
+    assert StreamingDataset(str(source)).lengths("text")[7] == len("document 7")
+    with monkeypatch.context() as patched:
+        patched.setattr("lightning_stream.sources.in_place.InPlace.write", None)  # the lengths stay in the cache
+        assert StreamingDataset(str(source), cache_limit="1gb").lengths("tokens")[5] == len(documents[5])
+    convert(source, out, lengths={"tokens": len}, **PLAIN)
+    loader = packed(out)
+    loader.load_state_dict(state)
+    assert [batch["input_ids"].tolist() for batch in loader] == rest

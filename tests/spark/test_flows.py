@@ -101,13 +101,27 @@ for cell in notebook.cells:
 CLIENT = """
 import sys
 from pyspark.sql import SparkSession
-from lightning_stream.spark import StreamToTorchDataset, dataframe_to_mds
+from lightning_stream.spark import StreamToTorchDataset, dataframe_to_mds, register
 
 session = SparkSession.builder.remote("local[2]").getOrCreate()
 frame = session.range(0, 1000, 1, 3).selectExpr("id", "array(id, id) as pair")
 dataframe_to_mds(frame, mds_kwargs={"out": sys.argv[1]})
 first = next(StreamToTorchDataset(frame, ["id"], cache=sys.argv[1] + "-cache").batches(10))
 assert first[:, 0].tolist() == list(range(10))
+register(session)
+out = sys.argv[1] + "-verbs"
+for _ in range(2):
+    frame.write.format("mds").mode("append").option("key", "once").save(out)
+frame.write.mode("append").parquet(sys.argv[1] + "-rows")
+rows = session.readStream.schema(frame.schema).parquet(sys.argv[1] + "-rows").writeStream.format("mds")
+query = rows.option("checkpointLocation", out + "-check").trigger(availableNow=True).start(out)
+assert query.awaitTermination(120)
+read = session.read.format("mds").load(out)
+assert read.where("id >= 90").count() == 2 * 910
+try:
+    frame.write.format("mds").mode("append").option("compresion", "zstd").save(out)
+except Exception as error:
+    assert "no option compresion for writing. Its options are columns, compression" in str(error)
 print(type(session).__module__)
 """
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from lightning_stream import versions
 from lightning_stream.formats.codecs import COMPRESSIONS
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.formats.hashing import FASTEST_FIRST
@@ -164,3 +165,16 @@ def test_mosaicml_streaming_reads_what_we_write(python: str, tmp_path: Path) -> 
         name: [{key: plain(value) for key, value in row.items()} for row in rows] for name, rows in wanted.items()
     }
     assert read == json.loads(json.dumps(expected))
+
+
+def test_mosaicml_streaming_reads_the_columns_that_a_dataset_was_written_with_and_added_ones_after_compact(
+    python: str, tmp_path: Path
+) -> None:
+    for name in ("added", "compacted"):
+        with MDSWriter(out=tmp_path / "in" / name, columns={"id": "int"}, size_limit=300) as writer:
+            writer.write_batch({"id": np.arange(60)})
+        versions.add_column(tmp_path / "in" / name, "text", "str", lambda sample: f"row {sample['id']}")
+    versions.compact(tmp_path / "in" / "compacted")
+    read = read_by_mosaic(python, tmp_path / "in", tmp_path / "cache")
+    assert read["added"] == [{"id": repr(k)} for k in range(60)]
+    assert read["compacted"] == [{"id": repr(k), "text": f"row {k}"} for k in range(60)]

@@ -297,6 +297,10 @@ class EpochOrder(ABC):
         """What the rows at positions [begin, end) hold; None where positions are samples."""
         return None
 
+    def version_at(self, position: int) -> int:  # noqa: ARG002
+        """The number of the version of the data at a position, where a run switches between several."""
+        return 0
+
     def samples(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The samples that positions [begin, end) need, and the position of each."""
         return self.ids(begin, end), np.arange(begin, end, dtype=np.int64)

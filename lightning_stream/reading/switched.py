@@ -1,0 +1,137 @@
+"""A reader of the samples of several versions of its streams, between which a training run switches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.formats.index import Index
+from lightning_stream.formats.shard import Ragged
+from lightning_stream.order.bitmap import Bitmap
+from lightning_stream.order.switches import DataVersion
+from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.stream import CacheDefaults, Stream, name_of, version_at, version_index, versions_of
+from lightning_stream.reading.stream_shards import ReaderConfig
+
+
+def reader_of(streams: Sequence[Stream], defaults: CacheDefaults, config: ReaderConfig) -> SampleReader:
+    """The reader of these streams, which may switch versions."""
+    kind = SwitchedReader if any(len(versions_of(stream)) > 1 for stream in streams) else SampleReader
+    return kind(streams, defaults, config)
+
+
+class SwitchedReader(SampleReader):
+    """Reads the samples that any of the versions of its streams has: its sample ids count them.
+
+    The shards are those of the last versions, which begin with the shards of all versions before.
+    """
+
+    @property
+    def steps(self) -> list[int]:
+        """The optimizer steps from which each of the versions holds; the first is 0."""
+        return sorted({step for stream in self.streams for step, _ in versions_of(stream)})
+
+    @cached_property
+    def kept(self) -> Bitmap | None:
+        """Which of the samples in the shards any version has."""
+        mask = np.logical_or.reduce([mask for _, mask in self._versions])
+        return None if mask.all() else Bitmap.of_mask(mask)
+
+    @cached_property
+    def versions(self) -> list[DataVersion]:
+        """The data of each version."""
+        kept = slice(None) if self.kept is None else self.kept.mask
+        return [DataVersion(reader.snapshot, Bitmap.of_mask(mask[kept])) for reader, mask in self._versions]
+
+    def sample(self, sample_id: int) -> dict[str, Any]:
+        """Read one sample, with the columns of the last version that has it."""
+        return self.sample_of(sample_id, None)
+
+    def sample_of(self, sample_id: int, version: int | None) -> dict[str, Any]:
+        """Read one sample, with the columns that a version has; None for the last one that has the sample."""
+        found = super().sample(sample_id)
+        if not self._lacks:
+            return found
+        ids = np.array([sample_id])
+        at = int(self._last_versions(ids)[0]) if version is None else version, int(self.snapshot.streams_of(ids)[0])
+        return {name: one for name, one in found.items() if name not in self._lacks or not self._lacks[name][at]}
+
+    def batch(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Gather samples as columns, each with those of the last version that has it."""
+        return self.batch_of(ids, None, out)
+
+    def batch_of(
+        self, ids: NDArray[np.int64], version: int | None, out: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Gather samples as columns: those that a version has, and None for samples whose streams lack one there."""
+        found = super().batch(ids, out)
+        if not self._lacks:
+            return found
+        streams = self.snapshot.streams_of(ids)
+        versions = self._last_versions(ids) if version is None else np.full(len(ids), version)
+        for name in [name for name in self._lacks if name in found]:
+            lacking = self._lacks[name][versions, streams]
+            if version is not None and self._lacks[name][version].all():
+                del found[name]
+            elif lacking.any():
+                found[name] = Ragged([None if one else value for one, value in zip(lacking, found[name], strict=True)])
+        return found
+
+    def _last_versions(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The number of the last version that has each sample."""
+        found = np.zeros(len(ids), np.int64)
+        for number, version in enumerate(self.versions):
+            found[version.members.has(ids)] = number
+        return found
+
+    @cached_property
+    def _lacks(self) -> dict[str, NDArray[np.bool_]]:
+        """By the names of columns that were added between versions: the streams that lack it, bool[versions, streams].
+
+        A sample that was deleted before may have a wrong value there.
+        """
+        names = {name for index in self.indexes for columns in index.column_sets for name in columns}
+        have = [
+            [{name for columns in index.column_sets for name in columns} for index in reader.indexes]
+            for reader, _ in self._versions
+        ]
+        tables = {name: np.array([[name not in one for one in version] for version in have]) for name in names}
+        return {name: table for name, table in tables.items() if (table != table[-1]).any()}
+
+    @cached_property
+    def _versions(self) -> list[tuple[SampleReader, NDArray[np.bool_]]]:
+        """A reader of each version alone, and which of the samples in the shards it has."""
+        return [self._version(step) for step in self.steps]
+
+    def _version(self, step: int) -> tuple[SampleReader, NDArray[np.bool_]]:
+        streams = []
+        for stream in self.streams:
+            one = copy.copy(stream)
+            one.version = version_at(stream, step)
+            streams.append(one)
+        reader = SampleReader(streams, self.defaults, self.config)
+        reader.indexes = tuple(map(version_index, streams, reader.caches))  # with any columns
+        masks = []
+        begin = 0
+        for stream, index, last in zip(self.streams, reader.indexes, self.indexes, strict=True):
+            _check_same_ids(stream, index, last)
+            mask = np.zeros(last.num_samples, np.bool_)
+            mask[: index.num_samples] = True if reader.kept is None else reader.kept.mask[begin:][: index.num_samples]
+            masks.append(mask)
+            begin += index.num_samples
+        return reader, np.concatenate(masks)
+
+
+def _check_same_ids(stream: Stream, index: Index, last: Index) -> None:
+    """Raise ValueError unless a version's samples have the same ids in the last version."""
+    if len(index) > len(last) or any(index.text(shard) != last.text(shard) for shard in range(len(index))):
+        raise ValueError(
+            "a training run switches to a version that has the shards of the one before, as after appends, deletions "
+            f"and added columns; the shards of version {index.digest[:16]} of {name_of(stream)} are not those of "
+            f"{last.digest[:16]}, as after versions.compact. Name versions in their order, or begin another run."
+        )
