@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_stream.errors import FormatError, NotFoundError, missing_extra, redact
 from lightning_stream.sources.base import Reader, Source
-from lightning_stream.sources.files import WILD, SourceFile, files_of, find_files, is_table
+from lightning_stream.sources.files import SourceFile, files_of, find_files, is_table
 from lightning_stream.sources.inputs import FunctionReader, Inputs, input_items
 from lightning_stream.stores import open_store
 from lightning_stream.writer.place import is_remote
@@ -49,15 +49,16 @@ def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None
         return Source("a datasets.Dataset", dataset.files, dataset)
     is_one = isinstance(source, (str, os.PathLike))
     name = redact(str(source) if is_one else f"{', '.join(map(str, source)):.200}")
-    if is_one and not WILD.intersection(uri := os.fspath(source)):
-        store = open_store(uri, store_options if is_remote(uri) else None)
+    if is_one:
+        root = re.split(r"[^/]*[*?{]", uri := os.fspath(source))[0] or "."  # that of a pattern
+        store = open_store(root, store_options if is_remote(root) else None)
         has_log = is_table(store)
-        if has_log and kind in (None, "delta"):
+        if has_log and kind in (None, "delta") and root == uri:
             table: Any = _made("delta", options)
             return Source(name, tuple(table.open_log(store, files_of(store)[0])), table)
         if has_log or kind == "delta":
             what = "is a Delta table, whose files hold deleted rows, too" if has_log else "has no log of a Delta table"
-            raise ValueError(f"{name} {what}; found kind={kind!r}. Pass no kind.")
+            raise ValueError(f"{redact(root)} {what}. Pass the folder of a table, and no kind.")
     files, reader = reader_of(find_files(source, store_options), name, kind, options)
     splits = _by_split(files) if is_one else {}
     reader.begin([file for each in splits.values() for file in each] or files)

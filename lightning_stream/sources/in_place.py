@@ -23,7 +23,7 @@ from lightning_stream.formats.index.schema import FileEntry, Origin, Schema, Sha
 from lightning_stream.formats.mds.encode import MdsEncoder, ShardDraft
 from lightning_stream.sources.base import Batch, InputSplit, Piece, Reader
 from lightning_stream.sources.choose import reader_class, reader_of, split_folders
-from lightning_stream.sources.files import DELTA_LOG, SourceFile, files_of
+from lightning_stream.sources.files import DELTA_LOG, SourceFile, files_of, is_table
 from lightning_stream.sources.nulls import NullRule
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
@@ -96,8 +96,10 @@ class InPlace:
             return table.open_log(store, found), table
         if self.version is not None or self.kind == "delta":
             raise ValueError(f"{store.url} is no Delta table: it has no {DELTA_LOG}. Pass no version=.")
-        if log:
-            raise ValueError(f"{store.url} is a Delta table, whose files hold deleted rows, too. Pass format='delta'.")
+        if log or (self.names and is_table(store)):
+            raise ValueError(
+                f"{store.url} is a Delta table, whose files hold deleted rows, too. Pass its folder, and no format."
+            )
         files, reader = reader_of([file for file in found if file.name != INDEX_NAME], store.url, self.kind)
         if "*" not in self.names and (splits := split_folders(files)):
             names = ", ".join(sorted(splits))

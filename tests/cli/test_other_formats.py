@@ -140,5 +140,6 @@ def test_a_version_of_a_delta_table_is_read(tmp_path: Path, answer: Answer, monk
     assert [answer("inspect", uri, *more)[1]["datasets"][0]["samples"] for more in ([], ["--version", "0"])] == [15, 5]
     code, done = answer("convert", uri, str(tmp_path / "out"), "--source-options", "version=1", "--num-workers", "1")
     assert (code, done["num_samples"]) == (0, {"": 10})
-    code, done = answer("convert", uri, str(tmp_path / "out"), "--kind", "parquet")
-    assert (code, "whose files hold deleted rows, too" in done["error"]) == (2, True)
+    for given in ([uri, "--kind", "parquet"], [f"{uri}/*.parquet"]):
+        code, done = answer("convert", given[0], str(tmp_path / "out"), *given[1:])
+        assert (code, "whose files hold deleted rows, too" in done["error"]) == (2, True)

@@ -170,8 +170,9 @@ def test_tables_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     delta.write_deltalake(str(table), pa.table({"id": [1]}))
     with pytest.raises(ValueError, match=r"a Delta table must be opened by its own folder; .*all/table/ is one"):
         StreamingDataset(remote=str(table.parent))[0]
-    with pytest.raises(ValueError, match=r"whose files hold deleted rows, too. Pass format='delta'"):
-        StreamingDataset(remote=str(table), format="parquet")[0]
+    for options in ({"remote": str(table), "format": "parquet"}, {"remote": f"{table}/part-*.parquet"}):
+        with pytest.raises(ValueError, match=r"whose files hold deleted rows, too. Pass its folder, and no format"):
+            StreamingDataset(**options)[0]
     assert StreamingDataset(remote=f"delta://{table}")[0]["id"] == 1
     with pytest.raises(ValueError, match=r"takes the whole URL of a table.*e.g. delta://s3://bucket/table"):
         StreamingDataset(remote="delta://bucket/table")

@@ -150,7 +150,7 @@ def test_a_file_that_is_replaced_by_one_of_the_same_size_is_an_error(name: str, 
         entry = Index.from_bytes(InPlace().index(store), "index").entry(0)
         InPlace().write(store, entry, tmp_path / "shard")
         write_version(tmp_path / "data" / name, TOKENS + 1)
-        with pytest.raises(FormatError, match=rf"{name} must stay as it is.*The file was changed: start again"):
+        with pytest.raises(FormatError, match=rf"{name}: a file must stay as it was.*this one was changed"):
             InPlace().write(store, entry, tmp_path / "shard")
 
 
