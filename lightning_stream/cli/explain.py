@@ -120,7 +120,7 @@ def _preview_of(options: argparse.Namespace) -> Path | None:
 def settings_of(order: OrderConfig) -> dict[str, Any]:
     """The order settings that are set."""
     schedule = None if order.schedule is None else order.schedule.to_state()
-    return {name: value for name, value in {**asdict(order), "schedule": schedule}.items() if value is not None}
+    return {name: value for name, value in {**asdict(order), "schedule": schedule}.items() if value not in (None, ())}
 
 
 def _over(mixture: Mixture, position: Position, forget: str | None) -> tuple[list[Stage], RunOrder, dict[str, Any]]:

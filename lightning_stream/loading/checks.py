@@ -62,7 +62,7 @@ def cache_need(
 ) -> CacheNeed:
     """The bytes a node's cache must hold at once; `window` replaces the run's own."""
     if window is not None:
-        run = RunOrder(run.snapshot, run.weights, replace(run.config, window=window), run.lengths)
+        run = RunOrder(run.snapshot, run.weights, replace(run.config, window=window, switches=()), run.lengths)
     nodes, active = settings.world.num_nodes, run.active_shards()
     sizes = np.sort(np.concatenate([index.raw_bytes for index in reader.indexes]))[::-1]
     span = ahead.span * settings.device_batch_size * settings.world.num_replicas * run.epoch(0).samples_per_position

@@ -239,6 +239,7 @@ class OrderConfig:
         """The settings as a dict of plain values."""
         state = {_KEYS.get(name, name): value for name, value in asdict(replace(self, schedule=None)).items()}
         state["schedule"] = self.schedule and self.schedule.to_state()
+        state["switches"] = [{**asdict(one), "versions": list(one.versions)} for one in self.switches]
         late = ("packing", "forgotten", "schedule", "buckets", "switches")  # states without them stay as they were
         return {name: value for name, value in state.items() if value or name not in late}
 

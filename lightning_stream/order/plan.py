@@ -57,6 +57,11 @@ class RunOrder:
                 f"The forgotten samples of an order must be those of its settings, which have digest "
                 f"{config.forgotten}; found {forgotten and forgotten.digest}. Pass the same ones."
             )
+        if config.switches:
+            raise ValueError(
+                "The order of a run that switches versions needs the data of all of them. Read it by a dataset with "
+                "version=[(step, version), ...]."
+            )
         if config.schedule is not None:
             _check_schedule(config, config.schedule, snapshot, self.weights)
         shared = config.epoch_size if config.schedule is None else None  # a schedule draws whole epochs of each stream

@@ -54,9 +54,10 @@ class SwitchedRun(RunOrder):
     def __init__(
         self, snapshot: Snapshot, weights: Sequence[StreamWeights], config: OrderConfig, versions: Sequence[DataVersion]
     ) -> None:
-        super().__init__(snapshot, weights, config)
-        self._versions = tuple(versions[: 1 + len(config.switches)])
         self._plain = replace(config, switches=())
+        super().__init__(snapshot, weights, self._plain)
+        self.config = config
+        self._versions = tuple(versions[: 1 + len(config.switches)])
         self._runs = [RunOrder(one.snapshot, weights, self._plain) for one in self._versions]
 
     def __reduce__(self) -> tuple[type[SwitchedRun], tuple[object, ...]]:  # type: ignore[override]
