@@ -111,9 +111,15 @@ def litdata_reads(name: str) -> Callable[[Path], dict]:
                 str(folder / name), cache_dir=cache, shuffle=True, drop_last=False, **options
             )
             loader = litdata.StreamingDataLoader(dataset, batch_size=BATCH)
-            return clock.stop(sum(len(batch["tokens"] if isinstance(batch, dict) else batch[0]) for batch in loader))
+            return clock.stop(
+                sum(_num_rows(batch["tokens"] if isinstance(batch, dict) else batch[0]) for batch in loader)
+            )
 
     return contender
+
+
+def _num_rows(tokens: object) -> int:
+    return len(tokens[0]) if isinstance(tokens, list) else len(tokens)  # lists are collated as one tensor per position
 
 
 def hf(folder: Path) -> dict:
@@ -124,7 +130,7 @@ def hf(folder: Path) -> dict:
     files = sorted(map(str, (folder / "parquet").glob("*.parquet")))
     rows = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
     loader = DataLoader(rows.shuffle(seed=0, buffer_size=10_000).with_format("torch"), batch_size=BATCH)
-    return clock.stop(sum(len(batch["tokens"]) for batch in loader))
+    return clock.stop(sum(_num_rows(batch["tokens"]) for batch in loader))
 
 
 if __name__ == "__main__":

@@ -104,11 +104,10 @@ class NumpyReader(TableReader):
 
         def read(rows: Sequence[int]) -> Mapping[str, Any]:
             spans = [(first + row * width, first + (row + 1) * width) for row in rows]
-            if isinstance(rows, range):
-                data: Any = stretch(file, spans[0][0], spans[-1][1]) if spans else b""
-            else:
-                found = stretches(file, spans)
-                data = b"".join(found[span] for span in spans)
+            if isinstance(rows, range) and spans:
+                spans = [(spans[0][0], spans[-1][1])]
+            found = stretches(file, spans)
+            data = found[spans[0]] if len(spans) == 1 else b"".join(found[span] for span in spans)
             return self._named(np.frombuffer(data, dtype).reshape(len(rows), *shape[1:]))
 
         return _Arrays(read, shape[0], shape[0] * width, _rows_of_block(shape[0], shape[0] * width))
@@ -142,7 +141,11 @@ def _record_batch(arrays: Mapping[str, Any], columns: Iterable[str] | None) -> p
 
 
 def _arrow_array(array: Any) -> pa.Array:
-    flat = pa.array(np.ascontiguousarray(array).reshape(-1))
+    flat: Any = np.ascontiguousarray(array).reshape(-1)
+    if flat.dtype.kind in "iuf" and flat.dtype.isnative:  # `pa.array` imports pandas, which takes a second
+        flat = pa.Array.from_buffers(pa.from_numpy_dtype(flat.dtype), len(flat), [None, pa.py_buffer(flat)])
+    else:
+        flat = pa.array(flat)
     for size in reversed(array.shape[1:]):
         flat = pa.FixedSizeListArray.from_arrays(flat, size)
     return flat
