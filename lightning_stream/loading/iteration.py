@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from weakref import WeakSet, ref
 
 from lightning_stream.errors import StateError
+from lightning_stream.loading.meter import Made, Meter
 from lightning_stream.loading.source import BatchSettings
 from lightning_stream.loading.workers import MadeBatches
 from lightning_stream.order import Occurrence, OrderConfig, Position, RunOrder, ledger
@@ -48,9 +49,11 @@ class Loader(Protocol):
     @property
     def position(self) -> Position: ...
     def __len__(self) -> int: ...
+    @property
+    def meter(self) -> Meter: ...
     def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]: ...
     def batches_from(self, start: Position) -> MadeBatches: ...
-    def note_batch(self, iterator: LoaderIterator, waited_s: float) -> None: ...
+    def note_batch(self, iterator: LoaderIterator, asked: float, got: float, made: Made) -> None: ...
     def note_end(self, iterator: LoaderIterator) -> None: ...
     def set_epoch(self, epoch: int) -> None: ...
     def state_of(self, position: Position) -> dict[str, Any]: ...
@@ -86,6 +89,7 @@ class LoaderIterator:
         self.start: Position | None = None
         self.last_batch: MicroBatch | None = None
         self.num_batches = 0
+        self._handed_out = 0.0  # when it handed out the last one
         self.limit: int | None = None
 
     def __iter__(self) -> LoaderIterator:
@@ -97,7 +101,9 @@ class LoaderIterator:
     def __next__(self) -> Any:
         if self._is_over:
             raise StopIteration
-        began, last = perf_counter(), self.last_batch
+        asked, last = perf_counter(), self.last_batch
+        if self.num_batches:
+            self._loader.meter.compute_s += asked - self._handed_out
         try:
             if self._made is None:
                 self.start, self._made = self._loader.begin_iteration(self)
@@ -106,12 +112,14 @@ class LoaderIterator:
             if self._is_outdated and (last is None or (last.completes_step and not last.ends_epoch)):
                 self._made.close()
                 self._made, self._is_outdated = self._loader.batches_from(self.position), False
-            batch, self.last_batch = next(self._made)
+            batch, self.last_batch, made = next(self._made)
         except BaseException:
             self.close()
             raise
         self.num_batches += 1
-        self._loader.note_batch(self, perf_counter() - began)
+        got = perf_counter()
+        self._loader.note_batch(self, asked, got, made)
+        self._handed_out = got
         return batch
 
     @property

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.cache import Lease, ShardCache
+from lightning_stream.counters import Counters
 from lightning_stream.errors import DigestError, FormatError
 from lightning_stream.formats.encodings.images import load_images
 from lightning_stream.formats.hashing import digest
@@ -65,7 +66,7 @@ class SampleReader:
     def __init__(self, streams: Sequence[Stream], defaults: CacheDefaults, config: ReaderConfig) -> None:
         self.streams = tuple(streams)
         self.defaults = defaults
-        self.config = config
+        self.config, self.counters = config, Counters()
         self._process: ReaderProcess | None = None
         self._lengths: dict[str, NDArray[np.uint32]] = {}
 
@@ -75,7 +76,7 @@ class SampleReader:
     @cached_property
     def caches(self) -> tuple[ShardCache, ...]:
         """One cache per stream."""
-        return tuple(cache_of(stream, self.defaults) for stream in self.streams)
+        return tuple(cache_of(stream, self.defaults, self.counters) for stream in self.streams)
 
     @cached_property
     def indexes(self) -> tuple[Index, ...]:
@@ -317,10 +318,9 @@ class SampleReader:
         """The shards of this process; a forked child starts with none."""
         found = self._process
         if found is None or found.pid != os.getpid():
-            config, is_limited = self.config, self.defaults.config.limit_bytes is not None
-            ranges = SampleRanges(config.allow_unsafe_types, config.decoders)
-            num_shards = self.snapshot.num_shards
-            made = ReaderProcess(num_shards, config.fetch_threads, ranges, config.max_open_shards, is_limited)
+            config, count, limit_bytes = self.config, self.snapshot.num_shards, self.defaults.config.limit_bytes
+            ranges, is_limited = SampleRanges(config.allow_unsafe_types, config.decoders), limit_bytes is not None
+            made = ReaderProcess(count, config.fetch_threads, ranges, config.max_open_shards, is_limited)
             made.pools += [] if found is None else found.pools
             self._process = found = made
         return found
@@ -335,11 +335,10 @@ class SampleReader:
         for k, number in enumerate(numbers):
             fetch = process.fetches.get(number)
             is_late = fetch is None or (self.config.start_by_range and not fetch.done())
-            if number not in process.open and is_late:
-                samples = indices(k)
-                if self.ranges_are_cheaper(number, len(samples)):
-                    found[number] = (*self.entry(number), samples)
-        return process.ranges.shards(found) if found else {}
+            if number not in process.open and is_late and self.ranges_are_cheaper(number, len(samples := indices(k))):
+                found[number] = (*self.entry(number), samples)
+        with self.counters.waiting():
+            return process.ranges.shards(found) if found else {}
 
     def ranges_are_cheaper(self, number: int, num_samples: int) -> bool:
         """Whether so many samples of a shard that is not here cost less by ranges than the whole shard."""
@@ -357,7 +356,8 @@ class SampleReader:
         shard: Shard | None = None
         process.raise_file_limit()
         try:
-            lease = fetch.result() if fetch is not None else cache.lease(entry, None, config.fetch_threads)
+            with self.counters.waiting():
+                lease = fetch.result() if fetch is not None else cache.lease(entry, None, config.fetch_threads)
             try:
                 shard = open_shard(
                     entry, lease.folder, allow_unsafe_types=config.allow_unsafe_types, decoders=config.decoders
