@@ -19,7 +19,7 @@ _MANY = 0.1  # the part of requests, or of the time of fetching, from which on f
 _AGAIN = 0.2  # the part of the downloads from which on repeated ones matter
 _BUSY = 0.5  # the part of the time that the connections are in use, from which on the store is the limit
 _UNDISTURBED = 0.75  # a thread that computes with less of a core than this is disturbed
-_OTHERS = 0.3  # cores used by the other threads of its process
+_OTHERS = 0.3  # of a core: what a busy process uses at least; of its processor time: what its other threads use
 _SPARE = 1.1  # proposed workers make batches a little faster than they are needed
 _MB = 1e6
 
@@ -62,7 +62,7 @@ def verdict_of(stats: LoaderStats) -> Verdict:
     steady_s = sum(stats.waits.values())
     if stats.num_batches < 2 or stats.wait_share < INPUT_BOUND:
         return Verdict("none", f"Not input-bound: training waited {_percent(stats.wait_share)} of the time for data.")
-    steady = steady_s / max(steady_s + stats.compute_s, 1e-9)
+    steady = steady_s / stats.elapsed_s
     if steady < INPUT_BOUND or (steady < _ALARMING and steady_s < _RATHER * stats.wait_s):
         return _at_the_start(stats)
     part = max(stats.waits, key=stats.waits.__getitem__)
@@ -132,7 +132,7 @@ def _small_cache(stats: LoaderStats, again: float) -> Verdict:
         f"the cache is too small: {stats.counters['evictions']:,.0f} shards were evicted, and about {_percent(again)} "
         "of the downloads were of shards that had been here."
     )
-    remedy = f"Raise cache_limit to {limit!r}, which holds all shards, if the disk has the space; or lower window."
+    remedy = f"Raise cache_limit to {limit!r}, which holds all shards, if the disk has the space. Or lower window."
     return Verdict("small_cache", finding, remedy, "cache_limit", limit)
 
 
@@ -140,7 +140,7 @@ def _unpacking(stats: LoaderStats) -> Verdict:
     counted, workers = stats.counters, _more_workers(stats)
     converts = counted["convert_s"] > counted["verify_s"] + counted["decompress_s"]
     what = "read from its own format" if converts else "decompressed and verified"
-    other = "convert the dataset to MDS" if converts else "write it without compression"
+    other = "convert the dataset to MDS" if converts else "write the dataset without compression"
     finding = f"shards are {what} more slowly than they are needed."
     if workers is None:
         return Verdict("decompression", finding, f"{other[0].upper()}{other[1:]}.")
@@ -196,7 +196,8 @@ def _making(cause: str, doing: str, stage: str, otherwise: str) -> Callable[[Loa
         wall_s = sum(work.values())
         computing_s = max(wall_s - work["fetching"], 1e-9)
         undisturbed = stats.cpu_s >= _UNDISTURBED * computing_s
-        if not undisturbed and stats.all_cpu_s - stats.cpu_s >= _OTHERS * wall_s:
+        others_s = stats.all_cpu_s - stats.cpu_s
+        if not undisturbed and stats.all_cpu_s >= _OTHERS * wall_s and others_s >= _OTHERS * stats.all_cpu_s:
             return _held_up(stats)
         if not undisturbed and settings.num_workers > settings.num_cores:
             finding = f"{settings.num_workers} workers share {settings.num_cores} processor cores."
