@@ -89,7 +89,6 @@ class LoaderIterator:
         self.start: Position | None = None
         self.last_batch: MicroBatch | None = None
         self.num_batches = 0
-        self._handed_out = 0.0  # when it handed out the last one
         self.limit: int | None = None
 
     def __iter__(self) -> LoaderIterator:
@@ -102,8 +101,7 @@ class LoaderIterator:
         if self._is_over:
             raise StopIteration
         asked, last = perf_counter(), self.last_batch
-        if self.num_batches:
-            self._loader.meter.compute_s += asked - self._handed_out
+        self._loader.meter.asked(asked, is_first=not self.num_batches)
         try:
             if self._made is None:
                 self.start, self._made = self._loader.begin_iteration(self)
@@ -114,12 +112,11 @@ class LoaderIterator:
                 self._made, self._is_outdated = self._loader.batches_from(self.position), False
             batch, self.last_batch, made = next(self._made)
         except BaseException:
+            self._loader.meter.gave_up()
             self.close()
             raise
         self.num_batches += 1
-        got = perf_counter()
-        self._loader.note_batch(self, asked, got, made)
-        self._handed_out = got
+        self._loader.note_batch(self, asked, perf_counter(), made)
         return batch
 
     @property

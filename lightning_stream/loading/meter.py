@@ -57,6 +57,7 @@ class Meter:
         first_waits, waits: Seconds by `PARTS`, of the waits for first batches of iterations, and for all others.
         work: Seconds by `STAGES` of the making of all batches, also of what cost no time.
         cpu_s, all_cpu_s: As in `Made`, added up.
+        waiting_since: When the batch was requested that the consumer waits for; None while it does not wait.
         settings: The `LoadingSettings` when the latest iteration began; None before.
     """
 
@@ -65,15 +66,42 @@ class Meter:
         self.num_batches = self.num_samples = self.num_tokens = self.num_iterations = self.num_ready = 0
         self.first_waits, self.waits, self.work = [0.0] * len(PARTS), [0.0] * len(PARTS), [0.0] * len(STAGES)
         self.settings: Any = None
+        self.waiting_since: float | None = None
+        self._training_since: float | None = None
+        self._is_paused = False
         self._live: list[SharedCounters] = []
         self._ended = np.zeros(len(NAMES))
 
     def __reduce__(self) -> tuple[type[Meter], tuple[()]]:
         return Meter, ()
 
+    def asked(self, now: float, is_first: bool) -> None:
+        """Note that a batch is requested; what came before the first one of an iteration is not training."""
+        self._trained(now, counts=not is_first)
+        self.waiting_since = now
+
+    def gave_up(self) -> None:
+        """Note that no batch came: the epoch is over, or an error was raised."""
+        self.waiting_since = None
+
+    def _trained(self, now: float, counts: bool = True) -> None:
+        if self._training_since is not None and counts:
+            self.compute_s += now - self._training_since
+        self._training_since = None
+
+    def pause(self, now: float) -> None:
+        """Note that training stops: for a validation, or at the end of an epoch."""
+        self._is_paused = self._training_since is not None
+        self._trained(now)
+
+    def resume(self, now: float) -> None:
+        """Note that training continues after a pause."""
+        if self._is_paused:
+            self._training_since, self._is_paused = now, False
+
     def note(self, asked: float, got: float, made: Made, batch: MicroBatch | None, is_first: bool) -> None:
         """Count a batch that is about to be handed out."""
-        wait_s = got - asked
+        wait_s, self.waiting_since, self._training_since, self._is_paused = got - asked, None, got, False
         self.wait_s += wait_s
         self.longest_wait_s = max(self.longest_wait_s, wait_s)
         self.num_batches += 1

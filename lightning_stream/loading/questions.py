@@ -28,7 +28,7 @@ from lightning_stream.order.forget import Replay
 from lightning_stream.order.tracing import Explanation, TracedBatch
 from lightning_stream.processes import num_processes
 from lightning_stream.reading.data_stages import stages_of_reader
-from lightning_stream.reading.look_ahead import read_ahead_depth
+from lightning_stream.reading.look_ahead import furthest_ahead
 
 _MEASURED = (
     "num_batches", "num_samples", "num_tokens", "num_iterations", "num_ready", "early_s", "wait_s", "longest_wait_s",
@@ -149,14 +149,15 @@ class LoaderQuestions:
         """The settings that decide how fast the loader is."""
         source, settings, world = self._source, self.settings(), self.detect_world()
         size, reader = settings.device_batch_size, source.reader
+        limit_bytes = reader.defaults.config.limit_bytes
         return LoadingSettings(
             batch_size=size,
             num_workers=self.num_workers,
             num_cores=max(1, num_processes(None) // world.ranks_per_node),
             fetch_threads=reader.config.fetch_threads,
             persistent_workers=self.persistent_workers,
-            predownload=size * read_ahead_depth(source.predownload, size),
-            cache_limit=reader.defaults.config.limit_bytes,
+            predownload=size * furthest_ahead(source.predownload, size, is_limited=limit_bytes is not None),
+            cache_limit=limit_bytes,
             dataset_bytes=sum(int(index.raw_bytes.sum()) for index in reader.indexes),
         )
 

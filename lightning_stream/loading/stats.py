@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lightning_stream.counters import NAMES
@@ -22,7 +22,7 @@ class LoadingSettings:
         num_cores: Processor cores that this process and its workers may use.
         fetch_threads: Shards that each of these processes fetches at the same time.
         persistent_workers: Whether the workers stay between epochs.
-        predownload: Samples that each worker looks ahead.
+        predownload: Samples that each worker looks ahead at most.
         cache_limit, dataset_bytes: Bytes that the cache may hold (None: no limit); bytes of all raw shards.
     """
 
@@ -80,13 +80,21 @@ class LoaderStats:
 
     def __sub__(self, before: LoaderStats) -> LoaderStats:
         """What was measured since `before`; the longest wait stays that of the whole time."""
-        found: dict[str, Any] = {}
-        for name in (one.name for one in fields(self)):
-            new, old = getattr(self, name), getattr(before, name)
-            if isinstance(new, Mapping):
-                found[name] = {key: new[key] - old[key] for key in new}
+        return replace(self._combined(before, -1), longest_wait_s=self.longest_wait_s)
+
+    def __add__(self, later: LoaderStats) -> LoaderStats:
+        """What was measured in both."""
+        longest_wait_s = max(self.longest_wait_s, later.longest_wait_s)
+        return replace(self._combined(later, 1), longest_wait_s=longest_wait_s, settings=later.settings)
+
+    def _combined(self, other: LoaderStats, sign: int) -> LoaderStats:
+        found: dict[str, Any] = {"settings": self.settings}
+        for name in (one.name for one in fields(self) if one.name != "settings"):
+            own, others = getattr(self, name), getattr(other, name)
+            if isinstance(own, Mapping):
+                found[name] = {key: own[key] + sign * others[key] for key in own}
             else:
-                found[name] = new if name in ("settings", "longest_wait_s") else new - old
+                found[name] = own + sign * others
         return LoaderStats(**found)
 
     @property
@@ -121,7 +129,7 @@ class LoaderStats:
         return self.num_ready / self.num_batches if self.num_batches else 0.0
 
     @property
-    def field(self) -> str:
+    def short(self) -> str:
         """The short text of progress bars, e.g. ``2% · 310 MB/s``: the time spent waiting, and the downloads."""
         rate = f" · {self.download_mb_s:.0f} MB/s" if self.counters["fetched_bytes"] else ""
         return f"{100 * self.wait_share:.0f}%{rate}"

@@ -107,7 +107,8 @@ def _fetching(stats: LoaderStats) -> Verdict:
         return Verdict("other_process", finding, remedy)
     if unpacking_s >= _RATHER * busy_s:
         return _unpacking(stats)
-    if busy_s < _BUSY * makers * settings.fetch_threads * stats.elapsed_s and not _looks_far(stats):
+    fetching_s = stats.elapsed_s - stats.first_waits["starting"]
+    if busy_s < _BUSY * makers * settings.fetch_threads * fetching_s and not _looks_far(stats):
         return _look_ahead(stats)
     return _slow_store(stats)
 
