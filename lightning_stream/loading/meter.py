@@ -21,7 +21,7 @@ from lightning_stream.order.micro_batches import MicroBatch
 
 STAGES = ("planning", "fetching", "reading", "transforming", "collating")  # of the making of a batch
 PARTS = ("starting", *STAGES, "sending")  # of a wait: before its batch was begun, and after it was made
-_ROW_BYTES = 8 * len(NAMES)
+_ROW_BYTES = 8 * (len(NAMES) + 1)
 
 
 class Made(NamedTuple):
@@ -124,6 +124,10 @@ class Meter:
         """The counters of all worker processes so far, float64[len(NAMES)]."""
         return self._ended + sum((shared.values.sum(axis=0) for shared in list(self._live)), np.zeros(len(NAMES)))
 
+    def worker_pids(self) -> list[int]:
+        """The process ids of the workers that can report where they stand."""
+        return [int(pid) for shared in list(self._live) for pid in shared.pids if pid]
+
     def attach(self, num_workers: int) -> SharedCounters:
         """Make the counters of so many new workers, which count until they are detached."""
         shared = SharedCounters(num_workers)
@@ -140,7 +144,8 @@ class Meter:
 class SharedCounters:
     """The counters of the workers of one iteration, in memory that they share with their trainer.
 
-    Forked workers inherit it, spawned ones get its descriptor. `values` is float64[num_workers, len(NAMES)].
+    Forked workers inherit it, spawned ones get its descriptor. `values` is float64[num_workers, len(NAMES)], and `pids`
+    float64[num_workers] has the process id of each worker that can report where it stands, and 0 for others.
     """
 
     _fd = -1
@@ -148,8 +153,9 @@ class SharedCounters:
     def __init__(self, num_workers: int, fd: int | None = None) -> None:
         num_bytes = num_workers * _ROW_BYTES
         self._fd = memory_file("counters", num_bytes) if fd is None else fd
-        memory = np.frombuffer(mmap.mmap(self._fd, num_bytes), np.float64)
-        self.values: NDArray[np.float64] = memory.reshape(num_workers, len(NAMES))
+        memory = np.frombuffer(mmap.mmap(self._fd, num_bytes), np.float64).reshape(num_workers, -1)
+        self.values: NDArray[np.float64] = memory[:, :-1]
+        self.pids: NDArray[np.float64] = memory[:, -1]
 
     def __reduce__(self) -> tuple[Callable[..., SharedCounters], tuple[Any, ...]]:
         if context.get_spawning_popen() is not None:  # on its way to a worker process

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from lightning_stream.loading.plain import PlainIterations
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.loading.stats import LoaderStats, LoadingSettings
+from lightning_stream.loading.watch import Watch
 from lightning_stream.loading.workers import Workers
 from lightning_stream.order import Occurrence, Position, RunOrder, explain, trace
 from lightning_stream.order.balance import can_balance
@@ -144,6 +145,21 @@ class LoaderQuestions:
             counters=counted,
             settings=meter.settings or LoadingSettings(),
         )
+
+    def watch(self, after_s: float = 120.0, say: Callable[[str], object] = print) -> Watch:
+        """Report, from a thread, while the first shards arrive, and where everything stands if no batch comes.
+
+        Args:
+            after_s: Seconds without a batch after which the stacks of all threads, those of the workers, and the
+                requests in flight are written to stderr, once for each wait.
+            say: Shows the user a sentence.
+
+        Example::
+
+            with loader.watch(after_s=60):
+                train(loader)
+        """
+        return Watch(self, after_s, say)
 
     def loading_settings(self) -> LoadingSettings:
         """The settings that decide how fast the loader is."""

@@ -53,9 +53,10 @@ class Pipeline(IterableDataset[Delivery]):
     def __iter__(self) -> Iterator[Delivery]:
         worker = get_worker_info()
         if worker is not None:  # now, and not with the first batch: the trainer may be gone before that
-            leave_signals_to_the_trainer(self.trainer_pid)
+            can_report = leave_signals_to_the_trainer(self.trainer_pid)
             if self.counters is not None:
                 self.source.reader.counters.values = self.counters.values[worker.id]
+                self.counters.pids[worker.id] = os.getpid() if can_report else 0
         return self._batches(*((worker.id, worker.num_workers) if worker is not None else (0, 1)))
 
     def _batches(self, index: int, count: int) -> Iterator[Delivery]:

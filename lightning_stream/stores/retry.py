@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ _Span = tuple[int, "int | None"]  # first byte, and the byte after the last one
 _log = logging.getLogger("lightning_stream.stores")
 _LEAST_PART_BYTES = 4 << 20  # for smaller parts, a request costs too much
 _READS = 3  # of an object that is replaced during each read
+_in_flight: weakref.WeakValueDictionary[int, RetryBudget] = weakref.WeakValueDictionary()  # by id
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,17 @@ class RetryBudget:
         self._begun = time.monotonic()
         self._in_a_row = 0
         self.failures = 0
+        self._pid = os.getpid()
+        _in_flight[id(self)] = self
+
+    def __str__(self) -> str:
+        failed = f", {self.failures} failures" if self.failures else ""
+        return f"{self._where} for {time.monotonic() - self._begun:.1f} s{failed}"
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether it was begun here; a forked process has copies of its parent's."""
+        return self._pid == os.getpid()
 
     def call(self, call: Callable[[], T]) -> T:
         """Call until it succeeds, or until there were too many failures."""
@@ -261,6 +274,12 @@ class RetryBudget:
             f"{self._where}: not done within the deadline of {self._policy.deadline_s:g} s, after {self.failures} "
             f"failures. Last: {reason}. Check the network, or allow more time with deadline_s."
         )
+
+
+def requests_in_flight() -> list[str]:
+    """The operations of this process that have not ended: the object, for how long, and the failures so far."""
+    found = [budget for ref in _in_flight.valuerefs() if (budget := ref()) is not None]
+    return [str(budget) for budget in found if budget.is_of_this_process]
 
 
 class ResumingStream:

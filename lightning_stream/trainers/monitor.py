@@ -9,6 +9,7 @@ from time import perf_counter
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.stats import LoaderStats
 from lightning_stream.loading.verdict import Verdict, verdict_of
+from lightning_stream.loading.watch import Watch
 from lightning_stream.trainers.agreement import gathered
 
 _SHOWN_S = 5.0  # how much time the text in the progress bar is about
@@ -44,21 +45,26 @@ class DataMonitor:
     def __init__(self, say: Callable[[str], object]) -> None:
         self.say, self.validation_s = say, 0.0
         self._loader: StreamingDataLoader | None = None
+        self._watch: Watch | None = None
         self._past = self._base = LoaderStats()  # of loaders before this one; of this one, when it was attached
         self._logged = self._checked = self._shown = LoaderStats()  # when each was done last
         self._checked_at = self._shown_at = self._paused_at = perf_counter()
         self._said: set[str] = set()
         self._text = "0%"
 
-    def attach(self, loader: StreamingDataLoader) -> None:
-        """Follow a loader from now on; a trainer may make another one for each epoch."""
+    def attach(self, loader: StreamingDataLoader, watches: bool = True) -> None:
+        """Follow a loader from now on, and watch it; a trainer may make another one for each epoch."""
         if loader is not self._loader:
-            self._past = self.stats()
+            self.detach()
             self._loader, self._base = loader, loader.stats()
+            self._watch = loader.watch(say=self.say) if watches else None
 
     def detach(self) -> None:
         """Release the loader; what was measured stays."""
         self._past, self._loader = self.stats(), None
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
 
     def stats(self) -> LoaderStats:
         """What was measured in this process since training began."""

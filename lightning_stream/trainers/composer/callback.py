@@ -82,7 +82,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
             tracker.move_to(self.loader.first_position())
         self._trainer, tracker.counts = trainer, True
         self.monitor = DataMonitor(tracker.say)
-        self.monitor.attach(self.loader)
+        self.monitor.attach(self.loader, self.is_monitoring)
         self._epoch_clock, self._batch_clock = int(clock.epoch), int(clock.batch)
         trainer.state.callbacks.insert(0, self)
         if trainer.state.device_train_microbatch_size is None:  # batch sizes differ: no batch of the budget has more
@@ -186,7 +186,8 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
             logger.log_metrics({"stream/num_substituted": int(count)})
 
     def close(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
-        """End the workers of all our loaders."""
+        """End the workers of all our loaders, and the watch."""
+        self.monitor.detach()
         for loader in (self.loader, *(evaluator.dataloader.dataloader for evaluator in state.evaluators)):
             if isinstance(loader, StreamingDataLoader):
                 loader.close()

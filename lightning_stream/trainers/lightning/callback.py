@@ -157,8 +157,9 @@ class StreamingCallback(Callback):
             self.tracker.detach()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the progress bar as it was: Lightning asks for no teardown after an error."""
+        """Leave the progress bar as it was, and end the watch: Lightning asks for no teardown after an error."""
         self._hide_position()
+        self.monitor.detach()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin where the checkpoint stood."""
@@ -177,7 +178,7 @@ class StreamingCallback(Callback):
         loader.check()  # logs before the progress bar is drawn
         loops.let_ranks_stop_together(trainer)
         self.monitor = DataMonitor(self.tracker.say)
-        self.monitor.attach(loader)
+        self.monitor.attach(loader, self.is_monitoring)
         if self.show_position:
             waiting = self.monitor.short if self.is_monitoring else None
             self._hide_position = loops.show_in_bar(trainer, self.tracker, waiting)
@@ -192,7 +193,7 @@ class StreamingCallback(Callback):
         """Follow the loader that Lightning made for this epoch, if it made one, and the epoch's length."""
         loader = self._attach(trainer) if self.tracker.is_attached else None
         if loader is not None:
-            self.monitor.attach(loader)
+            self.monitor.attach(loader, self.is_monitoring)
             loops.follow_length(trainer, loader, self.tracker.position.epoch)
 
     def _follow_change(self, trainer: Any) -> None:
