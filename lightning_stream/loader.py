@@ -235,7 +235,8 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
     def note_batch(self, iterator: LoaderIterator, asked: float, got: float, made: Made) -> None:
         """Note a batch that is about to be handed out: when it was requested, when it came, and how it was made."""
         self._last = iterator.last_batch
-        self.meter.note(asked, got, made, self._last, iterator.num_batches == 1)
+        if iterator.is_measured:
+            self.meter.note(asked, got, made, self._last, iterator.num_batches == 1)
         if self._driver is not None:
             self._driver.note_batch(iterator)
         if iterator.moves:

@@ -50,6 +50,9 @@ class Loader(Protocol):
     @property
     def position(self) -> Position: ...
     def __len__(self) -> int: ...
+
+    evaluation: bool
+
     @property
     def meter(self) -> Meter: ...
     def stats(self) -> LoaderStats: ...
@@ -103,10 +106,11 @@ class LoaderIterator:
         if self._is_over:
             raise StopIteration
         asked, last = perf_counter(), self.last_batch
-        self._loader.meter.asked(asked, is_first=not self.num_batches)
         try:
             if self._made is None:
                 self.start, self._made = self._loader.begin_iteration(self)
+            if self.is_measured:
+                self._loader.meter.asked(asked, is_first=not self.num_batches)
             if self.limit is not None and self.num_batches >= self.limit:
                 raise StopIteration
             if self._is_outdated and (last is None or (last.completes_step and not last.ends_epoch)):
@@ -120,6 +124,11 @@ class LoaderIterator:
         self.num_batches += 1
         self._loader.note_batch(self, asked, perf_counter(), made)
         return batch
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the loader measures its waits: not where somebody only looks at batches."""
+        return self.moves or self._loader.evaluation
 
     @property
     def position(self) -> Position:

@@ -159,7 +159,7 @@ class LoaderQuestions:
             with loader.watch(after_s=60):
                 train(loader)
         """
-        return Watch(self, after_s, say)
+        return Watch(self, after_s, say)  # type: ignore[arg-type]  # the loader itself
 
     def loading_settings(self) -> LoadingSettings:
         """The settings that decide how fast the loader is."""

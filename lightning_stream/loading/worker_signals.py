@@ -49,7 +49,8 @@ def leave_signals_to_the_trainer(trainer_pid: int) -> bool:
     # A signal to a process that a worker forks waits until that has the default handlers.
     block, unblock = (partial(signal.pthread_sigmask, how, _SIGNALS) for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=_restore)
-    if can_report:  # the stacks come also where no Python code can run; then the handler above is called
+    if REPORT is not None and sys.__stderr__ is not None:
+        # The stacks come also where no Python code can run; then the handler above is called.
         faulthandler.register(REPORT, file=sys.__stderr__, all_threads=True, chain=True)
     threading.Thread(target=_end_in_time, args=(trainer_pid, received), name="trainer-watch", daemon=True).start()
     return can_report
@@ -96,7 +97,7 @@ def _end_in_time(trainer_pid: int, received: int) -> None:
         gone = any(fd != received for fd, _ in ready) or (not ready and not _exists(trainer_pid))
         if gone or _END in numbers:
             break
-        if REPORT in numbers:
+        if REPORT is not None and REPORT in numbers:
             requests = requests_in_flight() or ["none"]
             print(f"Requests in flight in worker {os.getpid()}:", *requests, sep="\n  ", file=sys.stderr, flush=True)
         if signal.SIGTERM in numbers:

@@ -223,6 +223,24 @@ def test_a_copy_of_a_loader_begins_at_zero(data: Path, tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(counters)).values.tolist() == [0.0] * len(NAMES)
 
 
+def test_a_look_at_batches_is_not_measured(data: Path, tmp_path: Path) -> None:
+    loader = loader_over(data, tmp_path)
+    batches = iter(loader)
+    next(batches)
+    for _ in loader.look():
+        pass
+    next(batches)
+    assert loader.stats().num_batches == 2
+    assert (loader.stats().num_samples, loader.stats().num_iterations) == (2 * BATCH, 1)
+
+
+def test_an_evaluation_is_measured(data: Path) -> None:
+    loader = StreamingDataLoader(StreamingDataset(local=data), BATCH, evaluation=True)
+    for _ in loader:
+        pass
+    assert loader.stats().num_samples == NUM_SAMPLES
+
+
 def test_threads_count_together() -> None:
     counters = Counters()
 
