@@ -31,8 +31,8 @@ class Verdict:
     Attributes:
         cause: One of ``"none"`` (not input-bound), ``"cold_start"``, ``"epoch_start"``, ``"throttled"``,
             ``"store_errors"``, ``"small_cache"``, ``"look_ahead"``, ``"store_latency"``, ``"bandwidth"``,
-            ``"decompression"``, ``"other_process"``, ``"decoding"``, ``"transform"``, ``"collate"``, ``"planning"``,
-            ``"transport"``, ``"gil"``, ``"cores"``.
+            ``"decompression"``, ``"other_process"``, ``"disk"``, ``"decoding"``, ``"transform"``, ``"collate"``,
+            ``"planning"``, ``"transport"``, ``"gil"``, ``"cores"``.
         finding: What was measured, as a sentence.
         remedy: What to change, as a sentence; empty where nothing needs to change.
         setting, value: The setting that the remedy names, and the value to try; None where it names none.
@@ -201,9 +201,9 @@ def _making(cause: str, doing: str, stage: str, otherwise: str) -> Callable[[Loa
         if not undisturbed and stats.all_cpu_s >= _OTHERS * wall_s and others_s >= _OTHERS * stats.all_cpu_s:
             return _held_up(stats)
         if not undisturbed and settings.num_workers > settings.num_cores:
-            finding = f"{settings.num_workers} workers share {settings.num_cores} processor cores."
-            remedy = f"Lower num_workers to {settings.num_cores}, and {otherwise}."
-            return Verdict("cores", finding, remedy, "num_workers", settings.num_cores)
+            return _crowded(stats)
+        if stats.cpu_s < _RATHER * computing_s and stage != "transforming":  # which may wait for what it calls
+            return _idle(stats, stage)
         each_ms = 1000 * work[stage] / stats.num_batches
         step_ms = 1000 * stats.compute_s / stats.num_batches
         finding = f"{doing} takes {each_ms:,.1f} ms a batch, and training {step_ms:,.1f} ms."
@@ -213,6 +213,26 @@ def _making(cause: str, doing: str, stage: str, otherwise: str) -> Callable[[Loa
         return Verdict(cause, finding, f"All {settings.num_cores} cores have a worker: {otherwise}.")
 
     return found
+
+
+def _crowded(stats: LoaderStats) -> Verdict:
+    cores, workers = stats.settings.num_cores, stats.settings.num_workers
+    if workers > cores:
+        finding = f"{workers} workers share {cores} processor cores."
+        return Verdict("cores", finding, f"Lower num_workers to {cores}.", "num_workers", cores)
+    finding = "the processor cores are busy with other programs."
+    return Verdict("cores", finding, "Run fewer programs beside the training, or on more cores.")
+
+
+def _idle(stats: LoaderStats, stage: str) -> Verdict:
+    """A stage in which the processor should compute, but does not."""
+    if stage != "reading":
+        return _crowded(stats)
+    each_ms = 1000 * stats.work[stage] / stats.num_batches
+    finding = f"reading takes {each_ms:,.1f} ms a batch, and the processor hardly computes meanwhile: the disk is slow."
+    return Verdict(
+        "disk", finding, "Put the cache (local=) on a faster disk; or run fewer programs beside the training."
+    )
 
 
 def _held_up(stats: LoaderStats) -> Verdict:
@@ -243,18 +263,12 @@ def _sending(stats: LoaderStats) -> Verdict:
     return Verdict("transport", finding, remedy)
 
 
-def _starting(stats: LoaderStats) -> Verdict:
-    finding = "workers begin their batches late: the processor cores are busy."
-    cores = stats.settings.num_cores
-    return Verdict("cores", finding, f"Lower num_workers to at most {cores}.", "num_workers", cores)
-
-
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}%" if share < INPUT_BOUND else f"{100 * share:.0f}%"
 
 
 _CAUSES: dict[str, Callable[[LoaderStats], Verdict]] = {
-    "starting": _starting,
+    "starting": _crowded,
     "fetching": _fetching,
     "sending": _sending,
     "planning": _making("planning", "planning", "planning", "use larger batches"),
