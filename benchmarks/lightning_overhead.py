@@ -2,7 +2,8 @@
 
 python benchmarks/lightning_overhead.py [--steps 2000] [--rounds 5]
 
-Two figures: the callback's own hooks, timed by themselves in a run, and the difference of whole runs, which is noisier.
+Three figures: the callback's own hooks (with the metrics of the data, every 50 steps) and the loader's measuring, timed
+by themselves in a run; and the difference of whole runs, which is noisier.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_stream import MDSWriter, StreamingDataModule
+from lightning_stream.loading.meter import Meter
 from lightning_stream.trainers.lightning.callback import StreamingCallback
 
 BATCH = 16
 HOOKS = ("on_train_batch_start", "on_train_batch_end")
+MEASURING = ("asked", "note")
 
 
 class Nothing(pl.LightningModule):
@@ -48,20 +51,21 @@ def trainer(steps: int) -> pl.Trainer:
     )  # fmt: skip
 
 
-def timed_hooks(spent: dict[str, list[float]]) -> Callable[[], None]:
-    originals = {name: getattr(StreamingCallback, name) for name in HOOKS}
+def timed(owner: type, spent: dict[str, list[float]]) -> Callable[[], None]:
+    """Time the methods of a class from now on; gives what ends that."""
+    originals = {name: getattr(owner, name) for name in spent}
 
     def wrap(name: str) -> Callable[..., None]:
-        def hook(*arguments: Any) -> None:
+        def hook(*arguments: Any, **named: Any) -> None:
             begun = time.thread_time()  # of this thread's own processor time: other processes do not count
-            originals[name](*arguments)
+            originals[name](*arguments, **named)
             spent[name].append(time.thread_time() - begun)
 
         return hook
 
-    for name in HOOKS:
-        setattr(StreamingCallback, name, wrap(name))
-    return lambda: [setattr(StreamingCallback, name, original) for name, original in originals.items()] and None
+    for name in originals:
+        setattr(owner, name, wrap(name))
+    return lambda: [setattr(owner, name, original) for name, original in originals.items()] and None
 
 
 def seconds(fit: Callable[[], None]) -> float:
@@ -86,15 +90,19 @@ def main() -> None:
 def measure(folder: Path, steps: int, rounds: int) -> None:
     for check in (True, False):
         spent: dict[str, list[float]] = {name: [] for name in HOOKS}
-        restore = timed_hooks(spent)
+        measured: dict[str, list[float]] = {name: [] for name in MEASURING}
+        restore, restore_meter = timed(StreamingCallback, spent), timed(Meter, measured)
         data = StreamingDataModule(train={"remote": folder}, batch_size=BATCH, check_delivery=check)
         trainer(steps).fit(Nothing(), datamodule=data)
         restore()
+        restore_meter()
         each = np.array([spent[name] for name in HOOKS]).sum(axis=0) * 1e6
         what = "with" if check else "without"
         print(
             f"hooks {what} the comparison with the plan: median {median(each):.0f} us, mean {each.mean():.0f} us a step"
         )
+        each = 1e6 * np.array([measured[name][:steps] for name in MEASURING]).sum(axis=0)
+        print(f"measuring: median {median(each):.0f} us, mean {each.mean():.0f} us a batch")
     batches = [{"id": torch.arange(BATCH)} for _ in range(steps)]
     bare, ours = [], []
     for _ in range(rounds):

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from lightning_stream.trainers.lightning.feedback import MixtureFeedback as MixtureFeedback
     from lightning_stream.trainers.lightning.graceful_stop import GracefulStop as GracefulStop
     from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted as TrainingInterrupted
-    from lightning_stream.trainers.lightning.monitor import RunMonitor as RunMonitor
-    from lightning_stream.trainers.lightning.monitor import SampleLog as SampleLog
+    from lightning_stream.trainers.lightning.sample_log import SampleLog as SampleLog
     from lightning_stream.trainers.tracker import PositionTracker
     from lightning_stream.trainers.transformers import StreamingTrainerCallback as StreamingTrainerCallback
     from lightning_stream.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter, merge_index
@@ -58,7 +57,7 @@ _NAMES = {
     "trainers.lightning.data_module": "StreamingDataModule",
     "trainers.lightning.feedback": "MixtureFeedback",
     "trainers.lightning.graceful_stop": "GracefulStop TrainingInterrupted",
-    "trainers.lightning.monitor": "RunMonitor SampleLog",
+    "trainers.lightning.sample_log": "SampleLog",
     "trainers.tracker": "PositionTracker",
     "trainers.transformers": "StreamingTrainerCallback",
     "writer": "CSVWriter JSONWriter MDSWriter TSVWriter XSVWriter merge_index",

@@ -51,6 +51,8 @@ class AccessError(StoreError):
 class UnavailableError(StoreError):
     """The store still failed after all retries: throttled, reset, stalled or timed out."""
 
+    is_throttled = False  # whether the store asked for fewer requests
+
 
 class CacheError(LightningStreamError):
     """The local cache could not take or give a shard."""

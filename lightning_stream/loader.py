@@ -18,6 +18,7 @@ from lightning_stream.loading.collate import collate_samples
 from lightning_stream.loading.distributed import WorldLike, detect_world
 from lightning_stream.loading.iteration import Driver, LoaderIterator, Progress, driver_of
 from lightning_stream.loading.loader_arguments import check_arguments, check_classes, device_batch, refuse_order
+from lightning_stream.loading.meter import Made
 from lightning_stream.loading.mixing import MixtureChanges
 from lightning_stream.loading.questions import LoaderQuestions
 from lightning_stream.loading.randomness import SeededCall
@@ -106,7 +107,6 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         self._last: MicroBatch | None = None
         self._driver: Driver | None = None
         self.begins_at: Position | None = None  # where a state, or `set_epoch`, made the next training run begin
-        self.waited_s = self.longest_wait_s = 0.0  # of this loader's consumer for batches, over all iterations
         self.num_substituted = 0  # samples delivered to this rank in place of bad ones so far; all ranks' add up
         extra: dict[str, Any] = {"pin_memory_device": pin_memory_device} if pin_memory_device else {}
         super().__init__(
@@ -227,15 +227,16 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         else:
             start = replace(self.first_position(), epoch=0 if self.evaluation else self.position.epoch)
         self.check()
+        self.meter.settings = self.loading_settings()
         if iterator.limit == 0:
             return start, MadeBatches(iter(()), lambda _: None)
         return start, self.batches_from(start, settings)
 
-    def note_batch(self, iterator: LoaderIterator, waited_s: float) -> None:
-        """Note a batch that is about to be handed out, and the wait for it."""
+    def note_batch(self, iterator: LoaderIterator, asked: float, got: float, made: Made) -> None:
+        """Note a batch that is about to be handed out: when it was requested, when it came, and how it was made."""
         self._last = iterator.last_batch
-        self.waited_s += waited_s
-        self.longest_wait_s = max(self.longest_wait_s, waited_s)
+        if iterator.is_measured:
+            self.meter.note(asked, got, made, self._last, iterator.num_batches == 1)
         if self._driver is not None:
             self._driver.note_batch(iterator)
         if iterator.moves:

@@ -24,8 +24,8 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from lightning_stream.errors import LightningStreamError, StateError
 from lightning_stream.stores import open_store
+from lightning_stream.trainers.lightning.callback import StreamingCallback
 from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted
-from lightning_stream.trainers.lightning.monitor import RunMonitor
 from recipes.checks import find_problems, last_checkpoint, resumes_itself, trainer_kind, wrong_types
 from recipes.data.base import RecipeData
 from recipes.models.base import RecipeModule
@@ -112,9 +112,10 @@ def build(config: DictConfig) -> tuple[RecipeData, RecipeModule, Any]:
 def _fit_lightning(config: DictConfig, trainer: Any, model: Any, data: Any, ckpt_path: str | None) -> RunFigures:
     trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
     trainer.save_checkpoint(last_checkpoint(config))
-    now = next((each for each in trainer.callbacks if isinstance(each, RunMonitor)), RunMonitor())
+    followed = next(each for each in trainer.callbacks if isinstance(each, StreamingCallback))
+    now, steps = followed.monitor.stats(), followed.tracker.num_steps
     samples = now.num_samples * trainer.world_size
-    return RunFigures(samples, now.num_steps, now.training_s, now.validation_s, now.waited_s)
+    return RunFigures(samples, steps, now.elapsed_s, followed.monitor.validation_s, now.wait_s)
 
 
 def _summarise(config: DictConfig, model: RecipeModule, data: RecipeData, figures: RunFigures) -> RunSummary:

@@ -25,14 +25,23 @@ class Evictor:
         self.folder = folder
         self.log = UsageLog(folder)
 
-    def make_space(self, entry: CacheEntry, limit_bytes: int | None, wait_s: float, next_use: NextUse | None) -> None:
-        """Enter a shard that will be fetched: evict shards, and wait for those in use. CacheFullError if that fails."""
+    def make_space(self, entry: CacheEntry, limit_bytes: int | None, wait_s: float, next_use: NextUse | None) -> int:
+        """Enter a shard that will be fetched: evict shards, and wait for those in use. CacheFullError if that fails.
+
+        Returns the number of evicted shards.
+        """
         if limit_bytes is not None and entry.num_bytes > limit_bytes:
             name, need = entry.names[0], entry.num_bytes
             raise CacheFullError(f"cache_limit is {limit_bytes:,} bytes; {name} alone needs {need:,}. Raise it.")
 
+        evicted: list[bool] = []
+
+        def remove(held: CacheEntry) -> bool:
+            evicted.append(self.remove(held))
+            return evicted[-1]
+
         for _ in backoff(wait_s):
-            in_use = self.log.reserve(entry, limit_bytes, lambda held: self._in_order(held, next_use), self.remove)
+            in_use = self.log.reserve(entry, limit_bytes, lambda held: self._in_order(held, next_use), remove)
             if in_use is None:
                 break
         else:
@@ -43,6 +52,7 @@ class Evictor:
             )
         if entry.num_bytes > self._free_bytes():  # checked last: an eviction may have made space on the disk
             raise self.disk_full(entry.num_bytes)
+        return sum(evicted)
 
     def remove(self, entry: CacheEntry) -> bool:
         """Delete a shard's files; False if it is in use or being fetched. It never waits."""

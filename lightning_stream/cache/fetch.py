@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_stream.cache.folder import CacheConfig, CacheFolder
+from lightning_stream.counters import Counters
 from lightning_stream.errors import CacheError, DigestError, FormatError, NotFoundError, StoreError, UnavailableError
 from lightning_stream.formats.codecs import decompress_file
 from lightning_stream.formats.hashing import FASTEST_FIRST, digest_file
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry, version_name
 from lightning_stream.formats.mds.encode import is_intact
 from lightning_stream.shared_files import FULL, publish_bytes
-from lightning_stream.stores import Store
+from lightning_stream.stores import RetryingStore, Store
 from lightning_stream.stores.base import REMEDY
 from lightning_stream.version_log import read_index
 
@@ -62,13 +63,15 @@ class ShardFetcher:
     compression: str | None
     config: CacheConfig
     kept: tuple[Path, ...]
+    counters: Counters
     connections: int = 1
     make: Callable[[Path], object] | None = None
 
     def fetch(self, raw: FileEntry, compressed: FileEntry | None, draft: Path, packed: Path) -> None:
         """Put the verified bytes of the raw file into `draft`; a compressed file that was fetched stays in `packed`."""
         if raw.origin is not None and self.make is not None:
-            self.make(draft)
+            with self.counters.timed("convert_s"):
+                self.make(draft)
             return
         here = None
         if compressed is not None:
@@ -91,15 +94,21 @@ class ShardFetcher:
             if here is None:
                 self._get(compressed, packed)
             source = here or packed
-            verify(source, compressed, self.config.validate_hash, f"{self.store.url}/{compressed.basename}")
-            decompress_file(self.compression, source, draft, raw.num_bytes)
+            with self.counters.timed("verify_s"):
+                verify(source, compressed, self.config.validate_hash, f"{self.store.url}/{compressed.basename}")
+            with self.counters.timed("decompress_s"):
+                decompress_file(self.compression, source, draft, raw.num_bytes)
             where = f"{where} (from {compressed.basename})"
-        verify(draft, raw, self.config.validate_hash, where)
+        with self.counters.timed("verify_s"):
+            verify(draft, raw, self.config.validate_hash, where)
 
     def _get(self, file: FileEntry, draft: Path) -> None:
         draft.unlink(missing_ok=True)
         try:
-            self.store.get(file.basename, draft, file.num_bytes, self.connections)
+            with self.counters.timed("download_s"):
+                self.store.get(file.basename, draft, file.num_bytes, self.connections)
+            if not isinstance(self.store, RetryingStore):  # which counts bytes as they arrive
+                self.counters.add("fetched_bytes", size_of(draft) or 0)
         except NotFoundError as error:
             raise NotFoundError(f"{error} The index lists this file: the dataset there is not whole.") from error
 

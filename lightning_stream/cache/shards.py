@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 from lightning_stream.cache.folder import CacheConfig, CacheFolder, default_folder
 from lightning_stream.cache.usage_log import CacheEntry
+from lightning_stream.counters import Counters
 from lightning_stream.errors import CacheError, DigestError, FormatError, NotFoundError, UnavailableError
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
 from lightning_stream.shared_files import FULL, LOCK_FDS, before_boot, run_once_across_processes, same_file, try_flock
-from lightning_stream.stores import Store
+from lightning_stream.stores import RetryingStore, Store
 from lightning_stream.stores.local import LocalStore
 
 from .eviction import Evictor
@@ -41,6 +42,7 @@ class ShardCache:
             into :func:`default_folder`.
         config: The settings.
         other: What makes the index and the shards of a dataset in another format; None if there is none.
+        counters: Where to count what is fetched; None for counters of its own.
     """
 
     def __init__(
@@ -49,11 +51,14 @@ class ShardCache:
         folder: Path | str | None = None,
         config: CacheConfig | None = None,
         other: OtherFormat | None = None,
+        counters: Counters | None = None,
     ) -> None:
         if store is None and folder is None:
             raise ValueError("a cache needs a store, or a folder that holds the shards, or both; got neither")
         self.store: Store = store if store is not None else LocalStore(str(folder))
-        self.config, self.other = config or CacheConfig(), other
+        self.config, self.other, self.counters = config or CacheConfig(), other, counters or Counters()
+        if isinstance(store, RetryingStore):
+            store.counters = self.counters
         chosen = None if folder is None else Path(folder).expanduser().absolute()
         own = self.store.folder if isinstance(self.store, LocalStore) else None
         self.in_place = own is not None and (chosen is None or os.path.realpath(chosen) == os.path.realpath(own))
@@ -65,10 +70,13 @@ class ShardCache:
         self._index = IndexFile(self.store, self._place, self._drop, other)
         self._next_use: Callable[[str], float | None] | None = None
         self._checked: set[str] = set()
+        self._fetched: set[str] = set()
         self._refetched: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"store": self.store, "folder": self._source or self.folder, "config": self.config, "other": self.other}
+        folder = self._source or self.folder
+        values = {"store": self.store, "folder": folder, "config": self.config, "other": self.other}
+        return {**values, "counters": self.counters}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -133,7 +141,7 @@ class ShardCache:
             draft = self._place.draft(name, "raw")
             with self._cleanup_on_error([draft], name, 0):
                 if make is None:
-                    ShardFetcher(self.store, None, self.config, ()).fetch(file, None, draft, draft)
+                    ShardFetcher(self.store, None, self.config, (), self.counters).fetch(file, None, draft, draft)
                 else:
                     make(draft)
                 self._place.publish(draft, name, durable=not file.hashes)
@@ -263,6 +271,7 @@ class ShardCache:
                 with contextlib.suppress(OSError):
                     os.utime(home / raw.basename)
             unless_leased.pop_all()
+        self.counters.add("shards_here")
         return Lease(home, fd, entry.raw.basename)
 
     def _trusted(self, home: Path, entry: ShardEntry) -> bool:
@@ -320,10 +329,11 @@ class ShardCache:
         drafts = [self._place.draft(name, f"{i}.{kind}") for i in range(len(entry.files)) for kind in ("raw", "zip")]
         kept = () if fresh else tuple(folder for folder in (self.folder, self._source) if folder is not None)
         make = None if self.other is None else partial(self.other.write, self.store, entry)
-        fetcher = ShardFetcher(self.store, entry.schema.compression, self.config, kept, connections, make)
+        compression, counters = entry.schema.compression, self.counters
+        fetcher = ShardFetcher(self.store, compression, self.config, kept, counters, connections, make)
         reserved = _cache_entry(entry, with_zip=True)
         with self._cleanup_on_error(drafts, name, reserved.num_bytes):
-            self._evictor.make_space(reserved, self.config.limit_bytes, self.config.room_wait_s, self._next_use)
+            self._make_space(reserved)
             for i, (raw, compressed) in enumerate(entry.files):
                 fetcher.fetch(raw, compressed, drafts[2 * i], drafts[2 * i + 1])
                 if not self.config.keep_zip:
@@ -331,10 +341,18 @@ class ShardCache:
             fetched = _cache_entry(entry, with_zip=self.config.keep_zip)
             if entry.raw.origin is not None:  # now its size is known
                 fetched = replace(fetched, num_bytes=drafts[0].stat().st_size)
-                self._evictor.make_space(fetched, self.config.limit_bytes, self.config.room_wait_s, self._next_use)
+                self._make_space(fetched)
             lease = self._publish_all(entry, drafts)
             self._evictor.log.settle(fetched)
+        self.counters.add("shards_fetched")
+        self.counters.add("shards_fetched_again", name in self._fetched)
+        self._fetched.add(name)
         return lease
+
+    def _make_space(self, entry: CacheEntry) -> None:
+        config = self.config
+        evicted = self._evictor.make_space(entry, config.limit_bytes, config.room_wait_s, self._next_use)
+        self.counters.add("evictions", evicted)
 
     def _publish_all(self, entry: ShardEntry, drafts: list[Path]) -> Lease:
         """Give the drafts their final names, the leased first file of the shard last.

@@ -12,7 +12,9 @@ from typing import Any, Protocol
 from weakref import WeakSet, ref
 
 from lightning_stream.errors import StateError
+from lightning_stream.loading.meter import Made, Meter
 from lightning_stream.loading.source import BatchSettings
+from lightning_stream.loading.stats import LoaderStats
 from lightning_stream.loading.workers import MadeBatches
 from lightning_stream.order import Occurrence, OrderConfig, Position, RunOrder, ledger
 from lightning_stream.order.chain import Chain
@@ -48,9 +50,15 @@ class Loader(Protocol):
     @property
     def position(self) -> Position: ...
     def __len__(self) -> int: ...
+
+    evaluation: bool
+
+    @property
+    def meter(self) -> Meter: ...
+    def stats(self) -> LoaderStats: ...
     def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]: ...
     def batches_from(self, start: Position) -> MadeBatches: ...
-    def note_batch(self, iterator: LoaderIterator, waited_s: float) -> None: ...
+    def note_batch(self, iterator: LoaderIterator, asked: float, got: float, made: Made) -> None: ...
     def note_end(self, iterator: LoaderIterator) -> None: ...
     def set_epoch(self, epoch: int) -> None: ...
     def state_of(self, position: Position) -> dict[str, Any]: ...
@@ -97,22 +105,30 @@ class LoaderIterator:
     def __next__(self) -> Any:
         if self._is_over:
             raise StopIteration
-        began, last = perf_counter(), self.last_batch
+        asked, last = perf_counter(), self.last_batch
         try:
             if self._made is None:
                 self.start, self._made = self._loader.begin_iteration(self)
+            if self.is_measured:
+                self._loader.meter.asked(asked, is_first=not self.num_batches)
             if self.limit is not None and self.num_batches >= self.limit:
                 raise StopIteration
             if self._is_outdated and (last is None or (last.completes_step and not last.ends_epoch)):
                 self._made.close()
                 self._made, self._is_outdated = self._loader.batches_from(self.position), False
-            batch, self.last_batch = next(self._made)
+            batch, self.last_batch, made = next(self._made)
         except BaseException:
+            self._loader.meter.gave_up()
             self.close()
             raise
         self.num_batches += 1
-        self._loader.note_batch(self, perf_counter() - began)
+        self._loader.note_batch(self, asked, perf_counter(), made)
         return batch
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the loader measures its waits: not where somebody only looks at batches."""
+        return self.moves or self._loader.evaluation
 
     @property
     def position(self) -> Position:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from typing import Any
 
+from lightning_stream.counters import NAMES
 from lightning_stream.errors import LightningStreamError
+from lightning_stream.loading.meter import PARTS, STAGES, Meter
 from lightning_stream.loading.plain import PlainIterations
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
+from lightning_stream.loading.stats import LoaderStats, LoadingSettings
+from lightning_stream.loading.watch import Watch
+from lightning_stream.loading.workers import Workers
 from lightning_stream.order import Occurrence, Position, RunOrder, explain, trace
 from lightning_stream.order.balance import can_balance
 from lightning_stream.order.chain import (
@@ -24,7 +29,14 @@ from lightning_stream.order.chain import (
 )
 from lightning_stream.order.forget import Replay
 from lightning_stream.order.tracing import Explanation, TracedBatch
+from lightning_stream.processes import num_processes
 from lightning_stream.reading.data_stages import stages_of_reader
+from lightning_stream.reading.look_ahead import furthest_ahead
+
+_MEASURED = (
+    "num_batches", "num_samples", "num_tokens", "num_iterations", "num_ready", "early_s", "wait_s", "longest_wait_s",
+    "compute_s", "cpu_s", "all_cpu_s",
+)  # fmt: skip
 
 
 def _as_html(shown: Any) -> str:
@@ -99,6 +111,10 @@ class LoaderQuestions:
     settings: Any
     accumulate: int
     evaluation: bool
+    _workers: Workers
+    num_workers: int
+    persistent_workers: bool
+    detect_world: Any
     _repr_html_ = _as_html
 
     def describe(self, count_rows: bool | None = None) -> Chain:
@@ -108,6 +124,71 @@ class LoaderQuestions:
         """
         epoch = 0 if self.evaluation else self.position.epoch
         return described(self._source, self.settings(), epoch, count_rows, self.accumulate)
+
+    @property
+    def meter(self) -> Meter:
+        """What this process measures at the loader."""
+        return self._workers.meter
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the loader's consumer has waited for batches, over all iterations."""
+        return self.meter.wait_s
+
+    @property
+    def longest_wait_s(self) -> float:
+        """The longest wait of the loader's consumer for a batch."""
+        return self.meter.longest_wait_s
+
+    def stats(self) -> LoaderStats:
+        """Where the time of the training loop has gone so far: waiting, by cause, and training.
+
+        The numbers are those of this process, its workers included. Costs no step anything.
+
+        Example: ``print(loader.stats())`` after training prints a table, and what to change.
+        """
+        meter, reader = self.meter, self._source.reader
+        measured = {name: getattr(meter, name) for name in _MEASURED}
+        counted = dict(zip(NAMES, (reader.counters.values + meter.counters()).tolist(), strict=True))
+        return LoaderStats(
+            **measured,
+            waits=dict(zip(PARTS, meter.waits, strict=True)),
+            first_waits=dict(zip(PARTS, meter.first_waits, strict=True)),
+            work=dict(zip(STAGES, meter.work, strict=True)),
+            counters=counted,
+            settings=meter.settings or LoadingSettings(),
+        )
+
+    def watch(self, after_s: float = 120.0, say: Callable[[str], object] = print) -> Watch:
+        """Report, from a thread, while the first shards arrive, and where everything stands if no batch comes.
+
+        Args:
+            after_s: Seconds without a batch after which the stacks of all threads, those of the workers, and the
+                requests in flight are written to stderr, once for each wait.
+            say: Shows the user a sentence.
+
+        Example::
+
+            with loader.watch(after_s=60):
+                train(loader)
+        """
+        return Watch(self, after_s, say)  # type: ignore[arg-type]  # the loader itself
+
+    def loading_settings(self) -> LoadingSettings:
+        """The settings that decide how fast the loader is."""
+        source, settings, world = self._source, self.settings(), self.detect_world()
+        size, reader = settings.device_batch_size, source.reader
+        limit_bytes = reader.defaults.config.limit_bytes
+        return LoadingSettings(
+            batch_size=size,
+            num_workers=self.num_workers,
+            num_cores=max(1, num_processes(None) // world.ranks_per_node),
+            fetch_threads=reader.config.fetch_threads,
+            persistent_workers=self.persistent_workers,
+            predownload=size * furthest_ahead(source.predownload, size, is_limited=limit_bytes is not None),
+            cache_limit=limit_bytes,
+            dataset_bytes=sum(int(index.raw_bytes.sum()) for index in reader.indexes),
+        )
 
     def explain(self, position: Position | None = None) -> Explanation:
         """The next epoch, batch and sample ids, from here or from a position."""

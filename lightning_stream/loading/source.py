@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
+from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
@@ -344,10 +345,14 @@ class SampleSource:
         if self.transform is None and collate is None and self.read_one is None:
             return collate_columns(self._columns(batch))
         samples = self.samples(batch)
+        began = perf_counter()
         if collate is None:
-            return collate_samples(samples)
-        with preserved_generators(), self._named("collating", batch.sample_ids[:8].tolist()):
-            return collate(samples, batch.epoch, int(batch.positions[0]))
+            collated = collate_samples(samples)
+        else:
+            with preserved_generators(), self._named("collating", batch.sample_ids[:8].tolist()):
+                collated = collate(samples, batch.epoch, int(batch.positions[0]))
+        self.reader.counters.collate_s += perf_counter() - began
+        return collated
 
     def _columns(self, batch: MicroBatch) -> dict[str, Any]:
         if isinstance(self.reader, SwitchedReader):
@@ -386,8 +391,11 @@ class SampleSource:
     def _transformed(self, sample: Any, ids: list[int], epoch: int, position: int) -> Any:
         if self._seeded is None:
             return sample
+        began = perf_counter()
         with self._named("transforming", ids):
-            return self._seeded(sample, epoch, position)
+            transformed = self._seeded(sample, epoch, position)
+        self.reader.counters.transform_s += perf_counter() - began
+        return transformed
 
     @contextmanager
     def _named(self, doing: str, ids: list[int]) -> Iterator[None]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import select
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -12,22 +14,30 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+from lightning_stream.stores.retry import requests_in_flight
+
 _GRACE_S = 30
 _POLL_MS = 1000  # between looks at a trainer on a system without pidfd_open
 _END = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # no terminal and no scheduler sends it
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, _END)
+REPORT = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else None  # asks a worker where it stands
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, _END, *(() if REPORT is None else (REPORT,)))
 _watching: list[int] = []  # this process, once it watches its trainer
 
 
-def leave_signals_to_the_trainer(trainer_pid: int) -> None:
+def leave_signals_to_the_trainer(trainer_pid: int) -> bool:
     """Let a worker outlive Ctrl-C and SIGTERM, which terminals, `timeout` and schedulers send to the whole job.
 
     The trainer takes them to mean: finish the step, save, end. It needs its workers for that. A worker ends at once
     when its trainer is gone or asks it to (see `let_terminate_end_at_once`), and `_GRACE_S` after a SIGTERM of others.
     Processes that it starts have the default signal handlers: handlers in Python, unlike masks, end with exec.
+
+    Returns whether `REPORT` lets this process write its stacks and requests in flight to stderr.
     """
-    if threading.current_thread() is not threading.main_thread() or os.getpid() in _watching:
-        return  # handlers can only be set from the main thread, where torch runs its workers
+    if threading.current_thread() is not threading.main_thread():
+        return False  # handlers can only be set from the main thread, where torch runs its workers
+    can_report = REPORT is not None and sys.__stderr__ is not None
+    if os.getpid() in _watching:
+        return can_report
     _watching[:] = [os.getpid()]
     received, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
@@ -39,7 +49,11 @@ def leave_signals_to_the_trainer(trainer_pid: int) -> None:
     # A signal to a process that a worker forks waits until that has the default handlers.
     block, unblock = (partial(signal.pthread_sigmask, how, _SIGNALS) for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=_restore)
+    if REPORT is not None and sys.__stderr__ is not None:
+        # The stacks come also where no Python code can run; then the handler above is called.
+        faulthandler.register(REPORT, file=sys.__stderr__, all_threads=True, chain=True)
     threading.Thread(target=_end_in_time, args=(trainer_pid, received), name="trainer-watch", daemon=True).start()
+    return can_report
 
 
 def let_terminate_end_at_once(workers: Iterable[Any]) -> None:
@@ -83,6 +97,9 @@ def _end_in_time(trainer_pid: int, received: int) -> None:
         gone = any(fd != received for fd, _ in ready) or (not ready and not _exists(trainer_pid))
         if gone or _END in numbers:
             break
+        if REPORT is not None and REPORT in numbers:
+            requests = requests_in_flight() or ["none"]
+            print(f"Requests in flight in worker {os.getpid()}:", *requests, sep="\n  ", file=sys.stderr, flush=True)
         if signal.SIGTERM in numbers:
             end = min(end, time.monotonic() + _GRACE_S)
     os._exit(0)

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from time import perf_counter, process_time, thread_time
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lightning_stream.errors import StateError
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.loading import torch_private
+from lightning_stream.loading.meter import Made, Meter, SharedCounters
 from lightning_stream.loading.randomness import SeededCall, sample_seed
 from lightning_stream.loading.shared_position import SharedPosition, Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
@@ -27,8 +29,11 @@ from lightning_stream.reading.look_ahead import read_ahead
 _OPTIONS = ("num_workers", "pin_memory", "timeout", "prefetch_factor", "persistent_workers", "multiprocessing_context")
 
 
-class Pipeline(IterableDataset[tuple[Any, MicroBatch]]):
-    """Reads ahead and delivers one worker's collated batches, each with its `MicroBatch`.
+Delivery = tuple[Any, MicroBatch, Made]  # a batch, its samples, and the times of its making
+
+
+class Pipeline(IterableDataset[Delivery]):
+    """Reads ahead and delivers one worker's collated batches, each with its `MicroBatch` and its times.
 
     Args:
         source: The samples.
@@ -42,23 +47,36 @@ class Pipeline(IterableDataset[tuple[Any, MicroBatch]]):
     ) -> None:
         self.source, self.settings, self.start, self.collate = source, settings, start, collate
         self.slots: SharedSlots | None = None  # how small batches leave worker processes; None for torch's own way
+        self.counters: SharedCounters | None = None  # those of worker processes
         self.trainer_pid = os.getpid()
 
-    def __iter__(self) -> Iterator[tuple[Any, MicroBatch]]:
+    def __iter__(self) -> Iterator[Delivery]:
         worker = get_worker_info()
         if worker is not None:  # now, and not with the first batch: the trainer may be gone before that
-            leave_signals_to_the_trainer(self.trainer_pid)
+            can_report = leave_signals_to_the_trainer(self.trainer_pid)
+            if self.counters is not None:
+                self.source.reader.counters.values = self.counters.values[worker.id]
+                self.counters.pids[worker.id] = os.getpid() if can_report else 0
         return self._batches(*((worker.id, worker.num_workers) if worker is not None else (0, 1)))
 
-    def _batches(self, index: int, count: int) -> Iterator[tuple[Any, MicroBatch]]:
+    def _batches(self, index: int, count: int) -> Iterator[Delivery]:
         start = self.start.upcoming if isinstance(self.start, SharedPosition) else self.start
+        began, thread_s, process_s = perf_counter(), thread_time(), process_time()
         source, size = self.source, self.settings.device_batch_size
         batches = self.settings.micro_batches(source, start)
         ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), source.predownload, size)
-        order = batches.plan.order
+        order, counters = batches.plan.order, source.reader.counters
         for planned in ahead:
-            batch = readable(source, planned, order, lambda made: source.batch(made, self.collate))
-            yield batch if self.slots is None else self.slots.put(index, batch)
+            ready = perf_counter()
+            waited_s, transform_s, collate_s = counters.waited_s, counters.transform_s, counters.collate_s
+            batch, info = readable(source, planned, order, lambda made: source.batch(made, self.collate))
+            ended, waited_s = perf_counter(), counters.waited_s - waited_s
+            transform_s, collate_s = counters.transform_s - transform_s, counters.collate_s - collate_s
+            read_s = ended - ready - waited_s - transform_s - collate_s
+            stages = (ready - began, waited_s, read_s, transform_s, collate_s)
+            made = batch, info, Made(began, ended, stages, thread_time() - thread_s, process_time() - process_s)
+            yield made if self.slots is None else self.slots.put(index, made)
+            began, thread_s, process_s = perf_counter(), thread_time(), process_time()
 
 
 class MadeBatches:
@@ -67,11 +85,11 @@ class MadeBatches:
     `end` is called once, with whether an error ended the iteration.
     """
 
-    def __init__(self, batches: Iterator[tuple[Any, MicroBatch]], end: Callable[[bool], None]) -> None:
-        self._batches: Iterator[tuple[Any, MicroBatch]] | None = batches
+    def __init__(self, batches: Iterator[Delivery], end: Callable[[bool], None]) -> None:
+        self._batches: Iterator[Delivery] | None = batches
         self._end: Callable[[bool], None] | None = end
 
-    def __next__(self) -> tuple[Any, MicroBatch]:
+    def __next__(self) -> Delivery:
         if self._batches is None:
             raise StateError(
                 "an iteration ends with the workers of its loader, but a batch was asked for after close(). Iterate "
@@ -95,6 +113,7 @@ class Workers:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset  # the value of ``get_worker_info().dataset`` in workers
+        self.meter = Meter()
         self._kept: tuple[BatchSettings, SharedPosition, DataLoader[Any]] | None = None
         self._kept_is_in_use = False
         self._live: weakref.WeakSet[MadeBatches] = weakref.WeakSet()  # those that may have workers
@@ -126,6 +145,7 @@ class Workers:
                 self._kept = None  # a worker died: torch's iterator stays broken
             if failed or not is_kept:
                 torch_private.end_workers(batches)
+                self.meter.detach(loader.dataset.counters)  # type: ignore[attr-defined]  # a Pipeline
 
         made = MadeBatches(batches, end)
         self._live.add(made)
@@ -133,6 +153,8 @@ class Workers:
 
     def release(self) -> None:
         """End persistent workers, those in use when their iteration ends; a later iteration starts new ones."""
+        if self._kept is not None and not self._kept_is_in_use:
+            self.meter.detach(self._kept[2].dataset.counters)  # type: ignore[attr-defined]  # a Pipeline
         self._kept, self._kept_is_in_use = None, False  # torch's iterator ends its workers when it is dropped
 
     def close(self) -> None:
@@ -146,6 +168,7 @@ class Workers:
         start = pipeline.start
         assert isinstance(start, Start)
         if self._kept is None or self._kept[0] != pipeline.settings:
+            self.release()
             shared = SharedPosition(start)
             moved = Pipeline(pipeline.source, pipeline.settings, shared, pipeline.collate)
             self._kept = pipeline.settings, shared, self._torch_loader(moved, options)
@@ -161,6 +184,7 @@ class Workers:
             get_encoding("int")
             torch_private.import_nested_tensors()
             # A worker has at most so many batches in progress, and the slot of one is free before it makes another.
+            pipeline.counters = self.meter.attach(options.num_workers)
             pipeline.slots = shared_slots(options.num_workers, max(1, options.prefetch_factor or 0))
         of_start = sample_seed(pipeline.source.seed, start.epoch, start.position)
         seed = sample_seed(of_start, pipeline.settings.world.rank, 0)

@@ -149,6 +149,7 @@ class BadData:
         if drawn in self.listed:
             return
         self.listed.add(drawn)
+        reader.counters.add("bad_samples")
         path = Path(self.policy.quarantine or reader.caches[0].folder / "quarantine.jsonl")
         snapshot, ids = reader.snapshot, np.array([drawn])
         original = reader.original_ids(ids if delivered is None else np.array([drawn, delivered])).tolist()

@@ -36,6 +36,12 @@ def read_ahead_depth(predownload: int | None, device_batch_size: int) -> int:
     return _READ_AHEAD_BATCHES if predownload is None else -(-predownload // device_batch_size)
 
 
+def furthest_ahead(predownload: int | None, device_batch_size: int, *, is_limited: bool) -> int:
+    """How many micro-batches it looks ahead at most: further where connections are idle and nothing is evicted."""
+    depth = read_ahead_depth(predownload, device_batch_size)
+    return depth if predownload is not None or is_limited else _FURTHER * depth
+
+
 def read_ahead(
     reader: SampleReader,
     plan: BatchPlan,

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.cache import Lease, ShardCache
+from lightning_stream.counters import Counters
 from lightning_stream.errors import DigestError, FormatError
 from lightning_stream.formats.encodings.images import load_images
 from lightning_stream.formats.hashing import digest
@@ -45,7 +46,7 @@ class SampleReader:
     def __init__(self, streams: Sequence[Stream], defaults: CacheDefaults, config: ReaderConfig) -> None:
         self.streams = tuple(streams)
         self.defaults = defaults
-        self.config = config
+        self.config, self.counters = config, Counters()
         self._process: ReaderProcess | None = None
         self._lengths: dict[str, NDArray[np.uint32]] = {}
 
@@ -55,7 +56,7 @@ class SampleReader:
     @cached_property
     def caches(self) -> tuple[ShardCache, ...]:
         """One cache per stream."""
-        return tuple(cache_of(stream, self.defaults) for stream in self.streams)
+        return tuple(cache_of(stream, self.defaults, self.counters) for stream in self.streams)
 
     @cached_property
     def indexes(self) -> tuple[Index, ...]:
@@ -340,7 +341,8 @@ class SampleReader:
             is_late = is_late and number not in process.open
             if is_late and self.ranges_are_cheaper(number, len(samples := indices(k))):
                 found[number] = (*self.entry(number), samples)
-        return process.ranges.shards(found) if found else {}
+        with self.counters.waiting():
+            return process.ranges.shards(found) if found else {}
 
     def ranges_are_cheaper(self, number: int, num_samples: int) -> bool:
         """Whether so many samples of a shard that is not here cost less by ranges than the whole shard."""
@@ -358,7 +360,8 @@ class SampleReader:
         shard: Shard | None = None
         process.raise_file_limit()
         try:
-            lease = fetch.result() if fetch is not None else cache.lease(entry, None, self.config.fetch_threads)
+            with self.counters.waiting():
+                lease = fetch.result() if fetch is not None else cache.lease(entry, None, self.config.fetch_threads)
             try:
                 shard = self.shards.open(number, entry, lease.folder)
             except (FormatError, FileNotFoundError):  # damaged on the disk, or deleted

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from lightning_stream.cache import CacheConfig, ShardCache, default_folder
+from lightning_stream.counters import Counters
 from lightning_stream.errors import NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, Index, version_name
 from lightning_stream.order import StreamWeights
@@ -290,7 +291,7 @@ def _version(version: str | int) -> str | int:
     return found[1]
 
 
-def cache_of(stream: Stream, defaults: CacheDefaults) -> ShardCache:
+def cache_of(stream: Stream, defaults: CacheDefaults, counters: Counters | None = None) -> ShardCache:
     """The cache of the stream's shards, with the dataset's settings where the stream has none of its own."""
     store = None if stream.remote is None else _store_of(stream, defaults)
     if store is not None and type(stream)._download_file is not Stream._download_file:  # noqa: SLF001 - its hook
@@ -303,7 +304,8 @@ def cache_of(stream: Stream, defaults: CacheDefaults) -> ShardCache:
         validate_hash=stream.validate_hash or defaults.config.validate_hash,
     )
     other = None if isinstance(store, DownloadHook) else stream._in_place  # noqa: SLF001 - of this file's own class
-    return ShardCache(store, None if stream.local is None else Path(stream.local, stream.split), config, other)
+    folder = None if stream.local is None else Path(stream.local, stream.split)
+    return ShardCache(store, folder, config, other, counters)
 
 
 def _store_of(stream: Stream, defaults: CacheDefaults) -> Store:

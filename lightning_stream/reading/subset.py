@@ -29,7 +29,7 @@ class SubsetReader(SampleReader):
 
     def __init__(self, whole: SampleReader, chosen: Bitmap | Callable[[SampleReader], Choice]) -> None:
         super().__init__(whole.streams, whole.defaults, whole.config)
-        self.whole = whole
+        self.whole, self.counters = whole, whole.counters
         self._choose = chosen if callable(chosen) else None
         if isinstance(chosen, Bitmap):
             self._choice, self.snapshot = (chosen, {}), whole.snapshot.subset(chosen)

@@ -280,9 +280,11 @@ class BaseStore(Store):
         if status in (401, 403, 407):
             return errors.AccessError(f"{where}: refused ({reason}). {self.access_remedy}")
         if status in (408, 425, 429) or status >= 500:
-            return errors.UnavailableError(
+            unavailable = errors.UnavailableError(
                 f"{where}: {reason}. The store is overloaded or in trouble; ask for less at once."
             )
+            unavailable.is_throttled = status in (429, 503)
+            return unavailable
         if status == 412:
             return PreconditionError(f"{where}: the condition does not hold")
         if status == 416:

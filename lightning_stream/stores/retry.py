@@ -6,12 +6,14 @@ import logging
 import os
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from lightning_stream.counters import Counters
 from lightning_stream.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError, UnavailableError
 from lightning_stream.threads import DaemonPool
 
@@ -26,6 +28,7 @@ _Span = tuple[int, "int | None"]  # first byte, and the byte after the last one
 _log = logging.getLogger("lightning_stream.stores")
 _LEAST_PART_BYTES = 4 << 20  # for smaller parts, a request costs too much
 _READS = 3  # of an object that is replaced during each read
+_in_flight: weakref.WeakValueDictionary[int, RetryBudget] = weakref.WeakValueDictionary()  # by id
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class RetryingStore(Store):
     def __init__(self, store: Store, policy: RetryPolicy | None = None) -> None:
         self.store = store
         self.policy = policy or RetryPolicy()
+        self.counters = Counters()
         self.url, self.traits = store.url, store.traits
 
     @property
@@ -104,11 +108,17 @@ class RetryingStore(Store):
         self._budget(name).call(lambda: self.store.delete(name))
 
     def _budget(self, name: str) -> RetryBudget:
-        return RetryBudget(self.policy, f"{self.url}/{name}")
+        return RetryBudget(self.policy, f"{self.url}/{name}", self.counters)
+
+    def connect(self, name: str, begin: int, end: int | None) -> ObjectStream:
+        """Send one request for a range, and count it."""
+        self.counters.add("requests")
+        with self.counters.timed("first_byte_s"):
+            return self.store.open(name, begin, end)
 
     def _open(self, name: str, begin: int, end: int | None, budget: RetryBudget, restarts: bool = True) -> ObjectStream:
-        stream = budget.call(lambda: self.store.open(name, begin, end))
-        resuming = ResumingStream(self.store, (name, begin, end), stream, budget, restarts)
+        stream = budget.call(lambda: self.connect(name, begin, end))
+        resuming = ResumingStream(self, (name, begin, end), stream, budget, restarts)
         # Only `open` makes a version from the content: a download of a shard needs none.
         digest = stream.version is None and begin == 0 and end is None and not restarts
         return replace(stream, chunks=iter(resuming), close=resuming.close, digest=digest)
@@ -210,12 +220,23 @@ class _Draft:
 class RetryBudget:
     """The failures of one operation, and their limit."""
 
-    def __init__(self, policy: RetryPolicy, where: str) -> None:
-        self._policy = policy
+    def __init__(self, policy: RetryPolicy, where: str, counters: Counters) -> None:
+        self._policy, self._counters = policy, counters
         self._where = where
         self._begun = time.monotonic()
         self._in_a_row = 0
         self.failures = 0
+        self._pid = os.getpid()
+        _in_flight[id(self)] = self
+
+    def __str__(self) -> str:
+        failed = f", {self.failures} failures" if self.failures else ""
+        return f"{self._where} for {time.monotonic() - self._begun:.1f} s{failed}"
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether it was begun here; a forked process has copies of its parent's."""
+        return self._pid == os.getpid()
 
     def call(self, call: Callable[[], T]) -> T:
         """Call until it succeeds, or until there were too many failures."""
@@ -241,15 +262,24 @@ class RetryBudget:
             raise UnavailableError(f"{error} (gave up after {self._in_a_row} failures in a row)") from None
         if time.monotonic() + pause_s - self._begun > self._policy.deadline_s:
             raise self._too_late(str(error)) from None
+        self._counters.add("retries")
+        self._counters.add("throttled", error.is_throttled)
         level = logging.WARNING if 2 * self._in_a_row > self._policy.retries else logging.INFO
         _log.log(level, "%s; trying again in %.2f s (failure %d)", error, pause_s, self.failures)
-        time.sleep(pause_s)
+        with self._counters.timed("retry_s"):
+            time.sleep(pause_s)
 
     def _too_late(self, reason: str) -> UnavailableError:
         return UnavailableError(
             f"{self._where}: not done within the deadline of {self._policy.deadline_s:g} s, after {self.failures} "
             f"failures. Last: {reason}. Check the network, or allow more time with deadline_s."
         )
+
+
+def requests_in_flight() -> list[str]:
+    """The operations of this process that have not ended: the object, for how long, and the failures so far."""
+    found = [budget for ref in _in_flight.valuerefs() if (budget := ref()) is not None]
+    return [str(budget) for budget in found if budget.is_of_this_process]
 
 
 class ResumingStream:
@@ -260,7 +290,12 @@ class ResumingStream:
     """
 
     def __init__(
-        self, store: Store, span: tuple[str, int, int | None], stream: ObjectStream, budget: RetryBudget, restarts: bool
+        self,
+        store: RetryingStore,
+        span: tuple[str, int, int | None],
+        stream: ObjectStream,
+        budget: RetryBudget,
+        restarts: bool,
     ) -> None:
         self._store, self._stream, self._budget = store, stream, budget
         self._name, self._position, self._end = span
@@ -285,6 +320,7 @@ class ResumingStream:
             if not chunk:
                 return
             self._position += len(chunk)
+            self._store.counters.add("fetched_bytes", len(chunk))
             yield chunk
             self._budget.progressed()
 
@@ -294,7 +330,7 @@ class ResumingStream:
 
     def _next_chunk(self) -> bytes:
         if self._chunks is None:
-            self._stream = self._store.open(self._name, self._position, self._end)
+            self._stream = self._store.connect(self._name, self._position, self._end)
             self._check(self._stream)
             self._chunks = iter(self._stream)
         chunk = next(self._chunks, b"")

@@ -7,26 +7,34 @@ of them had other settings, or read another index because the dataset was replac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from lightning_stream.errors import StateError
 from lightning_stream.order import Position
 
+T = TypeVar("T")
+
 
 def check_ranks_agree(position: Position) -> None:
     """Compare the position of all ranks, and raise StateError on every rank where they differ. Collective."""
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return
-    states: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(states, position.to_state())
+    states = gathered(position.to_state())
     try:
         compare(states)
     except StateError:
-        distributed.barrier()  # a rank that ends while another still gathers would give it a lost connection instead
+        torch.distributed.barrier()  # a rank that ends while another still gathers would break its connection
         raise
+
+
+def gathered(value: T) -> list[T]:
+    """A value of each rank, by rank. Collective."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values
 
 
 def compare(states: Sequence[Mapping[str, Any]]) -> None:

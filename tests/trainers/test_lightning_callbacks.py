@@ -1,4 +1,4 @@
-"""`RunMonitor`, `SampleLog` and `GracefulStop`."""
+"""`SampleLog` and `GracefulStop`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ import pytest
 pytest.importorskip("lightning.pytorch")
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger
-from support.lightning_runs import EPOCHS, NUM_SAMPLES, Recorder, Run, expect_exact
+from support.lightning_runs import Run, expect_exact
 from support.lightning_stops import At, Stopped, StopsIn, saved_on_exception
 
-from lightning_stream import GracefulStop, RunMonitor, SampleLog, TrainingInterrupted
+from lightning_stream import GracefulStop, SampleLog, TrainingInterrupted
 from lightning_stream.errors import StateError
-from lightning_stream.trainers.lightning import graceful_stop, monitor
+from lightning_stream.trainers.lightning import graceful_stop
 
 STEPS_PER_EPOCH = 11
 pytestmark = [
@@ -52,62 +51,19 @@ class Clock:
 
 
 class Takes(Callback):
-    """Lets some hooks of a run take time."""
+    """Lets each step of a run take time."""
 
-    def __init__(self, clock: Clock, **seconds: float) -> None:
-        self.clock, self.seconds = clock, seconds
+    def __init__(self, clock: Clock, step: float) -> None:
+        self.clock, self.step = clock, step
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.clock.now_s += self.seconds["step"]
-
-    def on_validation_epoch_start(self, *_: Any) -> None:
-        self.clock.now_s += self.seconds["validation"]
+        self.clock.now_s += self.step
 
 
 def logged_samples(folder: Path) -> dict[int, list[int]]:
     lines = [json.loads(line) for line in (folder / "rank-0.jsonl").read_text().splitlines()]
     assert len({line["step"] for line in lines}) == len(lines)
     return {line["step"] - 1: sorted(line["ids"]) for line in lines}
-
-
-# RunMonitor
-
-
-def test_the_monitor_counts_samples_steps_and_seconds(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, measured = Clock(), RunMonitor()
-    monkeypatch.setattr(monitor, "time", clock)
-    callbacks = [Takes(clock, step=0.5, validation=100.0), measured]
-    run = Run(shards, tmp_path, callbacks=callbacks, logger=CSVLogger(tmp_path), log_every_n_steps=3)
-    assert (measured.num_samples, measured.num_steps) == (EPOCHS * NUM_SAMPLES, EPOCHS * STEPS_PER_EPOCH)
-    assert measured.training_s == EPOCHS * STEPS_PER_EPOCH * 0.5
-    assert measured.validation_s == EPOCHS * 100.0
-    assert measured.samples_per_s == measured.num_samples / measured.training_s
-    assert 0 < measured.longest_wait_s < measured.waited_s == pytest.approx(run.trainer.train_dataloader.waited_s)
-    (table,) = tmp_path.glob("lightning_logs/*/metrics.csv")
-    header, first = table.read_text().splitlines()[:2]
-    row = dict(zip(header.split(","), first.split(","), strict=True))
-    assert (row["step"], float(row["data/samples_per_s"])) == ("2", 32.0)
-    assert float(row["data/waited_ms"]) > 0
-
-
-def test_a_second_fit_is_measured_from_zero(shards: Path, tmp_path: Path) -> None:
-    measured = RunMonitor()
-    run = Run(shards, tmp_path, callbacks=[measured], max_epochs=1)
-    run.trainer.fit_loop.max_epochs = 3
-    run.fit(None)
-    assert (measured.num_samples, measured.num_steps) == (2 * NUM_SAMPLES, 2 * STEPS_PER_EPOCH)
-
-
-def test_the_monitor_refuses_another_loader(tmp_path: Path) -> None:
-    loader = torch.utils.data.DataLoader(torch.zeros(4, 4), batch_size=2)
-    trainer = Trainer(
-        default_root_dir=tmp_path, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, accelerator="cpu", callbacks=[RunMonitor()], num_sanity_val_steps=0, max_epochs=1,
-    )  # fmt: skip
-    with pytest.raises(TypeError, match="RunMonitor reads the batches of a StreamingDataLoader; found DataLoader"):
-        trainer.fit(Recorder(), loader)
 
 
 # SampleLog
@@ -229,14 +185,14 @@ def test_a_checkpoint_may_be_saved_at_a_url(tmp_path: Path) -> None:
 
 
 def test_launchers_can_copy_the_callbacks_to_their_processes(tmp_path: Path) -> None:
-    for one in (RunMonitor(), SampleLog(tmp_path), GracefulStop(tmp_path)):
+    for one in (SampleLog(tmp_path), GracefulStop(tmp_path)):
         assert type(pickle.loads(pickle.dumps(one))) is type(one)
 
 
 def test_the_stop_saves_after_all_other_callbacks_and_replaces_no_checkpoint_callback(
     shards: Path, tmp_path: Path
 ) -> None:
-    run = Run(shards, tmp_path, callbacks=[GracefulStop(tmp_path / "stop"), RunMonitor()], max_steps=1)
+    run = Run(shards, tmp_path, callbacks=[GracefulStop(tmp_path / "stop"), SampleLog(tmp_path)], max_steps=1)
     *others, last = run.trainer.callbacks
     assert isinstance(last, GracefulStop)
     assert len(others) == len({id(one) for one in run.trainer.callbacks}) - 1

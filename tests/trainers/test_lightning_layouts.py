@@ -162,6 +162,7 @@ def test_the_trainers_parts_that_we_reach_into_are_there() -> None:
     loop = trainer.fit_loop
     for place, name in (
         (loop, "setup_data"), (loop, "epoch_loop"), (loop.epoch_loop, "_batches_that_stepped"),
+        (loop.epoch_loop, "_should_accumulate"), (trainer, "log_every_n_steps"),
         (loop, "_combined_loader"), (loop, "_data_fetcher"), (_PrefetchDataFetcher(), "fetched"),
         (trainer, "is_last_batch"), (trainer, "sanity_checking"), (trainer, "enable_validation"),
         (trainer, "overfit_batches"), (trainer, "limit_train_batches"),

@@ -16,9 +16,9 @@ from support.uneven_documents import BUDGET, PACK, padded, write_documents  # no
 
 from lightning_stream import (  # noqa: E402
     MDSWriter,
-    RunMonitor,
     Schedule,
     Stream,
+    StreamingCallback,
     StreamingDataLoader,
     StreamingDataModule,
     StreamingDataset,
@@ -105,12 +105,12 @@ def test_a_limit_and_a_share_of_the_epoch_hold_in_every_epoch(folder: str, tmp_p
 
 
 def test_the_monitor_counts_the_tokens_of_rows_without_padding(folder: str) -> None:
-    dataset, monitor = StreamingDataset(local=folder, shuffle=True, **PACK), RunMonitor()
+    dataset, callback = StreamingDataset(local=folder, shuffle=True, **PACK), StreamingCallback()
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[monitor], log_every_n_steps=5, **quiet)
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[callback], log_every_n_steps=5, **quiet)
     val = StreamingDataLoader(StreamingDataset(local=folder, **PACK), 12, evaluation=True)
     trainer.fit(Model(), StreamingDataLoader(dataset, 12), val)
-    assert monitor.num_tokens == int(dataset.lengths("tokens").sum())
+    assert callback.monitor.stats().num_tokens == int(dataset.lengths("tokens").sum())
     assert float(trainer.callback_metrics["data/tokens_per_s"]) > float(trainer.callback_metrics["data/samples_per_s"])
 
 

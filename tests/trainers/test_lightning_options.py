@@ -332,8 +332,8 @@ class SortsIds:
         self.made, self.close = made, made.close
 
     def __next__(self) -> Any:
-        batch, info = next(self.made)
-        return batch, replace(info, ids=np.sort(info.ids))
+        batch, info, made = next(self.made)
+        return batch, replace(info, ids=np.sort(info.ids)), made
 
 
 def test_a_batch_that_was_not_planned_ends_the_run_at_its_step(shards: Path, tmp_path: Path) -> None:
@@ -356,6 +356,7 @@ def test_the_progress_bar_shows_the_position_and_is_left_as_it_was(shards: Path,
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *arguments: Any) -> None:
             super().on_train_batch_end(trainer, pl_module, *arguments)
             shown.append(self.get_metrics(trainer, pl_module)["samples"])
+            assert "%" in self.get_metrics(trainer, pl_module)["data"]
 
     bar = Bar()
     Run(shards, tmp_path, callbacks=[bar], enable_progress_bar=True, max_steps=3, max_epochs=-1)

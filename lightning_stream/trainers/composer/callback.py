@@ -18,7 +18,10 @@ from lightning_stream.dataset import plain_iterations_of, source_of
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.trainers.composer import private
+from lightning_stream.trainers.monitor import DataMonitor
 from lightning_stream.trainers.tracker import PositionTracker
+
+_LOGGED_EVERY = 50  # batches, as under Lightning: Composer has no interval of its own
 
 
 class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no types
@@ -26,14 +29,16 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
 
     Every `StreamingDataLoader` that a Composer trainer trains on gets one: nothing has to be added to the trainer. It
     also restores the random state of a run resumed in the middle of an epoch, which Composer does not; keeps
-    `train_subset_num_batches` right after a resume; and logs and shows the position.
+    `train_subset_num_batches` right after a resume; and logs and shows the position, and unless ``monitor=False`` where
+    the time goes.
     """
 
-    def __init__(self, loader: StreamingDataLoader, **options: Any) -> None:
+    def __init__(self, loader: StreamingDataLoader, *, monitor: bool = True, **options: Any) -> None:
         self.tracker = PositionTracker(**options)
         self.tracker.padding, self.tracker.ends_epochs, self.tracker.takes_states = False, False, True
         self.tracker.counts = False  # until a trainer joins
-        self.loader = loader
+        self.loader, self.is_monitoring = loader, monitor
+        self.monitor = DataMonitor(self.tracker.say)  # of the trainer that joined last
         self.tracker.attach(loader, owns=self._begins)
         self.tracker.loaded = lambda: self._follow_length(private.state_that_loads(loader))
         self._trainer: Any = None
@@ -76,6 +81,8 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         if self._trainer is not None and not tracker.is_resumed:  # a second trainer begins the data from its start
             tracker.move_to(self.loader.first_position())
         self._trainer, tracker.counts = trainer, True
+        self.monitor = DataMonitor(tracker.say)
+        self.monitor.attach(self.loader, self.is_monitoring)
         self._epoch_clock, self._batch_clock = int(clock.epoch), int(clock.batch)
         trainer.state.callbacks.insert(0, self)
         if trainer.state.device_train_microbatch_size is None:  # batch sizes differ: no batch of the budget has more
@@ -136,11 +143,14 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         self._sync()
         position = self.tracker.position
         logger.log_metrics({"stream/epoch": position.epoch, "stream/position": position.position})
+        if self.is_monitoring and int(state.timestamp.batch) % _LOGGED_EVERY == 0:
+            logger.log_metrics(self.monitor.metrics())
         for destination in logger.destinations:
             if isinstance(destination, ProgressBarLogger) and (bar := destination.train_pbar) is not None:
                 # Composer's progress bar shows only losses. The position comes first, since lines are cut.
-                others = {name: value for name, value in bar.metrics.items() if name != "at"}
-                bar.metrics = {"at": f"{position.epoch}:{position.position}", **others}
+                others = {name: value for name, value in bar.metrics.items() if name not in ("at", "data")}
+                waiting = {"data": self.monitor.short()} if self.is_monitoring else {}
+                bar.metrics = {"at": f"{position.epoch}:{position.position}", **waiting, **others}
                 bar.pbar.set_postfix(bar.metrics, refresh=False)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
@@ -148,11 +158,24 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         if state.train_dataloader is self.loader:
             self._sync()
             self._log_substituted(state, logger)
+            self.monitor.pause()
+            if self.is_monitoring:
+                logger.log_metrics(self.monitor.metrics())
+
+    def eval_before_all(self, state: State, logger: Logger) -> None:  # noqa: ARG002
+        """Measure training without its evaluations."""
+        self.monitor.pause()
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:  # noqa: ARG002
+        """Measure training again."""
+        self.monitor.resume()
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """A run may end in the middle of an epoch."""
+        """A run may end in the middle of an epoch; tell what to change if it waited for its data."""
         if state.train_dataloader is self.loader:
             self._log_substituted(state, logger)
+            if self.is_monitoring:
+                self.monitor.end()
             self.tracker.end_run()
 
     def _log_substituted(self, state: State, logger: Logger) -> None:
@@ -163,7 +186,8 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
             logger.log_metrics({"stream/num_substituted": int(count)})
 
     def close(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
-        """End the workers of all our loaders."""
+        """End the workers of all our loaders, and the watch."""
+        self.monitor.detach()
         for loader in (self.loader, *(evaluator.dataloader.dataloader for evaluator in state.evaluators)):
             if isinstance(loader, StreamingDataLoader):
                 loader.close()

@@ -55,6 +55,7 @@ def data_spec(
     check_delivery: bool = True,
     record_delivery: str | os.PathLike[str] | None = None,
     seed_steps: int | None = None,
+    monitor: bool = True,
     **dataset_arguments: Any,
 ) -> DataSpec:
     """Make a Composer `DataSpec` that streams data, and continues a stopped run exactly.
@@ -85,6 +86,8 @@ def data_spec(
             lists, and dicts or tuples of them, and do not count padding.
         on_mismatch: What to do where data or settings differ from the checkpoint's: ``"error"`` or ``"warn"``.
         on_missing_state, check_delivery, record_delivery, seed_steps: See `PositionTracker`.
+        monitor: Log ``data/wait_share`` and other metrics of the data, show the part of the time spent waiting for data
+            and the downloads in the progress bar, and tell what to change if training waits for data.
         dataset_arguments: Arguments of `StreamingDataset`.
 
     Raises:
@@ -121,6 +124,7 @@ def data_spec(
             check_delivery=check_delivery,
             record_delivery=record_delivery,
             seed_steps=seed_steps,
+            monitor=monitor,
         )
         plain_iterations_of(loader.streaming).belongs_to(loader, packed=True)
     counter = BatchCounter(loader, token_column, padding_id)

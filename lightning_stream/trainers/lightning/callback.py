@@ -21,6 +21,7 @@ from lightning_stream.order.mosaic.state import is_mosaic_state
 from lightning_stream.trainers.lightning import loops, rules
 from lightning_stream.trainers.lightning.loops import LoopPosition
 from lightning_stream.trainers.lightning.package import Callback
+from lightning_stream.trainers.monitor import DataMonitor
 from lightning_stream.trainers.tracker import PositionTracker
 
 _NEVER = -1
@@ -35,6 +36,9 @@ class StreamingCallback(Callback):
     Args:
         seed_steps, on_missing_state, check_delivery, record_delivery: See `PositionTracker`.
         show_position: Show the position in the progress bar.
+        monitor: Log ``data/wait_share`` and other metrics of the data every ``Trainer(log_every_n_steps=...)`` steps,
+            show the part of the time spent waiting for data and the downloads in the progress bar, and tell at the end,
+            or after a minute, what to change if training waits for data. Costs a few microseconds a batch.
         is_passive: Do nothing unless the trainer trains on a `StreamingDataLoader`.
 
     Example::
@@ -52,6 +56,7 @@ class StreamingCallback(Callback):
         *,
         check_delivery: bool = True,
         show_position: bool = True,
+        monitor: bool = True,
         record_delivery: str | os.PathLike[str] | None = None,
         is_passive: bool = False,
     ) -> None:
@@ -62,7 +67,8 @@ class StreamingCallback(Callback):
             on_missing_state=on_missing_state,
         )
         self.tracker.padding = False  # losses are weighted by the samples that count
-        self.is_passive, self.show_position = is_passive, show_position
+        self.is_passive, self.show_position, self.is_monitoring = is_passive, show_position, monitor
+        self.monitor = DataMonitor(self.tracker.say)  # of the latest fit
         self._hide_position: Callable[[], object] = loops.show_nothing
         self.make_loader: Callable[[], StreamingDataLoader] | None = None  # the data module's, where there is one
         self._from: Position | None = None  # where this fit begins
@@ -145,13 +151,15 @@ class StreamingCallback(Callback):
         """Report what was lost and repeated, and release the loader."""
         if stage == "fit" and self.tracker.is_attached:
             self._hide_position()
+            self.monitor.detach()
             self.tracker.end_run()
             self._from = self.tracker.position
             self.tracker.detach()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the progress bar as it was: Lightning asks for no teardown after an error."""
+        """Leave the progress bar as it was, and end the watch: Lightning asks for no teardown after an error."""
         self._hide_position()
+        self.monitor.detach()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin where the checkpoint stood."""
@@ -169,8 +177,11 @@ class StreamingCallback(Callback):
         self.tracker.begin_run()
         loader.check()  # logs before the progress bar is drawn
         loops.let_ranks_stop_together(trainer)
+        self.monitor = DataMonitor(self.tracker.say)
+        self.monitor.attach(loader, self.is_monitoring)
         if self.show_position:
-            self._hide_position = loops.show_in_bar(trainer, self.tracker)
+            waiting = self.monitor.short if self.is_monitoring else None
+            self._hide_position = loops.show_in_bar(trainer, self.tracker, waiting)
         at, self._enters_at = self._enters_at, None
         loops.follow_length(trainer, loader, self.tracker.position.epoch if at is None else at.epoch)
         is_inside = at is not None and at.epoch == self.tracker.position.epoch
@@ -182,6 +193,7 @@ class StreamingCallback(Callback):
         """Follow the loader that Lightning made for this epoch, if it made one, and the epoch's length."""
         loader = self._attach(trainer) if self.tracker.is_attached else None
         if loader is not None:
+            self.monitor.attach(loader, self.is_monitoring)
             loops.follow_length(trainer, loader, self.tracker.position.epoch)
 
     def _follow_change(self, trainer: Any) -> None:
@@ -211,10 +223,12 @@ class StreamingCallback(Callback):
             loss.register_hook(lambda grad: grad * weight)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Commit the step that this batch completed; log the epoch's number of substituted samples over all ranks."""
+        """Commit the step that this batch completed; log what concerns the data, over all ranks."""
         if not self.tracker.is_attached:
             return
         self._sync(trainer)
+        if self.is_monitoring and loops.logs_now(trainer):
+            pl_module.log_dict(self.monitor.metrics(), on_step=True, on_epoch=False, batch_size=1)
         if self.tracker.loader.substitutes:
             options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True, "reduce_fx": "sum"}
             pl_module.log("stream/num_substituted", float(self._num_substituted), **options)
@@ -227,16 +241,28 @@ class StreamingCallback(Callback):
         if not self.tracker.is_attached:
             return
         self._sync(trainer)
+        self.monitor.pause()
         epoch = self.tracker.position.epoch
         stopped = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
         if epoch in (self.tracker.epoch_in_training, self._resumed_epoch) and (trainer.is_last_batch or not stopped):
             self.tracker.epoch_over()
         loops.end_restart(trainer)
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Tell what to change if training waited for its data."""
+        if self.is_monitoring and self.tracker.is_attached:
+            self.monitor.end()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Measure training without its validations."""
+        if not trainer.sanity_checking:
+            self.monitor.pause()
+
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Remember that the validation due at this step has run; comes before ModelCheckpoint's."""
         if not trainer.sanity_checking:
             self._validated_step = trainer.global_step
+            self.monitor.resume()
 
     def _sync(self, trainer: Any) -> None:
         """Commit the batch in training if the optimizer stepped since it began.

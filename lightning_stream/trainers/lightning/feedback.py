@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_stream.trainers.lightning.monitor import streaming_loader
 from lightning_stream.trainers.lightning.package import Callback
+from lightning_stream.trainers.lightning.sample_log import streaming_loader
 
 _PREFETCHED = 2  # steps: Lightning holds one batch that it has not trained on
 

@@ -184,8 +184,18 @@ def lacks_last(trainer: Any) -> bool:
     return False
 
 
-def show_in_bar(trainer: Any, tracker: PositionTracker) -> Callable[[], object]:
+def logs_now(trainer: Any) -> bool:
+    """Whether Lightning logs after the batch in training, by its own rule; the same on every rank."""
+    loop, every = trainer.fit_loop.epoch_loop, trainer.log_every_n_steps
+    if not every or (loop._should_accumulate() and trainer.lightning_module.automatic_optimization):  # noqa: SLF001
+        return False
+    return bool((loop._batches_that_stepped + 1) % every == 0)  # noqa: SLF001
+
+
+def show_in_bar(trainer: Any, tracker: PositionTracker, waiting: Callable[[], str] | None) -> Callable[[], object]:
     """Let the progress bar, if there is one, show ``samples=trained on/of an epoch``; gives what restores it.
+
+    With `waiting`, its text comes after that, as ``data=2% · 310 MB/s``.
 
     The bar asks for its metrics only when it refreshes; logging a value would cost each step.
     """
@@ -197,7 +207,8 @@ def show_in_bar(trainer: Any, tracker: PositionTracker) -> Callable[[], object]:
     def with_position(*arguments: Any) -> dict[str, Any]:
         here = tracker.position
         has_ended = not here.position and here.epoch > trainer.current_epoch
-        return {**metrics(*arguments), "samples": f"{whole if has_ended else here.position}/{whole}"}
+        found = {**metrics(*arguments), "samples": f"{whole if has_ended else here.position}/{whole}"}
+        return found if waiting is None else {**found, "data": waiting()}
 
     bar.get_metrics = with_position
     return partial(vars(bar).pop, "get_metrics", None)

@@ -1,0 +1,77 @@
+"""What one process has counted about its data: requests, bytes, retries, cache hits, bad samples.
+
+A worker's counters are in memory that its trainer maps too, so that they can be read while a batch is being made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+NAMES = (
+    "requests",  # to the stores
+    "first_byte_s",  # from the requests to the first bytes of the answers, added up
+    "fetched_bytes",  # that have arrived
+    "download_s",  # of the threads that fetch shards, retries and pauses included
+    "verify_s",  # of these threads: hashing
+    "decompress_s",  # of these threads
+    "convert_s",  # of these threads: from another format, download included
+    "retries",  # requests that failed and were sent again
+    "retry_s",  # pauses before these
+    "throttled",  # answers that ask for fewer requests (status 429 and 503)
+    "shards_fetched",
+    "shards_fetched_again",  # by the same process: they were evicted in between
+    "shards_here",  # that were in the cache already
+    "evictions",  # shards that were deleted to make space
+    "bad_samples",  # found since the process began
+)
+_NUMBERS = {name: number for number, name in enumerate(NAMES)}
+
+
+class Counters:
+    """The counters of one reader in one process, in the order of `NAMES`.
+
+    Threads may count at the same time. A pickled copy begins at zero.
+
+    Args:
+        values: Where the numbers are, float64[len(NAMES)]; None for memory of this process alone.
+
+    Attributes:
+        waited_s, transform_s, collate_s: Seconds that the thread which makes batches has waited for shards, spent in
+            the user's transform, and in collating.
+    """
+
+    def __init__(self, values: NDArray[np.float64] | None = None) -> None:
+        self.values = np.zeros(len(NAMES)) if values is None else values
+        self.waited_s = self.transform_s = self.collate_s = 0.0
+
+    def __reduce__(self) -> tuple[type[Counters], tuple[()]]:
+        return Counters, ()
+
+    def add(self, name: str, amount: float = 1) -> None:
+        """Add to a counter."""
+        number = _NUMBERS[name]
+        part = self.values[number : number + 1]
+        np.add(part, amount, out=part)  # a single call, which no other thread can interrupt, unlike +=
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds that the block takes to a counter."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, perf_counter() - began)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the seconds of the block as waiting for shards."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_s += perf_counter() - began

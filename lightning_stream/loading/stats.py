@@ -1,0 +1,171 @@
+"""`LoaderStats`: what a loader has measured, as one frozen value with the metrics that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from lightning_stream.counters import NAMES
+from lightning_stream.loading.meter import PARTS, STAGES
+
+_MB = 1e6
+
+
+@dataclass(frozen=True)
+class LoadingSettings:
+    """The settings of a loader that decide how fast it is.
+
+    Attributes:
+        batch_size: Samples of a micro-batch on one device.
+        num_workers: Worker processes; 0: the training process makes the batches itself.
+        num_cores: Processor cores that this process and its workers may use.
+        fetch_threads: Shards that each of these processes fetches at the same time.
+        persistent_workers: Whether the workers stay between epochs.
+        predownload: Samples that each worker looks ahead at most.
+        cache_limit, dataset_bytes: Bytes that the cache may hold (None: no limit); bytes of all raw shards.
+    """
+
+    batch_size: int = 1
+    num_workers: int = 0
+    num_cores: int = 1
+    fetch_threads: int = 4
+    persistent_workers: bool = False
+    predownload: int = 8
+    cache_limit: int | None = None
+    dataset_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class LoaderStats:
+    """What one process has measured at its loader: since it was made, or between two moments.
+
+    Its `str` is a table of where the time went, with a verdict.
+
+    Attributes:
+        num_batches, num_samples, num_tokens: What was handed out, padding excluded; tokens of packed rows only.
+        num_iterations: Iterations (epochs, usually) that handed out a batch.
+        num_ready, early_s: Batches that were ready when they were requested; seconds that they had been, added up.
+        wait_s, longest_wait_s: Seconds that training waited for its batches: the exposed data time; the longest wait.
+        compute_s: Seconds between batches in which training did not wait.
+        waits: The parts of `wait_s`, without those of each iteration's first batch, which are in `first_waits`.
+        work: Seconds of making batches by stage, over all workers, also of what was made ahead.
+        cpu_s, all_cpu_s: Processor time of the threads that made them; of all threads of their processes meanwhile.
+        counters: What `lightning_stream.counters` counts, over all workers.
+        settings: Those of the loader.
+
+    Example::
+
+        before = loader.stats()
+        train(loader)
+        print(loader.stats() - before)
+    """
+
+    num_batches: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_iterations: int = 0
+    num_ready: int = 0
+    early_s: float = 0.0
+    wait_s: float = 0.0
+    longest_wait_s: float = 0.0
+    compute_s: float = 0.0
+    cpu_s: float = 0.0
+    all_cpu_s: float = 0.0
+    waits: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    first_waits: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    work: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    counters: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(NAMES, 0.0))
+    settings: LoadingSettings = field(default_factory=LoadingSettings)
+
+    def __sub__(self, before: LoaderStats) -> LoaderStats:
+        """What was measured since `before`; the longest wait stays that of the whole time."""
+        return replace(self._combined(before, -1), longest_wait_s=self.longest_wait_s)
+
+    def __add__(self, later: LoaderStats) -> LoaderStats:
+        """What was measured in both."""
+        longest_wait_s = max(self.longest_wait_s, later.longest_wait_s)
+        return replace(self._combined(later, 1), longest_wait_s=longest_wait_s, settings=later.settings)
+
+    def _combined(self, other: LoaderStats, sign: int) -> LoaderStats:
+        found: dict[str, Any] = {"settings": self.settings}
+        for name in (one.name for one in fields(self) if one.name != "settings"):
+            own, others = getattr(self, name), getattr(other, name)
+            if isinstance(own, Mapping):
+                found[name] = {key: own[key] + sign * others[key] for key in own}
+            else:
+                found[name] = own + sign * others
+        return LoaderStats(**found)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of training, waiting included."""
+        return self.wait_s + self.compute_s
+
+    @property
+    def wait_share(self) -> float:
+        """The part of the time that training waited for data, from 0 to 1."""
+        return self.wait_s / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples that this process trained on in a second."""
+        return self.num_samples / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+    @property
+    def download_mb_s(self) -> float:
+        """Megabytes (10^6 bytes) that came from the store in a second, over all workers."""
+        return self.counters["fetched_bytes"] / _MB / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+    @property
+    def cache_hit(self) -> float:
+        """The part of the opened shards that were in the cache already, from 0 to 1; 1 if none was opened."""
+        here, fetched = self.counters["shards_here"], self.counters["shards_fetched"]
+        return here / (here + fetched) if here + fetched else 1.0
+
+    @property
+    def ready_share(self) -> float:
+        """The part of the batches that were ready when they were requested, from 0 to 1."""
+        return self.num_ready / self.num_batches if self.num_batches else 0.0
+
+    @property
+    def short(self) -> str:
+        """The short text of progress bars, e.g. ``2% · 310 MB/s``: the time spent waiting, and the downloads."""
+        rate = f" · {self.download_mb_s:.0f} MB/s" if self.counters["fetched_bytes"] else ""
+        return f"{100 * self.wait_share:.0f}%{rate}"
+
+    def metrics(self) -> dict[str, float]:
+        """The values for a trainer's loggers, by their names."""
+        found = {
+            "data/samples_per_s": self.samples_per_s,
+            "data/wait_ms": 1000 * self.wait_s / max(1, self.num_batches),
+            "data/wait_share": self.wait_share,
+            "data/ready_share": self.ready_share,
+            "data/download_mb_s": self.download_mb_s,
+            "data/cache_hit": self.cache_hit,
+            "data/retries": self.counters["retries"],
+            "data/bad_samples": self.counters["bad_samples"],
+        }
+        if self.num_tokens:
+            found["data/tokens_per_s"] = self.num_tokens / self.elapsed_s
+        return found
+
+    def __str__(self) -> str:
+        from lightning_stream.loading.verdict import verdict_of  # it reads these values
+
+        if not self.num_batches:
+            return "No batch was handed out yet."
+        head = (
+            f"{self.num_batches:,} batches, {self.num_samples:,} samples in {self.elapsed_s:.1f} s "
+            f"({self.samples_per_s:,.0f} samples/s); {100 * self.ready_share:.0f}% of the batches were ready."
+        )
+        rows = [("training", self.compute_s)]
+        rows += [(f"waiting: {name}", self.waits[name] + self.first_waits[name]) for name in PARTS]
+        table = [f"  {name:<22}{seconds:>9.2f} s{100 * seconds / self.elapsed_s:>7.1f}%" for name, seconds in rows]
+        counted = self.counters
+        foot = (
+            f"{counted['fetched_bytes'] / _MB:,.1f} MB fetched ({self.download_mb_s:.0f} MB/s), "
+            f"{counted['shards_fetched']:,.0f} shards; {counted['shards_here']:,.0f} were in the cache; "
+            f"{counted['retries']:,.0f} retries, {counted['bad_samples']:,.0f} bad samples."
+        )
+        return "\n".join([head, *table, foot, str(verdict_of(self))])

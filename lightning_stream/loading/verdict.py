@@ -1,0 +1,278 @@
+"""`verdict_of`: why training waits for its data, and which setting to change to which value.
+
+A pure function of what a loader has measured. It names a cause, not a stage: waiting for a shard may be the fault of
+the store, of the cache's limit or of the look-ahead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_stream.loading.stats import LoaderStats
+
+INPUT_BOUND = 0.05  # the part of the time spent waiting from which on training counts as input-bound
+_ALARMING = 0.2  # the part of the time that matters more than any wait at the start
+_RATHER = 0.5  # the part from which on one of two explanations holds
+_MANY = 0.1  # the part of requests, or of the time of fetching, from which on failures matter
+_AGAIN = 0.2  # the part of the downloads from which on repeated ones matter
+_BUSY = 0.5  # the part of the time that the connections are in use, from which on the store is the limit
+_UNDISTURBED = 0.75  # a thread that computes with less of a core than this is disturbed
+_OTHERS = 0.3  # of a core: what a busy process uses at least; of its processor time: what its other threads use
+_SPARE = 1.1  # proposed workers make batches a little faster than they are needed
+_MB = 1e6
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why training waited for data.
+
+    Attributes:
+        cause: One of ``"none"`` (not input-bound), ``"cold_start"``, ``"epoch_start"``, ``"throttled"``,
+            ``"store_errors"``, ``"small_cache"``, ``"look_ahead"``, ``"store_latency"``, ``"bandwidth"``,
+            ``"decompression"``, ``"other_process"``, ``"disk"``, ``"decoding"``, ``"transform"``, ``"collate"``,
+            ``"planning"``, ``"transport"``, ``"gil"``, ``"cores"``.
+        finding: What was measured, as a sentence.
+        remedy: What to change, as a sentence; empty where nothing needs to change.
+        setting, value: The setting that the remedy names, and the value to try; None where it names none.
+    """
+
+    cause: str
+    finding: str
+    remedy: str = ""
+    setting: str | None = None
+    value: int | str | bool | None = None
+
+    @property
+    def is_input_bound(self) -> bool:
+        """Whether training waits for data again and again, and not only at the start."""
+        return self.cause not in ("none", "cold_start")
+
+    def __str__(self) -> str:
+        return f"{self.finding} {self.remedy}".rstrip()
+
+
+def verdict_of(stats: LoaderStats) -> Verdict:
+    """Name the main cause of the waiting, and its remedy.
+
+    Example: ``print(verdict_of(loader.stats()))`` prints "Input-bound 37%: the store takes 810 ms to the first byte of
+    an answer. Raise num_workers from 2 to 4, since each worker fetches 4 shards at a time, or write larger shards."
+    """
+    steady_s = sum(stats.waits.values())
+    if stats.num_batches < 2 or stats.wait_share < INPUT_BOUND:
+        return Verdict("none", f"Not input-bound: training waited {_percent(stats.wait_share)} of the time for data.")
+    steady = steady_s / stats.elapsed_s
+    if steady < INPUT_BOUND or (steady < _ALARMING and steady_s < _RATHER * stats.wait_s):
+        return _at_the_start(stats)
+    part = max(stats.waits, key=stats.waits.__getitem__)
+    found = _CAUSES[part](stats)
+    finding = f"Input-bound {_percent(steady)}: {found.finding}"
+    return Verdict(found.cause, finding, found.remedy, found.setting, found.value)
+
+
+def _at_the_start(stats: LoaderStats) -> Verdict:
+    """Only the first batch of each iteration was late."""
+    count, settings = stats.num_iterations, stats.settings
+    each = sum(stats.first_waits.values()) / max(1, count)
+    late = max(stats.first_waits, key=stats.first_waits.__getitem__)
+    if count > 1 and settings.num_workers and not settings.persistent_workers:
+        finding = f"Input-bound {_percent(stats.wait_share)}: the first batch of each epoch came after {each:.1f} s."
+        remedy = "Pass persistent_workers=True, which keeps the workers between epochs."
+        return Verdict("epoch_start", finding, remedy, "persistent_workers", True)
+    finding = f"Training waited {each:.1f} s for the first batch, and for little else."
+    if late != "fetching":
+        return Verdict("cold_start", finding)
+    remedy = "Pass start_by_range=True, which reads the first samples before their shards have been fetched."
+    return Verdict("cold_start", finding, remedy, "start_by_range", True)
+
+
+def _fetching(stats: LoaderStats) -> Verdict:
+    """Why workers waited for shards."""
+    counted, settings = stats.counters, stats.settings
+    makers = max(1, settings.num_workers)
+    unpacking_s = counted["verify_s"] + counted["decompress_s"] + counted["convert_s"]
+    busy_s = counted["download_s"] + unpacking_s
+    fetched, requests = counted["shards_fetched"], max(1, counted["requests"])
+    failures = max(counted["retries"] / requests, counted["retry_s"] / max(busy_s, 1e-9))
+    # A worker only knows its own downloads: others of the same shards are as likely.
+    again = min(1.0, makers * counted["shards_fetched_again"] / max(1, fetched))
+    if counted["retries"] and failures >= _MANY:
+        return _failing(stats)
+    if again >= _AGAIN and settings.cache_limit is not None:
+        return _small_cache(stats, again)
+    if fetched < _AGAIN * counted["shards_here"] and busy_s < _AGAIN * stats.elapsed_s:
+        finding = "it waits for shards that another process of this machine fetches."
+        remedy = "Look at the verdict of the other ranks, of which one fetches them."
+        return Verdict("other_process", finding, remedy)
+    if unpacking_s >= _RATHER * busy_s:
+        return _unpacking(stats)
+    fetching_s = stats.elapsed_s - stats.first_waits["starting"]
+    if busy_s < _BUSY * makers * settings.fetch_threads * fetching_s and not _looks_far(stats):
+        return _look_ahead(stats)
+    return _slow_store(stats)
+
+
+def _failing(stats: LoaderStats) -> Verdict:
+    counted, workers = stats.counters, stats.settings.num_workers
+    counts = f"{counted['retries']:,.0f} of {counted['requests']:,.0f} requests"
+    if counted["throttled"] < _RATHER * counted["retries"]:
+        finding = f"{counts} to the store failed and were sent again."
+        return Verdict("store_errors", finding, "Check the network and the store: its log messages name each failure.")
+    finding = f"the store refused {counts} because there were too many (status 429 or 503)."
+    if workers > 1:
+        fewer = workers // 2
+        remedy = f"Lower num_workers from {workers} to {fewer}, or write larger shards: both send fewer requests."
+        return Verdict("throttled", finding, remedy, "num_workers", fewer)
+    return Verdict("throttled", finding, "Write larger shards (size_limit), so that there are fewer requests.")
+
+
+def _small_cache(stats: LoaderStats, again: float) -> Verdict:
+    limit = f"{math.ceil(stats.settings.dataset_bytes / (1 << 20))}mb"
+    finding = (
+        f"the cache is too small: {stats.counters['evictions']:,.0f} shards were evicted, and about {_percent(again)} "
+        "of the downloads were of shards that had been here."
+    )
+    remedy = f"Raise cache_limit to {limit!r}, which holds all shards, if the disk has the space. Or lower window."
+    return Verdict("small_cache", finding, remedy, "cache_limit", limit)
+
+
+def _unpacking(stats: LoaderStats) -> Verdict:
+    counted, workers = stats.counters, _more_workers(stats)
+    converts = counted["convert_s"] > counted["verify_s"] + counted["decompress_s"]
+    what = "read from its own format" if converts else "decompressed and verified"
+    other = "convert the dataset to MDS" if converts else "write the dataset without compression"
+    finding = f"shards are {what} more slowly than they are needed."
+    if workers is None:
+        return Verdict("decompression", finding, f"{other[0].upper()}{other[1:]}.")
+    remedy = f"Raise num_workers from {stats.settings.num_workers} to {workers}, or {other}."
+    return Verdict("decompression", finding, remedy, "num_workers", workers)
+
+
+def _looks_far(stats: LoaderStats) -> bool:
+    """Whether the look-ahead covers the samples of as many shards as can be fetched at once."""
+    return stats.settings.predownload >= _needed_look_ahead(stats)
+
+
+def _needed_look_ahead(stats: LoaderStats) -> int:
+    """Samples in which a worker needs twice as many new shards as it can fetch at once."""
+    settings = stats.settings
+    samples_per_shard = stats.num_samples / max(1, stats.counters["shards_fetched"])
+    needed = 2 * settings.fetch_threads * samples_per_shard
+    return settings.batch_size * math.ceil(needed / settings.batch_size)
+
+
+def _look_ahead(stats: LoaderStats) -> Verdict:
+    needed, now = _needed_look_ahead(stats), stats.settings.predownload
+    finding = "shards are requested too late: the connections are idle most of the time."
+    remedy = f"Raise predownload from {now:,} to {needed:,} samples."
+    return Verdict("look_ahead", finding, remedy, "predownload", needed)
+
+
+def _slow_store(stats: LoaderStats) -> Verdict:
+    counted, settings = stats.counters, stats.settings
+    makers = max(1, settings.num_workers)
+    more = makers + max(1, math.ceil(makers * (stats.elapsed_s / max(stats.compute_s, 1e-9) - 1)))
+    more = min(more, max(settings.num_cores, 2 * makers))
+    parallel = f"num_workers from {settings.num_workers} to {more}, since each fetches {settings.fetch_threads} shards"
+    if counted["first_byte_s"] >= _RATHER * counted["download_s"]:
+        latency_ms = 1000 * counted["first_byte_s"] / max(1, counted["requests"])
+        finding = f"the store takes {latency_ms:,.0f} ms to the first byte of an answer."
+        remedy = f"Raise {parallel} at a time, or write larger shards (size_limit)."
+        return Verdict("store_latency", finding, remedy, "num_workers", more)
+    needed = counted["fetched_bytes"] / _MB / max(stats.compute_s, 1e-9)
+    finding = f"the store delivers {stats.download_mb_s:,.1f} MB/s, and training could use {needed:,.1f} MB/s."
+    remedy = (
+        f"If each connection is limited, raise {parallel} at a time. If the network is, write smaller samples "
+        "(compression='zstd'), or train nearer to the data."
+    )
+    return Verdict("bandwidth", finding, remedy, "num_workers", more)
+
+
+def _making(cause: str, doing: str, stage: str, otherwise: str) -> Callable[[LoaderStats], Verdict]:
+    """The verdict where a stage of making batches is too slow: too few workers, or too little processor time."""
+
+    def found(stats: LoaderStats) -> Verdict:
+        settings, work = stats.settings, stats.work
+        wall_s = sum(work.values())
+        computing_s = max(wall_s - work["fetching"], 1e-9)
+        undisturbed = stats.cpu_s >= _UNDISTURBED * computing_s
+        others_s = stats.all_cpu_s - stats.cpu_s
+        if not undisturbed and stats.all_cpu_s >= _OTHERS * wall_s and others_s >= _OTHERS * stats.all_cpu_s:
+            return _held_up(stats)
+        if not undisturbed and settings.num_workers > settings.num_cores:
+            return _crowded(stats)
+        if stats.cpu_s < _RATHER * computing_s and stage != "transforming":  # which may wait for what it calls
+            return _idle(stats, stage)
+        each_ms = 1000 * work[stage] / stats.num_batches
+        step_ms = 1000 * stats.compute_s / stats.num_batches
+        finding = f"{doing} takes {each_ms:,.1f} ms a batch, and training {step_ms:,.1f} ms."
+        if (workers := _more_workers(stats, is_computing=undisturbed)) is not None:
+            remedy = f"Raise num_workers from {settings.num_workers} to {workers}, or {otherwise}."
+            return Verdict(cause, finding, remedy, "num_workers", workers)
+        return Verdict(cause, finding, f"All {settings.num_cores} cores have a worker: {otherwise}.")
+
+    return found
+
+
+def _crowded(stats: LoaderStats) -> Verdict:
+    cores, workers = stats.settings.num_cores, stats.settings.num_workers
+    if workers > cores:
+        finding = f"{workers} workers share {cores} processor cores."
+        return Verdict("cores", finding, f"Lower num_workers to {cores}.", "num_workers", cores)
+    finding = "the processor cores are busy with other programs."
+    return Verdict("cores", finding, "Run fewer programs beside the training, or on more cores.")
+
+
+def _idle(stats: LoaderStats, stage: str) -> Verdict:
+    """A stage in which the processor should compute, but does not."""
+    if stage != "reading":
+        return _crowded(stats)
+    each_ms = 1000 * stats.work[stage] / stats.num_batches
+    finding = f"reading takes {each_ms:,.1f} ms a batch, and the processor hardly computes meanwhile: the disk is slow."
+    return Verdict(
+        "disk", finding, "Put the cache (local=) on a faster disk; or run fewer programs beside the training."
+    )
+
+
+def _held_up(stats: LoaderStats) -> Verdict:
+    finding = "other Python threads of the process that makes batches hold Python's lock (the GIL)."
+    if stats.settings.num_workers == 0:
+        remedy = "Pass num_workers=1, which makes the batches in a process of its own."
+        return Verdict("gil", finding, remedy, "num_workers", 1)
+    return Verdict("gil", finding, "Let the transform start no threads of its own.")
+
+
+def _more_workers(stats: LoaderStats, *, is_computing: bool = True) -> int | None:
+    """Workers that make batches as fast as training needs them; None if there are no cores left for more."""
+    settings = stats.settings
+    most = settings.num_cores if is_computing else 4 * settings.num_cores
+    if settings.num_workers >= most:
+        return None
+    needed = math.ceil(_SPARE * sum(stats.work.values()) / max(stats.compute_s, 1e-9))
+    return min(most, max(settings.num_workers + 1, needed))
+
+
+def _sending(stats: LoaderStats) -> Verdict:
+    each_ms = 1000 * stats.waits["sending"] / stats.num_batches
+    finding = f"moving a batch from its worker to the training process takes {each_ms:,.1f} ms."
+    remedy = "Send fewer bytes: keep images as uint8 and convert them on the device; drop columns that are not used."
+    if sum(stats.work.values()) < stats.waits["sending"] and stats.settings.num_workers:
+        remedy += " Or pass num_workers=0: making the batches takes less time than moving them."
+        return Verdict("transport", finding, remedy, "num_workers", 0)
+    return Verdict("transport", finding, remedy)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%" if share < INPUT_BOUND else f"{100 * share:.0f}%"
+
+
+_CAUSES: dict[str, Callable[[LoaderStats], Verdict]] = {
+    "starting": _crowded,
+    "fetching": _fetching,
+    "sending": _sending,
+    "planning": _making("planning", "planning", "planning", "use larger batches"),
+    "reading": _making("decoding", "reading and decoding", "reading", "store what is cheaper to decode"),
+    "transforming": _making("transform", "the transform", "transforming", "make the transform cheaper"),
+    "collating": _making("collate", "collating", "collating", "make collate_fn cheaper"),
+}

@@ -1,0 +1,84 @@
+"""`SampleLog` lists the samples of each step."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.trainers.lightning.package import Callback
+
+
+def streaming_loader(trainer: Any, needed_by: str) -> StreamingDataLoader:
+    """The loader that a trainer trains on.
+
+    Raises:
+        TypeError: It is not a `StreamingDataLoader`.
+    """
+    loader = trainer.train_dataloader
+    if not isinstance(loader, StreamingDataLoader):
+        raise TypeError(f"{needed_by} reads the batches of a StreamingDataLoader; found {type(loader).__name__}.")
+    return loader
+
+
+class SampleLog(Callback):
+    """Writes the sample ids of each optimizer step into ``rank-<n>.jsonl``, one JSON line per step.
+
+    A resumed run drops the lines of steps that its checkpoint does not contain, and appends to the others. So the file
+    lists each sample as often as the weights have seen it; padding is not listed. A run from the start replaces it.
+
+    Args:
+        dirpath: Folder of the files, one per rank. Each run needs its own.
+
+    Example::
+
+        Trainer(callbacks=[SampleLog("runs/a/samples")])
+        # runs/a/samples/rank-0.jsonl: {"step": 1, "epoch": 0, "ids": [17, 4, 92, 33]}
+    """
+
+    def __init__(self, dirpath: str | os.PathLike[str]) -> None:
+        self._folder = Path(dirpath)
+        self._path = self._folder / "rank-0.jsonl"
+        self._ids: list[int] = []  # of the micro-batches since the last optimizer step
+        self._step_before, self._is_batch_open = 0, False
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Drop the lines of steps after the checkpoint that the run resumed from."""
+        self._path = self._folder / f"rank-{trainer.global_rank}.jsonl"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= trainer.global_step]
+        draft = self._path.with_suffix(".draft")
+        draft.write_text("".join(f"{line}\n" for line in kept))
+        draft.replace(self._path)
+        self._ids, self._is_batch_open = [], False
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Remember the step that this batch is part of."""
+        self._step_before, self._is_batch_open = trainer.global_step, True
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Add the batch's ids, and write the line if its optimizer step is complete."""
+        self._note(trainer)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Write the line of a step whose batch has not ended: an exception may save a checkpoint in between."""
+        if trainer.global_step > self._step_before:
+            self._note(trainer)
+
+    def _note(self, trainer: Any) -> None:
+        if not self._is_batch_open:
+            return
+        self._is_batch_open = False
+        batch = streaming_loader(trainer, "SampleLog").last_batch
+        assert batch is not None  # the trainer trains on it
+        if batch.num_samples:
+            counted = batch.without_padding()
+            self._ids += (counted.ids if counted.rows is None else counted.rows.ids).tolist()
+        if trainer.global_step > self._step_before:
+            line = {"step": trainer.global_step, "epoch": batch.epoch, "ids": self._ids}
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            self._ids = []

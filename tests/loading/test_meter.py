@@ -1,0 +1,276 @@
+"""A loader measures where the time of its training loop goes: in this process, in workers, and at the store."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import threading
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from time import perf_counter, thread_time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+TESTS = str(Path(__file__).resolve().parent.parent)
+if TESTS not in sys.path:
+    sys.path.insert(0, TESTS)
+
+from servers.fault_proxy import FaultProxy, Plan  # noqa: E402
+from servers.web import WebServer  # noqa: E402
+
+from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream.counters import NAMES, Counters  # noqa: E402
+from lightning_stream.loading.meter import Made, Meter, divided  # noqa: E402
+from lightning_stream.loading.verdict import verdict_of  # noqa: E402
+
+NUM_SAMPLES, BATCH = 1024, 16
+LIMIT_US = 25
+seconds = st.floats(0.0, 100.0)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("metered") / "data"
+    with MDSWriter(out=folder, columns={"x": "ndarray:int32:256"}, size_limit=1 << 16) as writer:
+        for number in range(NUM_SAMPLES):
+            writer.write({"x": np.full(256, number, np.int32)})
+    return folder
+
+
+@pytest.fixture
+def server(data: Path) -> Iterator[WebServer]:
+    with WebServer() as web:
+        web.objects.update({f"/data/{path.name}": path.read_bytes() for path in data.iterdir()})
+        yield web
+
+
+def bytes_of(data: Path) -> int:
+    return sum(path.stat().st_size for path in data.glob("shard.*"))
+
+
+def spend(seconds: float) -> None:
+    """Compute for so long."""
+    end = perf_counter() + seconds
+    while perf_counter() < end:
+        pass
+
+
+def slow(sample: dict[str, Any]) -> dict[str, Any]:
+    spend(0.003)
+    return sample
+
+
+def slow_collate(samples: list[Any]) -> np.ndarray[Any, Any]:
+    spend(0.05)
+    return np.stack([sample["x"] for sample in samples])
+
+
+def loader_over(url: str | Path, tmp_path: Path, num_workers: int = 0, **options: Any) -> StreamingDataLoader:
+    of_loader = {name: options.pop(name) for name in ("collate_fn", "persistent_workers") if name in options}
+    dataset = StreamingDataset(remote=str(url), local=tmp_path / "cache", **{"shuffle": True, **options})
+    return StreamingDataLoader(dataset, BATCH, num_workers=num_workers, **of_loader)
+
+
+@given(asked=seconds, wait=seconds, began=seconds, stages=st.lists(seconds, min_size=5, max_size=5))
+def test_the_parts_of_a_wait_add_up_to_it(asked: float, wait: float, began: float, stages: list[float]) -> None:
+    made = Made(began, began + sum(stages), tuple(stages), 0.0, 0.0)
+    parts = divided(asked, asked + wait, made)
+    assert sum(parts) == pytest.approx(wait, abs=1e-9)
+    assert min(parts) >= -1e-9
+
+
+def test_only_what_falls_into_the_wait_counts() -> None:
+    made = Made(10.0, 18.0, (0.0, 4.0, 2.0, 1.0, 1.0), 4.0, 4.0)
+    assert divided(19.0, 19.5, made) == (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.5)  # it was made before it was requested
+    assert divided(14.0, 19.0, made) == (0.0, 0.0, 2.0, 1.0, 0.5, 0.5, 1.0)  # half of its making came after that
+    assert divided(7.0, 18.0, made) == (3.0, 0.0, 4.0, 2.0, 1.0, 1.0, 0.0)  # it was begun 3 s later
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_parts_add_up_to_the_time_of_the_loop(data: Path, tmp_path: Path, num_workers: int) -> None:
+    loader = loader_over(f"file://{data}", tmp_path, num_workers, transform=slow)
+    began = perf_counter()
+    for _ in range(2):
+        for _ in loader:
+            spend(0.003)
+    elapsed_s = perf_counter() - began
+    stats = loader.stats()
+    assert sum(stats.waits.values()) + sum(stats.first_waits.values()) == pytest.approx(stats.wait_s)
+    assert stats.wait_s + stats.compute_s <= elapsed_s
+    assert stats.wait_s + stats.compute_s == pytest.approx(elapsed_s, rel=0.02 if not num_workers else 0.2)
+    assert stats.compute_s >= 2 * NUM_SAMPLES / BATCH * 0.003
+    assert (stats.num_samples, stats.num_batches, stats.num_iterations) == (
+        2 * NUM_SAMPLES,
+        2 * NUM_SAMPLES // BATCH,
+        2,
+    )
+
+
+@pytest.mark.parametrize("how", ["here", "fork", "spawn", "persistent"])
+def test_bytes_and_shards_are_counted_in_all_processes(data: Path, tmp_path: Path, server: WebServer, how: str) -> None:
+    loader = loader_over(
+        f"{server.url}/data", tmp_path, 0 if how == "here" else 2, persistent_workers=how == "persistent"
+    )
+    if how == "spawn":
+        loader.multiprocessing_context = "spawn"
+    for _ in loader:
+        pass
+    first, num_shards = loader.stats(), len(list(data.glob("shard.*")))
+    index_bytes = len(server.objects["/data/index.json"])
+    assert first.counters["shards_fetched"] == num_shards
+    assert first.counters["fetched_bytes"] == bytes_of(data) + index_bytes
+    assert first.counters["requests"] == server.count("GET")
+    assert 0 < first.counters["first_byte_s"] <= first.counters["download_s"] + 10
+    for _ in loader:
+        pass
+    second = loader.stats() - first
+    assert second.counters["fetched_bytes"] == 0
+    assert second.cache_hit == 1.0
+    assert second.num_samples == NUM_SAMPLES
+    loader.close()
+
+
+def test_retries_are_counted(data: Path, tmp_path: Path, server: WebServer) -> None:
+    options = {"first_pause_s": 0.001, "retries": 20}
+    with FaultProxy(server.url, Plan(probability={"error": 0.5})) as proxy:
+        loader = loader_over(f"{proxy.url}/data", tmp_path, 2, stream_config={"options": options})
+        for _ in loader:
+            pass
+        stats = loader.stats()
+    assert stats.counters["retries"] == stats.counters["throttled"] == proxy.counts["error"] > 0
+    assert stats.counters["retry_s"] > 0
+    assert stats.metrics()["data/retries"] == stats.counters["retries"]
+
+
+def test_evictions_and_repeated_downloads_are_counted(data: Path, tmp_path: Path) -> None:
+    loader = loader_over(f"file://{data}", tmp_path, cache_limit=bytes_of(data) // 2, num_canonical_nodes=1, window=2)
+    for _ in range(3):
+        for _ in loader:
+            pass
+    counted, num_shards = loader.stats().counters, len(list(data.glob("shard.*")))
+    assert counted["shards_fetched"] - counted["shards_fetched_again"] == num_shards
+    assert counted["shards_fetched_again"] > 0
+    assert counted["evictions"] > counted["shards_fetched_again"]
+
+
+def test_bad_samples_are_counted(data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bad"
+    with MDSWriter(out=folder, columns={"x": "json"}, hashes=[]) as writer:
+        for number in range(64):
+            writer.write({"x": {"n": number}})
+    (shard,) = folder.glob("shard.*")
+    shard.write_bytes(shard.read_bytes().replace(b'{"n":7}', b'{"n":!}').replace(b'{"n": 7}', b'{"n": !}'))
+    dataset = StreamingDataset(local=folder, on_bad_sample="substitute", quarantine=tmp_path / "quarantine")
+    loader = StreamingDataLoader(dataset, 8, num_workers=1)
+    for _ in range(2):
+        for _ in loader:
+            pass
+    assert loader.stats().counters["bad_samples"] >= 1
+    assert loader.stats().metrics()["data/bad_samples"] >= 1
+
+
+INJECTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "a slow transform": ("transform", {"transform": slow}),
+    "a slow collate function": ("collate", {"collate_fn": slow_collate}),
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("case", INJECTED)
+def test_a_real_delay_is_named(data: Path, tmp_path: Path, case: str, num_workers: int) -> None:
+    cause, options = INJECTED[case]
+    loader = loader_over(data, tmp_path, num_workers, **options)
+    for _ in islice(loader, 16):
+        spend(0.002)
+    assert verdict_of(loader.stats()).cause == cause, loader.stats()
+
+
+def test_a_slow_store_is_named(data: Path, tmp_path: Path, server: WebServer) -> None:
+    with FaultProxy(server.url, Plan(latency_s=0.25)) as proxy:
+        loader = loader_over(f"{proxy.url}/data", tmp_path, shuffle=False)
+        for _ in loader:
+            pass
+    verdict = verdict_of(loader.stats())
+    assert verdict.cause == "store_latency", str(loader.stats())
+    assert verdict.setting == "num_workers"
+
+
+def test_a_throttled_store_is_named(data: Path, tmp_path: Path, server: WebServer) -> None:
+    options = {"first_pause_s": 0.05, "retries": 20}
+    with FaultProxy(server.url, Plan(probability={"error": 0.6})) as proxy:
+        loader = loader_over(
+            f"{proxy.url}/data", tmp_path, shuffle=False, predownload=BATCH, stream_config={"options": options}
+        )
+        for _ in loader:
+            pass
+    assert verdict_of(loader.stats()).cause == "throttled", loader.stats()
+
+
+def test_a_copy_of_a_loader_begins_at_zero(data: Path, tmp_path: Path) -> None:
+    loader = loader_over(data, tmp_path)
+    for _ in loader:
+        pass
+    assert copy.deepcopy(loader).stats().num_batches == 0
+    counters = Counters()
+    counters.add("requests")
+    assert pickle.loads(pickle.dumps(counters)).values.tolist() == [0.0] * len(NAMES)
+
+
+def test_a_look_at_batches_is_not_measured(data: Path, tmp_path: Path) -> None:
+    loader = loader_over(data, tmp_path)
+    batches = iter(loader)
+    next(batches)
+    for _ in loader.look():
+        pass
+    next(batches)
+    assert loader.stats().num_batches == 2
+    assert (loader.stats().num_samples, loader.stats().num_iterations) == (2 * BATCH, 1)
+
+
+def test_an_evaluation_is_measured(data: Path) -> None:
+    loader = StreamingDataLoader(StreamingDataset(local=data), BATCH, evaluation=True)
+    for _ in loader:
+        pass
+    assert loader.stats().num_samples == NUM_SAMPLES
+
+
+def test_threads_count_together() -> None:
+    counters = Counters()
+
+    def count() -> None:
+        for _ in range(5000):
+            counters.add("fetched_bytes", 3)
+
+    threads = [threading.Thread(target=count) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counters.values.sum() == 8 * 5000 * 3
+
+
+def test_a_batch_costs_a_few_microseconds() -> None:
+    meter, spent, now = Meter(), [], perf_counter()
+    for number in range(2000):
+        begun = thread_time()
+        meter.note(now, now + 0.001, Made(now, now + 0.001, (0.0002,) * 5, 0.001, 0.001), None, number == 0)
+        spent.append(thread_time() - begun)
+    assert median(spent) * 1e6 < LIMIT_US
+
+
+def test_the_stats_are_readable(data: Path, tmp_path: Path) -> None:
+    loader = loader_over(f"file://{data}", tmp_path)
+    assert str(loader.stats()) == "No batch was handed out yet."
+    for _ in loader:
+        pass
+    text = str(loader.stats())
+    assert f"{NUM_SAMPLES // BATCH} batches, {NUM_SAMPLES:,} samples" in text
+    assert "waiting: reading" in text
+    assert "MB/s" in loader.stats().short

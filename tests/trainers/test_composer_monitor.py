@@ -1,0 +1,81 @@
+"""Composer's loggers and progress bar show where the time of a run went, and its end says what to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.composer_runs import EPOCHS, NUM_SAMPLES, STEPS_PER_EPOCH, Run, write_shards
+
+from lightning_stream.loading.verdict import Verdict
+from lightning_stream.trainers import monitor as trainers_monitor
+from lightning_stream.trainers.composer import callback as composer_callback
+
+composer: Any = pytest.importorskip("composer")
+METRICS = {"data/wait_ms", "data/wait_share", "data/samples_per_s", "data/download_mb_s", "data/cache_hit"}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("composer_monitor") / "data")
+
+
+class Clock(composer.Callback):  # type: ignore[misc]  # Composer has no types
+    """A clock that every step and every evaluation moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: float, evaluation: float) -> None:
+        self.now_s, self.step, self.evaluation = 0.0, step, evaluation
+        for module in ("loading.iteration", "trainers.monitor"):
+            monkeypatch.setattr(f"lightning_stream.{module}.perf_counter", lambda: self.now_s)
+
+    def before_forward(self, state: Any, logger: Any) -> None:
+        self.now_s += self.step
+
+    def eval_start(self, state: Any, logger: Any) -> None:
+        self.now_s += self.evaluation
+
+
+def test_the_metrics_reach_the_loggers(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composer_callback, "_LOGGED_EVERY", 4)
+    kept = composer.loggers.InMemoryLogger()
+    Run(shards, tmp_path, loggers=[kept])
+    assert kept.data.keys() >= METRICS
+    steps = [int(stamp.batch) for stamp, _ in kept.data["data/wait_ms"]]
+    ends = [STEPS_PER_EPOCH * epoch for epoch in range(1, EPOCHS + 1)]
+    assert steps == sorted([*range(4, EPOCHS * STEPS_PER_EPOCH + 1, 4), *ends])
+
+
+def test_training_is_measured_without_its_evaluations(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch, step=0.5, evaluation=100.0)
+    run = Run(shards, tmp_path, callbacks=[clock], evaluates="4ba")
+    monitor = run.trainer.state.callbacks[0].monitor
+    stats = monitor.stats()
+    assert (stats.num_samples, stats.num_batches) == (EPOCHS * NUM_SAMPLES, EPOCHS * STEPS_PER_EPOCH)
+    assert stats.compute_s == EPOCHS * STEPS_PER_EPOCH * 0.5
+    assert monitor.validation_s >= 8 * 100.0
+
+
+def test_the_progress_bar_shows_the_time_spent_waiting(
+    shards: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Run(shards, tmp_path, progress_bar=True, max_duration="3ba")
+    assert "data=0%" in capfd.readouterr().err
+
+
+def test_the_end_of_an_input_bound_run_says_why(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bound = Verdict("transform", "Input-bound 80%: the transform takes 2 s.", "Raise num_workers from 0 to 5.")
+    monkeypatch.setattr(trainers_monitor, "verdict_of", lambda _: bound)
+    monkeypatch.setattr(trainers_monitor, "_WORTH_AT_END_S", 0.0)
+    Run(shards, tmp_path, max_duration="3ba")
+    assert str(bound) in capsys.readouterr().out
+
+
+def test_nothing_is_logged_where_the_monitor_is_off(shards: Path, tmp_path: Path) -> None:
+    kept = composer.loggers.InMemoryLogger()
+    Run(shards, tmp_path, loggers=[kept], data={"monitor": False})
+    assert not METRICS & kept.data.keys()

@@ -1,0 +1,188 @@
+"""Lightning's loggers and progress bar show where the time of a run went, and its end says what to change."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning.pytorch")
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from support.lightning_runs import EPOCHS, NUM_SAMPLES, Run, checkpoints
+
+from lightning_stream import StreamingCallback
+from lightning_stream.loading.verdict import Verdict
+from lightning_stream.trainers import monitor as trainers_monitor
+
+STEPS_PER_EPOCH = 11
+NUM_STEPS = EPOCHS * STEPS_PER_EPOCH
+METRICS = {
+    f"data/{name}"
+    for name in (
+        "samples_per_s", "wait_ms", "wait_share", "ready_share", "download_mb_s", "cache_hit", "retries", "bad_samples",
+    )
+}  # fmt: skip
+pytestmark = pytest.mark.filterwarnings("ignore:.*(callbacks used to create|without a model|You def).*")
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        for module in ("loading.iteration", "trainers.monitor"):
+            monkeypatch.setattr(f"lightning_stream.{module}.perf_counter", lambda: self.now_s)
+
+
+class Takes(Callback):
+    """Lets some hooks of a run, and every transform, take time."""
+
+    def __init__(self, clock: Clock, step: float, validation: float = 0.0) -> None:
+        self.clock, self.step, self.validation = clock, step, validation
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.clock.now_s += self.step
+
+    def on_validation_epoch_start(self, *_: Any) -> None:
+        self.clock.now_s += self.validation
+
+
+def slow_transform(clock: Clock, seconds: float) -> Any:
+    def transform(sample: Any) -> Any:
+        clock.now_s += seconds
+        return sample
+
+    return transform
+
+
+def logged(folder: Path) -> list[dict[str, str]]:
+    """The rows of the log that have our metrics."""
+    (table,) = folder.glob("lightning_logs/*/metrics.csv")
+    return [row for row in csv.DictReader(table.read_text().splitlines()) if row.get("data/wait_ms")]
+
+
+def monitor_of(run: Run) -> trainers_monitor.DataMonitor:
+    return run.data.position_callback.monitor
+
+
+@pytest.mark.parametrize("val_check_interval", [1.0, 4])
+def test_training_is_measured_without_its_validations(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, val_check_interval: float
+) -> None:
+    clock = Clock(monkeypatch)
+    takes = Takes(clock, step=0.5, validation=100.0)
+    run = Run(shards, tmp_path, callbacks=[takes], val_check_interval=val_check_interval)
+    stats = monitor_of(run).stats()
+    assert (stats.num_samples, stats.num_batches, stats.num_iterations) == (EPOCHS * NUM_SAMPLES, NUM_STEPS, EPOCHS)
+    assert stats.compute_s == NUM_STEPS * 0.5
+    assert stats.wait_s == 0.0
+    assert monitor_of(run).validation_s == EPOCHS * 100.0 * (1 if val_check_interval == 1.0 else 2)
+
+
+def test_the_metrics_reach_the_logger_at_lightnings_own_steps(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    dataset = {"transform": slow_transform(clock, 0.01)}
+    Run(
+        shards, tmp_path, callbacks=[Takes(clock, step=0.34)], dataset=dataset, val=False,
+        logger=CSVLogger(tmp_path), log_every_n_steps=3,
+    )  # fmt: skip
+    rows = logged(tmp_path)
+    assert rows[0].keys() >= METRICS
+    assert [int(row["step"]) for row in rows] == list(range(2, NUM_STEPS, 3))
+    first = rows[0]
+    assert float(first["data/samples_per_s"]) == pytest.approx(32.0, rel=0.35)
+    assert float(first["data/wait_ms"]) == pytest.approx(160.0)
+    assert float(first["data/cache_hit"]) == 1.0
+
+
+def test_a_resumed_run_logs_at_the_steps_of_a_whole_one(shards: Path, tmp_path: Path) -> None:
+    Run(shards, tmp_path, every_n_train_steps=4, max_steps=4)
+    run = Run(
+        shards, tmp_path, checkpoints(tmp_path)[0][1],
+        logger=CSVLogger(tmp_path), log_every_n_steps=3, max_steps=9,
+    )  # fmt: skip
+    steps = [int(row["step"]) for row in logged(tmp_path)]
+    assert steps == [5, 8]
+    assert monitor_of(run).stats().num_batches == 5
+
+
+def test_accumulated_batches_are_logged_once_per_step(shards: Path, tmp_path: Path) -> None:
+    run = Run(shards, tmp_path, accumulate_grad_batches=2, logger=CSVLogger(tmp_path), log_every_n_steps=2, max_steps=4)
+    assert [int(row["step"]) for row in logged(tmp_path)] == [1, 3]
+    assert monitor_of(run).stats().num_batches == 8
+
+
+def test_nothing_is_logged_shown_or_said_where_the_monitor_is_off(
+    shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    clock = Clock(monkeypatch)
+    dataset = {"transform": slow_transform(clock, 1.0)}
+    run = Run(shards, tmp_path, dataset=dataset, data={"monitor": False}, log_every_n_steps=1)
+    assert not METRICS & set(run.trainer.callback_metrics)
+    assert "Input-bound" not in caplog.text
+
+
+def test_the_end_of_an_input_bound_run_says_why_and_what_to_change(
+    shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    bound = Verdict("transform", "Input-bound 80%: the transform takes 2 s.", "Raise num_workers from 0 to 5.")
+    monkeypatch.setattr(trainers_monitor, "verdict_of", lambda _: bound)
+    clock = Clock(monkeypatch)
+    Run(shards, tmp_path, dataset={"transform": slow_transform(clock, 0.1)}, log_every_n_steps=1, max_epochs=10)
+    said = [one.message for one in caplog.records if one.message == str(bound)]
+    assert len(said) == 2  # once after the first minute, and at the end
+
+
+def test_a_short_healthy_run_says_nothing(
+    shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    clock = Clock(monkeypatch)
+    Run(shards, tmp_path, callbacks=[Takes(clock, step=0.5)])
+    assert "nput-bound" not in caplog.text
+
+
+def test_the_text_of_the_progress_bar_is_about_the_last_seconds(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, shown = Clock(monkeypatch), []
+
+    class Bar(TQDMProgressBar):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *arguments: Any) -> None:
+            super().on_train_batch_end(trainer, pl_module, *arguments)
+            shown.append(self.get_metrics(trainer, pl_module)["data"])
+
+    dataset = {"transform": slow_transform(clock, 0.0625)}
+    Run(
+        shards, tmp_path, callbacks=[Bar(), Takes(clock, step=1.0)], dataset=dataset, val=False,
+        enable_progress_bar=True, max_epochs=2,
+    )  # fmt: skip
+    assert shown[0] == "0%"  # nothing is known yet
+    assert set(shown[6:11]) == {"50%"}
+
+
+def test_a_second_fit_is_measured_from_zero(shards: Path, tmp_path: Path) -> None:
+    run = Run(shards, tmp_path, max_epochs=1)
+    run.trainer.fit_loop.max_epochs = 3
+    run.fit(None)
+    assert monitor_of(run).stats().num_samples == 2 * NUM_SAMPLES
+
+
+def test_the_loaders_that_lightning_makes_for_each_epoch_are_measured_together(shards: Path, tmp_path: Path) -> None:
+    run = Run(shards, tmp_path, reload_dataloaders_every_n_epochs=1)
+    assert monitor_of(run).stats().num_samples == EPOCHS * NUM_SAMPLES
+
+
+def test_launchers_can_copy_the_callback_to_their_processes() -> None:
+    assert isinstance(pickle.loads(pickle.dumps(StreamingCallback())), StreamingCallback)

@@ -1,0 +1,107 @@
+"""What all ranks measure becomes one answer: that of the rank which all others wait for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import numpy as np  # noqa: E402
+
+from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream.loading.verdict import Verdict  # noqa: E402
+from lightning_stream.trainers import monitor as trainers_monitor  # noqa: E402
+from lightning_stream.trainers.monitor import DataMonitor  # noqa: E402
+
+BATCH, NUM_SAMPLES = 8, 128
+RANK = """
+import json, os, sys, time, torch
+from lightning_stream import StreamingDataLoader, StreamingDataset
+from lightning_stream.trainers.monitor import DataMonitor
+rank, said = int(sys.argv[2]), []
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+def slow(sample):
+    end = time.perf_counter() + 0.02 * rank
+    while time.perf_counter() < end:
+        pass
+    return sample
+loader = StreamingDataLoader(StreamingDataset(remote=sys.argv[3], transform=slow), 8)
+monitor = DataMonitor(said.append)
+monitor.attach(loader)
+for batch in loader:
+    end = time.perf_counter() + 0.01
+    while time.perf_counter() < end:
+        pass
+metrics, stats = monitor.metrics(), monitor.stats()
+monitor.end()
+print(json.dumps([metrics, stats.wait_share, stats.samples_per_s, said]), flush=True)
+torch.distributed.barrier()
+os._exit(0)  # gloo's own end may abort where the other rank has ended already
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("monitored") / "data"
+    with MDSWriter(out=str(folder), columns={"x": "ndarray:int32:8"}) as writer:
+        for number in range(NUM_SAMPLES):
+            writer.write({"x": np.full(8, number, np.int32)})
+    return folder
+
+
+@pytest.mark.distributed
+def test_ranks_log_the_same_values_and_name_the_rank_that_waits(tmp_path: Path, data: Path) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", RANK, str(tmp_path / "meeting"), str(rank), str(data)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    found = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
+    assert found[0][0] == found[1][0]
+    metrics = found[0][0]
+    assert metrics["data/wait_share"] == pytest.approx(max(share for _, share, _, _ in found), rel=0.05)
+    assert metrics["data/samples_per_s"] == pytest.approx(sum(rate for _, _, rate, _ in found), rel=0.05)
+    for *_, said in found:
+        assert len(said) == 1
+        assert said[0].startswith("Rank 1: Input-bound")
+        assert "the transform takes" in said[0]
+
+
+def test_a_cause_is_told_once_while_training_and_again_at_the_end(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(trainers_monitor, "_CHECKED_S", 0.0)
+    monkeypatch.setattr(trainers_monitor, "_WORTH_S", 0.0)
+    monkeypatch.setattr(trainers_monitor, "_WORTH_AT_END_S", 0.0)
+    monkeypatch.setattr(trainers_monitor, "verdict_of", lambda _: Verdict("transform", "Input-bound 50%: why.", "Do."))
+    monitor, loader = DataMonitor(said.append), StreamingDataLoader(StreamingDataset(remote=data), BATCH)
+    monitor.attach(loader)
+    for _ in loader:
+        monitor.metrics()
+    assert said == ["Input-bound 50%: why. Do."]
+    monitor.end()
+    assert said == 2 * ["Input-bound 50%: why. Do."]
+    monitor.detach()
+    assert monitor.stats().num_samples == NUM_SAMPLES
+
+
+def test_what_is_logged_is_about_the_time_since_it_was_logged_last(data: Path) -> None:
+    monitor, loader = DataMonitor(print), StreamingDataLoader(StreamingDataset(remote=data), BATCH)
+    monitor.attach(loader, watches=False)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    monitor.metrics()
+    next(batches)
+    before = monitor._logged
+    monitor.metrics()
+    assert (monitor._logged - before).num_batches == 1
