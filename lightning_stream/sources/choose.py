@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_stream.errors import FormatError, NotFoundError, missing_extra, redact
 from lightning_stream.sources.base import Reader, Source
-from lightning_stream.sources.files import SourceFile, files_of, find_files, is_table
+from lightning_stream.sources.files import WILD, SourceFile, files_of, find_files, is_table
 from lightning_stream.sources.inputs import FunctionReader, Inputs, input_items
 from lightning_stream.stores import open_store
 from lightning_stream.writer.place import is_remote
@@ -50,7 +50,8 @@ def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None
     is_one = isinstance(source, (str, os.PathLike))
     name = redact(str(source) if is_one else f"{', '.join(map(str, source)):.200}")
     if is_one:
-        root = re.split(r"[^/]*[*?{]", uri := os.fspath(source))[0] or "."  # that of a pattern
+        uri = os.fspath(source)
+        root = uri if (wild := WILD.search(uri)) is None else uri[: uri.rfind("/", 0, wild.start()) + 1] or "."
         store = open_store(root, store_options if is_remote(root) else None)
         has_log = is_table(store)
         if has_log and kind in (None, "delta") and root == uri:

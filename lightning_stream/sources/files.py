@@ -27,7 +27,7 @@ from lightning_stream.writer.place import is_remote
 Uris: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 DELTA_LOG = "_delta_log/"
 _BUFFER_BYTES = 1 << 22
-_WILD = frozenset("*?{")
+WILD = re.compile(r"[*?]|\{[0-9]+\.\.[0-9]+\}")  # what makes a name a pattern
 _WINDOW_BYTES, _CLOSE_BYTES = 1 << 11, 1 << 18
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 _HIDDEN = re.compile(r"(^|/)[._]")
@@ -234,7 +234,7 @@ def find_files(source: Uris, options: Mapping[str, Any] | None = None) -> list[S
 
 def _found(uri: str, options: Mapping[str, Any] | None) -> list[SourceFile]:
     parts = uri.split("/")
-    literal = next((k for k, part in enumerate(parts) if _WILD & set(part)), len(parts))
+    literal = next((k for k, part in enumerate(parts) if WILD.search(part)), len(parts))
     root = "/".join(parts[:literal]) or "/"
     options = options if is_remote(root) else None
     entries = list(open_store(root, options).list(""))
@@ -251,7 +251,7 @@ def files_of(store: Store, names: str = "") -> tuple[list[SourceFile], list[Sour
 
     With `names`, only those of this name, in a folder of this name, or whose names match this pattern.
     """
-    literal = re.split(r"[*?{]", names)[0]
+    literal = WILD.split(names)[0]
     is_match = _pattern(names if names != literal else f"{names}/**/*").fullmatch
     found = []
     for entry in store.list(literal):
@@ -273,7 +273,7 @@ def split_place(uri: str) -> tuple[str, str]:
     scheme, colon, path = uri.rpartition("://")
     parts = path.split("/")
     first = 3 if scheme == "hf" else 1 if colon else 0  # after the bucket, or the repository
-    wild = next((k for k, part in enumerate(parts) if k >= first and _WILD & set(part)), None)
+    wild = next((k for k, part in enumerate(parts) if k >= first and WILD.search(part)), None)
     if wild is None and len(parts) > first and _FILE.search(parts[-1]) and not scheme.startswith("http"):
         wild = len(parts) - 1
     if wild is None or scheme.startswith("http"):

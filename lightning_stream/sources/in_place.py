@@ -109,7 +109,9 @@ class InPlace:
             )
         for file in files:
             if not file.name.isprintable() or "\\" in file.name or file.name[1:2] == ":":
-                raise FormatError(f"names of files must have no control character or backslash; rename {file.uri!r}.")
+                raise FormatError(
+                    f"names of files must have no control character, backslash or drive; rename {file.uri!r}."
+                )
         reader.begin(files)
         return files, reader
 

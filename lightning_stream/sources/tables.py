@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -184,10 +184,15 @@ class ParquetReader(TableReader):
         footer = _FOOTERS.get(file, lambda: pq.read_metadata(plain))
         opened = pq.ParquetFile(plain, metadata=footer)
 
+        names = set(opened.schema_arrow.names)
+
         def pieces(begin: int = 0, end: int | None = None) -> list[Piece]:
             numbers = range(footer.num_row_groups)[begin:end]
             groups = zip(numbers, map(footer.row_group, numbers), strict=True)
-            return [Piece(k, k + 1, group.num_rows, group.total_byte_size, nulls=_nulls(group)) for k, group in groups]
+            return [
+                Piece(k, k + 1, group.num_rows, group.total_byte_size, nulls=_nulls(group, names))
+                for k, group in groups
+            ]
 
         def batches(begin: int, end: int | None, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
             for piece in pieces(begin, end):
@@ -210,10 +215,10 @@ def _column_spans(group: Any, columns: Sequence[str] | None) -> list[tuple[int, 
     return spans
 
 
-def _nulls(group: Any) -> tuple[str, ...]:
+def _nulls(group: Any, names: Collection[str]) -> tuple[str, ...]:
     """The columns of a row group that have nulls, by its statistics, which know nothing of nested columns."""
     columns = map(group.column, range(group.num_columns))
-    flat = [each for each in columns if "." not in each.path_in_schema and each.statistics is not None]
+    flat = [each for each in columns if each.path_in_schema in names and each.statistics is not None]
     return tuple(each.path_in_schema for each in flat if each.statistics.has_null_count and each.statistics.null_count)
 
 

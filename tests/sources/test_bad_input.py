@@ -123,7 +123,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a name with a line end": (
         lambda folder: parquet(folder / "b\nc.parquet"),
-        r"names of files must have no control character or backslash; rename .*b\\nc.parquet",
+        r"names of files must have no control character, backslash or drive; rename .*b\\nc.parquet",
     ),
     "splits": (
         lambda folder: [parquet(folder / "data" / f"{split}-0.parquet") for split in ("train", "test")],
@@ -281,6 +281,11 @@ def test_unusual_files_are_read_in_order(name: str, tmp_path: Path) -> None:
     folder.mkdir()
     GOOD[name](folder)
     assert [int(row["id"]) for row in read(folder)] == [*range(6)]
+
+
+def test_nulls_are_known_of_columns_with_dots(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", pa.table({"a.b": [1, None], "a": [{"b": None}, {"b": 2}]}))
+    assert read(tmp_path / "a.parquet") == [{"a.b": 1, "a": {"b": None}}, {"a.b": None, "a": {"b": 2}}]
 
 
 def test_columns_in_the_names_of_folders_are_read(tmp_path: Path) -> None:
