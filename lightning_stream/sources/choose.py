@@ -9,12 +9,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
-from itertools import takewhile
 from typing import Any
 
 from lightning_stream.errors import FormatError, missing_extra, redact
 from lightning_stream.sources.base import Reader, Source
-from lightning_stream.sources.files import WILD, SourceFile, find_files, is_table
+from lightning_stream.sources.files import SourceFile, find_files, is_table
 from lightning_stream.sources.inputs import FunctionReader, Inputs, input_items
 from lightning_stream.stores import open_store
 from lightning_stream.writer.place import is_remote
@@ -50,8 +49,7 @@ def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None
     is_one = isinstance(source, (str, os.PathLike))
     name = redact(str(source) if is_one else f"{', '.join(map(str, source)):.200}")
     if is_one:
-        parts = (uri := os.fspath(source)).split("/")
-        root = "/".join(takewhile(lambda part: not WILD & set(part), parts)) or ("/" if uri[0] == "/" else ".")
+        root = re.split(r"[^/]*[*?]", uri := os.fspath(source))[0] or "."  # that of a pattern
         store = open_store(root, store_options if is_remote(root) else None)
         has_log = is_table(store)
         if has_log and kind in (None, "delta") and root == uri:

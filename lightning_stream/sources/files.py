@@ -26,7 +26,7 @@ from lightning_stream.writer.place import is_remote
 Uris: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 DELTA_LOG = "_delta_log/"
 _BUFFER_BYTES = 1 << 22
-WILD = frozenset("*?")
+_WILD = frozenset("*?")
 _HIDDEN = re.compile(r"(^|/)[._]")
 _ENDINGS = (".gz", ".zst", ".bz2", ".xz")
 _DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError, UnicodeDecodeError)
@@ -157,7 +157,7 @@ def find_files(source: Uris, options: Mapping[str, Any] | None = None) -> list[S
 
 def _found(uri: str, options: Mapping[str, Any] | None) -> list[SourceFile]:
     parts = uri.split("/")
-    literal = next((k for k, part in enumerate(parts) if WILD & set(part)), len(parts))
+    literal = next((k for k, part in enumerate(parts) if _WILD & set(part)), len(parts))
     root = "/".join(parts[:literal]) or "/"
     options = options if is_remote(root) else None
     entries = list(open_store(root, options).list(""))
