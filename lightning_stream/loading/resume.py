@@ -10,6 +10,7 @@ from typing import Any, Literal
 from lightning_stream.errors import SnapshotMismatch, StateError
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.order import BatchPlan, OrderConfig, Position, is_mosaic_state, mosaic_config, mosaic_position
+from lightning_stream.reading.stream import changes_since
 
 _log = logging.getLogger(__name__)
 _CONVERTED = (
@@ -62,7 +63,8 @@ def position_in(
         accepted = [] if ours is None else ours.check(run, tail=tail, on_mismatch=on_mismatch)
     except SnapshotMismatch as error:
         assert ours is not None
-        raise SnapshotMismatch(f"{error} {source.changes_since(ours.snapshot.versions)}".rstrip()) from error
+        changes = changes_since(ours.snapshot.versions, source.reader.indexes, source.reader.caches)
+        raise SnapshotMismatch(f"{error} {changes}".rstrip()) from error
     try:
         is_checked = ours is not None and ours.position <= _CHECKED_POSITIONS and not run.config.needs_lengths
         # Beyond a new switch, samples may have other ids, and the sum is made again.

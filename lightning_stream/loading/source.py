@@ -45,7 +45,7 @@ from lightning_stream.order.rank_split import ceil_div
 from lightning_stream.order.switches import SwitchedRun
 from lightning_stream.reading.bad_samples import BadData
 from lightning_stream.reading.reader import SampleReader
-from lightning_stream.reading.stream import changes_since, versions_of, weights_of
+from lightning_stream.reading.stream import versions_of, weights_of
 from lightning_stream.reading.subset import SubsetReader
 from lightning_stream.reading.switched import SwitchedReader
 
@@ -159,10 +159,6 @@ class SampleSource:
     def snapshot(self) -> Snapshot:
         """The shards of all streams, with a digest; reads the indexes on first use."""
         return self.reader.snapshot
-
-    def changes_since(self, versions: Sequence[str]) -> str:
-        """Describe which files in other formats differ from those of these versions, which a state holds."""
-        return changes_since(versions, self.reader.indexes, self.reader.caches)
 
     def detect_world(self) -> World:
         """The world this process is in, as given or as detected now."""

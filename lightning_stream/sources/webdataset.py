@@ -93,6 +93,8 @@ class TarReader(Reader):
         table = _sample_table(_named(data, found.members), file)
         members = found.members
         try:
+            if self.is_strict and not columns.keys() >= set(table.endings):
+                raise LookupError("a sample has another file")
             yield Batch(_columns(data, members, table, columns), file.uri)
         except (LookupError, ValueError):
             yield from batched(_row(sample, columns, file) for sample in _samples(data, members, table))

@@ -7,6 +7,7 @@ import copy
 import tracemalloc
 import warnings
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ class Run:
     batch_size: int = 24
     tail: str = "pad"
     sizes: tuple[tuple[int, ...], ...] = SIZES
+    reader = SimpleNamespace(indexes=(), caches=())
 
     def order(self, config):
         return RunOrder(Snapshot.of(self.sizes), [StreamWeights()] * len(self.sizes), config)
@@ -46,9 +48,6 @@ class Run:
         start = Position.start(run, batch_size=self.batch_size, tail=self.tail, epoch=1)
         plan = BatchPlan(run.epoch(1), batch_size=self.batch_size, world=self.world, tail=self.tail)
         return start.advanced(run, plan.bounds(steps - 1)[1]).to_state()
-
-    def changes_since(self, versions):
-        return ""
 
     def load(self, state, on_mismatch="error"):
         return position_in(state, self, self.settings(order_in(state)), on_mismatch)
