@@ -448,3 +448,24 @@ def test_documents_in_place_are_packed_and_the_run_continues_on_converted_length
     loader = packed(out)
     loader.load_state_dict(state)
     assert [batch["input_ids"].tolist() for batch in loader] == rest
+
+
+def test_a_record_of_both_parts_of_the_run_is_verified_on_the_converted_data(tmp_path: Path) -> None:
+    from lightning_stream import PositionTracker, verify_delivery
+
+    source, out = written(tmp_path / "in", "parquet"), str(tmp_path / "out")
+    convert(source, out, **PLAIN)
+    state: dict[str, Any] | None = None
+    for place in (source, out):
+        loader = StreamingDataLoader(StreamingDataset(remote=place, shuffle=True), global_batch_size=8)
+        if state is not None:
+            loader.load_state_dict(state)
+        tracker = PositionTracker(loader, record_delivery=tmp_path / "record")
+        for _ in tracker:
+            tracker.stepped()
+            if state is None and tracker.num_steps == 5:
+                break
+        state = loader.state_dict()
+        tracker.detach()
+    found = verify_delivery(tmp_path / "record", StreamingDataset(remote=out, shuffle=True))
+    assert (found.num_steps, found.first_difference) == (13, None), found.sentence
