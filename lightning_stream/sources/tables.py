@@ -276,9 +276,8 @@ class NumpyReader(_TableReader):
             raise ValueError(f"its head promises {shape[0]:,} rows of {width:,} bytes; it has {file.num_bytes:,} bytes")
 
         def read(rows: Sequence[int]) -> Mapping[str, Any]:
-            spans = [(first + row * width, first + (row + 1) * width) for row in rows]
-            if isinstance(rows, range) and spans:
-                spans = [(spans[0][0], spans[-1][1])]
+            parts = [rows] if isinstance(rows, range) else [range(row, row + 1) for row in rows]
+            spans = [(first + part.start * width, first + part.stop * width) for part in parts]
             found = stretches(file, spans)
             data = found[spans[0]] if len(spans) == 1 else b"".join(found[span] for span in spans)
             return self._named(np.frombuffer(data, dtype).reshape(len(rows), *shape[1:]))
