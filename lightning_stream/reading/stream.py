@@ -107,7 +107,7 @@ class Stream:
         self.remote = None if remote is None else os.path.expanduser(os.fspath(remote))  # noqa: PTH111 - may be a URL
         self.local = None if local is None else os.fspath(local)
         self.split = split or ""
-        pairs = [(0, version)] if version is None or isinstance(version, (str, int)) else list(version)
+        pairs = list(version) if isinstance(version, (list, tuple)) else [(0, version)]
         self._versions = _checked_versions(pairs)
         self.version = self._versions[-1][1]
         self.proportion, self.repeat, self.choose = proportion, repeat, choose
@@ -117,6 +117,7 @@ class Stream:
         self.options = self._options = dict(options or {})  # a subclass may use the name for its own
         self._label = name or os.fspath(remote or local or "").rstrip("/").rpartition("/")[2]
         self._store: Store | None = None
+        columns = [columns] if isinstance(columns, str) else columns
         self._in_place = InPlace(format, columns, self.version if isinstance(self.version, int) else None)
 
     def __repr__(self) -> str:
