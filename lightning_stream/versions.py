@@ -144,6 +144,8 @@ def delete_rows(
     """
     if (ids is None) == (where is None):
         raise ValueError("delete_rows takes either ids or where; pass one of them.")
+    if callable(ids) or not (where is None or callable(where)):
+        raise TypeError("delete_rows takes a function of a sample as where=, and ids without a name.")
     store = open_store(os.fspath(out), store_options)
     base = read_newest(store)
     if where is None:
@@ -210,12 +212,9 @@ def add_column(
         ValueError: Another number of values, values that the encoding does not take, or an unknown encoding.
         ConflictError: Samples were appended meanwhile for which there are no values, or the dataset was compacted.
     """
-    store = open_store(os.fspath(out), store_options)
-    if not store.exists(INDEX_NAME):
-        raise NotFoundError(f"a column is added to a dataset; {store.url} has no {INDEX_NAME}. Check the path.")
-    place = DatasetPlace(os.fspath(out), store_options=store_options)
+    place = _place(out, store_options)
     place.begin("append")
-    base = place.base
+    base, store = place.base, place.store
     assert base is not None
     if not base.schemas:
         raise ValueError(f"add_column needs a dataset with samples; {store.url} has none.")
@@ -256,7 +255,7 @@ def compact(out: str | os.PathLike[str], *, message: str = "", store_options: Ma
         ValueError: A shard with deleted samples or added columns is not of the MDS format.
         ConflictError: Another writer changed the dataset meanwhile; it stays as it is.
     """
-    place = DatasetPlace(os.fspath(out), store_options=store_options)
+    place = _place(out, store_options)
     place.begin("edit")
     index, cache = place.base, ShardCache(place.store)
     if index is None or (index.deleted is None and not index.joined):
@@ -324,6 +323,13 @@ def _matching(stream: Stream, where: Callable[[dict[str, Any]], bool], allow_uns
         everything = Bitmap.of_mask(np.ones(reader.snapshot.num_samples, dtype=np.bool_))
         mask = Evaluation(reader, everything, where, bad_data("raise", "raise", None, 0)).mask()
         return reader.original_ids(np.flatnonzero(mask))
+
+
+def _place(out: str | os.PathLike[str], store_options: Mapping[str, Any] | None) -> DatasetPlace:
+    place = DatasetPlace(os.fspath(out), store_options=store_options)
+    if not place.store.exists(INDEX_NAME):
+        raise NotFoundError(f"there is no dataset: {place.store.url} has no {INDEX_NAME}. Check the path.")
+    return place
 
 
 def _reader(stream: Stream, allow_unsafe_types: bool) -> SampleReader:

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_stream import Stream, StreamingDataLoader, StreamingDataset, add_lengths, merge_index, versions
 from lightning_stream.cli import main
-from lightning_stream.errors import ConflictError, DigestError, SnapshotMismatch
+from lightning_stream.errors import ConflictError, DigestError, NotFoundError, SnapshotMismatch
 from lightning_stream.formats.index import Index
 from lightning_stream.stores import LocalStore
 from lightning_stream.version_log import read_newest
@@ -115,6 +115,10 @@ def test_a_deletion_with_a_key_is_made_once_and_wrong_ids_are_refused(tmp_path: 
         versions.delete_rows(tmp_path, [0.5])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="either ids or where"):
         versions.delete_rows(tmp_path)
+    with pytest.raises(TypeError, match="as where="):
+        versions.delete_rows(tmp_path, lambda sample: True)  # type: ignore[arg-type]
+    with pytest.raises(NotFoundError, match="no dataset"):
+        versions.compact(tmp_path / "none")
 
 
 def test_a_damaged_file_of_deleted_samples_and_a_merge_of_them_are_refused(tmp_path: Path) -> None:

@@ -266,8 +266,11 @@ def test_what_cannot_be_switched_is_refused(data: Path, tmp_path: Path) -> None:
         StreamingDataset(data, version=declared).subset([1, 2])
     with pytest.raises(ValueError, match="names each version"):
         Stream(data, version=[(0, 1), (5, None)])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="steps that rise from 0"):
-        Stream(data, version=[(1, 1)])
+    for wrong in ([(1, 1)], [], [(0, 1), (5,)], (0, 1)):
+        with pytest.raises(ValueError, match="steps that rise from 0"):
+            Stream(data, version=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"found 2\.5"):
+        Stream(data, version=2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs a batch size"):
         next(iter(StreamingDataset(data, version=declared)))
     versions.compact(data)

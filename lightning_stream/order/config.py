@@ -107,8 +107,9 @@ class OrderConfig:
             problems.append("Samples can be forgotten in the native order only: forgotten must be None in this one.")
         if self.schedule is not None and not problems:
             problems = self._schedule_problems(self.schedule)
-        if self.switches:
-            problems += self._switch_problems()
+        places = [(one.epoch, one.position) for one in self.switches]
+        if places != sorted(places) or not all(is_count(number, 0) for place in places for number in place):
+            problems.append(f"Switches of versions must follow each other, but they are at {places}.")
         if problems:
             raise ValueError("The order settings must be valid. " + " ".join(problems))
 
@@ -133,23 +134,6 @@ class OrderConfig:
                 "a time: use 'repeat', or another batching_method."
             )
         return problems
-
-    def _switch_problems(self) -> list[str]:
-        given = {
-            "shuffle_algo": self.mosaic,
-            "pack": self.packing,
-            "forget": self.forgotten,
-            "schedule": self.schedule,
-            "bucket_by and batch_tokens": self.buckets,
-            "epoch_size": self.epoch_size,
-            "batching_method": None if self.batching_method == "random" else self.batching_method,
-        }
-        names = [name for name, value in given.items() if value is not None]
-        problems = [f"A run that switches versions takes each sample once per epoch: omit {', '.join(names)}."]
-        places = [(one.epoch, one.position) for one in self.switches]
-        if places != sorted(places) or not all(is_count(number, 0) for place in places for number in place):
-            problems.append(f"Switches of versions must follow each other, but they are at {places}.")
-        return problems if names else problems[1:]
 
     @classmethod
     def resolve(

@@ -121,7 +121,7 @@ class Stream:
                 )
         self.local = None if local is None else os.fspath(local)
         self.split = split or ""
-        pairs = [(0, version)] if version is None or isinstance(version, (str, int)) else list(version)
+        pairs = list(version) if isinstance(version, (list, tuple)) else [(0, version)]
         self._versions = _checked_versions(pairs)
         self.version = self._versions[-1][1]
         self.proportion, self.repeat, self.choose = proportion, repeat, choose
@@ -131,6 +131,7 @@ class Stream:
         self.options = self._options = dict(options or {})  # a subclass may use the name for its own
         self._label = name or os.fspath(remote or local or "").rstrip("/").rpartition("/")[2]
         self._store: Store | None = None
+        columns = [columns] if isinstance(columns, str) else columns
         number = self.version if isinstance(self.version, int) else None
         self._in_place = InPlace(format, columns, number, _place_of(self)[1])
 
