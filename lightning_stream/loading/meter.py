@@ -53,7 +53,7 @@ class Meter:
         compute_s: Seconds between the hand-out of a batch and the request for the next one of the same iteration.
         num_batches, num_samples, num_tokens: What was handed out, padding excluded.
         num_iterations: Iterations that have handed out a batch.
-        num_ready, early_s: Batches that were made before they were requested; how long before, added up.
+        num_ready: Batches that were made before they were requested.
         first_waits, waits: Seconds by `PARTS`, of the waits for first batches of iterations, and for all others.
         work: Seconds by `STAGES` of the making of all batches, also of what cost no time.
         cpu_s, all_cpu_s: As in `Made`, added up.
@@ -62,7 +62,7 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        self.wait_s = self.longest_wait_s = self.compute_s = self.early_s = self.cpu_s = self.all_cpu_s = 0.0
+        self.wait_s = self.longest_wait_s = self.compute_s = self.cpu_s = self.all_cpu_s = 0.0
         self.num_batches = self.num_samples = self.num_tokens = self.num_iterations = self.num_ready = 0
         self.first_waits, self.waits, self.work = [0.0] * len(PARTS), [0.0] * len(PARTS), [0.0] * len(STAGES)
         self.settings: Any = None
@@ -111,7 +111,6 @@ class Meter:
             self.num_tokens += batch.num_tokens
         if made.ended < asked:
             self.num_ready += 1
-            self.early_s += asked - made.ended
         waits, work = self.first_waits if is_first else self.waits, self.work
         for number, seconds in enumerate(divided(asked, got, made)):
             waits[number] += seconds

@@ -34,7 +34,7 @@ from lightning_stream.reading.data_stages import stages_of_reader
 from lightning_stream.reading.look_ahead import furthest_ahead
 
 _MEASURED = (
-    "num_batches", "num_samples", "num_tokens", "num_iterations", "num_ready", "early_s", "wait_s", "longest_wait_s",
+    "num_batches", "num_samples", "num_tokens", "num_iterations", "num_ready", "wait_s", "longest_wait_s",
     "compute_s", "cpu_s", "all_cpu_s",
 )  # fmt: skip
 

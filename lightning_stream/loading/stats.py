@@ -45,7 +45,7 @@ class LoaderStats:
     Attributes:
         num_batches, num_samples, num_tokens: What was handed out, padding excluded; tokens of packed rows only.
         num_iterations: Iterations (epochs, usually) that handed out a batch.
-        num_ready, early_s: Batches that were ready when they were requested; seconds that they had been, added up.
+        num_ready: Batches that were ready when they were requested.
         wait_s, longest_wait_s: Seconds that training waited for its batches: the exposed data time; the longest wait.
         compute_s: Seconds between batches in which training did not wait.
         waits: The parts of `wait_s`, without those of each iteration's first batch, which are in `first_waits`.
@@ -66,7 +66,6 @@ class LoaderStats:
     num_tokens: int = 0
     num_iterations: int = 0
     num_ready: int = 0
-    early_s: float = 0.0
     wait_s: float = 0.0
     longest_wait_s: float = 0.0
     compute_s: float = 0.0

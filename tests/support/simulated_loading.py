@@ -96,7 +96,7 @@ def measured(loop: Loop, seed: int) -> LoaderStats:
     counters = dict.fromkeys(NAMES, 0.0)
     for _ in range(loop.epochs):
         clock = _epoch(loop, rng, meter, clock, counters)
-    names = ("num_batches", "num_samples", "num_iterations", "num_ready", "early_s", "wait_s", "longest_wait_s")
+    names = ("num_batches", "num_samples", "num_iterations", "num_ready", "wait_s", "longest_wait_s")
     return LoaderStats(
         **{name: getattr(meter, name) for name in (*names, "compute_s", "cpu_s", "all_cpu_s")},
         waits=dict(zip(PARTS, meter.waits, strict=True)),
