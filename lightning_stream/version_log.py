@@ -191,10 +191,7 @@ def read_changes(store: Store, root: str, first: int = 1) -> list[Change]:
 
 
 def older_entries(store: Store) -> list[bytes]:
-    """Return the index entries of all shards that the versions of a dataset have, or had, beside those in index.json.
-
-    NotFoundError if there is no dataset, FormatError if it is damaged.
-    """
+    """Return the index entries of the shards in all changes, and in the first index; errors as `read_log`."""
     base, changes = read_log(store)
     found = [bytes(text) for change in changes for text in change.shards]
     if base.number:

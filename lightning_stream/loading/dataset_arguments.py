@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_stream.formats.sizes import whole
-from lightning_stream.loading.packing import Packing
-from lightning_stream.loading.source import Bucketing
+from lightning_stream.loading.packing import Bucketing, Packing
 from lightning_stream.order import MosaicConfig, OrderConfig, Schedule
 from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.config import MOSAIC_ALGORITHMS

@@ -1,4 +1,4 @@
-"""Documents packed into rows of one length: the user's settings, and the arrays of a batch of rows."""
+"""Documents packed into rows of one length, or sorted by their lengths: the user's settings, and batches of rows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import FlatArrays
+from lightning_stream.order import OrderConfig
+from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.packing import LongDocuments, RowPacking, RowSpans
 from lightning_stream.reading.reader import SampleReader
 
@@ -175,4 +177,25 @@ def _check(name: str, values: FlatArrays, ids: NDArray[np.int64], lengths: NDArr
         raise FormatError(
             f"Sample {ids[k]}, column {name!r}: a document must have as many values as its length; found "
             f"{values.counts[k]}, and its length is {lengths[k]}. Write the lengths of this data again."
+        )
+
+
+@dataclass(frozen=True)
+class Bucketing:
+    """How samples of similar lengths come together, as the user gave it: None for what is to be chosen."""
+
+    by: str  # name of the lengths
+    window: int | None = None  # samples that are sorted together
+    batch_tokens: int | None = None  # tokens of a global batch, padding included; None: it has one number of samples
+    batch_multiple: int | None = None  # what the sizes of its batches are multiples of
+
+    def resolved(self, reader: SampleReader, batch_size: int, resumed: OrderConfig | None) -> LengthBuckets:
+        """With what was to be chosen, from the data and the run's first start."""
+        return LengthBuckets.resolved(
+            reader.lengths(self.by),
+            window=self.window,
+            batch_tokens=self.batch_tokens,
+            batch_size=batch_size if self.batch_tokens is None else self.batch_multiple,
+            digest=reader.lengths_digest(self.by),
+            resumed=None if resumed is None else resumed.buckets,
         )

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lightning_stream.errors import NotFoundError
 from lightning_stream.loading.collate import collate_columns, collate_samples
 from lightning_stream.loading.distributed import Dimensions, WorldLike, detect_world
-from lightning_stream.loading.packing import Packing, read_rows, split_rows
+from lightning_stream.loading.packing import Bucketing, Packing, read_rows, split_rows
 from lightning_stream.loading.randomness import SeededCall, preserved_generators, seed_sample
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.order import (
@@ -36,7 +36,6 @@ from lightning_stream.order import (
     where,
 )
 from lightning_stream.order.balance import Balance, Cost
-from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.bitmap import Bitmap, as_ids
 from lightning_stream.order.config import Switch
 from lightning_stream.order.forget import Forgotten, Replay, forgetting, plan_replay
@@ -84,27 +83,6 @@ class BatchSettings:
     def micro_batches(self, source: SampleSource, start: Start) -> MicroBatches:
         """This rank's micro-batches from a start to the end of its epoch."""
         return MicroBatches(self.plan(source, start), self.device_batch_size, self.padding)
-
-
-@dataclass(frozen=True)
-class Bucketing:
-    """How samples of similar lengths come together, as the user gave it: None for what is to be chosen."""
-
-    by: str  # name of the lengths
-    window: int | None = None  # samples that are sorted together
-    batch_tokens: int | None = None  # tokens of a global batch, padding included; None: it has one number of samples
-    batch_multiple: int | None = None  # what the sizes of its batches are multiples of
-
-    def resolved(self, reader: SampleReader, batch_size: int, resumed: OrderConfig | None) -> LengthBuckets:
-        """With what was to be chosen, from the data and the run's first start."""
-        return LengthBuckets.resolved(
-            reader.lengths(self.by),
-            window=self.window,
-            batch_tokens=self.batch_tokens,
-            batch_size=batch_size if self.batch_tokens is None else self.batch_multiple,
-            digest=reader.lengths_digest(self.by),
-            resumed=None if resumed is None else resumed.buckets,
-        )
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from lightning_stream.formats.encodings.images import load_images
 from lightning_stream.formats.hashing import digest
 from lightning_stream.formats.index import Index, ShardEntry
 from lightning_stream.formats.mds.gather import Group, flat_copies, gather, gather_groups, gather_mixed, merge_groups
+from lightning_stream.formats.memory import Int64s
 from lightning_stream.formats.shard import Shard
 from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
@@ -34,7 +35,6 @@ from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
 from lightning_stream.threads import DaemonPool
 
 T = TypeVar("T")
-_Ints = NDArray[np.int64]
 
 
 class SampleReader:
@@ -98,10 +98,9 @@ class SampleReader:
             NotFoundError: A stream has no such lengths; says how to add them.
             DigestError, FormatError: They are damaged, or do not fit the index.
         """
-        found = self._lengths.get(name)
-        if found is None:
-            found = self._lengths[name] = self._read_lengths(name)
-        return found
+        if name not in self._lengths:
+            self._lengths[name] = self._read_lengths(name)
+        return self._lengths[name]
 
     def lengths_digest(self, name: str) -> str:
         """Return 32 hex digits of these numbers: other lengths give another packing."""
@@ -235,7 +234,7 @@ class SampleReader:
         opened = self._opened(process, of_shard, within)
         return gather(*opened, out) if mixed is None else gather_mixed(*opened, mixed, out)
 
-    def _joined(self, process: ReaderProcess, of_shard: _Ints, within: _Ints) -> list[Group]:
+    def _joined(self, process: ReaderProcess, of_shard: Int64s, within: Int64s) -> list[Group]:
         """Gather samples from their shards, and then from those joined to them: rows, and some of their columns."""
         found: list[Group] = []
         for joined, rows in self.shards.parts(of_shard):
@@ -247,7 +246,7 @@ class SampleReader:
             found += [(rows[members], columns) for members, columns in gather_groups(*opened)]
         return found
 
-    def _opened(self, process: ReaderProcess, of_shard: _Ints, within: _Ints) -> tuple[list[Shard], _Ints, _Ints]:
+    def _opened(self, process: ReaderProcess, of_shard: Int64s, within: Int64s) -> tuple[list[Shard], Int64s, Int64s]:
         """The shards of some samples, opened, or these samples alone; and for each sample which of them, and where."""
         numbers, which = np.unique(of_shard, return_inverse=True)
         parts = self._by_range(process, numbers.tolist(), lambda k: np.unique(within[which == k]))

@@ -232,10 +232,7 @@ class DatasetPlace:
         return self._commit(edit)
 
     def commit_edit(self, edit: Edit | Callable[[Version], Edit]) -> None:
-        """Put a change of the version that was there at `begin`; ConflictError if there is a newer one.
-
-        In append mode, a function of the newest version gives the change.
-        """
+        """Put a change of the version at `begin`, else ConflictError; in append mode, a function's of the newest."""
         self._commit(edit if callable(edit) else lambda _: edit)
 
     def _commit(self, edit: Callable[[Version], Edit]) -> bool:
