@@ -105,7 +105,7 @@ def _reader_class(name: str) -> Any:
     try:
         return getattr(import_module(f"lightning_stream.sources.{module}"), reader)
     except ModuleNotFoundError as error:
-        raise missing_extra("pyarrow", "convert", "reading Parquet, Arrow, CSV and NumPy files") from error
+        raise missing_extra("pyarrow", "parquet", "reading Parquet, Arrow, CSV and NumPy files") from error
 
 
 def _by_split(files: Sequence[SourceFile]) -> dict[str, tuple[SourceFile, ...]]:
