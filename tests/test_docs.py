@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 OF_TORCH = "DataLoader with IterableDataset: expected unspecified shuffle option"
-OF_OTHER_PACKAGES = {OF_TORCH, "default auth", "Can't pickle"}
+OF_SPARK = "Failed to find the data source: mds"
+OF_OTHER_PACKAGES = {OF_TORCH, OF_SPARK, "default auth", "Can't pickle"}
 
 
 def _texts(source: Path) -> str:

@@ -38,7 +38,8 @@ from lightning_stream.writer.place import DatasetPlace, digest_of
 
 _LOG = logging.getLogger(__name__)
 _JOB = re.compile(r"job-[0-9a-f]{16}-[0-9a-f]{8}/.*")
-_ROWS = 256  # of an Arrow batch are encoded at once: Spark's own batches have 10,000, which may be photos
+# So much of an Arrow batch is encoded at once: Spark's batches have 10,000 rows, which may be photos.
+_ROWS, _BYTES = 1000, 1 << 24
 _FILL = "Fill them (df.fillna), drop the rows (df.dropna), or ask for 'json' in the option columns."
 # Spark has no public name for these. It sets them in every task of a streaming query; both survive a restart.
 _QUERY, _BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
@@ -121,9 +122,7 @@ class SinkJob(SparkJob):
         """Write the rows of a task; return its receipt."""
         context = TaskContext.get()
         number = 0 if context is None else context.partitionId()
-        pieces = (
-            batch.slice(at, _ROWS) for batch in batches if not self.skip for at in range(0, batch.num_rows, _ROWS)
-        )
+        pieces = (piece for batch in batches if not self.skip for piece in _pieces(batch))
         first = next(pieces, None)
         if first is None:
             return SinkMessage(self, Receipt(number, ""))
@@ -261,6 +260,12 @@ class MDSStreamSink(getattr(api, "DataSourceStreamArrowWriter", object)):  # typ
             if message is not None:
                 message.job.abort(messages)
                 return
+
+
+def _pieces(batch: Any) -> Iterator[Any]:
+    rows = max(1, min(_ROWS, _BYTES * batch.num_rows // max(1, batch.nbytes)))
+    for at in range(0, batch.num_rows, rows):
+        yield batch.slice(at, rows)
 
 
 def _newest(store: Store) -> Index | None:
